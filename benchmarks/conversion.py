@@ -46,20 +46,20 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from megaenc.convert.architectures import FAMILIES, config_of
-    from megaenc.convert.from_hf import hf_shapes
+    from megaenc.convert.architectures import FAMILIES, build_export_config
+    from megaenc.convert.from_hf import read_hf_shapes
     from megaenc.convert.safetensors_writer import DTYPES
     from megaenc.data.tokenizer.tokenizer import train_tokenizer
-    from megaenc.model.config import ModelConfig, preset
+    from megaenc.model.config import ModelConfig, get_preset
     from megaenc.objectives import Attention
 
-    model = preset(name) if name != "none" else ModelConfig(1, 8, 8, 2, 2)
+    model = get_preset(name) if name != "none" else ModelConfig(1, 8, 8, 2, 2)
     model = dataclasses.replace(model, vocab_size=vocab_size)
     folder.mkdir(parents=True)
     tokenizer = train_tokenizer(["a few words for a tokenizer of hardly more than bytes"], 300)
     tokenizer.save_pretrained(folder)
     family = FAMILIES["eurobert"]
-    config = config_of(
+    config = build_export_config(
         family,
         Attention.BIDIRECTIONAL,
         model,
@@ -70,7 +70,7 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
     )
     config.save_pretrained(folder)
     shards: dict[str, dict[str, torch.Tensor]] = {}
-    for name, shape in hf_shapes(config, family).items():
+    for name, shape in read_hf_shapes(config, family).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else name
         shards.setdefault(f"model-{layer}.safetensors", {})[name] = shape
     for file, shapes in shards.items():
@@ -125,9 +125,9 @@ def figures(settings: Settings, work: Path) -> dict:
 def main() -> None:
     from megaenc import flags
     from megaenc.bench import report
-    from megaenc.console import quiet
+    from megaenc.console import silence_libraries
 
-    quiet()
+    silence_libraries()
     settings = flags.parse(Settings, None, prog="conversion.py", description=__doc__)
     with tempfile.TemporaryDirectory(dir=settings.folder or None) as work:
         result = figures(settings, Path(work))

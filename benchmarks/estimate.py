@@ -107,11 +107,11 @@ def train_and_note(file: str, flags: list[str]) -> None:
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
-    from megaenc.processes import highest_resident
+    from megaenc.processes import peak_resident_bytes
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
 
-    seconds, base, update, build = [], [], Engine.update, Engine.__init__
+    seconds, base, update, build = [], [], Engine.train_step, Engine.__init__
 
     def built(engine: Engine, *arguments):
         base.append(psutil.Process().memory_info().rss)
@@ -123,9 +123,9 @@ def train_and_note(file: str, flags: list[str]) -> None:
         seconds.append(time.perf_counter() - clock)
         return made
 
-    Engine.update, Engine.__init__ = noted, built
+    Engine.train_step, Engine.__init__ = noted, built
     main(flags)
-    found = {"bytes": highest_resident(), "base": base[0], "seconds": seconds[WARM_UP:]}
+    found = {"bytes": peak_resident_bytes(), "base": base[0], "seconds": seconds[WARM_UP:]}
     Path(file + os.environ.get("RANK", "0")).write_text(json.dumps(found))
 
 
@@ -185,6 +185,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         train_and_note(sys.argv[2], sys.argv[3:])
     else:
-        from megaenc.errors import one_line_errors
+        from megaenc.errors import handle_command_errors
 
-        one_line_errors(main)(sys.argv[1:])
+        handle_command_errors(main)(sys.argv[1:])

@@ -164,9 +164,9 @@ def figures(settings: Settings, work: Path) -> dict[str, Any]:
 def main() -> None:
     from megaenc import flags
     from megaenc.bench import report
-    from megaenc.console import quiet
+    from megaenc.console import silence_libraries
 
-    quiet()
+    silence_libraries()
     settings = flags.parse(Settings, None, prog="finetuning.py", description=__doc__)
     with tempfile.TemporaryDirectory() as work:
         found = figures(settings, Path(work))

@@ -105,7 +105,7 @@ def train_and_note(file: str, flags: list[str]) -> None:
     from megaenc.training.engine import Engine
     from megaenc.training.logging.metrics_logger import MetricsLogger
 
-    begun, update, monitor, show = [], Engine.update, [], MetricsLogger.step
+    begun, update, monitor, show = [], Engine.train_step, [], MetricsLogger.log_step
 
     def noted(engine: Engine, step: int):
         begun.append(time.perf_counter())
@@ -116,7 +116,7 @@ def train_and_note(file: str, flags: list[str]) -> None:
         show(self, *arguments)
         monitor.append(time.perf_counter() - clock)
 
-    Engine.update, MetricsLogger.step = noted, shown
+    Engine.train_step, MetricsLogger.log_step = noted, shown
     main(flags)
     Path(file).write_text(json.dumps({"begun": begun, "monitor": monitor}))
 

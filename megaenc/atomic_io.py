@@ -21,7 +21,7 @@ _TRIES = 20  # to lock a file that others may be removing
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def resolved(path: Path) -> Path:
+def resolve_path(path: Path) -> Path:
     """Return the path that `path` leads to, `..` and links followed, whether anything is there or not."""
     return Path(os.path.realpath(path))
 
@@ -50,7 +50,7 @@ def atomic_files(*paths: Path, last_look: Callable[[], None] | None = None) -> I
                 _uninterrupted(lambda: _replace_all(temporary, paths))
     finally:
         for path in temporary:  # the first error is the one to report
-            remove(path)
+            remove_path(path)
 
 
 def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
@@ -78,7 +78,7 @@ def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
         raise
     finally:
         for backup in backups:
-            remove(backup)
+            remove_path(backup)
 
 
 def _uninterrupted(call: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ def _uninterrupted(call: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def stale_temp_files(*paths: Path) -> list[Path]:
+def find_stale_temp_files(*paths: Path) -> list[Path]:
     """The temporary files and folders of `paths`, all of one folder, that attempts at work or killed have put beside them."""
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
@@ -115,7 +115,7 @@ def stale_temp_files(*paths: Path) -> list[Path]:
         return []
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file or a folder with all that is in it, as far as that can be done."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -124,7 +124,7 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def longest_name(*paths: Path) -> str:
+def longest_file_name(*paths: Path) -> str:
     """The longest name in bytes, be it a temporary one, that writing one of `paths` takes."""
     return max((temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name)))
 
@@ -141,7 +141,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     All of it is on the disk before it is renamed. Raises InputError where the folder cannot be written, or something has taken
     its place meanwhile.
     """
-    place = resolved(path)
+    place = resolve_path(path)
     temporary = temporary_path(place)
     try:
         try:
@@ -151,7 +151,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         with _one_line(place.parent, *_UNUSABLE):
             yield temporary
             for inside in (*temporary.rglob("*"), temporary):
-                sync(inside)
+                fsync_path(inside)
         try:
             with _one_line(path, *_UNUSABLE):
                 os.rename(temporary, place)
@@ -163,7 +163,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Put a file or the names in a folder on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -259,7 +259,7 @@ class FileLock:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
+def try_lock(path: Path) -> Iterator[bool]:
     """Try to have something to oneself, of which the file `path` is the lock; whether it is. There is no file afterwards.
 
     A lock ends with its process, however that ends. On a file system without locks everybody gets it, so what is done under one
@@ -282,10 +282,10 @@ def locked(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
-    """Run the block under the lock `path` (see `locked`), after the processes that hold it; False if that takes `seconds`."""
+    """Run the block under the lock `path` (see `try_lock`), after the processes that hold it; False if that takes `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        with locked(path) as mine:
+        with try_lock(path) as mine:
             if mine or time.monotonic() > deadline:
                 yield mine
                 return
@@ -293,7 +293,7 @@ def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody has `path` (see `locked`), asked without writing anything. False where it cannot be read."""
+    """Whether somebody has `path` (see `try_lock`), asked without writing anything. False where it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -310,7 +310,7 @@ def is_locked(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Let SIGTERM end the block like Ctrl-C does, through its `finally` clauses, with exit code 143. For the main thread.
 
     So does SIGHUP (129), with which a terminal ends, unless it is ignored as under nohup. It comes from shell and kernel both, so

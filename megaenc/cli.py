@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import megaenc
-from megaenc.errors import InputError, closest, one_line_errors
+from megaenc.errors import InputError, closest_match, handle_command_errors
 
 # name, of one word or two: (module:function, what it does)
 COMMANDS = {
@@ -38,18 +38,18 @@ COMMANDS = {
 }
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc`. Raises InputError (exit code 2) for a command that there is not."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(format_usage())
         return
     if arguments[0] in ("-V", "--version"):
         print(f"megaenc {megaenc.__version__}")
         return
     if arguments[0] in _groups() and (len(arguments) == 1 or arguments[1] in ("-h", "--help", "help")):
-        print(usage(arguments[0]))
+        print(format_usage(arguments[0]))
         return
     name, rest = _command(arguments)
     module, function = COMMANDS[name][0].split(":")
@@ -66,13 +66,13 @@ def _command(arguments: list[str]) -> tuple[str, list[str]]:
     pairs = [name for name in COMMANDS if " " in name]
     if first in _groups():
         given, known = both, [name for name in pairs if name.startswith(f"{first} ")]
-        word = closest(arguments[1], [name.split()[1] for name in known])
+        word = closest_match(arguments[1], [name.split()[1] for name in known])
         near = word and f"{first} {word}"
-    elif near := closest(both, pairs, cutoff=0.8):
+    elif near := closest_match(both, pairs, cutoff=0.8):
         given, known = both, pairs
     else:
         given, known = first, list(COMMANDS)
-        near = closest(first, [*known, *_groups()])
+        near = closest_match(first, [*known, *_groups()])
     hint = f"did you mean `megaenc {near}`?" if near else f"expected one of {', '.join(known)}"
     raise InputError(f"megaenc {given}: no such command; {hint}")
 
@@ -82,7 +82,7 @@ def _groups() -> set[str]:
     return {name.split()[0] for name in COMMANDS if " " in name}
 
 
-def usage(group: str = "") -> str:
+def format_usage(group: str = "") -> str:
     """The text of `megaenc --help`: the commands in the order of the work, and where to begin; or of `megaenc GROUP --help`."""
     shown = {name: text for name, (_, text) in COMMANDS.items() if not group or name.startswith(f"{group} ")}
     width = max(map(len, shown))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from megaenc.dist_env import rank
+from megaenc.dist_env import get_rank
 
 _NOISY_LOGGERS = (
     "transformers",
@@ -25,7 +25,7 @@ _NOISY_LOGGERS = (
 )
 
 
-def quiet() -> None:
+def silence_libraries() -> None:
     """Silence third-party warnings and log lines that a user cannot act on; call it before importing torch or transformers.
 
     Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on, an environment variable that is
@@ -55,7 +55,7 @@ def quiet() -> None:
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-def printable(text: str, keep: str = "") -> str:
+def escape_unprintable(text: str, keep: str = "") -> str:
     """Return `text` with each character that a terminal acts on, other than those of `keep`, spelled as Python does: `\\x1b`.
 
     Names and messages from files are printed so: they can neither move the cursor nor show what they do not hold.
@@ -63,13 +63,13 @@ def printable(text: str, keep: str = "") -> str:
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
-def shortened(text: str, most: int = 200) -> str:
+def truncate_text(text: str, most: int = 200) -> str:
     """Return `text`, its end replaced by three dots if it has more than `most` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def rich_console(**options: Any) -> Any:
-    """Build a Console of rich on standard output that prints text as `printable` returns it. `options` are those of Console."""
+def build_rich_console(**options: Any) -> Any:
+    """Build a Console of rich on standard output that prints text as `escape_unprintable` returns it. `options` are those of Console."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -77,15 +77,15 @@ def rich_console(**options: Any) -> Any:
         def render(self, *given: Any, **named: Any) -> Iterator[Segment]:
             for segment in super().render(*given, **named):
                 text, style, control = segment
-                yield segment if control else Segment(printable(text, keep="\n\t"), style)
+                yield segment if control else Segment(escape_unprintable(text, keep="\n\t"), style)
 
     return Printable(file=sys.stdout, **options)
 
 
 def print_rank_0(text: str) -> None:
     """Print one line on standard output, from rank 0 only."""
-    if not rank():
-        text = printable(text, keep="\n\t")
+    if not get_rank():
+        text = escape_unprintable(text, keep="\n\t")
         print(text, flush=True)
         for listener in _LISTENERS:
             listener(text)
@@ -104,7 +104,7 @@ def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
         _LISTENERS.remove(listener)
 
 
-class Row(NamedTuple):
+class ProgressRow(NamedTuple):
     """A row of a live display: text, how much of what is done, and what stands behind the bar and before it."""
 
     text: str
@@ -135,7 +135,7 @@ class ProgressLine:
         closing: bool = True,
         rows: tuple[int, int] | None = None,
     ) -> None:
-        self.description, self.total, self.every, self.closing = printable(description), total, every, closing
+        self.description, self.total, self.every, self.closing = escape_unprintable(description), total, every, closing
         self._widths = rows
         self._done = 0.0
         self._fields: dict[str, Any] = {}
@@ -146,11 +146,11 @@ class ProgressLine:
         self._tasks: dict[Any, Any] = {}  # of rich, by the key of their row
 
     def __enter__(self) -> Self:
-        if not rank() and sys.stdout.isatty():
+        if not get_rank() and sys.stdout.isatty():
             self._live = self._rich_progress()
             self._live.start()
             if self._widths is None:
-                self._draw({None: Row(self.description, 0, self.total, "")})
+                self._draw({None: ProgressRow(self.description, 0, self.total, "")})
         return self
 
     def _rich_progress(self) -> Any:
@@ -166,14 +166,14 @@ class ProgressLine:
         columns += [text("fields[stage]", min_width=stage_width)] if stage_width else []
         columns += [BarColumn(bar_width=bar_width)] if self._widths or self.total is not None else []
         columns += [text("fields[tail]", ratio=2)]
-        return Progress(*columns, console=rich_console(), expand=bool(self._widths))
+        return Progress(*columns, console=build_rich_console(), expand=bool(self._widths))
 
     def is_due(self, pause: float) -> bool:
         """Return whether it is time for an `update`: `pause` seconds after the last on a terminal, `every` after it elsewhere."""
         return time.monotonic() - self._printed_at >= (self.every if self._live is None else pause)
 
     def update(
-        self, done: float, *, description: str | None = None, rows: Mapping[Any, Row] | None = None, **fields: Any
+        self, done: float, *, description: str | None = None, rows: Mapping[Any, ProgressRow] | None = None, **fields: Any
     ) -> None:
         """Say that `done` of `total` is done. `fields` (numbers or text) stay until given again, like `description`.
 
@@ -182,13 +182,13 @@ class ProgressLine:
         now = time.monotonic()
         self._done = done
         self._fields.update(fields)
-        self.description = self.description if description is None else printable(description)
+        self.description = self.description if description is None else escape_unprintable(description)
         if self._first is None:
             self._first = (now, done)
         if self._live is not None:
             self._printed_at = now
-            self._draw(rows or {None: Row(self.description, done, self.total, self._tail(now))})
-        elif not rank() and now - self._printed_at >= self.every:
+            self._draw(rows or {None: ProgressRow(self.description, done, self.total, self._tail(now))})
+        elif not get_rank() and now - self._printed_at >= self.every:
             self._print(now)
 
     def say(self, text: str) -> None:
@@ -201,10 +201,10 @@ class ProgressLine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self.closing and kind is None and not rank() and self._printed != self._state():
+        elif self.closing and kind is None and not get_rank() and self._printed != self._state():
             self._print(time.monotonic())
 
-    def _draw(self, rows: Mapping[Any, Row]) -> None:
+    def _draw(self, rows: Mapping[Any, ProgressRow]) -> None:
         for key in self._tasks.keys() - rows.keys():
             self._live.remove_task(self._tasks.pop(key))
         for key, row in rows.items():
@@ -223,18 +223,18 @@ class ProgressLine:
 
     def _tail(self, now: float) -> str:
         parts = [] if not self.total else [f"{100 * self._done / self.total:.0f} %"]
-        parts += [f"{name} {number(value)}" for name, value in self._fields.items()]
-        return printable("  ".join([*parts, *self.time_left(now)]))
+        parts += [f"{name} {format_number(value)}" for name, value in self._fields.items()]
+        return escape_unprintable("  ".join([*parts, *self.time_left(now)]))
 
     def time_left(self, now: float) -> list[str]:
         """Return `0:42 left`, in a list, if that can be told."""
         if not self.total or self._first is None or not self._first[1] < self._done < self.total:
             return []
         rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
-        return [f"{clock((self.total - self._done) / rate)} left"]
+        return [f"{format_duration((self.total - self._done) / rate)} left"]
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """A field for the eye: 1,204 documents, 3.1M tokens, loss 3.214."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
@@ -243,7 +243,7 @@ def number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time for the eye: 0:42, 7:05, 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

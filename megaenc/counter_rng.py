@@ -15,7 +15,7 @@ _THREAD = threading.local()
 _AT_ONCE = 1 << 24  # words of an order that are looked at together, so that intermediates are small
 
 
-def words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0) -> np.ndarray:
+def random_words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0) -> np.ndarray:
     """uint64[count]: the random words of one stream.
 
     `seed`, `purpose` and `counters` (say, sample and epoch) choose the stream; `block` skips 4 * block words of it at no cost.
@@ -37,12 +37,12 @@ def words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()
 
 def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
     """float64[count] in [0, 1), 53 random bits each."""
-    return (words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
+    return (random_words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
 
 
 def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()) -> np.ndarray:
     """bool[count], `uniforms(...) < probability`, without making numbers of the words first."""
-    drawn = words(seed, purpose, count, counters=counters)
+    drawn = random_words(seed, purpose, count, counters=counters)
     if probability >= 1:
         return np.ones(count, dtype=bool)
     return drawn < np.uint64(max(0, math.ceil(probability * 2**53)) << 11)
@@ -50,7 +50,7 @@ def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counte
 
 def permutation(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
     """int64[count]: a random order of range(count); equal words (one chance in 2**64 a pair) keep theirs, so it is unique."""
-    return _stable_order(words(seed, purpose, count, counters=counters))
+    return _stable_order(random_words(seed, purpose, count, counters=counters))
 
 
 def _stable_order(drawn: np.ndarray) -> np.ndarray:
@@ -93,7 +93,7 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
     chunk = max(1, (1 << 20) // (4 * blocks))  # rows at a time: bounds the float64 intermediates to some tens of megabytes
     for start in range(0, len(rows), chunk):
         count = min(chunk, len(rows) - start)
-        raw = words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks)
+        raw = random_words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks)
         raw = raw.reshape(count, -1)[:, :pairs]
         radius = np.sqrt(-2.0 * np.log(((raw >> np.uint64(32)) + 0.5) * 2.0**-32))
         angle = (raw & np.uint64(0xFFFFFFFF)) * (2.0 * np.pi * 2.0**-32)

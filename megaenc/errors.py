@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from megaenc.console import printable, shortened
-from megaenc.dist_env import local_rank, rank
-from megaenc.torchelastic import exit_without_restart, started_by_torchrun
+from megaenc.console import escape_unprintable, truncate_text
+from megaenc.dist_env import get_local_rank, get_rank
+from megaenc.torchelastic import exit_without_restart, is_torchrun_worker
 
 _TIME_TO_SAY = 3.0
 _LONGEST = 4000  # letters of an error: what was found may be a file's only line
@@ -31,22 +31,22 @@ class LocalInputError(InputError):
     """An InputError that one rank may find alone, say in a part of the data that only it reads: that rank prints it."""
 
 
-def one_line(error: BaseException, most: int = 200) -> str:
+def format_error(error: BaseException, most: int = 200) -> str:
     """Return the text of `error`, or its type's name where it has none, in one line of at most `most` characters."""
-    return shortened(" ".join(str(error).split()) or type(error).__name__, most)
+    return truncate_text(" ".join(str(error).split()) or type(error).__name__, most)
 
 
-def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def closest_match(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the one of `known` that `word` may have been meant to be, empty if none is similar."""
     return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=cutoff)), "")
 
 
-def first_line(error: BaseException, most: int = 200) -> str:
+def first_error_line(error: BaseException, most: int = 200) -> str:
     """Return the first line of an error's message that says something, at most so long, or the error's type."""
-    return shortened(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__), most)
+    return truncate_text(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__), most)
 
 
-def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
+def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Wrap the `main` of a command: an InputError becomes one line on stderr and exit code 2, Ctrl-C one word and 130.
 
     torchrun turns the 2 into its own 1 and adds a summary; the line above it is the same. A command that asks `leave_if_told` is
@@ -82,7 +82,7 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
             if is_program:
                 _end_at_interrupts("")
                 exec("")  # or `python -m` would kill itself by SIGINT, if it was an `exec` in a library that was interrupted
-            if rank() == 0:
+            if get_rank() == 0:
                 print(_STOPPED, end="", file=sys.stderr, flush=True)
             sys.exit(130)
 
@@ -91,17 +91,17 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
 
 def _report(error: InputError) -> None:
     """Print the line of an InputError, on rank 0 or on the rank that found it; the others wait for that."""
-    where = f"rank {rank()}: " if rank() else ""
-    if rank() == 0 or isinstance(error, LocalInputError):
+    where = f"rank {get_rank()}: " if get_rank() else ""
+    if get_rank() == 0 or isinstance(error, LocalInputError):
         _print_error(where + " ".join(str(error).split()))
-    elif started_by_torchrun():
+    elif is_torchrun_worker():
         time.sleep(_TIME_TO_SAY)  # torchrun ends the others when the first leaves
-    if local_rank() == 0 or isinstance(error, LocalInputError):
+    if get_local_rank() == 0 or isinstance(error, LocalInputError):
         exit_without_restart(2)
 
 
 def _print_error(text: str) -> None:
-    line = printable(f"error: {text}")
+    line = escape_unprintable(f"error: {text}")
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]}...{line[-_LONGEST // 2 :]}"
     print(line, file=sys.stderr, flush=True)
@@ -116,7 +116,7 @@ def _end_at_interrupts(word: str) -> None:
     """Have Ctrl-C print `word` and end the process at once from here on: nobody is left to catch a KeyboardInterrupt."""
 
     def end(number: int, frame: object) -> None:
-        os.write(2, b"" if rank() else word.encode())  # `print` may be what was interrupted
+        os.write(2, b"" if get_rank() else word.encode())  # `print` may be what was interrupted
         os._exit(130)
 
     with contextlib.suppress(ValueError):  # of another thread than the main one

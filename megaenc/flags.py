@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import tyro
 import yaml
 
-from megaenc.console import shortened
-from megaenc.dist_env import rank
-from megaenc.errors import InputError, closest
-from megaenc.json_files import read_regular
+from megaenc.console import truncate_text
+from megaenc.dist_env import get_rank
+from megaenc.errors import InputError, closest_match
+from megaenc.json_files import read_regular_file
 
 Settings = TypeVar("Settings")
 
@@ -30,7 +30,7 @@ def parse(
     `default` supplies what the command line leaves out (say, from a YAML file). Raises InputError for what cannot be read.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if rank() and {"-h", "--help"} & set(arguments):
+    if get_rank() and {"-h", "--help"} & set(arguments):
         sys.exit(0)
     complaint = io.StringIO()
     try:
@@ -82,7 +82,7 @@ def read_yaml(path: Path, place: str, expected: str, loader: type[yaml.SafeLoade
     Raises InputError with one line that begins with `place` and names the `expected` kind of file.
     """
     try:
-        return yaml.load(read_regular(path, MAX_YAML).decode("utf-8"), loader)
+        return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), loader)
     except OSError as error:
         raise InputError(f"{place}: {error.strerror or error}; expected {expected}") from None
     except UnicodeDecodeError:
@@ -93,7 +93,7 @@ def read_yaml(path: Path, place: str, expected: str, loader: type[yaml.SafeLoade
         raise InputError(f"{place}: not YAML: {error}") from None
 
 
-def from_yaml(
+def read_config_file(
     default: Settings,
     path: str | Path,
     *,
@@ -113,7 +113,7 @@ def from_yaml(
         here = Path(path).resolve()
         if here in above:
             raise InputError(f"--config {path}: field `config` leads back to this file")
-        default = from_yaml(default, here.parent / str(below), first=first, above=(*above, here))
+        default = read_config_file(default, here.parent / str(below), first=first, above=(*above, here))
     if first and first[0] in fields:
         default = first[1](default, fields[first[0]])
     return replace_fields(default, fields, source=str(path))
@@ -122,12 +122,12 @@ def from_yaml(
 def parse_with_config(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str) -> Settings:
     """As `parse`, for a dataclass that can be made of nothing, over the YAML file that `--config` in `argv` names."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    config = value_of(arguments, "--config")
-    default = from_yaml(settings(), config) if config else settings()
+    config = find_flag_value(arguments, "--config")
+    default = read_config_file(settings(), config) if config else settings()
     return parse(settings, arguments, prog=prog, description=description, default=default)
 
 
-def value_of(argv: Sequence[str], flag: str) -> str | None:
+def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
     """The last value that `argv` gives `flag`, looked up before the rest is read: it decides the defaults of others."""
     found = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
@@ -142,7 +142,7 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
     known = flatten(settings)
     for name in values:
         if name not in known:
-            near = closest(str(name), known)
+            near = closest_match(str(name), known)
             raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else ""))
 
     def put(node):
@@ -182,7 +182,7 @@ def _read(place: str, kind: Any, value: Any) -> Any:
     if get_origin(kind) is Literal:
         if value in get_args(kind):
             return value
-        raise InputError(f"{place}: found {shortened(repr(value))}, expected one of {', '.join(map(str, get_args(kind)))}")
+        raise InputError(f"{place}: found {truncate_text(repr(value))}, expected one of {', '.join(map(str, get_args(kind)))}")
     if get_origin(kind) is tuple:  # one value stands for a list of one; in a list of words a number is a word
         return tuple(
             str(part) if get_args(kind)[0] is str and isinstance(part, (int, float)) else _read(place, get_args(kind)[0], part)
@@ -194,7 +194,7 @@ def _read(place: str, kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
     expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])
-    raise InputError(f"{place}: found {shortened(repr(value))}, expected a {expected}")
+    raise InputError(f"{place}: found {truncate_text(repr(value))}, expected a {expected}")
 
 
 _TITLES = re.compile("Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options")

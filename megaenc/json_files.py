@@ -13,7 +13,7 @@ MAX_TEXT = 64 << 20
 """The most bytes that are read of a file of settings or facts, which by rights take kilobytes."""
 
 
-def read_regular(path: Path, limit: int = MAX_TEXT) -> bytes:
+def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises OSError, with a reason in `strerror`, for anything else: a FIFO or a device, which could block or never end, and a
@@ -59,7 +59,7 @@ def read_json_object(path: Path, expected: str = "a JSON object", limit: int = M
     file, larger than `limit` bytes, not UTF-8, not JSON, nested too deeply or not an object.
     """
     try:
-        values = parse_json(read_regular(path, limit))
+        values = parse_json(read_regular_file(path, limit))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected {expected}") from None
     except ValueError as error:
@@ -69,7 +69,7 @@ def read_json_object(path: Path, expected: str = "a JSON object", limit: int = M
     return values
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds; nothing if it is missing, unreadable or no object."""
     try:
         return read_json_object(path)

@@ -22,21 +22,21 @@ from types import GeneratorType
 from typing import IO, Any, Self
 
 import megaenc
-from megaenc.console import quiet
+from megaenc.console import silence_libraries
 from megaenc.errors import InputError
 from megaenc.torchelastic import die_with_parent
 
 _MOST_PROCESSES, _MOST_PER_CORE = 64, 8
-TO_DIE = 5.0
+KILL_TIMEOUT = 5.0
 """Seconds that a process is given to end in when it is killed or has closed its connection."""
 
 
-def usable_cores() -> int:
+def usable_core_count() -> int:
     """The processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
-def processor_name(root: Path = Path("/")) -> str:
+def read_processor_name(root: Path = Path("/")) -> str:
     """Return the name of the processor as Linux has it in `root`, else what Python knows of it."""
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(errors="replace")
@@ -47,14 +47,14 @@ def processor_name(root: Path = Path("/")) -> str:
 
 def check_process_count(flag: str, count: int) -> None:
     """Raise InputError if `count` processes or threads, given by `flag`, are far more than the usable cores can run."""
-    cores = usable_cores()
+    cores = usable_core_count()
     most = max(_MOST_PROCESSES, _MOST_PER_CORE * cores)
     if count > most:
         raise InputError(f"{flag}: found {count:,}, expected at most {most:,} with {cores:,} usable cores; give a smaller number")
 
 
 @cache
-def accelerators() -> list[str]:
+def accelerator_names() -> list[str]:
     """Return the name of each that this process may use; without a device file none, which is known without loading torch.
 
     Raises InputError where they cannot be asked.
@@ -69,14 +69,14 @@ def accelerators() -> list[str]:
     return asked.stdout.splitlines()
 
 
-def visible_devices(count: int) -> tuple[str, list[str]]:
+def select_visible_devices(count: int) -> tuple[str, list[str]]:
     """Return the variable that says which accelerators a process sees, and its words for the first `count`."""
     variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     chosen = os.environ.get(variable, "")
     return variable, (chosen.split(",") if chosen else [str(number) for number in range(count)])[:count]
 
 
-def highest_resident() -> float:
+def peak_resident_bytes() -> float:
     """The most bytes that this process has had resident since it began to run its program.
 
     What getrusage says would be its parent's, if that had more when it started this one.
@@ -101,7 +101,7 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 
 @contextlib.contextmanager
-def environment_for_children(environment: Mapping[str, str]) -> Iterator[None]:
+def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
     """Make `environment` this process's own for the block, for libraries that start processes without taking one."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
@@ -127,17 +127,17 @@ def with_pdeathsig(command: Sequence[str]) -> list[str]:
 
 def exec_with_pdeathsig() -> None:
     """Replace this process, started by `with_pdeathsig`, by the command in `argv`, after the parent's process id."""
-    begin_child(int(sys.argv[1]))
+    set_up_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
-def begin_child(parent: int) -> None:
+def set_up_child(parent: int) -> None:
     """Have this process end with process `parent`, and leave it SIGUSR2, by which a cluster tells a job that its time is over."""
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit_code(code: int) -> str:
     """Describe an exit code: `ended with exit code 1`, `was killed by SIGKILL, as the kernel does when memory runs out`."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -145,7 +145,7 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
-class Child:
+class ChildProcess:
     """A process in a session of its own, so that Ctrl-C reaches its parent alone and `kill` everything that it has started.
 
     `command` is to be one that ends with this process, as of `with_pdeathsig`, started in the main thread. `output` takes both of
@@ -194,10 +194,10 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(TO_DIE)
+                self.process.wait(KILL_TIMEOUT)
 
 
-class WorkerEnded(Exception):
+class WorkerDied(Exception):
     """`worker` has ended before it was done; the message says how."""
 
     def __init__(self, worker: "Worker", how: str) -> None:
@@ -205,7 +205,7 @@ class WorkerEnded(Exception):
         self.worker = worker
 
 
-class Worker(Child):
+class Worker(ChildProcess):
     """A fresh interpreter that calls `work(item)` for each item that it is sent. `work`, items and results must pickle.
 
     It is no fork: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the caller's `__main__`.
@@ -215,7 +215,7 @@ class Worker(Child):
         # The name must not be `__main__`'s: the worker imports the callable by its module.
         self._work: bytes | None = pickle.dumps(work)
         self.connection, there = Pipe()
-        words = ("-c", "from megaenc.processes import serve; serve()", str(os.getpid()), str(there.fileno()))
+        words = ("-c", "from megaenc.processes import serve_worker; serve_worker()", str(os.getpid()), str(there.fileno()))
         super().__init__(python_command(*words), environment, output, [there.fileno()])
         there.close()  # so that the end of the process is the end of the connection
 
@@ -247,9 +247,9 @@ class Worker(Child):
                 raise error
             yield from result
 
-    def _ended(self) -> WorkerEnded:
-        code = self.wait(TO_DIE)
-        return WorkerEnded(self, "closed its connection" if code is None else how_it_ended(code))
+    def _ended(self) -> WorkerDied:
+        code = self.wait(KILL_TIMEOUT)
+        return WorkerDied(self, "closed its connection" if code is None else describe_exit_code(code))
 
     def kill(self) -> None:
         """End the worker at once, with all that it has started."""
@@ -281,7 +281,7 @@ class _Pool:
             yield from pending.popleft()()
 
 
-class Workers(_Pool):
+class ProcessPool(_Pool):
     """As many processes that each run `work(item)`; both must pickle. A generator goes on only as what it yields is taken."""
 
     def __enter__(self) -> Self:
@@ -293,7 +293,7 @@ class Workers(_Pool):
         """As _Pool.map. Raises InputError, naming the worker, when one dies."""
         try:
             yield from super().map(items)
-        except WorkerEnded as error:
+        except WorkerDied as error:
             number, pid = self._workers.index(error.worker) + 1, error.worker.process.pid
             hint = "; is there memory enough for so many --workers?" if "memory" in str(error) else ""
             raise InputError(f"worker {number} of {self._count} (process {pid}) {error}, before it was done{hint}") from None
@@ -308,7 +308,7 @@ class Workers(_Pool):
             worker.kill()  # by now it waits for work or its work is not wanted any more
 
 
-class Threads(_Pool):
+class ThreadPool(_Pool):
     """As Workers, in threads of this process: nothing to start and nothing to send.
 
     For work that leaves the interpreter's lock alone most of the time, and whose results for an item fit into memory together.
@@ -329,10 +329,10 @@ class Threads(_Pool):
         self._pool.shutdown(cancel_futures=True)
 
 
-def serve() -> None:
+def serve_worker() -> None:
     """What a worker runs: `argv` holds its parent's process id and the file descriptor of its connection."""
-    begin_child(int(sys.argv[1]))
-    quiet()
+    set_up_child(int(sys.argv[1]))
+    silence_libraries()
     connection, messages = Connection(int(sys.argv[2])), SimpleQueue()
     # A thread takes the next item off the connection while this one is worked on: otherwise parent and worker could both wait
     # to send.

@@ -22,7 +22,7 @@ def exit_without_restart(code: int) -> None:
             file.write_text(f"{code}\n", encoding="ascii")
 
 
-def leave_if_told() -> None:
+def exit_if_restart_forbidden() -> None:
     """Exit with the code that an earlier process gave `exit_without_restart`, if one did. Call it first."""
     file = _memory()
     if file and file.exists():
@@ -30,7 +30,7 @@ def leave_if_told() -> None:
             sys.exit(int(file.read_text(encoding="ascii")))
 
 
-def started_by_torchrun() -> bool:
+def is_torchrun_worker() -> bool:
     """Whether this process is a worker of torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -58,7 +58,7 @@ def die_with_launcher() -> None:
 
     A launcher that died before this call is noticed too, unless a Python program adopts its orphans.
     """
-    if started_by_torchrun():
+    if is_torchrun_worker():
         die_with_parent(os.getppid())
         if not _is_below_python():
             os._exit(1)

@@ -23,9 +23,9 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from megaenc.console import quiet
+from megaenc.console import silence_libraries
 
-quiet()  # as a command does, before the first import of torch
+silence_libraries()  # as a command does, before the first import of torch
 
 from torch.distributed import TCPStore  # noqa: E402
 

@@ -208,9 +208,9 @@ def weights(folder: Path, step: int) -> dict:
     """The tensors of all weights of a checkpoint by name."""
     from whole_models import load_weights
 
-    from megaenc.convert.run_checkpoint import open_run
+    from megaenc.convert.run_checkpoint import open_run_checkpoint
 
-    return load_weights(open_run(folder), step)[1]
+    return load_weights(open_run_checkpoint(folder), step)[1]
 
 
 def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:

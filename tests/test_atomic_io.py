@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, locked, longest_name, stale_temp_files, stopped_by_sigterm
+from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, try_lock, longest_file_name, find_stale_temp_files, exit_on_sigterm
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
-from megaenc.output_paths import check_output_file, check_parent, created_parent, make_parent, refuse_existing
+from megaenc.output_paths import check_output_file, check_parent_writable, create_parent_with_rollback, create_parent_dir, refuse_existing
 
 
 def names(folder):
@@ -63,7 +63,7 @@ def test_a_signal_at_any_moment_leaves_the_old_files_or_the_new(tmp_path, number
 import random, signal, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
-from megaenc.atomic_io import atomic_files, stopped_by_sigterm
+from megaenc.atomic_io import atomic_files, exit_on_sigterm
 
 folder, number, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 paths = [folder / f"file{index}" for index in range(count)]
@@ -79,7 +79,7 @@ def shoot(delay):
 for trial in range(1500):
     shot = threading.Thread(target=shoot, args=[delays.uniform(0, 0.003)])
     try:
-        with stopped_by_sigterm():
+        with exit_on_sigterm():
             shot.start()
             while True:
                 with atomic_files(*paths) as temporary:
@@ -204,10 +204,10 @@ def test_what_an_attempt_left_behind_is_found_by_its_name(tmp_path):
         path.write_text("half")
         for name in (".a.bin.tmp", ".b.bin.12-0123abcd.tmp", "a.bin"):
             (tmp_path / name).touch()
-        assert stale_temp_files(tmp_path / "a.bin", tmp_path / "a_parts") == sorted([path, folder])
-        assert longest_name(tmp_path / "a", tmp_path / "a.bin").startswith(".a.bin.")
-        assert len(longest_name(tmp_path / "a.bin")) == len(path.name)
-    assert stale_temp_files(tmp_path / "none" / "a.bin") == []
+        assert find_stale_temp_files(tmp_path / "a.bin", tmp_path / "a_parts") == sorted([path, folder])
+        assert longest_file_name(tmp_path / "a", tmp_path / "a.bin").startswith(".a.bin.")
+        assert len(longest_file_name(tmp_path / "a.bin")) == len(path.name)
+    assert find_stale_temp_files(tmp_path / "none" / "a.bin") == []
 
 
 def test_a_folder_appears_whole_in_place_of_an_empty_one(tmp_path):
@@ -271,7 +271,7 @@ def test_a_link_to_an_empty_folder_stays_a_link(tmp_path):
 def test_a_name_that_goes_up_is_that_of_the_folder_it_leads_to(tmp_path):
     path = tmp_path / "new" / "folder" / ".."
     refuse_existing(path, "--output")
-    make_parent(path, "--output")
+    create_parent_dir(path, "--output")
     with atomic_dir(path) as folder:
         (folder / "a").touch()
     assert names(tmp_path) == ["new"] and names(tmp_path / "new") == ["a"]
@@ -306,7 +306,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def test_sigterm_runs_the_finally_clauses(tmp_path):
-    with pytest.raises(SystemExit) as stop, stopped_by_sigterm(), atomic_files(tmp_path / "a") as (path,):
+    with pytest.raises(SystemExit) as stop, exit_on_sigterm(), atomic_files(tmp_path / "a") as (path,):
         path.write_text("half")
         signal.raise_signal(signal.SIGTERM)
     assert stop.value.code == 143
@@ -316,26 +316,26 @@ def test_sigterm_runs_the_finally_clauses(tmp_path):
 
 def test_a_lock_is_one_s_own_until_it_is_let_go(tmp_path):
     path = tmp_path / "folder" / "lock"
-    with locked(path) as first, locked(path) as second:
+    with try_lock(path) as first, try_lock(path) as second:
         assert first and not second and path.exists()
     assert not path.exists()
-    with locked(path) as again:
+    with try_lock(path) as again:
         assert again
 
 
 def test_a_lock_ends_with_the_process_that_is_killed(tmp_path):
     path = tmp_path / "lock"
-    code = "import sys, time; from pathlib import Path; from megaenc.atomic_io import locked\n"
-    code += "with locked(Path(sys.argv[1])) as mine: print(mine, flush=True); time.sleep(60)"
+    code = "import sys, time; from pathlib import Path; from megaenc.atomic_io import try_lock\n"
+    code += "with try_lock(Path(sys.argv[1])) as mine: print(mine, flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "True\n"
-        with locked(path) as mine:
+        with try_lock(path) as mine:
             assert not mine
     finally:
         holder.kill()
         holder.communicate()
-    with locked(path) as mine:
+    with try_lock(path) as mine:
         assert mine
 
 
@@ -346,7 +346,7 @@ def test_the_end_of_a_terminal_stops_what_is_not_told_to_ignore_it(ignored):
         with contextlib.ExitStack() as stack:
             if not ignored:
                 stop = stack.enter_context(pytest.raises(SystemExit))
-            with stopped_by_sigterm():
+            with exit_on_sigterm():
                 os.kill(os.getpid(), signal.SIGHUP)
         assert ignored or stop.value.code == 129
     finally:
@@ -368,7 +368,7 @@ def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
         with pytest.raises(InputError, match=rf"--output \S+: {message}"):
             check_output_file(tmp_path / path, "--output")
     with pytest.raises(InputError, match="--output /proc/none/new: "):
-        check_parent(Path("/proc/none/new"), "--output")
+        check_parent_writable(Path("/proc/none/new"), "--output")
     assert names(tmp_path) == ["fifo", "file"] and (tmp_path / "file").read_text() == "old"
 
 
@@ -376,7 +376,7 @@ def test_commands_that_write_into_one_new_folder_do_not_disturb_each_other(tmp_p
     def write(folder: Path, number: int) -> None:
         path = folder / "deep" / f"file{number}"
         check_output_file(path, "--output")
-        with created_parent(path, "--output"):
+        with create_parent_with_rollback(path, "--output"):
             atomic_write(path, "text")
 
     with ThreadPoolExecutor(8) as pool:
@@ -388,14 +388,14 @@ def test_commands_that_write_into_one_new_folder_do_not_disturb_each_other(tmp_p
 def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_in_them(tmp_path):
     (tmp_path / "old").mkdir()
     for path in (tmp_path / "a" / "b" / "file", tmp_path / "old" / "c" / "file"):
-        with pytest.raises(KeyError), created_parent(path, "--output"):
+        with pytest.raises(KeyError), create_parent_with_rollback(path, "--output"):
             raise KeyError
     assert [path.name for path in tmp_path.rglob("*")] == ["old"]
-    with pytest.raises(KeyError), created_parent(tmp_path / "a" / "b" / "file", "--output"):
+    with pytest.raises(KeyError), create_parent_with_rollback(tmp_path / "a" / "b" / "file", "--output"):
         (tmp_path / "a" / "kept").touch()
         raise KeyError
     assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["kept"]
-    with created_parent(tmp_path / "new" / "file", "--output"):
+    with create_parent_with_rollback(tmp_path / "new" / "file", "--output"):
         pass
     assert (tmp_path / "new").is_dir()
 

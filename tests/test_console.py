@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from megaenc import console
-from megaenc.console import ProgressLine, print_rank_0, printable, rich_console
-from megaenc.errors import InputError, one_line_errors
+from megaenc.console import ProgressLine, print_rank_0, escape_unprintable, build_rich_console
+from megaenc.errors import InputError, handle_command_errors
 
 
 def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch):
@@ -79,8 +79,8 @@ def test_a_terminal_gets_one_live_line(monkeypatch, total):
 def test_quiet_is_cheap_and_silences_others_but_not_us():
     code = """
 import sys
-from megaenc.console import quiet
-quiet()
+from megaenc.console import silence_libraries
+silence_libraries()
 assert not {"torch", "transformers", "rich"} & set(sys.modules)
 import logging, warnings
 warnings.warn_explicit("from a package", UserWarning, "x.py", 1, module="megatron.core")
@@ -102,9 +102,9 @@ SHOWN = r"a\x1b[2J\rb\x9b31mc\u202ed\u2066e\x07\u2028f\udcffg"
 
 @pytest.mark.parametrize("text", ["naïve 文 ✓ █▉ 👩‍👩‍👧 μ ß", "55 %  loss 3.21", r"a\x1b", "עברית and العربية"])
 def test_text_that_a_terminal_only_shows_stays_as_it_is(text, capsys):
-    assert printable(text) is text or printable(text) == text
+    assert escape_unprintable(text) is text or escape_unprintable(text) == text
     print_rank_0(f"{text}\n\tmore")
-    rich_console(width=200, highlight=False).print(text)
+    build_rich_console(width=200, highlight=False).print(text)
     assert capsys.readouterr().out == f"{text}\n\tmore\n{text}\n"
 
 
@@ -112,19 +112,19 @@ def test_text_that_a_terminal_acts_on_is_spelled(capsys):
     print_rank_0(HOSTILE)
     with ProgressLine(HOSTILE, total=None, every=0) as progress:
         progress.update(1, **{"model\x1b": "x\ny\x1b"})
-    rich_console(width=200, markup=False, highlight=False).print(HOSTILE)
+    build_rich_console(width=200, markup=False, highlight=False).print(HOSTILE)
     out = capsys.readouterr().out.split("\n")
     by_rich = SHOWN.replace(r"\r", "").replace(r"\x07", "")  # which rich leaves out itself
     assert out == [SHOWN, rf"{SHOWN}  model\x1b x\ny\x1b", by_rich, ""]
 
-    @one_line_errors
+    @handle_command_errors
     def main():
         raise InputError(f"--model {HOSTILE}\n: no such folder")
 
     with pytest.raises(SystemExit):
         main()
     said = capsys.readouterr().err
-    assert printable(said, keep="\n") == said and said.count("\n") == 1 and r"a\x1b[2J b\x9b31mc\u202ed" in said
+    assert escape_unprintable(said, keep="\n") == said and said.count("\n") == 1 and r"a\x1b[2J b\x9b31mc\u202ed" in said
 
 
 def test_a_live_line_spells_what_a_terminal_acts_on(monkeypatch):

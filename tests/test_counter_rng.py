@@ -15,7 +15,7 @@ RECORDED_NORMALS = [-0.6716915965080261, 0.7982447147369385, 2.0430784225463867]
 
 def test_numbers_are_the_same_for_ever():
     """Recorded values: masks and initial weights of old runs must stay what they were."""
-    assert counter_rng.words(1, "mask", 3).tolist() == RECORDED_WORDS
+    assert counter_rng.random_words(1, "mask", 3).tolist() == RECORDED_WORDS
     assert counter_rng.uniforms(1, "mask", 2, counters=(5, 0)).tolist() == RECORDED_UNIFORMS
     assert counter_rng.permutation(1, "order", 8).tolist() == RECORDED_PERMUTATION
     assert counter_rng.normal_rows(1, "embedding", range(2, 3), 3).tolist() == [RECORDED_NORMALS]
@@ -24,7 +24,7 @@ def test_numbers_are_the_same_for_ever():
 def test_another_process_draws_the_same():
     code = "from megaenc import counter_rng; print(counter_rng.words(7, 'mask', 5, counters=(3, 1)).tolist())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == str(counter_rng.words(7, "mask", 5, counters=(3, 1)).tolist())
+    assert ended.stdout.strip() == str(counter_rng.random_words(7, "mask", 5, counters=(3, 1)).tolist())
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,16 @@ def test_another_process_draws_the_same():
     [(8, "mask", (3, 1)), (7, "order", (3, 1)), (7, "mask", (4, 1)), (7, "mask", (3, 2)), (7, "mask", (31,)), (7, "mask", ())],
 )
 def test_seed_purpose_and_counters_all_matter(other):
-    one = counter_rng.words(7, "mask", 64, counters=(3, 1))
+    one = counter_rng.random_words(7, "mask", 64, counters=(3, 1))
     seed, purpose, counters = other
-    two = counter_rng.words(seed, purpose, 64, counters=counters)
+    two = counter_rng.random_words(seed, purpose, 64, counters=counters)
     assert not np.intersect1d(one, two).size
 
 
 def test_a_longer_draw_begins_with_the_shorter_and_blocks_skip_words():
-    long = counter_rng.words(1, "mask", 100)
-    assert (counter_rng.words(1, "mask", 30) == long[:30]).all()
-    assert (counter_rng.words(1, "mask", 60, block=10) == long[40:]).all()
+    long = counter_rng.random_words(1, "mask", 100)
+    assert (counter_rng.random_words(1, "mask", 30) == long[:30]).all()
+    assert (counter_rng.random_words(1, "mask", 60, block=10) == long[40:]).all()
 
 
 def test_uniforms_are_uniform():
@@ -62,7 +62,7 @@ def test_chances_are_uniforms_below_a_probability(probability):
 
 def test_threads_draw_at_once_what_one_draws():
     def draw(number):
-        return counter_rng.words(1, "mask", 500 + number, counters=(number,))
+        return counter_rng.random_words(1, "mask", 500 + number, counters=(number,))
 
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(draw, range(200)))
@@ -120,11 +120,11 @@ def test_a_sample_has_numbers_of_its_own():
 @pytest.mark.parametrize("kinds", [None, 1, 2, 300])
 def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kinds):
     """As written at first, `np.argsort(words, kind="stable")`; also where words are alike, in their high bits or in all."""
-    words = counter_rng.words(3, "order", count, counters=(4,))
+    words = counter_rng.random_words(3, "order", count, counters=(4,))
     if kinds:
         few = np.random.default_rng(0).integers(0, kinds, count, dtype=np.uint64)
         words = few << np.uint64(40) | (words & np.uint64(3))
-    monkeypatch.setattr(counter_rng, "words", lambda *_, **__: words)
+    monkeypatch.setattr(counter_rng, "random_words", lambda *_, **__: words)
     found = counter_rng.permutation(3, "order", count, counters=(4,))
     assert found.dtype == np.int64
     assert np.array_equal(found, np.argsort(words, kind="stable"))
@@ -133,6 +133,6 @@ def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kind
 @pytest.mark.parametrize("count", [999, 1000, 1001, 5003])
 def test_a_permutation_of_more_than_is_looked_at_together(monkeypatch, count):
     monkeypatch.setattr(counter_rng, "_AT_ONCE", 1000)
-    words = counter_rng.words(1, "order", count) >> np.uint64(50)  # so that some are alike across the parts
-    monkeypatch.setattr(counter_rng, "words", lambda *_, **__: words)
+    words = counter_rng.random_words(1, "order", count) >> np.uint64(50)  # so that some are alike across the parts
+    monkeypatch.setattr(counter_rng, "random_words", lambda *_, **__: words)
     assert np.array_equal(counter_rng.permutation(1, "order", count), np.argsort(words, kind="stable"))

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import atexit, os, signal, sys, threading, time
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, handle_command_errors
 
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
@@ -17,7 +17,7 @@ class AtTheVeryEnd:
     def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGINT):
         kill(process, number)
 
-@one_line_errors
+@handle_command_errors
 def main(prog="program"):
     moment = sys.argv[1]
     if moment == "work":

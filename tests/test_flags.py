@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from megaenc import flags
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, handle_command_errors
 
 
 @dataclass(frozen=True)
@@ -88,22 +88,22 @@ def test_the_line_begins_with_the_flag(arguments, sentence):
 def test_yaml_fills_in_nested_fields_under_either_spelling(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("lr: 1\ntensor-model-parallel-size: 2\nsplit: [90, 10]\n")
-    settings = flags.from_yaml(DEFAULT, path)
+    settings = flags.read_config_file(DEFAULT, path)
     assert settings == Settings("here", 1.0, True, (90, 10), Layout(2))
     assert isinstance(settings.lr, float) and isinstance(settings.split, tuple)
     path.write_text("")
-    assert flags.from_yaml(DEFAULT, path) == DEFAULT
+    assert flags.read_config_file(DEFAULT, path) == DEFAULT
 
 
 def test_a_yaml_file_goes_over_the_one_that_it_names(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/recipe.yaml").write_text("lr: 1\nbf16: false\n")
     (tmp_path / "layout.yaml").write_text("config: recipes/recipe.yaml\ntensor_model_parallel_size: 2\nlr: 3\n")
-    assert flags.from_yaml(DEFAULT, tmp_path / "layout.yaml") == Settings("here", 3.0, False, layout=Layout(2))
+    assert flags.read_config_file(DEFAULT, tmp_path / "layout.yaml") == Settings("here", 3.0, False, layout=Layout(2))
 
     (tmp_path / "recipes/recipe.yaml").write_text("config: ../layout.yaml\n")
     with pytest.raises(InputError, match=r"layout.yaml: field `config` leads back to this file"):
-        flags.from_yaml(DEFAULT, tmp_path / "layout.yaml")
+        flags.read_config_file(DEFAULT, tmp_path / "layout.yaml")
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_a_wrong_yaml_names_the_file_and_the_field(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as error:
-        flags.from_yaml(DEFAULT, path)
+        flags.read_config_file(DEFAULT, path)
     assert message in str(error.value) and str(path) in str(error.value)
     with pytest.raises(InputError, match="No such file"):
-        flags.from_yaml(DEFAULT, tmp_path / "none.yaml")
+        flags.read_config_file(DEFAULT, tmp_path / "none.yaml")
 
 
 def doubled(levels: int) -> str:
@@ -151,23 +151,23 @@ def test_a_yaml_file_that_no_command_can_use_is_one_short_line(tmp_path, content
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(InputError) as error:
-        flags.from_yaml(DEFAULT, path)
+        flags.read_config_file(DEFAULT, path)
     assert message in str(error.value) and str(path) in str(error.value) and len(str(error.value)) < 500
 
 
 def test_a_pipe_is_no_yaml_file(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
     with pytest.raises(InputError, match="not a regular file; expected a YAML file of flags"):
-        flags.from_yaml(DEFAULT, tmp_path / "run.yaml")
+        flags.read_config_file(DEFAULT, tmp_path / "run.yaml")
 
 
 def test_a_yaml_file_may_name_a_value_and_use_it_again(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("split: &parts [90, 10]\nlr: 1\n")
-    assert flags.from_yaml(DEFAULT, path).split == (90, 10)
+    assert flags.read_config_file(DEFAULT, path).split == (90, 10)
     path.write_text(doubled(10))
     with pytest.raises(InputError, match="unknown field `a0`"):
-        flags.from_yaml(DEFAULT, path)
+        flags.read_config_file(DEFAULT, path)
 
 
 def test_flatten_lists_every_flag():
@@ -175,7 +175,7 @@ def test_flatten_lists_every_flag():
 
 
 def test_input_errors_end_a_command_with_code_2_and_one_line_from_rank_0(capsys, monkeypatch):
-    @one_line_errors
+    @handle_command_errors
     def main():
         raise InputError("line 3:\n  what was found")
 
@@ -209,10 +209,10 @@ class Choices:
 )
 def test_yaml_takes_one_word_for_a_list_of_one_and_numbers_among_words(tmp_path, text, found):
     (tmp_path / "run.yaml").write_text(text)
-    assert flags.from_yaml(Choices(), tmp_path / "run.yaml") == found
+    assert flags.read_config_file(Choices(), tmp_path / "run.yaml") == found
 
 
 def test_yaml_names_the_words_to_choose_from(tmp_path):
     (tmp_path / "run.yaml").write_text("packing: words")
     with pytest.raises(InputError, match="field `packing`: found 'words', expected one of concat, sentences"):
-        flags.from_yaml(Choices(), tmp_path / "run.yaml")
+        flags.read_config_file(Choices(), tmp_path / "run.yaml")

@@ -13,12 +13,12 @@ import runs
 
 from megaenc.errors import InputError
 from megaenc.processes import (
-    Child,
-    Threads,
+    ChildProcess,
+    ThreadPool,
     Worker,
-    Workers,
+    ProcessPool,
     check_process_count,
-    how_it_ended,
+    describe_exit_code,
     python_environment,
     with_pdeathsig,
 )
@@ -28,19 +28,19 @@ from megaenc.processes import (
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_results_come_in_the_order_of_the_work(count):
-    with Workers(time.sleep, count) as workers:
+    with ProcessPool(time.sleep, count) as workers:
         assert list(workers.map([0.05, 0, 0.02, 0, 0])) == [None] * 5
-    with Workers(abs, count) as workers:
+    with ProcessPool(abs, count) as workers:
         assert list(workers.map(range(-20, 0))) == list(range(20, 0, -1))
 
 
 def test_the_same_workers_can_be_given_more_work():
-    with Workers(abs, 2) as workers:
+    with ProcessPool(abs, 2) as workers:
         assert [list(workers.map(range(-count, 0))) for count in (3, 0, 5)] == [[3, 2, 1], [], [5, 4, 3, 2, 1]]
 
 
 def test_large_items_and_results_do_not_lock_up():
-    with Workers(bytes.upper, 2) as workers:
+    with ProcessPool(bytes.upper, 2) as workers:
         assert all(result == b"A" * 3_000_000 for result in workers.map([b"a" * 3_000_000] * 12))
 
 
@@ -52,14 +52,14 @@ def test_work_is_taken_as_it_is_needed():
             taken.append(number)
             yield -number
 
-    with Workers(abs, 2) as workers:
+    with ProcessPool(abs, 2) as workers:
         results = workers.map(items())
         next(results)
         assert len(taken) <= 5
 
 
 def test_work_that_is_a_generator_gives_its_results_one_by_one():
-    with Workers(heapq.merge, 2) as workers:
+    with ProcessPool(heapq.merge, 2) as workers:
         assert list(workers.map([[1, 2], [], [3], [4, 5, 6]])) == [1, 2, 3, 4, 5, 6]
         results = workers.map([[b"a" * 3_000_000] * 3, [7, 8], 9])
         assert [len(next(results)) for _ in range(3)] == [3_000_000] * 3
@@ -70,7 +70,7 @@ def test_work_that_is_a_generator_gives_its_results_one_by_one():
 
 
 def test_an_error_of_the_work_arrives_in_its_place():
-    with Workers(int, 2) as workers:
+    with ProcessPool(int, 2) as workers:
         results = workers.map(["1", "2", "three", "4"])
         assert [next(results), next(results)] == [1, 2]
         with pytest.raises(ValueError, match="three") as error:
@@ -79,7 +79,7 @@ def test_an_error_of_the_work_arrives_in_its_place():
 
 
 def test_a_worker_killed_in_the_middle_of_its_answer_is_named():
-    with Workers(bytes, 1) as workers:
+    with ProcessPool(bytes, 1) as workers:
 
         def items():
             yield 50_000_000  # more than fits into the connection
@@ -97,7 +97,7 @@ def test_a_worker_killed_in_the_middle_of_its_answer_is_named():
     [(os._exit, 3, "ended with exit code 3"), (signal.raise_signal, signal.SIGKILL, "was killed by SIGKILL")],
 )
 def test_a_dead_worker_is_an_error_that_names_it(work, item, message):
-    with Workers(work, 2) as workers, pytest.raises(InputError, match=message) as error:
+    with ProcessPool(work, 2) as workers, pytest.raises(InputError, match=message) as error:
         list(workers.map([item] * 10))
     assert "of 2 (process " in str(error.value)
 
@@ -105,7 +105,7 @@ def test_a_dead_worker_is_an_error_that_names_it(work, item, message):
 @pytest.mark.parametrize(("then", "code"), [("wait", None), ("exit 3", 3)])
 def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
     with open(tmp_path / "said", "wb") as stream:
-        child = Child(with_pdeathsig(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream)
+        child = ChildProcess(with_pdeathsig(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream)
     try:
         deadline = time.monotonic() + 60
         while not (said := (tmp_path / "said").read_text()).endswith("\n"):
@@ -122,8 +122,8 @@ def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
 
 PARENT = """
 import time
-from megaenc.processes import Child, python_environment, with_pdeathsig
-child = Child(with_pdeathsig(["sleep", "600"]), python_environment())
+from megaenc.processes import ChildProcess, python_environment, with_pdeathsig
+child = ChildProcess(with_pdeathsig(["sleep", "600"]), python_environment())
 print(child.process.pid, flush=True)
 time.sleep(600)
 """
@@ -159,7 +159,7 @@ def test_a_worker_is_given_a_deadline():
     [(3, "ended with exit code 3"), (-11, "was killed by SIGSEGV"), (-9, "was killed by SIGKILL, as the kernel")],
 )
 def test_the_end_of_a_process_is_told(code, text):
-    assert how_it_ended(code).startswith(text)
+    assert describe_exit_code(code).startswith(text)
 
 
 ORPHAN = """
@@ -187,9 +187,9 @@ def test_a_worker_whose_launcher_died_before_it_began_ends(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_threads_do_what_workers_do(count):
-    with Threads(lambda seconds: time.sleep(seconds) or seconds, count) as threads:
+    with ThreadPool(lambda seconds: time.sleep(seconds) or seconds, count) as threads:
         assert list(threads.map([0.05, 0, 0.02, 0, 0])) == [0.05, 0, 0.02, 0, 0]
-    with Threads(heapq.merge, count) as threads:
+    with ThreadPool(heapq.merge, count) as threads:
         assert list(threads.map([[1, 2], [], [3], [4, 5, 6]])) == [1, 2, 3, 4, 5, 6]
         assert list(threads.map([[7]])) == [7]
         results = threads.map([[8], 9, [10]])
@@ -206,7 +206,7 @@ def test_threads_take_work_as_it_is_needed_and_leave_with_the_block():
             taken.append(number)
             yield -number
 
-    with Threads(abs, 2) as threads:
+    with ThreadPool(abs, 2) as threads:
         next(threads.map(items()))
         assert len(taken) <= 5
     assert threading.active_count() == before

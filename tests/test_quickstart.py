@@ -56,13 +56,13 @@ def commands_named(path: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/pretrain").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configurations_can_be_read(path):
-    from megaenc.training.config import settings_from
+    from megaenc.training.config import read_config_file
 
-    settings_from(str(path)).check(world_size=1)
+    read_config_file(str(path)).check(world_size=1)
 
 
 def test_the_quickstart_keeps_checkpoints_to_go_on_from():
-    from megaenc.training.config import settings_from
+    from megaenc.training.config import read_config_file
 
-    settings = settings_from(str(ROOT / "configs/pretrain/tiny.yaml"))
+    settings = read_config_file(str(ROOT / "configs/pretrain/tiny.yaml"))
     assert settings.output.save_interval and settings.output.save_interval < settings.train_iters

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaenc.torchelastic import exit_without_restart, leave_if_told
+from megaenc.torchelastic import exit_without_restart, exit_if_restart_forbidden
 
 
 @pytest.fixture
@@ -19,14 +19,14 @@ def worker(tmp_path, monkeypatch):
 
 def test_later_attempts_of_one_launch_leave_with_the_code_that_was_left(worker):
     worker("one", 0)
-    leave_if_told()
+    exit_if_restart_forbidden()
     exit_without_restart(75)
     worker("one", 1)
     with pytest.raises(SystemExit) as stop:
-        leave_if_told()
+        exit_if_restart_forbidden()
     assert stop.value.code == 75
     worker("another", 0)
-    leave_if_told()
+    exit_if_restart_forbidden()
 
 
 @pytest.mark.parametrize("error_file", [None, "/dev/null", "error.json"])
@@ -36,5 +36,5 @@ def test_without_a_folder_of_torchrun_nothing_is_left_or_found(error_file, monke
     if error_file:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
     exit_without_restart(2)
-    leave_if_told()
+    exit_if_restart_forbidden()
     assert not list(tmp_path.iterdir())

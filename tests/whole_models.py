@@ -2,22 +2,22 @@
 
 from torch import Tensor
 
-from megaenc.convert.param_mapping import hf_tensors, lines
+from megaenc.convert.param_mapping import iter_hf_tensors, iter_mappings
 from megaenc.convert.run_checkpoint import RunCheckpoint
 from megaenc.model import ModelConfig
 
 
 def load_weights(run: RunCheckpoint, step: int | None) -> tuple[int, dict[str, Tensor]]:
     """The step (None: the newest) and all weights of its checkpoint under megatron-core's names, in this one process."""
-    with run.loaded(step) as (found, encoder):
+    with run.load_encoder(step) as (found, encoder):
         return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
 
 
 def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
     """Hugging Face's state dict of a whole megatron-core one; rows that pad the vocabulary are left out."""
-    return dict(hf_tensors(state, model, vocab_size))
+    return dict(iter_hf_tensors(state, model, vocab_size))
 
 
 def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The way back, without vocabulary padding."""
-    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in lines(model)}
+    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in iter_mappings(model)}

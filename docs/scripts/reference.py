@@ -46,7 +46,7 @@ PUBLIC = [
     ),
     ("", "", "megaenc.study.results.evidence", ["read_evidence", "Evidence"]),
     ("", "", "megaenc.study.results.published", ["published", "raw"]),
-    ("", "", "megaenc.study.manifest.model_key", ["Setting", "name_of", "setting_of"]),
+    ("", "", "megaenc.study.manifest.model_key", ["ModelKey", "format_model_name", "parse_model_name"]),
 ]
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from megaenc import flags
-from megaenc.console import print_rank_0, quiet
-from megaenc.data.sources.resolve import InputConfig, find_inputs
-from megaenc.errors import one_line_errors
+from megaenc.console import print_rank_0, silence_libraries
+from megaenc.data.sources.resolve import InputConfig, resolve_inputs
+from megaenc.errors import handle_command_errors
 from megaenc.output_paths import refuse_existing
 from megaenc.processes import python_command, python_environment
 
@@ -52,14 +52,14 @@ class Settings:
     """processes of torchrun, which share each layer"""
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Make each folder from the one before."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(Settings, argv, prog="continue_pretraining.py", description=__doc__)
     out = Path(settings.output)
     refuse_existing(out, "--output")
-    find_inputs(InputConfig((settings.input,)), ["text"])  # before there is a folder: the commands look at what they need
+    resolve_inputs(InputConfig((settings.input,)), ["text"])  # before there is a folder: the commands look at what they need
     source = settings.model or str(make_model(settings.family, settings.input, out / "source"))
     mask = ["--add-mask-token"] if settings.add_mask_token else []
     megaenc("convert", "from-hf", "--input", source, "--output", out / "core", *mask)

@@ -5,7 +5,7 @@ from typing import Any
 
 _MODULES = {
     "Backend": "device",
-    "detect": "device",
+    "detect_backend": "device",
     "KernelConfig": "parallel_config",
     "ParallelConfig": "parallel_config",
     "prepare_megatron": "megatron",

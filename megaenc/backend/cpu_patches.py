@@ -13,7 +13,7 @@ import types
 
 import torch
 
-HOST = torch.device("cpu")
+CPU = torch.device("cpu")
 
 # Modules that are only imported on use, and bring the others along; they must exist before the stand-ins are dealt out.
 _LAZY_MODULES = (
@@ -27,7 +27,7 @@ _LAZY_MODULES = (
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 
-class _StandIn(types.ModuleType):
+class _ModuleProxy(types.ModuleType):
     """A module that has its own names first and those of the `original` otherwise."""
 
     def __init__(self, original: types.ModuleType, **own) -> None:
@@ -39,7 +39,7 @@ class _StandIn(types.ModuleType):
         return getattr(self._original, name)
 
 
-class _Stream:
+class _NullStream:
     """A stream where everything already happens in order."""
 
     def wait_stream(self, *_) -> None: ...
@@ -47,11 +47,11 @@ class _Stream:
     def synchronize(self) -> None: ...
 
 
-def _on_host(factory):
+def _force_cpu_device(factory):
     @functools.wraps(factory)
     def make(*args, **kwargs):
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = HOST
+            kwargs["device"] = CPU
         return factory(*args, **kwargs)
 
     return make
@@ -61,7 +61,7 @@ def _called_by_megatron() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
 
 
-def _nothing(*_, **__) -> None:
+def _do_nothing(*_, **__) -> None:
     return None
 
 
@@ -77,29 +77,29 @@ def install() -> None:
         return
     for name in _LAZY_MODULES:
         importlib.import_module("megatron.core." + name)
-    _deal_out_torch()
+    _replace_torch()
     _replace_norm()
     _replace_tensor_methods()
     _installed = True
 
 
-def _deal_out_torch() -> None:
+def _replace_torch() -> None:
     # The accelerator's random state is that of a generator of our own, so that the host's is left alone.
     generator = torch.Generator()
-    cuda = _StandIn(
+    cuda = _ModuleProxy(
         torch.cuda,
         manual_seed=generator.manual_seed,
         get_rng_state=lambda *_, **__: generator.get_state(),
         set_rng_state=lambda state, *_, **__: generator.set_state(state),
-        current_device=lambda: HOST,
-        current_stream=lambda *_, **__: _Stream(),
-        default_stream=lambda *_, **__: _Stream(),
-        Stream=lambda *_, **__: _Stream(),
+        current_device=lambda: CPU,
+        current_stream=lambda *_, **__: _NullStream(),
+        default_stream=lambda *_, **__: _NullStream(),
+        Stream=lambda *_, **__: _NullStream(),
         stream=lambda _: contextlib.nullcontext(),
-        synchronize=_nothing,
-        empty_cache=_nothing,
+        synchronize=_do_nothing,
+        empty_cache=_do_nothing,
     )
-    stand_in = _StandIn(torch, cuda=cuda, **{name: _on_host(getattr(torch, name)) for name in _FACTORIES})
+    stand_in = _ModuleProxy(torch, cuda=cuda, **{name: _force_cpu_device(getattr(torch, name)) for name in _FACTORIES})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = stand_in

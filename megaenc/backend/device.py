@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megaenc.dist_env import local_rank, local_world_size
+from megaenc.dist_env import get_local_rank, get_local_world_size
 from megaenc.errors import InputError
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets (which often print twice as much: with sparsity). The
 # first name that fits counts, so what is more exact stands first. An MI250X or MI250 shows as two devices, one a die: half the
 # card's peak.
-PEAK_BF16 = {
+PEAK_BF16_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
     "A30": 165e12,
@@ -40,9 +40,9 @@ PEAK_BF16 = {
 }
 
 
-def peak_bf16(name: str) -> float:
+def peak_bf16_flops(name: str) -> float:
     """Dense bf16 FLOP/s of the device that calls itself `name`, by whole words of it; 0.0 for one that is not in the table."""
-    found = (peak for part, peak in PEAK_BF16.items() if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", name, re.IGNORECASE))
+    found = (peak for part, peak in PEAK_BF16_FLOPS.items() if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", name, re.IGNORECASE))
     return next(found, 0.0)
 
 
@@ -56,40 +56,40 @@ class Backend:
     has_bf16: bool
 
     @property
-    def is_host(self) -> bool:
+    def is_cpu(self) -> bool:
         """Whether there is no accelerator."""
         return self.name == "cpu"
 
     @property
     def description(self) -> str:
         """One phrase for the console."""
-        return f"cpu, {torch.get_num_threads()} threads" if self.is_host else torch.cuda.get_device_name(self.device)
+        return f"cpu, {torch.get_num_threads()} threads" if self.is_cpu else torch.cuda.get_device_name(self.device)
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s this process can reach in `dtype`: of a known accelerator, or measured on a CPU; 0.0 if unknown."""
-        if self.is_host:
-            return _measured_gemm(dtype)
-        return peak_bf16(torch.cuda.get_device_name(self.device)) if dtype == torch.bfloat16 else 0.0
+        if self.is_cpu:
+            return _measure_gemm_flops(dtype)
+        return peak_bf16_flops(torch.cuda.get_device_name(self.device)) if dtype == torch.bfloat16 else 0.0
 
 
 @functools.cache
-def detect() -> Backend:
+def detect_backend() -> Backend:
     """The backend of this process; LOCAL_RANK picks the accelerator. InputError if there are more processes than accelerators."""
     if torch.cuda.is_available():
         # megatron-core overlaps communication with computation by the order of launches, which this keeps. Read by CUDA at start.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        if local_rank() >= torch.cuda.device_count():
+        if get_local_rank() >= torch.cuda.device_count():
             raise InputError(
-                f"{local_world_size()} processes on a machine with {torch.cuda.device_count()} accelerators: "
+                f"{get_local_world_size()} processes on a machine with {torch.cuda.device_count()} accelerators: "
                 "expected one process each (torchrun --nproc-per-node)"
             )
-        device = torch.device("cuda", local_rank())
+        device = torch.device("cuda", get_local_rank())
         name = "rocm" if torch.version.hip else "cuda"
         return Backend(name, device, "nccl", torch.cuda.is_bf16_supported(including_emulation=False))
-    return Backend("cpu", torch.device("cpu"), "gloo", host_has_bf16())
+    return Backend("cpu", torch.device("cpu"), "gloo", cpu_has_bf16())
 
 
-def host_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
+def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX or Arm's); elsewhere bf16 is slower than float32."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
@@ -99,7 +99,7 @@ def host_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 
 
-def rounds_to_tf32(device: torch.device) -> bool:
+def uses_tf32(device: torch.device) -> bool:
     """Whether the user has asked for float32 products in TensorFloat-32, of 10 bits: of torch, or of NVIDIA's libraries."""
     if device.type != "cuda":
         return False
@@ -107,7 +107,7 @@ def rounds_to_tf32(device: torch.device) -> bool:
 
 
 @functools.cache
-def _measured_gemm(dtype: torch.dtype) -> float:
+def _measure_gemm_flops(dtype: torch.dtype) -> float:
     """FLOP/s of a square matrix product: the best of six, of 2 GFLOP each or as many as take a twentieth of a second.
 
     A processor without bfloat16 instructions makes less than a GFLOP/s with them.

@@ -9,11 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megaenc.backend.device import Backend, detect
+from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.parallel_config import ParallelConfig
-from megaenc.dist_env import local_world_size, world_size
-from megaenc.processes import usable_cores
+from megaenc.dist_env import get_local_world_size, get_world_size
+from megaenc.processes import usable_core_count
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -23,18 +23,18 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
 
     `chunks`: parts of the model on each pipeline stage (`ParallelConfig.chunks`). `timeout`: of each collective.
     """
-    layout.check(world_size())
-    backend = detect()
-    share_cores()
+    layout.check(get_world_size())
+    backend = detect_backend()
+    divide_cores_among_ranks()
     prepare_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
-    if backend.is_host:
-        keep_freed_memory()
+    if backend.is_cpu:
+        retain_freed_memory()
     else:
         torch.cuda.set_device(backend.device)
     if "RANK" in os.environ:
-        device = None if backend.is_host else backend.device
+        device = None if backend.is_cpu else backend.device
         store, rank, size = rendezvous(timeout)
         dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
     else:
@@ -59,14 +59,14 @@ def destroy_distributed() -> None:
         dist.destroy_process_group()
 
 
-def share_cores() -> None:
+def divide_cores_among_ranks() -> None:
     """Give each process of this node its share of the cores as threads."""
     # OMP_NUM_THREADS counts for one process alone: for several, torchrun sets it to 1 by itself.
-    if local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, usable_cores() // local_world_size()))
+    if get_local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_core_count() // get_local_world_size()))
 
 
-def keep_freed_memory() -> bool:
+def retain_freed_memory() -> bool:
     """Have malloc keep what is freed, for the rest of this process; return whether it does.
 
     The kernel clears the pages of each new tensor above 32 MB: up to a fifth of a training step (docs/performance.md). A malloc
@@ -89,11 +89,11 @@ def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(f"megaenc/{_agree(store, rank, size, timeout)}", store)
+        store = dist.PrefixStore(f"megaenc/{_agree_on_attempt(store, rank, size, timeout)}", store)
     return store, rank, size
 
 
-def _agree(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+def _agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return a name for this attempt, chosen by rank 0: torchrun's count of restarts may differ from node to node.
 
     Each process shows a new name, by which rank 0 answers, so that none can read an answer meant for one before it. A name that a
@@ -102,7 +102,7 @@ def _agree(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     mine = uuid.uuid4().hex
     store.set(f"megaenc/process {rank}", mine)
     if rank:
-        attempt = _name(store.get(f"{mine}/attempt"))  # waits for it
+        attempt = _decode_attempt(store.get(f"{mine}/attempt"))  # waits for it
         store.add(f"{attempt}/present", 1)
         return attempt
     answered: set[str] = set()
@@ -112,13 +112,13 @@ def _agree(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
             raise RuntimeError(f"not all of {size} processes were there after {timeout.total_seconds():.0f} s")
         for other in range(1, size):
             key = f"megaenc/process {other}"
-            if store.check([key]) and (name := _name(store.get(key))) not in answered:
+            if store.check([key]) and (name := _decode_attempt(store.get(key))) not in answered:
                 store.set(f"{name}/attempt", mine)
                 answered.add(name)
         time.sleep(_POLL_SECONDS)
     return mine
 
 
-def _name(value: bytes) -> str:
+def _decode_attempt(value: bytes) -> str:
     """Return a name out of the store; anybody who reaches its port can have put anything there."""
     return value[:100].decode(errors="replace")

@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 
-from megaenc.backend.device import detect
+from megaenc.backend.device import detect_backend
 from megaenc.errors import InputError
 
 # The adapters stand in for names inside the wheel, so each version is read before it is listed here.
 KNOWN_VERSIONS = ("0.16.1",)
 
 
-def check_version(found: str | None = None) -> str:
+def check_megatron_version(found: str | None = None) -> str:
     """Return the installed version of megatron-core; InputError if the adapters were not written for it."""
     if found is None:
         try:
@@ -29,7 +29,7 @@ def check_version(found: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def _without(*modules: str) -> Iterator[None]:
+def _hide_modules(*modules: str) -> Iterator[None]:
     """Importing one of `modules` fails inside, unless somebody has done so before."""
     hidden = [name for name in modules if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))
@@ -51,7 +51,7 @@ def import_megatron() -> None:
     unused = ["wandb", "torch.utils.tensorboard"]
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         unused.append("triton")
-    with _without(*unused), warnings.catch_warnings():
+    with _hide_modules(*unused), warnings.catch_warnings():
         # megatron-core says at import that Transformer Engine and apex are missing; neither is needed here.
         warnings.simplefilter("ignore")
         import megatron.core
@@ -61,12 +61,12 @@ def import_megatron() -> None:
 @functools.cache
 def prepare_megatron() -> None:
     """Import megatron-core quietly and install the adapters. Call it before anything of megatron.core is used; again is free."""
-    check_version()
+    check_megatron_version()
     import_megatron()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as above
         from megaenc.backend import cpu_patches, optimizer_patches
 
-        if detect().is_host:
+        if detect_backend().is_cpu:
             cpu_patches.install()
         optimizer_patches.install()

@@ -51,13 +51,13 @@ class GroupStepAdamW(torch.optim.Optimizer):
             )
 
 
-def norm_of_all(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
+def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
     """float32[1], as amp_C.multi_tensor_l2norm gives it: the norm of all tensors together, left on the device."""
     norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
     return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float32).reshape(1), None
 
 
-def scale_all(chunk_size, noop_flag, tensor_lists, scale):
+def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
     """amp_C.multi_tensor_scale: the tensors of the second list become those of the first, which it may be, times `scale`."""
     source, target = tensor_lists
     if target is not source:
@@ -76,5 +76,5 @@ def install() -> None:
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
     if clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm:  # on the host it is replaced already
-        clip_grads.l2_norm_impl = norm_of_all
-    clip_grads.multi_tensor_scale_impl = scale_all
+        clip_grads.l2_norm_impl = multi_tensor_l2norm
+    clip_grads.multi_tensor_scale_impl = multi_tensor_scale

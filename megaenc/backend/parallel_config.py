@@ -5,7 +5,7 @@ from typing import Literal
 
 from megaenc.errors import InputError
 
-FLOAT8_WIDTH = 16
+FLOAT8_ALIGNMENT = 16
 """Of what the widths of matrices must be multiples for float8 products."""
 
 
@@ -76,18 +76,18 @@ class ParallelConfig:
         self._check_overlap()
 
     def _check_overlap(self) -> None:
-        from megaenc.backend.device import detect  # imports torch
+        from megaenc.backend.device import detect_backend  # imports torch
 
         for flag, given in (
             ("--overlap-grad-reduce", self.overlap_grad_reduce),
             ("--overlap-param-gather", self.overlap_param_gather),
         ):
-            if given and detect().is_host:
+            if given and detect_backend().is_cpu:
                 raise InputError(f"{flag}: this machine has no accelerator, so nothing runs beside computation; leave it out")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
 
-    def split(self, num_layers: int) -> tuple[int, ...]:
+    def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers of each part of the model in the order of the data; part p is on stage p % stages.
 
         There are as many parts as stages, or a multiple of it (interleaved). InputError if `num_layers` cannot be cut so.
@@ -104,7 +104,7 @@ class ParallelConfig:
                 raise InputError(
                     "--num-layers-per-virtual-pipeline-stage: found beside --pipeline-model-parallel-layout, expected one of them"
                 )
-            return _written_split(self.pipeline_model_parallel_layout, num_layers, stages)
+            return _parse_pipeline_layout(self.pipeline_model_parallel_layout, num_layers, stages)
         if each:
             if num_layers % (each * stages) or num_layers == each * stages:
                 raise InputError(
@@ -116,14 +116,14 @@ class ParallelConfig:
             raise InputError(f"--pipeline-model-parallel-size: found {stages}, expected at most the {num_layers} layers")
         return _even_split(num_layers, stages)
 
-    def chunks(self, num_layers: int) -> int:
+    def chunks_per_stage(self, num_layers: int) -> int:
         """Parts of the model that each stage holds: 1 unless interleaved."""
-        return len(self.split(num_layers)) // self.pipeline_model_parallel_size
+        return len(self.layers_per_chunk(num_layers)) // self.pipeline_model_parallel_size
 
     def describe(self, num_layers: int, world_size: int) -> str:
         """One phrase for the console: the degrees of parallelism, and how the layers are cut."""
         tensor, stages = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        split = [str(layers) for layers in self.split(num_layers)]
+        split = [str(layers) for layers in self.layers_per_chunk(num_layers)]
         turns = [" + ".join(split[stage::stages]) for stage in range(stages)]
         cut = f" (layers {' | '.join(turns)})" if stages > 1 else ""
         data = f"DP {world_size // (tensor * stages)}"
@@ -141,8 +141,8 @@ class ParallelConfig:
                 raise InputError(f"{flag}: needs --recompute-granularity {needs}, found {self.recompute_granularity or 'none'}")
         if not full:
             return
-        method, number = self.recomputed
-        split = self.split(num_layers)
+        method, number = self.full_recompute
+        split = self.layers_per_chunk(num_layers)
         for layers in split:
             if method == "uniform" and layers % number:  # megatron-core would read past the last layer
                 raise InputError(f"--recompute-num-layers: found {number}, expected a divisor of the {layers} layers of a stage")
@@ -150,7 +150,7 @@ class ParallelConfig:
             raise InputError(f"--recompute-num-layers: found {number}, expected at most the {max(split)} layers of a stage")
 
     @property
-    def recomputed(self) -> tuple[str | None, int | None]:
+    def full_recompute(self) -> tuple[str | None, int | None]:
         """Method and number of layers of full recomputation, with their defaults; None twice where it is not asked for."""
         if self.recompute_granularity != "full":
             return None, None
@@ -164,7 +164,7 @@ def _even_split(num_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stage in larger) for stage in range(stages))
 
 
-def _written_split(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
+def _parse_pipeline_layout(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
     """The split that Megatron's notation `text` says. InputError where it says none of `num_layers` layers on `stages` stages."""
     from megaenc.backend.megatron import prepare_megatron
 

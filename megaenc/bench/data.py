@@ -22,11 +22,11 @@ import psutil
 
 from megaenc import flags
 from megaenc.bench import report, tokenize_backends
-from megaenc.console import ProgressLine, quiet
+from megaenc.console import ProgressLine, silence_libraries
 from megaenc.data.sources import resolve
-from megaenc.errors import InputError, one_line, one_line_errors
+from megaenc.errors import InputError, format_error, handle_command_errors
 from megaenc.output_paths import check_output_file
-from megaenc.processes import Worker, check_process_count, python_environment, usable_cores
+from megaenc.processes import Worker, check_process_count, python_environment, usable_core_count
 
 _SECONDS = ("seconds", "processor_seconds", "process_seconds")
 _RATIOS = {
@@ -53,7 +53,7 @@ class DataBenchConfig:
     """Size of the JSONL that all read: documents come again, in another order, until there are as many, or are cut off there."""
     rounds: int = 3
     """Turns that are timed."""
-    workers: int = field(default_factory=usable_cores)
+    workers: int = field(default_factory=usable_core_count)
     """Threads or processes of each way."""
 
 
@@ -82,7 +82,7 @@ def _prepared(settings: DataBenchConfig, folder: Path) -> tuple[Path, str]:
         from megaenc.data.demo import build_demo_corpus
 
         given = (str(build_demo_corpus(folder / "demo").corpus),)
-    found = resolve.find_inputs(resolve.InputConfig(given), [settings.json_key])
+    found = resolve.resolve_inputs(resolve.InputConfig(given), [settings.json_key])
     documents, size, limit = [], 0, 1e6 * settings.megabytes
     for text in resolve.read_texts(found, settings.json_key):
         if text:
@@ -102,9 +102,9 @@ def _prepared(settings: DataBenchConfig, folder: Path) -> tuple[Path, str]:
             order.shuffle(documents)
     if settings.tokenizer:
         return path, settings.tokenizer
-    from megaenc.data.tokenizer.train_command import TrainTokenizerConfig, make_tokenizer
+    from megaenc.data.tokenizer.train_command import TrainTokenizerConfig, train_and_save_tokenizer
 
-    make_tokenizer(
+    train_and_save_tokenizer(
         TrainTokenizerConfig(input=given, output=str(folder / "tokenizer"), vocab_size=8192, json_key=settings.json_key)
     )
     return path, str(folder / "tokenizer")
@@ -120,7 +120,7 @@ def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
     except InputError:
         raise
     except Exception as error:  # of whichever library
-        raise InputError(f"{way}: {type(error).__name__}: {one_line(error, 1000)}") from None
+        raise InputError(f"{way}: {type(error).__name__}: {format_error(error, 1000)}") from None
     return {**found, "process_seconds": time.perf_counter() - began, "peak_mib": max(peak, found["peak_mib"])}
 
 
@@ -185,9 +185,9 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc bench data`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(DataBenchConfig, argv, prog="megaenc bench data", description=__doc__)
     report.run(bench, table, settings)

@@ -23,12 +23,12 @@ import psutil
 
 from megaenc import flags
 from megaenc.bench import report
-from megaenc.console import ProgressLine, quiet
+from megaenc.console import ProgressLine, silence_libraries
 from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
-from megaenc.errors import InputError, one_line, one_line_errors
+from megaenc.errors import InputError, format_error, handle_command_errors
 from megaenc.output_paths import check_output_file
-from megaenc.processes import WorkerEnded, check_process_count, python_environment
+from megaenc.processes import WorkerDied, check_process_count, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE = 25  # tokens
@@ -75,7 +75,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: 
     """Write sequences of these lengths, `counts` of them a document; without `tokens`, uint16, .bin is a hole in the disk."""
     files = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     writer = IndexedWriter(*files, "uint16")
-    writer.add(tokens, lengths, counts)
+    writer.add_documents(tokens, lengths, counts)
     writer.finish()
     os.truncate(files[0], 2 * writer.tokens)
 
@@ -136,8 +136,8 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchConfig, pr
             found = [row for worker in workers for row in worker.results()]
             # All are there still, each with what it holds: of what several hold, each has its part.
             memory = [psutil.Process(worker.process.pid).memory_full_info().pss / 2**30 for worker in workers]
-    except (InputError, WorkerEnded) as error:
-        raise InputError(f"{packing}, {what}: {one_line(error, 1000)}") from None
+    except (InputError, WorkerDied) as error:
+        raise InputError(f"{packing}, {what}: {format_error(error, 1000)}") from None
     if processes == 1:
         return found[0]
     seconds, computed = ([row[name] for row in found] for name in ("seconds", "processor_seconds"))
@@ -147,13 +147,13 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchConfig, pr
 def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPackedDataset:
     from megaenc.data.indexed.corpus import Corpus, parse_split
     from megaenc.data.packing.builder import PACKINGS as kinds
-    from megaenc.data.packing.builder import parts_of
+    from megaenc.data.packing.builder import split_corpus
 
     corpus = Corpus.open(prefix)
-    train, *_ = parts_of(corpus, parse_split("99,1,0"))
-    corpus.sidecar = SimpleNamespace(sentences="made up")  # in the index each document is one
+    train, *_ = split_corpus(corpus, parse_split("99,1,0"))
+    corpus.metadata = SimpleNamespace(sentences="made up")  # in the index each document is one
     packs = kinds[packing](corpus, train, seq_length, seed=1)
-    corpus.sidecar = None
+    corpus.metadata = None
     return packs
 
 
@@ -181,7 +181,7 @@ def measure_reading(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float
 
     from megaenc.data.tokenizer.vocabulary import Vocabulary
     from megaenc.objectives import MaskedLanguageModeling
-    from megaenc.training.micro_batches import micro_batch
+    from megaenc.training.micro_batches import build_micro_batch
 
     torch.set_num_threads(1)
     prefix, packing, settings = work
@@ -192,7 +192,7 @@ def measure_reading(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float
     size, cpu = settings.micro_batch_size, torch.device("cpu")
     ways = {
         "packs": (1, lambda first: packs[first]),
-        "micro_batches": (size, lambda first: micro_batch(packs, range(first, first + size), objective, 1, cpu)),
+        "micro_batches": (size, lambda first: build_micro_batch(packs, range(first, first + size), objective, 1, cpu)),
     }
     found, first = {}, 0
     for name, (step, read) in ways.items():
@@ -227,9 +227,9 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc bench loader`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(LoaderBenchConfig, argv, prog="megaenc bench loader", description=__doc__)
     report.run(bench, table, settings)

@@ -15,9 +15,9 @@ from megaenc import flags
 from megaenc.bench import report, train_worker
 from megaenc.bench.synthetic_docs import MASK
 from megaenc.bench.train_worker import TrainingJob
-from megaenc.console import ProgressLine, print_rank_0, quiet
-from megaenc.errors import InputError, one_line_errors
-from megaenc.model.config import preset
+from megaenc.console import ProgressLine, print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.model.config import get_preset
 from megaenc.objectives import Attention
 from megaenc.output_paths import check_output_file
 from megaenc.processes import check_process_count
@@ -74,7 +74,7 @@ class PretrainBenchConfig:
         check_process_count("--tensor-model-parallel-size", self.tensor_model_parallel_size)
         if self.documents % self.batch:
             raise InputError(f"--documents: found {self.documents}, expected a multiple of --batch {self.batch}")
-        preset(self.model).check(self.tensor_model_parallel_size)
+        get_preset(self.model).check(self.tensor_model_parallel_size)
         objective = self.work("").objective_of(self.objective)
         if objective.shift != (objective.attention == Attention.CAUSAL) or objective.attention == Attention.PREFIX:
             raise InputError(f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)")
@@ -83,7 +83,7 @@ class PretrainBenchConfig:
         """Return what is the same for all sides."""
         names = ("vocab_size", "objective", "documents", "shortest", "batch", "passes", "bf16")
         same = {name: getattr(self, name) for name in names}
-        return TrainingJob(shape=preset(self.model), seq_length=self.longest, weights=weights, **same)
+        return TrainingJob(shape=get_preset(self.model), seq_length=self.longest, weights=weights, **same)
 
 
 def sides_of(
@@ -176,7 +176,7 @@ def figures(settings: PretrainBenchConfig, kernel: str, taken: dict[str, list[di
     found = {
         "settings": dataclasses.asdict(settings),
         "machine": report.machine(),
-        "parameters": work.shape.parameters(work.vocab_size),
+        "parameters": work.shape.parameter_count(work.vocab_size),
         "tokens": tokens,
         "predicted": predicted * work.passes,
         "flops": flops,
@@ -217,10 +217,10 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """`megaenc bench pretrain`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(PretrainBenchConfig, argv, prog="megaenc bench pretrain", description=DESCRIPTION)
     began = time.monotonic()
     try:

@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
-from megaenc.atomic_io import atomic_write, stopped_by_sigterm
+from megaenc.atomic_io import atomic_write, exit_on_sigterm
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
-from megaenc.output_paths import make_parent
-from megaenc.processes import Worker, WorkerEnded, processor_name, usable_cores
+from megaenc.output_paths import create_parent_dir
+from megaenc.processes import Worker, WorkerDied, read_processor_name, usable_core_count
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
 _LAST_BYTES = 3000  # printed by a process that failed
@@ -31,8 +31,8 @@ def machine() -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "system": f"{platform.system()} {platform.release()}",
-        "processor": processor_name(),
-        "cores": usable_cores(),
+        "processor": read_processor_name(),
+        "cores": usable_core_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerators": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "load": round(os.getloadavg()[0], 2),
@@ -57,9 +57,9 @@ def at_work(work: Callable[[Any], Any], item: Any, *environments: Mapping[str, s
                 stack.callback(workers[-1].kill)
                 workers[-1].send(item)
             yield workers
-        except WorkerEnded as error:
+        except WorkerDied as error:
             output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
-            raise WorkerEnded(error.worker, f"{error}\n{output.read().decode(errors='replace')}".rstrip()) from None
+            raise WorkerDied(error.worker, f"{error}\n{output.read().decode(errors='replace')}".rstrip()) from None
 
 
 def check_positive(settings: Any, *names: str) -> None:
@@ -76,13 +76,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def write(path: str | Path, found: dict[str, Any]) -> None:
     """Write `found` as JSON, whole or not at all. Raises InputError where the file cannot be written."""
-    make_parent(Path(path), "--output")
+    create_parent_dir(Path(path), "--output")
     atomic_write(Path(path), json.dumps(found, indent=1) + "\n")
 
 
 def run(bench: Callable[[Any], dict[str, Any]], table: Callable[[dict[str, Any]], str], settings: Any) -> None:
     """Measure with `bench`, write the figures to `settings.output` and print their `table`."""
-    with stopped_by_sigterm():
+    with exit_on_sigterm():
         found = bench(settings)
         write(settings.output, found)
         print_rank_0(table(found))

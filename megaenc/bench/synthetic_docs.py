@@ -57,7 +57,7 @@ class SyntheticDocuments:
             made[-1][-1] = EOS
         return made
 
-    def joined(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """See megaenc.data.packing.token_stream.DocumentSource."""
         return np.concatenate([self._tokens[number][a:b] for number, a, b in zip(documents, starts, stops, strict=True)])
 
@@ -126,9 +126,9 @@ class Setup:
         """A run without end of updates of `batch` packs that trains `objectives`: all of them have the attention they need."""
         from megaenc.backend import KernelConfig
         from megaenc.data.packing.builder import RunData
-        from megaenc.dist_env import world_size
+        from megaenc.dist_env import get_world_size
         from megaenc.training.config import PretrainConfig
-        from megaenc.training.lr_schedule import LearningRate
+        from megaenc.training.lr_schedule import WSDSchedule
         from megaenc.training.plan import Plan
 
         default = PretrainConfig(bf16=self.bf16)
@@ -144,6 +144,6 @@ class Setup:
             layout=dataclasses.replace(default.layout, tensor_model_parallel_size=self.tensor_model_parallel_size),
             optimizer=dataclasses.replace(default.optimizer, lr=self.rate),
         )
-        settings.check(world_size())
-        data, rate = RunData((), (), (), packs, None), LearningRate(self.rate, 0, 0, UPDATES)
+        settings.check(get_world_size())
+        data, rate = RunData((), (), (), packs, None), WSDSchedule(self.rate, 0, 0, UPDATES)
         return Plan(settings, self.vocabulary, None, data, self.schedule(*objectives), rate)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megaenc.processes import highest_resident
+from megaenc.processes import peak_resident_bytes
 from megaenc.torchelastic import die_with_parent
 
 Ids = tuple[np.ndarray, np.ndarray]
@@ -29,17 +29,17 @@ _AT_ONCE = 1000  # documents; what datasets.map gives at once too
 def by_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
     """`megaenc preprocess`: to .bin, .idx and .json on the disk."""
     from megaenc.data.indexed.indexed_dataset import IndexArrays
-    from megaenc.data.indexed.metadata import read_sidecar
-    from megaenc.data.preprocess.command import PreprocessConfig, prepare
+    from megaenc.data.indexed.metadata import read_corpus_metadata
+    from megaenc.data.preprocess.command import PreprocessConfig, prepare_preprocessing
 
-    run = prepare(PreprocessConfig((text,), f"{folder}/out", tokenizer, workers=workers))
+    run = prepare_preprocessing(PreprocessConfig((text,), f"{folder}/out", tokenizer, workers=workers))
 
     def work() -> Callable[[], Ids]:
         (prefix,) = run()
 
         def ids() -> Ids:
             index = IndexArrays.map(f"{prefix}.idx")
-            return np.fromfile(f"{prefix}.bin", read_sidecar(prefix).dtype).astype(np.uint32), np.array(index.lengths, np.int64)
+            return np.fromfile(f"{prefix}.bin", read_corpus_metadata(prefix).dtype).astype(np.uint32), np.array(index.lengths, np.int64)
 
         return ids
 
@@ -146,7 +146,7 @@ def turn(given: tuple[str, str, str, int]) -> dict[str, Any]:
         began, computed = time.perf_counter(), _processor_seconds()
         result = work()
         seconds, computed = time.perf_counter() - began, _processor_seconds() - computed
-        peak = highest_resident() / 2**20
+        peak = peak_resident_bytes() / 2**20
         ids, lengths = result()
         lengths = lengths[lengths > 0].astype("<i8")  # preprocessing leaves out documents without a token
         digest = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data)

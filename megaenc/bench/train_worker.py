@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megaenc.bench import report
 from megaenc.bench.synthetic_docs import EOS, MASK, Setup, SyntheticDocuments
 from megaenc.objectives import Attention
-from megaenc.processes import highest_resident, python_environment, usable_cores
+from megaenc.processes import peak_resident_bytes, python_environment, usable_core_count
 from megaenc.training.config_groups import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def peak_memory() -> float:
     """Return the most bytes of tensors that the accelerator, if there is one, has held, else the most of the process."""
     import torch
 
-    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else highest_resident()
+    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_resident_bytes()
 
 
 def wait() -> None:
@@ -83,7 +83,7 @@ def write_weights(work: TrainingJob, fill: Callable[[Any], None] | None = None) 
 
     from megaenc import backend
     from megaenc.backend import ParallelConfig, prepare_megatron
-    from megaenc.convert.param_mapping import hf_tensors
+    from megaenc.convert.param_mapping import iter_hf_tensors
 
     prepare_megatron()
     backend.init_distributed(ParallelConfig(), 0)
@@ -94,7 +94,7 @@ def write_weights(work: TrainingJob, fill: Callable[[Any], None] | None = None) 
     if fill:
         fill(encoder)
     parameters = {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
-    tensors = hf_tensors(parameters, work.shape, work.vocab_size)
+    tensors = iter_hf_tensors(parameters, work.shape, work.vocab_size)
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors}, work.weights)
     backend.destroy_distributed()
     return {}
@@ -125,10 +125,10 @@ def train_engine(engine: "Engine", work: TrainingJob) -> dict[str, Any]:
     """Return the loss of an engine's weights over all documents of its plan, and what its updates take."""
     result = engine.evaluate(engine.plan.packs, work.documents // work.batch, work.objective_of(work.objective))
     found = {"loss": result.loss, "predicted": result.predicted}
-    engine.update(1)  # what is made once is made here
+    engine.train_step(1)  # what is made once is made here
     with clock(found):
         for step in range(2, work.updates + 2):
-            engine.update(step)
+            engine.train_step(step)
     return found
 
 
@@ -177,11 +177,11 @@ def peer(work: TrainingJob) -> Any:
     from safetensors.torch import load_file
     from transformers import EuroBertForMaskedLM, LlamaForCausalLM
 
-    from megaenc.convert.architectures import FAMILIES, config_of
+    from megaenc.convert.architectures import FAMILIES, build_export_config
 
     attention = work.objective_of(work.objective).attention
     family, kind = ("eurobert", EuroBertForMaskedLM) if attention == Attention.BIDIRECTIONAL else ("llama", LlamaForCausalLM)
-    config = config_of(
+    config = build_export_config(
         FAMILIES[family],
         attention,
         work.shape,
@@ -227,9 +227,9 @@ def peak_flops(work: TrainingJob) -> dict[str, Any]:
     """Return the FLOP/s of this machine: measured on a processor, from the makers' sheets for an accelerator; 0 if not known."""
     import torch
 
-    from megaenc.backend import detect
+    from megaenc.backend import detect_backend
 
-    return {"peak": detect().peak_flops(torch.bfloat16 if work.bf16 else torch.float32)}
+    return {"peak": detect_backend().peak_flops(torch.bfloat16 if work.bf16 else torch.float32)}
 
 
 def turn(side: Callable[[TrainingJob], dict[str, Any]], work: TrainingJob) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def turn(side: Callable[[TrainingJob], dict[str, Any]], work: TrainingJob) -> di
     RuntimeError with what it said last where it fails.
     """
     count = work.tensor_model_parallel_size
-    threads = int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
+    threads = int(os.environ.get("OMP_NUM_THREADS", usable_core_count()))
     environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // count))}
     if count > 1:
         with socket.create_server(("localhost", 0)) as server:

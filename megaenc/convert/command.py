@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import tyro
 
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm
-from megaenc.console import print_rank_0, quiet
-from megaenc.data.preprocess.outputs import tell_left_behind
-from megaenc.errors import InputError, closest, one_line_errors
+from megaenc.atomic_io import exit_on_sigterm
+from megaenc.console import print_rank_0, silence_libraries
+from megaenc.data.preprocess.outputs import report_stale_files
+from megaenc.errors import InputError, closest_match, handle_command_errors
 
 USAGE = """usage: {prog} DIRECTION [options]
 
@@ -68,16 +68,16 @@ class FromHFConfig:
     """dtype of the weights written; source: bf16 where all of them are, else fp32"""
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
     """Convert in the direction that the first word names."""
-    quiet()
+    silence_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE.format(prog=prog))
         return
     if words[0] not in _DIRECTIONS:
-        near = closest(words[0], _DIRECTIONS)
+        near = closest_match(words[0], _DIRECTIONS)
         known = " or ".join(_DIRECTIONS)
         raise InputError(
             f"{prog}: unknown direction {words[0]!r}, expected {known}" + (f"; did you mean {near}?" if near else "")
@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
     for name in (dataclasses.fields(kind)[0].name, "output"):
         if not getattr(options, name):
             raise InputError(f"--{name}: missing (see {prog} --help)")
-    tell_left_behind(Path(os.path.realpath(options.output)))
-    with stopped_by_sigterm():
+    report_stale_files(Path(os.path.realpath(options.output)))
+    with exit_on_sigterm():
         convert(options)
 
 
@@ -100,15 +100,15 @@ def _to_hf(options: ToHFConfig) -> None:
     how = {name: value for name, value in vars(options).items() if name not in ("load", "output", "ckpt_step", "all")}
     if not options.all:
         step = to_hf(load, output, step=options.ckpt_step, **how)
-        print_rank_0(f"{options.output}: step {step} of {options.load} {_proof(output)}")
+        print_rank_0(f"{options.output}: step {step} of {options.load} {_describe_proof(output)}")
         return
     if options.ckpt_step is not None:
         raise InputError(f"--ckpt-step {options.ckpt_step}: found --all too, expected one of them")
     for name in to_hf_all(load, output, **how):
-        print_rank_0(f"{output / name}: {_proof(output / name)}")
+        print_rank_0(f"{output / name}: {_describe_proof(output / name)}")
 
 
-def _proof(folder: Path) -> str:
+def _describe_proof(folder: Path) -> str:
     """As which family an export was written, and how far its numbers are from the run's."""
     from megaenc.convert.to_hf import CERTIFICATE
 

@@ -13,21 +13,21 @@ import yaml
 
 from megaenc import __version__, backend, flags
 from megaenc.atomic_io import atomic_dir
-from megaenc.convert.architectures import Architecture, family_of, read_config, shape_of, trained_on
-from megaenc.convert.hf_checkpoint import TrainableFolder
-from megaenc.convert.param_mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
-from megaenc.convert.safetensors_writer import dtype_of
-from megaenc.convert.tokenizer_io import MaskToken, give_mask_token, read_tokenizer, write_tokenizer
-from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.convert.architectures import ModelFamily, find_family, parse_hf_config, to_model_config, infer_objective
+from megaenc.convert.hf_checkpoint import TrainableHFCheckpoint
+from megaenc.convert.param_mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, iter_mappings
+from megaenc.convert.safetensors_writer import parse_dtype
+from megaenc.convert.tokenizer_io import MaskToken, ensure_mask_token, read_tokenizer, write_tokenizer
+from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.errors import InputError, first_line
+from megaenc.errors import InputError, first_error_line
 from megaenc.model.config import ModelConfig
-from megaenc.output_paths import make_parent, refuse_existing
-from megaenc.training.checkpoint_dir import digests
-from megaenc.training.run_dir import CONFIG, FACTS, TOKENIZER
+from megaenc.output_paths import create_parent_dir, refuse_existing
+from megaenc.training.checkpoint_dir import file_digests
+from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, TOKENIZER_DIR
 from megaenc.training.run_init import Ancestor, RunInit
 
-LONGEST_PACK = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
+MAX_SEQ_LENGTH = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
 _ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
 
 
@@ -35,8 +35,8 @@ _ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices
 class HFSource:
     """What a Hugging Face folder holds, checked against what its config.json says."""
 
-    folder: TrainableFolder
-    family: Architecture
+    folder: TrainableHFCheckpoint
+    family: ModelFamily
     config: Any  # transformers'
     model: ModelConfig  # with as many rows of the vocabulary as the folder has
 
@@ -58,21 +58,21 @@ class HFSource:
             "family": self.family.model_type,
             "name": self.folder.path.resolve().name,
             "context": self.config.max_position_embeddings,
-            "files": {name: entry["sha256"] for name, entry in digests(files).items()},
+            "files": {name: entry["sha256"] for name, entry in file_digests(files).items()},
         }
 
 
-def open_source(path: Path, *, tie: bool = False) -> HFSource:
+def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     """The model in the Hugging Face folder `path`; `tie`: it has no output layer, and the embedding takes its place.
 
     InputError names the file, the field or the tensor that does not fit. No weight is read yet but the few that must be zero or
     equal to another.
     """
-    folder = TrainableFolder(path)
+    folder = TrainableHFCheckpoint(path)
     where = str(folder.config_file)
-    family = family_of(folder.config, where)
-    config = read_config(folder.config, where)
-    model = shape_of(config, family, where)
+    family = find_family(folder.config, where)
+    config = parse_hf_config(folder.config, where)
+    model = to_model_config(config, family, where)
     if tie and HEAD in folder.shapes:
         raise InputError(f"--tie-word-embeddings: {path} holds an output layer, `{HEAD}`; leave the flag out")
     if model.untie_embeddings_and_output_weights and HEAD not in folder.shapes:
@@ -85,13 +85,13 @@ def open_source(path: Path, *, tie: bool = False) -> HFSource:
     model = dataclasses.replace(model, vocab_size=config.vocab_size)
     tied = not model.untie_embeddings_and_output_weights
     try:
-        shapes = hf_shapes(config, family)
+        shapes = read_hf_shapes(config, family)
     except Exception as error:  # more numbers than 64 bits can count, and whatever else sizes may lead to
-        raise InputError(f"{where}: {first_line(error)}; expected sizes as the weights have them") from None
+        raise InputError(f"{where}: {first_error_line(error)}; expected sizes as the weights have them") from None
     if tied:
         shapes.pop(HEAD, None)
     folder.check(shapes, optional={HEAD} if tied else set())
-    for name in family.zero_biases(model):
+    for name in family.zero_bias_names(model):
         if folder.tensor(name).any():
             raise InputError(f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros")
     if tied and HEAD in folder.shapes and not torch.equal(folder.tensor(HEAD), folder.tensor(EMBEDDING)):
@@ -99,11 +99,11 @@ def open_source(path: Path, *, tie: bool = False) -> HFSource:
     return HFSource(folder, family, config, model)
 
 
-def hf_shapes(config: Any, family: Architecture) -> dict[str, tuple[int, ...]]:
+def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight that transformers' model of `config` has; a tied output layer is not there twice."""
     import transformers
 
-    kind = getattr(transformers, family.written.architecture)
+    kind = getattr(transformers, family.export_family.architecture)
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -124,27 +124,27 @@ def from_hf(
     fit, and then leaves no folder.
     """
     refuse_existing(output, "--output")
-    found = open_source(source, tie=tie)
+    found = open_hf_source(source, tie=tie)
     tokenizer = read_tokenizer(source, found.config.vocab_size)
-    mask = give_mask_token(tokenizer, add_mask_token)
-    if mask.origin == "reserved" and _untrained(found.folder, mask.id):
+    mask = ensure_mask_token(tokenizer, add_mask_token)
+    if mask.origin == "reserved" and _is_row_untrained(found.folder, mask.id):
         mask = dataclasses.replace(mask, origin="untrained")
     model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
-    weights = dtype_of(dtype, "source", found.dtype)
-    make_parent(output, "--output")
+    weights = parse_dtype(dtype, "source", found.dtype)
+    create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
-        write_tokenizer(tokenizer, folder / TOKENIZER)
-        vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
+        write_tokenizer(tokenizer, folder / TOKENIZER_DIR)
+        vocabulary = read_vocabulary(load_tokenizer(folder / TOKENIZER_DIR))
         shared = {name: value for name, value in flags.flatten(model).items() if value is not None}
         shared |= {
-            "seq_length": min(found.config.max_position_embeddings, LONGEST_PACK),
+            "seq_length": min(found.config.max_position_embeddings, MAX_SEQ_LENGTH),
             "bf16": weights == torch.bfloat16,
-            "objective_schedule": trained_on(found.config, found.family),
-            "tokenizer": str((output / TOKENIZER).resolve()),
+            "objective_schedule": infer_objective(found.config, found.family),
+            "tokenizer": str((output / TOKENIZER_DIR).resolve()),
         }
-        facts = _facts(found, model, vocabulary, shared, mask)
-        (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
-        (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        facts = _build_run_json(found, model, vocabulary, shared, mask)
+        (folder / CONFIG_FILE).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
+        (folder / RUN_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         backend.init_distributed(backend.ParallelConfig(), seed=0)
         try:
             from megaenc.model.encoder import build_encoder
@@ -152,14 +152,14 @@ def from_hf(
 
             # Rotary angles are no weights, so the length is of no account.
             encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), weights, seed=None)
-            _fill(encoder, found, model, mask, vocabulary.size)
+            _load_weights(encoder, found, model, mask, vocabulary.size)
             CheckpointManager(folder / "checkpoints").save_weights(encoder, facts["identity"])
         finally:
             backend.destroy_distributed()
     return found, mask
 
 
-def _facts(
+def _build_run_json(
     source: HFSource, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken
 ) -> dict[str, Any]:
     """Return what run.json holds, as of a run; `source` is in no run's."""
@@ -169,7 +169,7 @@ def _facts(
     return {
         "megaenc": __version__,
         "vocab_size": model.vocab_size,
-        "parameters": model.parameters(model.vocab_size),
+        "parameters": model.parameter_count(model.vocab_size),
         "reading": [],
         "start": dataclasses.asdict(RunInit(before=(stage,))),
         "source": origin,
@@ -183,24 +183,24 @@ def _facts(
     }
 
 
-def _untrained(folder: TrainableFolder, row: int) -> bool:
+def _is_row_untrained(folder: TrainableHFCheckpoint, row: int) -> bool:
     """Whether a row of the embedding is next to nothing, which no training left as it is: weight decay alone did."""
-    norms = torch.cat([part.float().norm(dim=1) for part in folder.in_parts(EMBEDDING, _ROWS)])
+    norms = torch.cat([part.float().norm(dim=1) for part in folder.iter_row_chunks(EMBEDDING, _ROWS)])
     return bool(norms[row] < norms.median() / 100)
 
 
 @torch.no_grad()
-def _fill(encoder: torch.nn.Module, source: HFSource, model: ModelConfig, mask: MaskToken, ids: int) -> None:
+def _load_weights(encoder: torch.nn.Module, source: HFSource, model: ModelConfig, mask: MaskToken, ids: int) -> None:
     """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero.
 
     A mask token without a row of its own gets the mean of the rows of the tokenizer's other `ids`.
     """
     parameters = dict(encoder.named_parameters())
-    for rule, core, names in lines(model):
+    for rule, core, names in iter_mappings(model):
         parameter = parameters[core]
         if core in VOCABULARY_ROWS:
             done = 0
-            for part in source.folder.in_parts(*names, _ROWS):
+            for part in source.folder.iter_row_chunks(*names, _ROWS):
                 parameter[done : done + len(part)] = part
                 done += len(part)
             parameter[done:] = 0

@@ -31,7 +31,7 @@ _COUNT = re.compile(r".*(layer|group|expert|block|stage|head)s?(_num)?")
 _MOST, _MOST_EXPERTS = 4096, 1 << 15  # of any of them, unless a folder holds more tensors
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """A tensor as the header of its file describes it."""
 
     file: Path
@@ -57,18 +57,18 @@ class HFCheckpoint:
             )
         self.config_file = path / CONFIG
         values = read_json_object(self.config_file, f"the {CONFIG} of a Hugging Face model")
-        self.config: dict[str, Any] = _without_loading(values)
-        self.files, indexed = _weight_files(path)
-        self.headers: dict[str, Header] = {}
+        self.config: dict[str, Any] = _drop_loading_fields(values)
+        self.files, indexed = _find_weight_files(path)
+        self.headers: dict[str, TensorHeader] = {}
         for file in self.files:
-            with _opened(file, "np") as tensors:
+            with _open_safetensors(file, "np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, which is no dict
                     if name in self.headers:
                         already = self.headers[name].file.name
                         raise InputError(f"{file}: holds `{name}` a second time (it is in {already} already)")
                     header = tensors.get_slice(name)
                     if not name.endswith(_COMPUTED):
-                        self.headers[name] = Header(file, header.get_dtype(), tuple(header.get_shape()))
+                        self.headers[name] = TensorHeader(file, header.get_dtype(), tuple(header.get_shape()))
         for name, file in indexed.items():
             if not name.endswith(_COMPUTED) and (name not in self.headers or self.headers[name].file.name != file):
                 raise InputError(f"{path / file}: no tensor `{name}`, which {INDEX} says is there")
@@ -78,11 +78,11 @@ class HFCheckpoint:
     def slices(self) -> Iterator[dict[str, Any]]:
         """Yield the safetensors slice of each weight by its name; a slice can be read while the block lasts."""
         with contextlib.ExitStack() as stack:
-            opened = {file: stack.enter_context(_opened(file, "pt")) for file in self.files}
+            opened = {file: stack.enter_context(_open_safetensors(file, "pt")) for file in self.files}
             yield {name: opened[header.file].get_slice(name) for name, header in self.headers.items()}
 
 
-class TrainableFolder(HFCheckpoint):
+class TrainableHFCheckpoint(HFCheckpoint):
     """Names, shapes and dtypes of all weights of a model that training can start from, and the weights one by one.
 
     Weights have the names that a model with an output layer gives them (`model.norm.weight`), whether the folder is of such a
@@ -93,7 +93,7 @@ class TrainableFolder(HFCheckpoint):
         """Read config.json, generation_config.json and the headers. InputError for what HFFolder or training cannot take."""
         super().__init__(path)
         generation = path / GENERATION
-        self.generation: dict[str, Any] = _generation(generation) if generation.exists() else {}
+        self.generation: dict[str, Any] = _read_generation_config(generation) if generation.exists() else {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
         for stored, (file, dtype, shape) in self.headers.items():
@@ -123,22 +123,22 @@ class TrainableFolder(HFCheckpoint):
     def tensor(self, name: str) -> "Tensor":
         """The weight `name`. It lies in the pages of its file, which leave memory with it: so the file is not kept open."""
         file, stored = self._stored[name]
-        with _opened(file, "pt") as tensors:
+        with _open_safetensors(file, "pt") as tensors:
             return tensors.get_tensor(stored)
 
-    def in_parts(self, name: str, rows: int) -> "Iterator[Tensor]":
+    def iter_row_chunks(self, name: str, rows: int) -> "Iterator[Tensor]":
         """The same in pieces of `rows` rows, for the largest ones."""
         file, stored = self._stored[name]
         for start in range(0, self.shapes[name][0], rows):
-            with _opened(file, "pt") as tensors:
+            with _open_safetensors(file, "pt") as tensors:
                 yield tensors.get_slice(stored)[start : start + rows]
 
 
-def _without_loading(value: Any) -> Any:
+def _drop_loading_fields(value: Any) -> Any:
     """Drop the fields, at any depth, that tell transformers how to load a model."""
     if isinstance(value, dict):
-        return {name: _without_loading(inner) for name, inner in value.items() if not _LOADING.fullmatch(name)}
-    return [_without_loading(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _drop_loading_fields(inner) for name, inner in value.items() if not _LOADING.fullmatch(name)}
+    return [_drop_loading_fields(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_counts(values: Any, most: int, file: Path) -> None:
@@ -149,10 +149,10 @@ def _check_counts(values: Any, most: int, file: Path) -> None:
         elif _COUNT.fullmatch(name) and isinstance(value, int | float):
             allowed = max(most, _MOST_EXPERTS) if "expert" in name else most
             if value > allowed:
-                raise InputError(f"{file}: field `{name}`: found {short(value)}, expected at most {allowed}, as the weights tell")
+                raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected at most {allowed}, as the weights tell")
 
 
-def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
+def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files that hold the weights, and what the index, where there is one, says which tensor is in."""
     if (path / WEIGHTS).exists():
         return [path / WEIGHTS], {}
@@ -169,13 +169,13 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         raise InputError(f"{path / INDEX}: found no `weight_map`, expected the file of each tensor")
     for file in sorted({*index.values()}):
         if Path(file).name != file or "\0" in file:
-            raise InputError(f"{path / INDEX}: found {short(file)}, expected the name of a file in the same folder")
+            raise InputError(f"{path / INDEX}: found {shorten_repr(file)}, expected the name of a file in the same folder")
         if not (path / file).exists():
             raise InputError(f"{path / file}: missing, and {INDEX} says that weights are there; get the whole folder again")
     return [path / file for file in sorted({*index.values()})], index
 
 
-def _generation(file: Path) -> dict[str, Any]:
+def _read_generation_config(file: Path) -> dict[str, Any]:
     """What generation_config.json holds, if transformers takes it for that."""
     from transformers import GenerationConfig
 
@@ -186,18 +186,18 @@ def _generation(file: Path) -> dict[str, Any]:
         raise InputError(f"{file}: {' '.join(str(error).split())[:200]}; expected how the model writes text") from None
     ends = values.get("eos_token_id")
     if not all(type(token) is int for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
-        raise InputError(f"{file}: field `eos_token_id`: found {short(ends)}, expected ids of tokens")
+        raise InputError(f"{file}: field `eos_token_id`: found {shorten_repr(ends)}, expected ids of tokens")
     return values
 
 
-def short(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     """Return `value` for an error message, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 @contextlib.contextmanager
-def _opened(file: Path, framework: str) -> Iterator[Any]:
+def _open_safetensors(file: Path, framework: str) -> Iterator[Any]:
     """Open the safetensors of a regular file; InputError for any other."""
     if not file.is_file():  # a FIFO has no end
         raise InputError(f"{file}: not a regular file, expected the weights of a model")

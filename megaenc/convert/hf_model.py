@@ -12,14 +12,14 @@ from importlib.metadata import version
 from typing import Any
 
 from megaenc.convert.hf_checkpoint import HFCheckpoint
-from megaenc.errors import InputError, first_line, one_line
+from megaenc.errors import InputError, first_error_line, format_error
 
-_BY_HUB_KERNELS = ("mra", "rwkv", "yoso")  # models of which transformers computes a part by kernels that it fetches from the Hub
-_BUFFERS = 1 << 32  # the most bytes of masks and tables that a model computes for itself
-_SPARE = 1 << 24  # parameters that a folder may lack: a pooler or a head
+_HUB_KERNEL_MODELS = ("mra", "rwkv", "yoso")  # models of which transformers computes a part by kernels that it fetches from the Hub
+_MAX_BUFFER_BYTES = 1 << 32  # the most bytes of masks and tables that a model computes for itself
+_MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler or a head
 
 
-def build_config(values: dict[str, Any], model_type: str, where: str) -> Any:
+def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
     """Build transformers' own config for the settings `values` as a model of `model_type`, a key of CONFIG_MAPPING.
 
     Fields of older versions are understood. InputError, naming `where`, for what is no such config.
@@ -38,10 +38,10 @@ def build_config(values: dict[str, Any], model_type: str, where: str) -> Any:
         taken -= {name for name in taken if isinstance(inspect.getattr_static(kind, name), property)}
         return kind.from_dict({name: value for name, value in values.items() if name not in taken} | {"model_type": model_type})
     except Exception as error:  # validation raises errors of huggingface_hub, others come from whatever a wrong type leads to
-        raise InputError(f"{where}: {one_line(error)}; expected the config.json of a {model_type} model") from None
+        raise InputError(f"{where}: {format_error(error)}; expected the config.json of a {model_type} model") from None
 
 
-def config_of(folder: HFCheckpoint) -> Any:
+def load_hf_config(folder: HFCheckpoint) -> Any:
     """Build transformers' config of `folder`. InputError for a family that transformers does not know or a wrong field."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -53,9 +53,9 @@ def config_of(folder: HFCheckpoint) -> Any:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         known = f"one that transformers {version('transformers')} knows"
         raise InputError(f"{where}: field `model_type`: found {str(model_type)[:60]!r}, expected {known}")
-    if model_type in _BY_HUB_KERNELS:
+    if model_type in _HUB_KERNEL_MODELS:
         raise InputError(f"{where}: field `model_type`: found {model_type}, which runs code from the Hub; expected another")
-    return build_config(folder.config, model_type, where)
+    return build_hf_config(folder.config, model_type, where)
 
 
 def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -72,19 +72,19 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
         with torch.device("meta"):
             empty = kind(copy.deepcopy(config), **options)
     except Exception as error:  # whatever a wrong setting leads to
-        raise InputError(f"{folder.config_file}: {first_line(error)}; expected {expected}") from None
+        raise InputError(f"{folder.config_file}: {first_error_line(error)}; expected {expected}") from None
     stored = sum(math.prod(header.shape) for header in folder.headers.values())
     parameters = sum(parameter.numel() for parameter in empty.parameters())
-    if parameters > 2 * stored + _SPARE:  # an embedding may be counted a second time as the output layer
+    if parameters > 2 * stored + _MAX_MISSING_PARAMETERS:  # an embedding may be counted a second time as the output layer
         raise InputError(
             f"{folder.config_file}: describes a model of {parameters:,} parameters, and the files hold {stored:,}; "
             f"expected {expected}"
         )
     computed = sum(buffer.numel() * buffer.element_size() for buffer in empty.buffers())
-    if computed > _BUFFERS:
+    if computed > _MAX_BUFFER_BYTES:
         raise InputError(
             f"{folder.config_file}: describes a model that computes masks and tables of {computed:,} bytes for itself; "
-            f"expected at most {_BUFFERS:,}: a smaller `max_position_embeddings`"
+            f"expected at most {_MAX_BUFFER_BYTES:,}: a smaller `max_position_embeddings`"
         )
     del empty
     try:
@@ -101,4 +101,4 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
                 **options,
             )
     except Exception as error:  # whatever tensors of the right names and wrong types lead to
-        raise InputError(f"{folder.flag} {folder.path}: {first_line(error)}; expected {expected}") from None
+        raise InputError(f"{folder.flag} {folder.path}: {first_error_line(error)}; expected {expected}") from None

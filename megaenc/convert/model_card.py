@@ -8,17 +8,17 @@ from typing import Any
 
 from megaenc import markdown
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_regular
+from megaenc.json_files import parse_json, read_regular_file
 from megaenc.objectives import Attention, Objective, Schedule
-from megaenc.training.run_dir import METRICS, VALIDATION
+from megaenc.training.run_dir import METRICS_FILE, VALIDATION_FILE
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 
-_MOST = 1 << 30
+_MAX_METRICS_BYTES = 1 << 30
 """The most bytes that are read of a run's metrics."""
 
 
 @dataclass(frozen=True)
-class Provenance:
+class ExportProvenance:
     """Where an export comes from."""
 
     schedule_text: str  # as it was given
@@ -30,7 +30,7 @@ class Provenance:
     parameters: int = 0
     data: str = ""  # the fingerprint of the corpora; empty if nothing was trained here
     tokenizer: str = ""  # the fingerprint of the tokenizer
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `last_rows`
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `read_last_metrics`
     license: str = "unknown"
     sentences: bool = False  # whether the export gives states of tokens and no predictions
     architecture: str = ""  # the class of transformers that loads the export; empty if it is none yet
@@ -55,17 +55,17 @@ class Provenance:
                     objectives[choice.text] = phase.objective(choice, there)
         return tuple(objectives[text] for text, _ in steps.most_common())
 
-    def read_as(self, attention: Attention) -> Objective:
+    def select_objective(self, attention: Attention) -> Objective:
         """The objective that an export under `attention` is used for: the most frequent last one of that attention, if any."""
         last = self.last_objectives
         return next((objective for objective in last if objective.attention == attention), last[0])
 
 
-def card(name: str, provenance: Provenance, attention: Attention) -> str:
+def build_model_card(name: str, provenance: ExportProvenance, attention: Attention) -> str:
     """README.md, with the metadata that the Hub reads, of an export that reads its text under `attention`."""
-    objective = provenance.read_as(attention)
+    objective = provenance.select_objective(attention)
     causal = attention == Attention.CAUSAL
-    last = [(markdown.code(one.describe(), cell=True), one) for one in provenance.last_objectives]
+    last = [(markdown.inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
     rows = "\n".join(f"| {name} | {one.attention} | token i{f' + {one.shift}' if one.shift else ''} |" for name, one in last)
     trained = "made for" if provenance.converted else "last trained" if provenance.step else "trained first"
     # transformers' pipeline fills masks with the classes made for it alone.
@@ -78,18 +78,18 @@ license: {provenance.license}
 tags: [megaenc]
 ---
 
-# {markdown.text(name)}
+# {markdown.escape(name)}
 
-A text {"decoder" if causal else "encoder"}{_training(provenance)} {_descent(provenance)}Attention in this
-export: {attention}.{_loads_with(provenance, attention)}
+A text {"decoder" if causal else "encoder"}{_format_training(provenance)} {_format_ancestry(provenance)}Attention in this
+export: {attention}.{_format_loading_class(provenance, attention)}
 
-{_figures(provenance)}## Where predictions stand
+{_format_metrics(provenance)}## Where predictions stand
 
 | {trained} | under attention | the output at position i predicts |
 |---|---|---|
 {rows}
 
-{_how_to_read(objective, attention, provenance)}
+{_format_prediction_shift(objective, attention, provenance)}
 
 ## Proof
 
@@ -104,27 +104,27 @@ def check_license(text: str) -> None:
         raise InputError(f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0")
 
 
-def last_rows(folder: Path, step: int) -> dict[str, dict[str, Any]]:
+def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
     """Return the newest row up to `step` of a run's folder: of `training`, and of each objective that it was validated on."""
-    found = {"training": row} if (row := _last_row(folder / METRICS, step)) else {}
-    row = _last_row(folder / VALIDATION, step)
+    found = {"training": row} if (row := _read_last_row(folder / METRICS_FILE, step)) else {}
+    row = _read_last_row(folder / VALIDATION_FILE, step)
     objectives = row.get("objectives")
     for name, numbers in objectives.items() if isinstance(objectives, dict) else ():
         if isinstance(numbers, dict):
-            found[f"held out, {markdown.code(name, cell=True)}"] = {"step": row["step"], **numbers}
+            found[f"held out, {markdown.inline_code(name, cell=True)}"] = {"step": row["step"], **numbers}
     return found
 
 
-def _last_row(file: Path, step: int) -> dict[str, Any]:
+def _read_last_row(file: Path, step: int) -> dict[str, Any]:
     """Return the last row up to `step`; nothing of a file that is not there or that a run is just writing to."""
     try:
-        rows = [parse_json(line) for line in read_regular(file, _MOST).splitlines()]
+        rows = [parse_json(line) for line in read_regular_file(file, _MAX_METRICS_BYTES).splitlines()]
         return [row for row in rows if type(row["step"]) is int and row["step"] <= step][-1]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return {}
 
 
-def _figures(provenance: Provenance) -> str:
+def _format_metrics(provenance: ExportProvenance) -> str:
     """Losses at the end, what was read, and how large it is; nothing that is not known."""
     lines = []
     if provenance.metrics:
@@ -136,49 +136,49 @@ def _figures(provenance: Provenance) -> str:
     known = [f"{provenance.parameters:,} parameters"] if provenance.parameters else []
     for name in ("data", "tokenizer"):
         if fingerprint := getattr(provenance, name):
-            known.append(f"{name} {markdown.code(fingerprint[:16])}")
+            known.append(f"{name} {markdown.inline_code(fingerprint[:16])}")
     if known:
         lines += [f"{'; '.join(known)} (fingerprints).", ""]
     return "\n".join([*lines, ""]) if lines else ""
 
 
-def _training(provenance: Provenance) -> str:
+def _format_training(provenance: ExportProvenance) -> str:
     if provenance.converted:
         return " as it came in: nothing was trained since."
     return (
-        f" pretrained on {markdown.code(provenance.schedule_text)} over {provenance.total_iters:,} steps;\n"
+        f" pretrained on {markdown.inline_code(provenance.schedule_text)} over {provenance.total_iters:,} steps;\n"
         f"this is step {provenance.step:,}, after {provenance.tokens:,} tokens."
     )
 
 
-def _descent(provenance: Provenance) -> str:
+def _format_ancestry(provenance: ExportProvenance) -> str:
     """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
     start, whose = provenance.start, "weights" if provenance.converted else "first weights"
     parts = [
-        f"Its {whose} are those of {markdown.code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
+        f"Its {whose} are those of {markdown.inline_code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
         for stage in start.before
         if stage.family
     ]
     if provenance.added_token:
-        parts.append(f"The row of its mask token, {markdown.code(provenance.added_token)}, was added: the mean of the others. ")
+        parts.append(f"The row of its mask token, {markdown.inline_code(provenance.added_token)}, was added: the mean of the others. ")
     stages = [
-        f"{markdown.code(Path(stage.run).name)} to step {stage.step:,} ({markdown.code(stage.schedule)}, {stage.tokens:,} tokens)"
+        f"{markdown.inline_code(Path(stage.run).name)} to step {stage.step:,} ({markdown.inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
         for stage in start.before
         if not stage.family
     ]
     if stages:
         parts.append(f"{'They' if parts else 'Its first weights'} were trained in other runs: {', then '.join(stages)}. ")
     if start.kind == "branch":
-        run = markdown.code(Path(start.run).name)
+        run = markdown.inline_code(Path(start.run).name)
         parts.append(f"It is a branch of the run {run} at step {start.at:,}, and the same run up to there. ")
     return "".join(parts)
 
 
-def _is_decoder(provenance: Provenance) -> bool:
+def _is_decoder(provenance: ExportProvenance) -> bool:
     return provenance.architecture.endswith("ForCausalLM")
 
 
-def _loads_with(provenance: Provenance, attention: Attention) -> str:
+def _format_loading_class(provenance: ExportProvenance, attention: Attention) -> str:
     if not provenance.architecture:
         return ""
     text = f" It loads with `{provenance.architecture}` of transformers"
@@ -187,8 +187,8 @@ def _loads_with(provenance: Provenance, attention: Attention) -> str:
     return f"{text}."
 
 
-def _how_to_read(objective: Objective, attention: Attention, provenance: Provenance) -> str:
-    shift, name = objective.shift, markdown.code(objective.describe())
+def _format_prediction_shift(objective: Objective, attention: Attention, provenance: ExportProvenance) -> str:
+    shift, name = objective.shift, markdown.inline_code(objective.describe())
     parts = []
     if attention == Attention.CAUSAL and shift == 1:
         parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")

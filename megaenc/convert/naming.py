@@ -11,63 +11,63 @@ from megaenc.objectives import Objective, Phase, Schedule
 from megaenc.training.run_init import Ancestor
 
 
-def study_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
+def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
     """The name of the export of `step`; one that is not the last has its number at the end: `610m-clm-42k-1000`.
 
     Steps count on from those of the runs that the first weights come from: `610m-clm-dec42k-mlm40-64k`, where `dec` says that the
     run before had reached its end, so that its learning rate had decayed. A Hugging Face model that came in keeps its name.
     """
-    done, parts = 0, [_model(run)]
+    done, parts = 0, [_model_part(run)]
     if run.converted:
         return parts[0]
     for stage in run.start.before:
         if not stage.family:
-            parts += _stage(stage, schedule, done)
+            parts += _ancestor_parts(stage, schedule, done)
             done += stage.step
-    parts += _run(schedule, run.settings.objective_schedule, done)
+    parts += _schedule_parts(schedule, run.settings.objective_schedule, done)
     if step < run.settings.total_iters:
         parts.append(str(step))
     return "-".join(parts)
 
 
-def _stage(stage: Ancestor, schedule: Schedule, done: int) -> list[str]:
+def _ancestor_parts(stage: Ancestor, schedule: Schedule, done: int) -> list[str]:
     """What a run before has trained up to where it was left; `schedule`: of the run itself, whose vocabulary it shares."""
     try:
         vocabulary = schedule.phases[0].choices[0].start.vocabulary
-        parts = _run(Schedule.build(stage.schedule, stage.total or stage.step, vocabulary), stage.schedule, done, stage.step)
+        parts = _schedule_parts(Schedule.build(stage.schedule, stage.total or stage.step, vocabulary), stage.schedule, done, stage.step)
     except InputError:  # an objective that is not installed here
-        parts = [f"{_slug(stage.schedule)}-{_count(done + stage.step)}"]
+        parts = [f"{_slugify(stage.schedule)}-{_format_step(done + stage.step)}"]
     if stage.step == stage.total:
         parts[-1] = re.sub(r"-([0-9]+k?)$", r"-dec\1", parts[-1])
     return parts
 
 
-def _run(schedule: Schedule, text: str, done: int, last: int | None = None) -> list[str]:
+def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None = None) -> list[str]:
     """What a run trains up to which step, `done` steps after the first of all: `clm-10k`, `mlm40-42k`; up to its step `last`."""
     last = schedule.phases[-1].last_step if last is None else last
-    phases = [(_phase(phase), min(phase.last_step, last)) for phase in schedule.phases if phase.first_step <= last]
+    phases = [(_phase_label(phase), min(phase.last_step, last)) for phase in schedule.phases if phase.first_step <= last]
     # A repetition would make a name without end: it is spelled as it was written.
     if len(phases) > 4:
-        phases = [(_slug(text), last)]
+        phases = [(_slugify(text), last)]
     following = [*(label for label, _ in phases[1:]), None]
-    return [f"{label}-{_count(done + end)}" for (label, end), other in zip(phases, following, strict=True) if other != label]
+    return [f"{label}-{_format_step(done + end)}" for (label, end), other in zip(phases, following, strict=True) if other != label]
 
 
-def _model(run: RunCheckpoint) -> str:
+def _model_part(run: RunCheckpoint) -> str:
     if run.origin:
-        return _slug(Path(run.origin.run).name)
+        return _slugify(Path(run.origin.run).name)
     name, parameters = run.settings.model_name, run.model.parameters(run.vocab_size)
     return name if name in PRESETS else f"{parameters / 1e9:.3g}b" if parameters >= 10**9 else f"{parameters / 1e6:.3g}m"
 
 
-def _phase(phase: Phase) -> str:
+def _phase_label(phase: Phase) -> str:
     if len(phase.choices) > 1:
-        return _slug(phase.text)
+        return _slugify(phase.text)
     (choice,) = phase.choices
-    return _objective(choice.start) if choice.start == choice.end else _slug(choice.text)
+    return _objective_label(choice.start) if choice.start == choice.end else _slugify(choice.text)
 
 
-def _objective(objective: Objective) -> str:
+def _objective_label(objective: Objective) -> str:
     """`mlm40` for 40 % hidden, the other options that are not as usual behind it."""
     label = objective.name
     if (mask := getattr(objective, "mask", None)) is not None:
@@ -80,10 +80,10 @@ def _objective(objective: Objective) -> str:
     return "-".join([label, *others])
 
 
-def _count(steps: int) -> str:
+def _format_step(steps: int) -> str:
     return f"{steps // 1000}k" if steps and steps % 1000 == 0 else str(steps)
 
 
-def _slug(text: str) -> str:
+def _slugify(text: str) -> str:
     """Letters, digits, points and single hyphens, for the name of a folder."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("->", "to")).strip("-.") or "model"

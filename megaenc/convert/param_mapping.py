@@ -52,7 +52,7 @@ class GatedMLPMapping(ParamMapping):
         return torch.cat(tensors)
 
 
-def _qkv(kind: str) -> QKVMapping:
+def _qkv_mapping(kind: str) -> QKVMapping:
     names = tuple(f"model.layers.{{}}.self_attn.{name}_proj.{kind}" for name in "qkv")
     return QKVMapping(f"decoder.layers.{{}}.self_attention.linear_qkv.{kind}", names)
 
@@ -62,7 +62,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EMBEDDING = ParamMapping("embedding.word_embeddings.weight", (EMBEDDING,))
 _LAYER: tuple[ParamMapping, ...] = (
     ParamMapping("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
-    _qkv("weight"),
+    _qkv_mapping("weight"),
     ParamMapping("decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.self_attn.o_proj.weight",)),
     ParamMapping("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
     GatedMLPMapping(
@@ -71,7 +71,7 @@ _LAYER: tuple[ParamMapping, ...] = (
     ),
     ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.down_proj.weight",)),
 )
-_QKV_BIAS: tuple[ParamMapping, ...] = (_qkv("bias"),)
+_QKV_BIAS: tuple[ParamMapping, ...] = (_qkv_mapping("bias"),)
 _HEAD_NORMS: tuple[ParamMapping, ...] = tuple(
     ParamMapping(
         f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight", (f"model.layers.{{}}.self_attn.{name}_norm.weight",)
@@ -83,7 +83,7 @@ _HEAD = ParamMapping("output_layer.weight", (HEAD,))
 VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core)
 
 
-def lines(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
+def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
     """Yield each rule of a model for each layer, with its names filled in. A tied output layer is not there twice."""
     layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
     for rule in (_EMBEDDING, *layer, _NORM, *((_HEAD,) if model.untie_embeddings_and_output_weights else ())):
@@ -91,8 +91,8 @@ def lines(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ..
             yield rule, rule.core.format(number), tuple(name.format(number) for name in rule.hf)
 
 
-def hf_tensors(parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
+def iter_hf_tensors(parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of megatron-core's `parameters` under Hugging Face's names, without the rows that pad the vocabulary."""
-    for rule, core, names in lines(model):
+    for rule, core, names in iter_mappings(model):
         tensor = parameters[core][:vocab_size] if core in VOCABULARY_ROWS else parameters[core]
         yield from zip(names, rule.to_hf(tensor, model), strict=True)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaenc import backend, flags
-from megaenc.convert.architectures import FAMILIES, KNOWN
+from megaenc.convert.architectures import FAMILIES, KNOWN_FAMILIES
 from megaenc.convert.tokenizer_io import MaskToken
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_regular
+from megaenc.json_files import parse_json, read_regular_file
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import CheckpointDir
-from megaenc.training.config import PretrainConfig, settings_from
-from megaenc.training.run_dir import CONFIG, FACTS, TOKENIZER
+from megaenc.training.config import PretrainConfig, read_config_file
+from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, TOKENIZER_DIR
 from megaenc.training.run_init import Ancestor, RunInit
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ class RunCheckpoint:
         return mask["token"] if mask.get("origin") == "added" else ""
 
     @property
-    def draws_step_0(self) -> bool:
+    def has_seeded_step_0(self) -> bool:
         """Whether the weights of step 0 follow from the seed, so that no checkpoint of them is needed."""
         return self.start.kind == "new" and not self.origin
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Raise InputError if the tokenizer in the run folder is not the one that the run was trained with."""
-        where, expected = self.folder / TOKENIZER, str(self.identity.get("tokenizer"))
+        where, expected = self.folder / TOKENIZER_DIR, str(self.identity.get("tokenizer"))
         if vocabulary.fingerprint != expected:
             raise InputError(
                 f"{where}: found another tokenizer than the run's (fingerprint {vocabulary.fingerprint[:12]}, run.json says "
@@ -93,20 +93,20 @@ class RunCheckpoint:
                 "package that offers the objective"
             ) from None
 
-    def steps(self) -> list[int]:
+    def exportable_steps(self) -> list[int]:
         """Return the steps that can be exported: those of the checkpoints up to the newest, and 0 if that can be drawn.
 
         InputError if there is no checkpoint, or a file of one is missing or cut short.
         """
         checkpoints = CheckpointDir(self.folder / "checkpoints")
         self._newest(checkpoints)
-        kept = checkpoints.up_to_tracker()
+        kept = checkpoints.steps_up_to_tracker()
         for step in kept:
-            checkpoints.state(step)
-        return sorted({*kept, *([0] if self.draws_step_0 else [])})
+            checkpoints.read_state(step)
+        return sorted({*kept, *([0] if self.has_seeded_step_0 else [])})
 
     def _newest(self, checkpoints: CheckpointDir) -> int:
-        newest = checkpoints.latest()
+        newest = checkpoints.tracked_step()
         if newest is None:
             unfinished = any(checkpoints.folder.glob(".iter_*"))
             what = "only a save that was not finished" if unfinished else "no checkpoint there yet"
@@ -114,7 +114,7 @@ class RunCheckpoint:
         return newest
 
     @contextlib.contextmanager
-    def loaded(self, step: int | None, length: int = 1) -> "Iterator[tuple[int, Encoder]]":
+    def load_encoder(self, step: int | None, length: int = 1) -> "Iterator[tuple[int, Encoder]]":
         """The step (None: the newest) and megatron-core's model with its weights, in this one process, while the block lasts.
 
         It reads documents of `length` tokens at most. Memory holds the weights once.
@@ -124,20 +124,20 @@ class RunCheckpoint:
             from torch.distributed.checkpoint.api import CheckpointException
 
             from megaenc.model.encoder import build_encoder
-            from megaenc.training.checkpoint.loader import CheckpointLoader, load_model
+            from megaenc.training.checkpoint.loader import CheckpointLoader, load_model_weights
 
             checkpoints = CheckpointLoader(self.folder / "checkpoints")
             found = self._newest(checkpoints) if step is None else step
-            drawn = found == 0 and self.draws_step_0 and not checkpoints.path(0).exists()
+            drawn = found == 0 and self.has_seeded_step_0 and not checkpoints.path(0).exists()
             seed = self.settings.seed if drawn else None
             encoder = build_encoder(self.model, self.vocab_size, length, backend.ParallelConfig(), self.dtype, seed=seed)
             if not drawn:
                 try:
-                    load_model(checkpoints, found, encoder, identity=self.identity)
+                    load_model_weights(checkpoints, found, encoder, identity=self.identity)
                 except InputError:
                     raise
                 except (Exception, CheckpointException):  # as many types as there are files and readers of them
-                    if checkpoints.is_whole(found):
+                    if checkpoints.is_complete(found):
                         raise
                     raise InputError(
                         f"{checkpoints.path(found)}: was removed while it was read, as a run does with its old checkpoints; "
@@ -148,19 +148,19 @@ class RunCheckpoint:
             backend.destroy_distributed()
 
 
-def open_run(folder: Path) -> RunCheckpoint:
+def open_run_checkpoint(folder: Path) -> RunCheckpoint:
     """Read config.yaml and run.json of a run folder. InputError if one is missing, or is not what the run wrote."""
-    if not os.path.isfile(folder / CONFIG):
-        raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
-    settings = settings_from(str(folder / CONFIG))
-    facts, start = _read_facts(folder / FACTS)
+    if not os.path.isfile(folder / CONFIG_FILE):
+        raise InputError(f"--load {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save")
+    settings = read_config_file(str(folder / CONFIG_FILE))
+    facts, start = _read_facts(folder / RUN_FILE)
     vocab_size, identity = facts["vocab_size"], facts["identity"]
-    _check_same(settings, identity, folder / CONFIG)
-    if settings.shape.parameters(vocab_size) != facts["parameters"]:
+    _check_config_matches(settings, identity, folder / CONFIG_FILE)
+    if settings.shape.parameter_count(vocab_size) != facts["parameters"]:
         expected = f"the rows of a model of {facts['parameters']} parameters"
-        raise InputError(f"{folder / FACTS}: field `vocab_size`: found {vocab_size}, expected {expected}")
+        raise InputError(f"{folder / RUN_FILE}: field `vocab_size`: found {vocab_size}, expected {expected}")
     if (given := settings.shape.vocab_size) not in (None, vocab_size):
-        raise InputError(f"{folder / CONFIG}: field `vocab_size`: found {given}, expected {vocab_size} as in {FACTS}")
+        raise InputError(f"{folder / CONFIG_FILE}: field `vocab_size`: found {given}, expected {vocab_size} as in {RUN_FILE}")
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     return RunCheckpoint(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings, start, facts)
 
@@ -168,7 +168,7 @@ def open_run(folder: Path) -> RunCheckpoint:
 def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
     """What run.json holds, each part of the kind that a run writes, and the start in it."""
     try:
-        facts = parse_json(read_regular(file))
+        facts = parse_json(read_regular_file(file))
         start, identity = RunInit.read(facts), facts["identity"]
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
         if not isinstance(identity, dict):
@@ -185,11 +185,11 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
         flags.replace_fields(part, plain, source=f"{file}: start")  # which looks at the kind of each
     for stage in start.before:
         if stage.family and stage.family not in FAMILIES:
-            raise InputError(f"{file}: start: field `family`: found {stage.family!r}, expected one of {KNOWN}")
+            raise InputError(f"{file}: start: field `family`: found {stage.family!r}, expected one of {KNOWN_FAMILIES}")
     return facts, start
 
 
-def _check_same(settings: PretrainConfig, identity: dict[str, Any], file: Path) -> None:
+def _check_config_matches(settings: PretrainConfig, identity: dict[str, Any], file: Path) -> None:
     """InputError names the first flag in config.yaml, `file`, that is not what the weights were made with."""
     here = flags.flatten(settings.shape) | {"bf16": settings.bf16}
     del here["vocab_size"]  # run.json says how many rows there are, whether or not that was given
@@ -197,4 +197,4 @@ def _check_same(settings: PretrainConfig, identity: dict[str, Any], file: Path) 
     here |= {name: value for name, value in further.items() if name in identity}  # what came in was made without them
     for name, found in here.items():
         if found != (expected := identity.get(name)):
-            raise InputError(f"{file}: field `{name}`: found {found}, expected {expected}, which {FACTS} has")
+            raise InputError(f"{file}: field `{name}`: found {found}, expected {expected}, which {RUN_FILE} has")

@@ -20,14 +20,14 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def dtype_of(name: str, own: str, default: torch.dtype) -> torch.dtype:
+def parse_dtype(name: str, own: str, default: torch.dtype) -> torch.dtype:
     """What `--dtype name` asks for: one of DTYPES, or the `default`, which is called `own`. InputError for another."""
     if name not in (own, *DTYPES):
         raise InputError(f"--dtype: found {name!r}, expected {own}, {' or '.join(DTYPES)}")
     return DTYPES.get(name, default)
 
 
-def size_of(text: str, flag: str) -> int:
+def parse_size(text: str, flag: str) -> int:
     """Bytes that `text` (500MB, 5GB) says. Raises InputError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip(), re.IGNORECASE)
     size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
@@ -44,7 +44,7 @@ def write_shards(
     A weight that is larger has a file of its own. Returns the SHA-256 of each weight's bytes in `dtype`, which it is written in.
     """
     bytes_of = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    files = _files(bytes_of, largest)
+    files = _assign_shards(bytes_of, largest)
     coming, digests = iter(tensors), {}
     for file, names in files.items():
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -59,7 +59,7 @@ def write_shards(
                 given, tensor = next(coming)
                 if given != name or tuple(tensor.shape) != tuple(shapes[name]):
                     raise ValueError(f"found {given} of shape {tuple(tensor.shape)}, expected {name} of {shapes[name]}")
-                content = memoryview(as_bytes(tensor.to(dtype)))
+                content = memoryview(tensor_bytes(tensor.to(dtype)))
                 stream.write(content)
                 digests[name] = hashlib.sha256(content).hexdigest()
     if len(files) > 1:
@@ -69,12 +69,12 @@ def write_shards(
     return digests
 
 
-def as_bytes(tensor: Tensor):
+def tensor_bytes(tensor: Tensor):
     """The bytes of a tensor as numpy's uint8[bytes], without a copy where it lies in one piece of this machine's memory."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
-def _files(bytes_of: Mapping[str, int], largest: int) -> dict[str, list[str]]:
+def _assign_shards(bytes_of: Mapping[str, int], largest: int) -> dict[str, list[str]]:
     parts: list[list[str]] = []
     room = 0
     for name, size in bytes_of.items():

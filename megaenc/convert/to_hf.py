@@ -11,28 +11,28 @@ from torch import Tensor
 
 from megaenc import __version__
 from megaenc.atomic_io import atomic_dir
-from megaenc.convert.architectures import FAMILIES, Architecture, config_of
+from megaenc.convert.architectures import FAMILIES, ModelFamily, build_export_config
 from megaenc.convert.hf_checkpoint import GENERATION
-from megaenc.convert.model_card import Provenance, card, check_license, last_rows
-from megaenc.convert.naming import study_name
-from megaenc.convert.param_mapping import HEAD, hf_tensors
-from megaenc.convert.run_checkpoint import RunCheckpoint, open_run
-from megaenc.convert.safetensors_writer import dtype_of, size_of, write_shards
-from megaenc.convert.tokenizer_io import certify_tokenizer, fit_beside, write_tokenizer
-from megaenc.convert.verify_export import LENGTH, ProbeBatch, certify, core_outputs
-from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.convert.model_card import ExportProvenance, build_model_card, check_license, read_last_metrics
+from megaenc.convert.naming import export_name
+from megaenc.convert.param_mapping import HEAD, iter_hf_tensors
+from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint
+from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_shards
+from megaenc.convert.tokenizer_io import verify_tokenizer, drop_incompatible_mask_role, write_tokenizer
+from megaenc.convert.verify_export import MAX_PROBE_LENGTH, ProbeBatch, verify_export, compute_core_outputs
+from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import Attention
-from megaenc.output_paths import make_parent, refuse_existing
-from megaenc.training.run_dir import TOKENIZER
-from megaenc.training.run_init import digest
+from megaenc.output_paths import create_parent_dir, refuse_existing
+from megaenc.training.run_dir import TOKENIZER_DIR
+from megaenc.training.run_init import identity_digest
 
 CERTIFICATE = "conversion.json"
 _MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
 ]
-_WRITTEN = [name for name, family in FAMILIES.items() if not family.written_as]
+_WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
 def to_hf(load: Path, output: Path, *, step: int | None = None, **how: Any) -> int:
@@ -43,8 +43,8 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **how: Any) -> i
     any difference to the model of the run, and then leaves no folder.
     """
     refuse_existing(output, "--output")
-    exporter = Exporter(open_run(load), **how)
-    make_parent(output, "--output")
+    exporter = Exporter(open_run_checkpoint(load), **how)
+    create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
         return exporter.write(folder, output.resolve().name, step)
 
@@ -56,11 +56,11 @@ def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
     as `to_hf` does.
     """
     refuse_existing(output, "--output")
-    run = open_run(load)
-    steps = run.steps()
+    run = open_run_checkpoint(load)
+    steps = run.exportable_steps()
     exporter = Exporter(run, **how)
-    names = [study_name(run, exporter.schedule, step) for step in steps]
-    make_parent(output, "--output")
+    names = [export_name(run, exporter.schedule, step) for step in steps]
+    create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
         for name, step in zip(names, steps, strict=True):
             (folder / name).mkdir()
@@ -68,7 +68,7 @@ def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
     return names
 
 
-def family_of_export(architecture: str | None, run: RunCheckpoint) -> tuple[Architecture, Attention]:
+def select_export_family(architecture: str | None, run: RunCheckpoint) -> tuple[ModelFamily, Attention]:
     """Return the family and the attention of an export of `run` as `architecture`. InputError for a family that is not known.
 
     That is the name of a family, `source` for the one that it came as, or None: EuroBERT if that can say what the model is, else
@@ -79,9 +79,9 @@ def family_of_export(architecture: str | None, run: RunCheckpoint) -> tuple[Arch
         return family, Attention.BIDIRECTIONAL if family.encoder else Attention.CAUSAL
     if architecture not in (None, "source"):
         raise InputError(f"--as {architecture}: unknown family, expected source or one of {', '.join(_WRITTEN)}")
-    source = FAMILIES[run.origin.family if run.origin else "eurobert"].written
+    source = FAMILIES[run.origin.family if run.origin else "eurobert"].export_family
     order = (FAMILIES["eurobert"], source, *(FAMILIES[name] for name in _WRITTEN))
-    able = (family for family in order if not family.lacks(run.model, Attention.BIDIRECTIONAL))
+    able = (family for family in order if not family.unsupported_feature(run.model, Attention.BIDIRECTIONAL))
     return source if architecture else next(able, FAMILIES["eurobert"]), Attention.BIDIRECTIONAL
 
 
@@ -102,18 +102,18 @@ class Exporter:
         `dtype`: of the weights. `sentence_transformers`: write no output layer, but what makes it the mean of the tokens' states.
         """
         self.run, self.license, self.sentences = run, license, sentence_transformers
-        self.largest = size_of(max_shard_size, "--max-shard-size")
+        self.largest = parse_size(max_shard_size, "--max-shard-size")
         check_license(license)
-        self.dtype = dtype_of(dtype, "run", run.dtype)
-        self.family, self.attention = family_of_export(architecture, run)
-        self.tokenizer = load_tokenizer(run.folder / TOKENIZER)
-        vocabulary = vocabulary_of(self.tokenizer)
+        self.dtype = parse_dtype(dtype, "run", run.dtype)
+        self.family, self.attention = select_export_family(architecture, run)
+        self.tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR)
+        vocabulary = read_vocabulary(self.tokenizer)
         run.check_vocabulary(vocabulary)
         self.tokenizer.model_max_length = run.seq_length
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.schedule = run.schedule(vocabulary)
-        self.config = config_of(
+        self.config = build_export_config(
             self.family,
             self.attention,
             run.model,
@@ -124,16 +124,16 @@ class Exporter:
         )
         if self.sentences:
             self.config.architectures = [self.family.architecture.split("For")[0] + "Model"]
-        fit_beside(self.config.model_type, self.tokenizer)
+        drop_incompatible_mask_role(self.config.model_type, self.tokenizer)
 
     def write(self, folder: Path, name: str, step: int | None) -> int:
         """Fill `folder` with the export of `step`, which is called `name`; return the step."""
         run = self.run
-        probe = ProbeBatch.of(run.vocab_size, run.context)
+        probe = ProbeBatch.build(run.vocab_size, run.context)
         tokens = self._write_tokenizer(folder)
-        with run.loaded(step, LENGTH) as (found, encoder):
+        with run.load_encoder(step, MAX_PROBE_LENGTH) as (found, encoder):
             provenance = self._provenance(found)
-            self.config.prediction_shift = provenance.read_as(self.attention).shift
+            self.config.prediction_shift = provenance.select_objective(self.attention).shift
             self.config.save_pretrained(folder)
             if self.attention == Attention.CAUSAL and run.generation and not self.sentences:
                 _write_json(folder / GENERATION, run.generation)
@@ -143,13 +143,13 @@ class Exporter:
             empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
             shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors(empty)}
             digests = write_shards(folder, shapes, self.dtype, self._tensors(parameters), self.largest)
-            expected = core_outputs(encoder, probe, self.attention, head=not self.sentences)
+            expected = compute_core_outputs(encoder, probe, self.attention, head=not self.sentences)
             del encoder, parameters  # before there is another
-        (folder / "README.md").write_text(card(name, provenance, self.attention), encoding="utf-8")
+        (folder / "README.md").write_text(build_model_card(name, provenance, self.attention), encoding="utf-8")
         if self.sentences:
             _write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
         try:
-            proof = certify(folder, probe, expected, self.attention, digests)
+            proof = verify_export(folder, probe, expected, self.attention, digests)
         except InputError as error:
             raise InputError(f"step {found} of {run.folder}: the export is not the model: {error}; nothing is written") from None
         origin = {
@@ -157,7 +157,7 @@ class Exporter:
             "run": run.folder.resolve().name,
             "step": found,
             "family": self.family.model_type,
-            "identity": digest(run.identity),
+            "identity": identity_digest(run.identity),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
         _write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
@@ -168,17 +168,17 @@ class Exporter:
         self.config.save_pretrained(folder)  # which has a say in the class that it is loaded as
         write_tokenizer(self.tokenizer, folder)
         try:
-            proof = certify_tokenizer(folder, self.tokenizer, self.config.model_type)
+            proof = verify_tokenizer(folder, self.tokenizer, self.config.model_type)
         except InputError as error:
             family = self.config.model_type
-            able = [name for name in _WRITTEN if name != family and not FAMILIES[name].lacks(self.run.model, self.attention)]
+            able = [name for name in _WRITTEN if name != family and not FAMILIES[name].unsupported_feature(self.run.model, self.attention)]
             others = f"; expected --as {' or '.join(able)}" if able else ""
             raise InputError(f"--as {family}: {error}{others}; nothing is written") from None
         return proof | {"fingerprint": self.run.identity["tokenizer"]}
 
-    def _provenance(self, step: int) -> Provenance:
+    def _provenance(self, step: int) -> ExportProvenance:
         run, settings = self.run, self.run.settings
-        return Provenance(
+        return ExportProvenance(
             settings.objective_schedule,
             self.schedule,
             step,
@@ -188,7 +188,7 @@ class Exporter:
             parameters=run.model.parameters(run.vocab_size),
             data=str(run.identity.get("data", "")),
             tokenizer=str(run.identity.get("tokenizer", "")),
-            metrics=last_rows(run.folder, step),
+            metrics=read_last_metrics(run.folder, step),
             license=self.license,
             sentences=self.sentences,
             architecture=self.config.architectures[0],
@@ -199,8 +199,8 @@ class Exporter:
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield what the files hold, one after the other; without an output layer names have no `model.` either."""
         run, like = self.run, next(iter(parameters.values()))
-        biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_biases(run.model))
-        for name, tensor in itertools.chain(hf_tensors(parameters, run.model, run.vocab_size), biases):
+        biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
+        for name, tensor in itertools.chain(iter_hf_tensors(parameters, run.model, run.vocab_size), biases):
             if not self.sentences:
                 yield name, tensor
             elif name != HEAD:

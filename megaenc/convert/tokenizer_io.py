@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaenc.data.tokenizer.fast_encode import PROBES
-from megaenc.data.tokenizer.tokenizer import MASK, encode_documents, load_tokenizer, vocabulary_of
+from megaenc.data.tokenizer.tokenizer import MASK, encode_documents, load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_BESIDES = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
-_AS_IT_IS = "PreTrainedTokenizerFast"  # the name that versions before 5 know too
-_PLAIN = (_AS_IT_IS, "TokenizersBackend", None)
+_EXTRA_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
+_GENERIC_CLASS = "PreTrainedTokenizerFast"  # the name that versions before 5 know too
+_GENERIC_CLASSES = (_GENERIC_CLASS, "TokenizersBackend", None)
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
 # What tokenizers call tokens that no text contains and no training used. Those that only look so are not here: <|fim_pad|>,
 # <|im_start|> and their like have a use.
-_UNUSED = re.compile(
+_RESERVED_TOKEN = re.compile(
     r"<\|?mask\|?>|\[MASK\]"  # a mask token whose role was never set
     r"|[<\[]\|?(reserved_special_token|reserved_token|reserved|unused|extra|dummy|placeholder|control|SPECIAL)_?\d+\|?[>\]]",
     re.IGNORECASE,
@@ -46,18 +46,18 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
     config.pop("auto_map", None)
     with tempfile.TemporaryDirectory() as name:
         alone = Path(name)  # beside no config.json, which can name a class as well
-        for file in {folder / FILE, *(file for pattern in _BESIDES for file in folder.glob(pattern))}:
+        for file in {folder / FILE, *(file for pattern in _EXTRA_FILES for file in folder.glob(pattern))}:
             if file.is_file():
                 shutil.copy(file, alone)
         try:
-            tokenizer = _load(alone, config | {"tokenizer_class": _AS_IT_IS})
+            tokenizer = _load_with_config(alone, config | {"tokenizer_class": _GENERIC_CLASS})
         except InputError as error:
             raise InputError(str(error).replace("--tokenizer", "--input").replace(str(alone), str(folder))) from None
         named = None
-        if config.get("tokenizer_class") not in _PLAIN:
+        if config.get("tokenizer_class") not in _GENERIC_CLASSES:
             with contextlib.suppress(InputError):
-                named = _load(alone, config)
-    ids = vocabulary_of(tokenizer).size
+                named = _load_with_config(alone, config)
+    ids = read_vocabulary(tokenizer).size
     if named is None and ids <= rows:
         return tokenizer
     from tokenizers import Tokenizer
@@ -68,16 +68,16 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
         if getattr(tokenizer, role) is None and token in known:
             setattr(tokenizer, role, token)
     if ids > rows:
-        _refuse_size(folder, tokenizer, known, rows, ids)
+        _raise_too_many_ids(folder, tokenizer, known, rows, ids)
     return tokenizer
 
 
-def _load(alone: Path, config: dict[str, Any]) -> Any:
+def _load_with_config(alone: Path, config: dict[str, Any]) -> Any:
     (alone / CONFIG).write_text(json.dumps(config), encoding="utf-8")
     return load_tokenizer(alone)
 
 
-def _refuse_size(folder: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int) -> None:
+def _raise_too_many_ids(folder: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int) -> None:
     for role in ROLES:  # transformers gives an id to a token with a role that has none
         token = getattr(tokenizer, role)
         if token is not None and token not in known:
@@ -105,7 +105,7 @@ class MaskToken:
         return f"mask token {self.token} (id {self.id}), {what}{row}"
 
 
-def give_mask_token(tokenizer: Any, add: bool) -> MaskToken:
+def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
     """Make sure that `tokenizer`, which is changed, has a mask token: its own, else one that is reserved, or (`add`) a new one.
 
     InputError where it has none and none is to be added, or `add` asks for one that is there.
@@ -114,7 +114,7 @@ def give_mask_token(tokenizer: Any, add: bool) -> MaskToken:
         if add:
             raise InputError(f"--add-mask-token: the tokenizer has a mask token, {tokenizer.mask_token}; leave the flag out")
         return MaskToken(str(tokenizer.mask_token), tokenizer.mask_token_id, "own")
-    token = MASK if add else _reserved(tokenizer)
+    token = MASK if add else _find_reserved_token(tokenizer)
     if token is None:
         raise InputError(
             f"--input: its tokenizer has neither a mask token nor a reserved one; give --add-mask-token to add {MASK}, with "
@@ -129,10 +129,10 @@ def give_mask_token(tokenizer: Any, add: bool) -> MaskToken:
     return MaskToken(token, tokenizer.mask_token_id, "added" if add else "reserved")
 
 
-def _reserved(tokenizer: Any) -> str | None:
+def _find_reserved_token(tokenizer: Any) -> str | None:
     """Return the unused token with the lowest id that has no role, one that is called a mask before others."""
     roles = {str(token) for role in ROLES if (token := getattr(tokenizer, role)) is not None}
-    found = {token: id for token, id in tokenizer.get_vocab().items() if _UNUSED.fullmatch(token) and token not in roles}
+    found = {token: id for token, id in tokenizer.get_vocab().items() if _RESERVED_TOKEN.fullmatch(token) and token not in roles}
     return min(found, key=lambda token: ("mask" not in token.lower(), found[token]), default=None)
 
 
@@ -143,12 +143,12 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     for name in ("is_local", "local_files_only"):  # how it was loaded here
         config.pop(name, None)
     config |= {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in ROLES}
-    config["tokenizer_class"] = _AS_IT_IS
+    config["tokenizer_class"] = _GENERIC_CLASS
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def fit_beside(model_type: str, tokenizer: Any) -> None:
+def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
     """Change `tokenizer` to one that comes back from a folder whose config.json is of `model_type`.
 
     Beside Qwen2's transformers loads any tokenizer as Qwen2Tokenizer, which sets each token with a role up anew and forgets that
@@ -160,14 +160,14 @@ def fit_beside(model_type: str, tokenizer: Any) -> None:
             tokenizer.mask_token = None
 
 
-def certify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, Any]:
+def verify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, Any]:
     """Load the tokenizer in the export `folder` as its users do and compare it with `trained`; returns what conversion.json says.
 
     Compared are the ids of fixed texts, those with every special token spelled out among them, and the parts of the pipeline that
     decide the ids of any text. InputError names the first difference.
     """
     loaded = load_tokenizer(folder)
-    kind, texts = type(loaded).__name__, list(_texts(trained))
+    kind, texts = type(loaded).__name__, list(_probe_texts(trained))
     who = f"the tokenizer that transformers loads beside a {model_type} config.json, {kind}, is not the run's: "
     for text, corpus in zip(texts, encode_documents(trained, texts), strict=True):
         ids = trained(text)["input_ids"]
@@ -177,14 +177,14 @@ def certify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, 
         )
         for here, there in pairs:
             if here != there:
-                found, expected = (" ".join(map(str, row[:12])) for row in _from_difference(here, there))
+                found, expected = (" ".join(map(str, row[:12])) for row in _trim_common_ids(here, there))
                 raise InputError(f"{who}of {text[:60]!r} it makes ids .. {found}, expected .. {expected}")
         if loaded.decode(ids) != trained.decode(ids):
             raise InputError(f"{who}of the ids of {text[:60]!r} it makes another text")
     for role in ROLES:
         if getattr(loaded, role) != getattr(trained, role):
             raise InputError(f"{who}`{role}` is {getattr(loaded, role)!r}, expected {getattr(trained, role)!r}")
-    here, there = _pipeline(loaded), _pipeline(trained)
+    here, there = _read_pipeline(loaded), _read_pipeline(trained)
     for part in _PARTS:
         if here[part] != there[part]:
             raise InputError(f"{who}`{part}` differs")
@@ -192,7 +192,7 @@ def certify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, 
     return {"class": kind, "mask_token": loaded.mask_token, "texts": len(texts), "same": same}
 
 
-def _texts(tokenizer: Any) -> Iterator[str]:
+def _probe_texts(tokenizer: Any) -> Iterator[str]:
     yield from PROBES
     yield from (f" {text}" for text in PROBES)
     for token in tokenizer.added_tokens_decoder.values():
@@ -200,22 +200,22 @@ def _texts(tokenizer: Any) -> Iterator[str]:
         yield f"{token} x"
 
 
-def _from_difference(here: list[int], there: list[int]) -> tuple[list[int], list[int]]:
+def _trim_common_ids(here: list[int], there: list[int]) -> tuple[list[int], list[int]]:
     """Both from two ids before the first in which they differ."""
     same = next((at for at, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), min(len(here), len(there)))
     return here[max(0, same - 2) :], there[max(0, same - 2) :]
 
 
-def _pipeline(tokenizer: Any) -> dict[str, Any]:
+def _read_pipeline(tokenizer: Any) -> dict[str, Any]:
     """What decides ids, in one way of writing it: offsets decide none, and an affix that is empty is none."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     parts["added_tokens"].sort(key=lambda token: token["id"])
     parts["model"] |= {name: parts["model"].get(name) or None for name in ("continuing_subword_prefix", "end_of_word_suffix")}
-    offsets = {part: _without_offsets(parts[part]) for part in ("pre_tokenizer", "post_processor")}
+    offsets = {part: _drop_offsets(parts[part]) for part in ("pre_tokenizer", "post_processor")}
     return {part: parts[part] for part in _PARTS} | offsets
 
 
-def _without_offsets(part: Any) -> Any:
+def _drop_offsets(part: Any) -> Any:
     if isinstance(part, dict):
-        return {name: _without_offsets(value) for name, value in part.items() if name != "trim_offsets"}
-    return [_without_offsets(value) for value in part] if isinstance(part, list) else part
+        return {name: _drop_offsets(value) for name, value in part.items() if name != "trim_offsets"}
+    return [_drop_offsets(value) for value in part] if isinstance(part, list) else part

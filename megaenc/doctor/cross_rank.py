@@ -1,4 +1,4 @@
-"""What is between processes: whether they meet, their clocks, what they share, and what each of them has found."""
+"""Probes across ranks (rendezvous, clocks, shared folder, shared memory) and the exchange of findings."""
 
 import fcntl
 import functools
@@ -13,38 +13,38 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megaenc.dist_env import rank, world_size
-from megaenc.doctor.disk import existing
+from megaenc.dist_env import get_rank, get_world_size
+from megaenc.doctor.disk import nearest_existing_dir
 from megaenc.doctor.result import Finding, ProbeAborted, ProbeContext, note, ok, problem
 
 PINGS = 50
-_APART, _FAR_APART = 1.0, 60.0  # seconds
-_SEEN = 10.0  # a network file system may show a new file some seconds late
+_MAX_SKEW, _MAX_TOLERABLE_SKEW = 1.0, 60.0  # seconds
+_VISIBILITY_SECONDS = 10.0  # a network file system may show a new file some seconds late
 _POLL = 0.05
-_SHARED = 1 << 16  # numbers
-_HOSTS = 4  # that are named
+_ARRAY_LENGTH = 1 << 16
+_MAX_NAMED_HOSTS = 4
 
 
-def join_ranks(asked: ProbeContext) -> list[Finding]:
-    """Join all processes in one group over gloo, which the probes after this one use."""
+def join_ranks(context: ProbeContext) -> list[Finding]:
+    """Join all ranks in one gloo process group, which the following cross-rank probes use."""
     begin = time.perf_counter()
     try:
-        join_group(asked.seconds)
+        join_group(context.timeout)
     except RuntimeError as error:
-        advice = "a rank is late or cannot be reached: set GLOO_SOCKET_IFNAME to the nodes' network, look for a firewall"
-        found = f"{world_size()} ranks: {' '.join(str(error).split())[:200]}"
-        raise ProbeAborted(problem("meeting", found, advice)) from None
+        advice = "a rank is late or unreachable: set GLOO_SOCKET_IFNAME to the nodes' network, check firewalls"
+        result = f"{get_world_size()} ranks: {' '.join(str(error).split())[:200]}"
+        raise ProbeAborted(problem("meeting", result, advice)) from None
     seconds = time.perf_counter() - begin
-    if world_size() == 1:
-        return [ok("ranks", "1; torchrun --nproc-per-node N -m megaenc doctor tries what is between several")]
-    hosts = len(set(_gather(socket.gethostname())))
-    text = f"{world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s"
-    return [] if rank() else [ok("ranks", text)]
+    if get_world_size() == 1:
+        return [ok("ranks", "1; torchrun --nproc-per-node N -m megaenc doctor checks the connections of several")]
+    hosts = len(set(_all_gather(socket.gethostname())))
+    text = f"{get_world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s"
+    return [] if get_rank() else [ok("ranks", text)]
 
 
 @functools.cache
 def join_group(seconds: float) -> None:
-    """Join the group of all processes, or make one of this process alone. RuntimeError where not all are there in time."""
+    """Join the gloo group of all ranks, or create one with a single process; raise RuntimeError if ranks are missing in time."""
     import torch.distributed as dist
 
     from megaenc.backend.initialize import rendezvous
@@ -55,33 +55,33 @@ def join_group(seconds: float) -> None:
     dist.barrier()
 
 
-def _gather(mine: Any) -> list[Any]:
+def _all_gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, by rank."""
     import torch.distributed as dist
 
-    answers: list = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    return answers
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def clocks(asked: ProbeContext) -> list[Finding]:
-    """Tell how far the clocks of the ranks are apart; rank 0 measures and tells."""
-    if world_size() == 1:
+def check_clocks(context: ProbeContext) -> list[Finding]:
+    """Return on rank 0 a finding about the clock differences between ranks; an empty list on other ranks."""
+    if get_world_size() == 1:
         return []
-    hosts, offsets = _gather(socket.gethostname()), measured_offsets()
-    return [] if rank() else [clock_skew(offsets, hosts)]
+    hosts, offsets = _all_gather(socket.gethostname()), measure_clock_offsets()
+    return [] if get_rank() else [assess_clock_skew(offsets, hosts)]
 
 
-def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
-    """Return on rank 0 the seconds that each rank's clock is ahead and how wrong that may be; elsewhere an empty list.
+def measure_clock_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
+    """Return on rank 0 each rank's (clock offset, error bound) in seconds; an empty list on other ranks.
 
-    As NTP does it (RFC 5905, section 8): of some messages there and back, whose times both ends note, the quickest is right to
-    half of its way.
+    NTP's method (RFC 5905, section 8): of several round trips, the shortest has an error of at most half its duration.
     """
     import torch
     import torch.distributed as dist
 
     ping, pong = torch.zeros(1), torch.zeros(2, dtype=torch.float64)
-    if rank():
+    if get_rank():
         for _ in range(PINGS):
             dist.recv(ping, 0)
             received = clock()
@@ -89,19 +89,20 @@ def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float
             dist.send(pong, 0)
         return []
 
-    def way(other: int) -> tuple[float, float]:
+    def ping_rank(peer: int) -> tuple[float, float]:
+        """Return the round trip's duration in seconds and the offset of the peer's clock."""
         sent = clock()
-        dist.send(ping, other)
-        dist.recv(pong, other)
-        back, (there, away) = clock(), pong.tolist()
-        return back - sent - (away - there), ((there - sent) + (away - back)) / 2
+        dist.send(ping, peer)
+        dist.recv(pong, peer)
+        returned, (arrived, answered) = clock(), pong.tolist()
+        return returned - sent - (answered - arrived), ((arrived - sent) + (answered - returned)) / 2
 
-    shortest = [min(way(other) for _ in range(PINGS)) for other in range(1, dist.get_world_size())]
+    shortest = [min(ping_rank(other) for _ in range(PINGS)) for other in range(1, dist.get_world_size())]
     return [(0.0, 0.0), *((offset, max(seconds, 0.0) / 2) for seconds, offset in shortest)]
 
 
-def clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
-    """Judge the `measured_offsets` of ranks on `hosts`."""
+def assess_clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
+    """Return a finding for the result of `measure_clock_offsets` and the host of each rank."""
 
     def seconds(value: float) -> str:
         return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
@@ -109,42 +110,44 @@ def clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
     first, *_, last = sorted(range(len(offsets)), key=lambda at: offsets[at])
     difference, error = offsets[last][0] - offsets[first][0], offsets[last][1] + offsets[first][1]
     text = f"at most {seconds(difference)} apart, to {seconds(error)}"
-    if difference - error < _APART:
+    if difference - error < _MAX_SKEW:
         return ok("clocks", text)
-    odd = last if abs(offsets[last][0]) > abs(offsets[first][0]) else first  # rank 0 is right, for somebody has to be
+    odd = last if abs(offsets[last][0]) > abs(offsets[first][0]) else first  # rank 0 is the reference
     text += f": rank {odd} ({hosts[odd]}) is {'ahead' if odd == last else 'behind'}"
-    advice = "logs of nodes cannot be laid side by side: start the time service there (chronyc tracking, timedatectl)"
-    if difference - error < _FAR_APART:
+    advice = "log times of nodes cannot be compared: start the time service there (chronyc tracking, timedatectl)"
+    if difference - error < _MAX_TOLERABLE_SKEW:
         return note("clocks", text, advice)
-    return problem("clocks", text, f"{advice}; file times, certificates and Slurm's own keys are refused at minutes")
+    return problem("clocks", text, f"{advice}; differences of minutes break certificates, Slurm's authentication and file times")
 
 
-def shared_folder(asked: ProbeContext) -> list[Finding]:
-    """Tell whether the --save folder is the same one on all ranks, and a lock of rank 0 holds for all of them."""
-    if world_size() == 1:
+def check_shared_folder(context: ProbeContext) -> list[Finding]:
+    """Check that all ranks see the same --save folder and respect a lock held by rank 0."""
+    if get_world_size() == 1:
         return []
-    path = existing(Path(asked.save)) / f".megaenc-doctor-{_gather(secrets.token_hex(8))[0]}"
+    path = nearest_existing_dir(Path(context.save)) / f".megaenc-doctor-{_all_gather(secrets.token_hex(8))[0]}"
     with ExitStack() as stack:
-        made = False
-        with suppress(OSError):  # a folder that cannot be written to is found by another probe
-            if not rank():
+        is_locked = False
+        with suppress(OSError):  # another probe reports a folder that is not writable
+            if not get_rank():
                 file = stack.enter_context(open(path, "x"))
                 stack.callback(path.unlink, missing_ok=True)
-                made = True
+                is_locked = True
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        there = _gather(made)[0]
-        everywhere = _gather(_shared(path) if rank() and there else "")  # until which the file is open, and so locked
-    return [] if rank() or not there else [sharing(everywhere)]
+        is_ready = _all_gather(is_locked)[0]
+        observations = _all_gather(
+            _observe_lock_file(path) if get_rank() and is_ready else ""
+        )  # rank 0 holds the lock until all have answered
+    return [] if get_rank() or not is_ready else [assess_sharing(observations)]
 
 
-def _shared(path: Path) -> str:
-    """Return "missing" or "unlocked", or nothing, as this rank sees the file that rank 0 has made and locked."""
-    deadline = time.monotonic() + _SEEN
+def _observe_lock_file(path: Path) -> str:
+    """Return "missing", "unlocked" or "" for the state in which this rank sees the file that rank 0 created and locked."""
+    deadline = time.monotonic() + _VISIBILITY_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
             return "missing"
         with suppress(OSError):
-            os.listdir(path.parent)  # which has some network file systems look anew
+            os.listdir(path.parent)  # makes some network file systems refresh the directory
         time.sleep(_POLL)
     try:
         with open(path, "r+") as file:
@@ -156,78 +159,80 @@ def _shared(path: Path) -> str:
     return "unlocked"
 
 
-def sharing(everywhere: list[str]) -> Finding:
-    """Judge what each rank saw of the file."""
-    missing, unlocked = ([at for at, found in enumerate(everywhere) if found == word] for word in ("missing", "unlocked"))
+def assess_sharing(observations: list[str]) -> Finding:
+    """Return a finding for each rank's result of `_observe_lock_file`."""
+    missing, unlocked = (
+        [rank for rank, observation in enumerate(observations) if observation == word] for word in ("missing", "unlocked")
+    )
     if missing:
         advice = "checkpoints are written by all ranks into one folder: give --save one that all nodes see"
-        return problem("shared by ranks", f"a file of rank 0 is not there on rank {format_ranks(missing)}", advice)
+        return problem("shared by ranks", f"a file of rank 0 is missing on rank {format_ranks(missing)}", advice)
     if unlocked:
-        advice = "two commands on different nodes could train in one folder: start one, or mount it with locks across nodes"
+        advice = "two commands on different nodes could train in one folder: start one only, or mount it with locks across nodes"
         return note("shared by ranks", f"a lock of rank 0 does not hold on rank {format_ranks(unlocked)}", advice)
-    return ok("shared by ranks", "one folder for all, and a lock of one holds for all")
+    return ok("shared by ranks", "one folder for all ranks, with locks across ranks")
 
 
-def shared_arrays(asked: ProbeContext) -> list[Finding]:
-    """Tell whether a node's processes have one copy of the arrays that a run keeps in memory for all of them (data.shared)."""
-    if world_size() == 1:
+def check_shared_arrays(context: ProbeContext) -> list[Finding]:
+    """Check that the processes of a node share one copy of arrays as a run does (data.packing.shared_memory)."""
+    if get_world_size() == 1:
         return []
     import numpy as np
 
-    from megaenc.data.packing.shared_memory import shared
+    from megaenc.data.packing.shared_memory import share_arrays
 
-    made = []
+    calls = []
 
-    def make() -> tuple[np.ndarray]:
-        made.append(True)
-        return (np.arange(_SHARED),)
+    def build() -> tuple[np.ndarray]:
+        calls.append(True)
+        return (np.arange(_ARRAY_LENGTH),)
 
-    [array] = shared(("megaenc doctor", _gather(secrets.token_hex(8))[0]), make)
-    everywhere = _gather((socket.gethostname(), bool(made)))  # also keeps the arrays until all have seen them
-    wrong = _gather(not np.array_equal(array, np.arange(_SHARED)))
-    return [] if rank() else copies(everywhere, wrong)
+    [array] = share_arrays(("megaenc doctor", _all_gather(secrets.token_hex(8))[0]), build)
+    hosts_and_builders = _all_gather((socket.gethostname(), bool(calls)))  # keeps the arrays alive until all ranks have attached
+    is_corrupt = _all_gather(not np.array_equal(array, np.arange(_ARRAY_LENGTH)))
+    return [] if get_rank() else assess_array_copies(hosts_and_builders, is_corrupt)
 
 
-def copies(everywhere: list[tuple[str, bool]], wrong: list[bool]) -> list[Finding]:
-    """Judge, for each rank, (its host, whether it has made the array itself) and whether that is wrong."""
-    what, hosts = "shared arrays", Counter(host for host, _ in everywhere)
-    if any(wrong):
-        text = f"other numbers than were written, on rank {format_ranks([at for at, bad in enumerate(wrong) if bad])}"
-        return [problem(what, text, "memory that processes share is broken here: try another kernel or container")]
-    own = {host: count for host, count in Counter(host for host, own in everywhere if own).items() if count > 1}
+def assess_array_copies(hosts_and_builders: list[tuple[str, bool]], is_corrupt: list[bool]) -> list[Finding]:
+    """Return findings for each rank's (host, whether it built its own array) and whether its array has wrong values."""
+    name, hosts = "shared arrays", Counter(host for host, _ in hosts_and_builders)
+    if any(is_corrupt):
+        text = f"wrong values on rank {format_ranks([at for at, bad in enumerate(is_corrupt) if bad])}"
+        return [problem(name, text, "shared memory is broken here: try another Linux kernel or container")]
+    own = {host: count for host, count in Counter(host for host, own in hosts_and_builders if own).items() if count > 1}
     if own:
-        text = ", ".join(f"{count} of {hosts[host]} processes on {host}" for host, count in list(own.items())[:_HOSTS])
-        more = f" and {len(own) - _HOSTS} other nodes" if len(own) > _HOSTS else ""
+        text = ", ".join(f"{count} of {hosts[host]} processes on {host}" for host, count in list(own.items())[:_MAX_NAMED_HOSTS])
+        more = f" and {len(own) - _MAX_NAMED_HOSTS} other nodes" if len(own) > _MAX_NAMED_HOSTS else ""
         advice = (
-            "each keeps the order of the documents for itself, in more memory: they need one /proc in which they see each other "
-            "(no hidepid, one container for all) and one folder for temporary files"
+            "each process keeps its own document order in memory: sharing it needs a common /proc (no hidepid, one container for "
+            "all) and a common folder for temporary files"
         )
-        return [note(what, f"a copy each for {text}{more}", advice)]
-    return [ok(what, "one copy for the processes of a node")] if max(hosts.values()) > 1 else []
+        return [note(name, f"a copy each for {text}{more}", advice)]
+    return [ok(name, "one copy for the processes of a node")] if max(hosts.values()) > 1 else []
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Write ranks for the eye: 0-3, 7."""
+    """Return ranks as text with ranges, such as "0-3, 7"."""
     starts = [each for each in sorted(ranks) if each - 1 not in ranks]
     stops = [each for each in sorted(ranks) if each + 1 not in ranks]
     return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(starts, stops, strict=True))
 
 
-def exchange(asked: ProbeContext, mine: str, patience: float) -> dict[int, bytes]:
-    """Return on rank 0, by rank, the text of each rank, except those that are missing after `patience` seconds.
+def gather_findings(context: ProbeContext, own_findings: str, timeout: float) -> dict[int, bytes]:
+    """Return on rank 0 the serialized findings by rank, without ranks that miss the timeout; an empty dictionary on others.
 
-    It goes through the launcher's store, which is there without a group, and which anybody who reaches its port can write to.
+    They pass through the launcher's store, which needs no process group and which anyone who reaches its port can write to.
     """
     import torch.distributed as dist
 
-    store, own, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
+    store, own_rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     store = dist.PrefixStore("megaenc/doctor", store)
-    if own:
-        store.set(str(own), mine)
+    if own_rank:
+        store.set(str(own_rank), own_findings)
         return {}
-    found, deadline = {0: mine.encode()}, time.monotonic() + patience
-    while len(found) < size and time.monotonic() < deadline:
+    contents, deadline = {0: own_findings.encode()}, time.monotonic() + timeout
+    while len(contents) < size and time.monotonic() < deadline:
         time.sleep(_POLL)
-        there = [other for other in range(1, size) if other not in found and store.check([str(other)])]
-        found |= {other: store.get(str(other)) for other in there}
-    return found
+        arrived = [other for other in range(1, size) if other not in contents and store.check([str(other)])]
+        contents |= {other: store.get(str(other)) for other in arrived}
+    return contents

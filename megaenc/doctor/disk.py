@@ -1,4 +1,4 @@
-"""The folder that a run is saved in: space, speed, and the promises of its file system that a save relies on."""
+"""Probes of the --save directory: space, write speed and the file system guarantees that checkpoints rely on."""
 
 import errno
 import fcntl
@@ -7,81 +7,82 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
-from megaenc.doctor.result import GIB, Finding, ProbeContext, note, ok, problem, text_of
+from megaenc.doctor.result import GIB, Finding, ProbeContext, note, ok, problem, read_kernel_file
 
 _MB = 10**6
-_PIECE = 4 * 2**20
-_LITTLE_SPACE = 40 * GIB
-"""Two checkpoints of the 1B model: 14 bytes for each of its 1.4 billion weights."""
-_ROOM = GIB  # for temporary files
-_MAKE_ROOM = "make room there, or raise the quota"
-_SLOW = 50 * _MB  # bytes a second
+_CHUNK_BYTES = 4 * 2**20
+_MIN_FREE_BYTES = 40 * GIB
+"""Two checkpoints of the 1B model, at 14 bytes for each of its 1.4 billion weights."""
+_MIN_TEMP_BYTES = GIB
+_MAKE_ROOM = "free space there, or raise the quota"
+_MIN_WRITE_RATE = 50 * _MB  # bytes a second
 _SECONDS = 2.0
-_MOST = 512 * 2**20
-_PASSING = {"tmpfs": "memory and lost when the machine stops", "overlay": "the container and lost with it"}
+_MAX_TEST_BYTES = 512 * 2**20
+_VOLATILE = {"tmpfs": "memory and lost when the machine stops", "overlay": "the container and lost with it"}
+"""Risk by file system type."""
 
 
-def existing(folder: Path) -> Path:
-    """Return `folder`, or the nearest folder above it that is there, as far as this user may see."""
+def nearest_existing_dir(folder: Path) -> Path:
+    """Return `folder`, or its nearest parent that exists and is visible to this user."""
     folder = Path(os.path.realpath(folder))
     return next(place for place in (folder, *folder.parents) if os.path.exists(place))
 
 
-def space(asked: ProbeContext) -> list[Finding]:
-    """Tell which file system it is, with free bytes and free names."""
-    place = existing(Path(asked.save))
-    about, kind = os.statvfs(place), file_system(place, asked.root)
+def check_disk_space(context: ProbeContext) -> list[Finding]:
+    """Return findings about the file system of --save: its type, free bytes and free inodes."""
+    folder = nearest_existing_dir(Path(context.save))
+    about, kind = os.statvfs(folder), file_system_type(folder, context.root)
     free, names = about.f_frsize * about.f_bavail, about.f_favail
-    lost = f"what is saved there is in {_PASSING.get(kind)}: give --save a folder on a disk"
-    little = "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3: --keep-last keeps few of them"
+    volatile_advice = f"files there are in {_VOLATILE.get(kind)}: give --save a folder on a disk"
+    space_advice = "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3 GB: --keep-last limits their number"
     text = f"{free / GIB:,.1f} GiB free of {about.f_frsize * about.f_blocks / GIB:,.1f}"
-    found = [
-        note("folder", f"{place}, on {kind}", lost if kind in _PASSING else ""),
-        note("space", text, little if free < _LITTLE_SPACE else ""),
+    findings = [
+        note("folder", f"{folder}, on {kind}", volatile_advice if kind in _VOLATILE else ""),
+        note("space", text, space_advice if free < _MIN_FREE_BYTES else ""),
     ]
     if about.f_files and names < 10_000:
-        found.append(note("files", f"{names:,} more can be made", "a run writes a file for each rank and save: remove old ones"))
-    return found
+        findings.append(note("files", f"{names:,} more can be created", "each checkpoint has a file per rank: remove old files"))
+    return findings
 
 
-def temporary(asked: ProbeContext) -> list[Finding]:
-    """Tell the room for temporary files, which launcher, compilers and tokenisers write."""
-    what, advice = "temporary files", "make room there, or export TMPDIR=FOLDER"
+def check_temp_space(context: ProbeContext) -> list[Finding]:
+    """Return a finding about free space for temporary files of the launcher, compilers and tokenizers."""
+    name, advice = "temporary files", "free space there, or export TMPDIR=FOLDER"
     try:
-        place = gettempdir()
+        folder = gettempdir()
     except OSError:
-        return [problem(what, "no folder for them can be written to", advice)]
-    about = os.statvfs(place)
+        return [problem(name, "no writable folder for them", advice)]
+    about = os.statvfs(folder)
     free = about.f_frsize * about.f_bavail
-    return [note(what, f"{place}, {free / GIB:,.1f} GiB free", "" if free > _ROOM else advice)]
+    return [note(name, f"{folder}, {free / GIB:,.1f} GiB free", "" if free > _MIN_TEMP_BYTES else advice)]
 
 
-def file_system(place: Path, root: Path = Path("/")) -> str:
-    """Return the type of the file system that holds `place`, as the kernel calls it."""
-    mounts = [line.split()[1:3] for line in text_of(root / "proc/mounts").splitlines()]
+def file_system_type(place: Path, root: Path = Path("/")) -> str:
+    """Return the kernel's name for the type of the file system that holds `place`."""
+    mounts = [line.split()[1:3] for line in read_kernel_file(root / "proc/mounts").splitlines()]
     holding = [(len(mount), kind) for mount, kind in mounts if f"{place}/".startswith(f"{mount.rstrip('/')}/")]
     return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[1]
 
 
-def promises(asked: ProbeContext) -> list[Finding]:
-    """Try locks, renaming, syncing and speed in a folder of their own that is removed again."""
-    place, found = existing(Path(asked.save)), []
+def check_file_system(context: ProbeContext) -> list[Finding]:
+    """Check locks, renaming, syncing and write speed in a temporary subdirectory of --save."""
+    folder, findings = nearest_existing_dir(Path(context.save)), []
     try:
-        with TemporaryDirectory(prefix=".megaenc-doctor-", dir=place) as name:
-            for what, promise, advice in _PROMISES:
+        with TemporaryDirectory(prefix=".megaenc-doctor-", dir=folder) as name:
+            for label, check, advice in _FILE_SYSTEM_CHECKS:
                 try:
-                    broken = promise(Path(name))
+                    failure = check(Path(name))
                 except OSError as error:
-                    broken = error.strerror or str(error)
+                    failure = error.strerror or str(error)
                     advice = _MAKE_ROOM if error.errno in (errno.ENOSPC, errno.EDQUOT) else advice
-                found.append(problem(what, broken, advice) if broken else ok(what, "kept"))
-            return [*found, speed(Path(name))]
+                findings.append(problem(label, failure, advice) if failure else ok(label, "kept"))
+            return [*findings, measure_write_speed(Path(name))]
     except OSError as error:
-        return [problem("writing", f"{place}: {error.strerror}", "give --save a folder that this user may write to")]
+        return [problem("writing", f"{folder}: {error.strerror}", "give --save a folder that this user may write to")]
 
 
-def locks(folder: Path) -> str:
-    """Return what is wrong with locks: a second holder, or none at all."""
+def check_locks(folder: Path) -> str:
+    """Return an error text if two open files can hold the same lock, else an empty string."""
     with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
@@ -91,21 +92,21 @@ def locks(folder: Path) -> str:
         return "given to two at a time"
 
 
-def renames(folder: Path) -> str:
-    """Return what is wrong with renaming a file and a folder into another folder, over what is there."""
-    here, there = folder / "here", folder / "there"
-    for place, content in ((here, "new"), (there, "old")):
+def check_renames(folder: Path) -> str:
+    """Return an error text if renaming files or folders over existing ones fails, else an empty string."""
+    source, target = folder / "here", folder / "there"
+    for place, content in ((source, "new"), (target, "old")):
         place.mkdir()
         (place / "file").write_text(content)
-    os.replace(here / "file", there / "file")
-    if (there / "file").read_text() != "new":
-        return "a file that was renamed over another has its content"
-    os.rename(here, there / "folder")
-    return "" if (there / "folder").is_dir() else "a folder that was renamed is not there"
+    os.replace(source / "file", target / "file")
+    if (target / "file").read_text() != "new":
+        return "a file renamed over another keeps the other's content"
+    os.rename(source, target / "folder")
+    return "" if (target / "folder").is_dir() else "a renamed folder is missing"
 
 
-def syncs(folder: Path) -> str:
-    """Return nothing: it raises what fsync does for a file and for a folder."""
+def check_fsync(folder: Path) -> str:
+    """Return an empty string after fsync of a file and a folder; raise OSError if fsync fails."""
     for path, how in ((folder / "synced", os.O_WRONLY | os.O_CREAT), (folder, os.O_RDONLY)):
         descriptor = os.open(path, how, 0o600)
         try:
@@ -115,23 +116,23 @@ def syncs(folder: Path) -> str:
     return ""
 
 
-_PROMISES = (
-    ("locks", locks, "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with lockd)"),
-    ("renaming", renames, "saves are renamed when they are whole: choose another file system"),
-    ("syncing", syncs, "a save could be lost with the power though it was reported: choose another file system"),
+_FILE_SYSTEM_CHECKS = (
+    ("locks", check_locks, "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with lockd)"),
+    ("renaming", check_renames, "checkpoints are renamed when complete: choose another file system"),
+    ("syncing", check_fsync, "a power failure could lose a checkpoint that was reported as saved: choose another file system"),
 )
 
 
-def speed(folder: Path) -> Finding:
-    """Measure bytes a second of one process that writes and syncs for a moment, which is what a checkpoint does."""
-    piece, begin, written = os.urandom(_PIECE), time.perf_counter(), 0
+def measure_write_speed(folder: Path) -> Finding:
+    """Return a finding with the synced write bandwidth of one process, as in a checkpoint."""
+    piece, begin, written = os.urandom(_CHUNK_BYTES), time.perf_counter(), 0
     try:
         with open(folder / "written", "wb", buffering=0) as stream:
-            while written < _MOST and time.perf_counter() - begin < _SECONDS:
+            while written < _MAX_TEST_BYTES and time.perf_counter() - begin < _SECONDS:
                 written += stream.write(piece)
                 os.fsync(stream.fileno())
     except OSError as error:
         return problem("writing", f"{error.strerror} after {written / _MB:.0f} MB", _MAKE_ROOM)
     rate = written / (time.perf_counter() - begin)
     advice = "a checkpoint of the 1B model would take over six minutes: a faster folder, --async-save or a longer --save-interval"
-    return note("writing", f"{rate / _MB:,.0f} MB/s by one process, synced", advice if rate < _SLOW else "")
+    return note("writing", f"{rate / _MB:,.0f} MB/s by one process, synced", advice if rate < _MIN_WRITE_RATE else "")

@@ -1,4 +1,4 @@
-"""How the machine is linked to others: cards of fast networks, network interfaces, and which of them gloo and NCCL would take."""
+"""Probes of the network: fast network cards, interfaces, and the interfaces that gloo and NCCL choose."""
 
 import re
 import socket
@@ -6,130 +6,133 @@ from pathlib import Path
 
 import psutil
 
-from megaenc.dist_env import several_nodes
-from megaenc.doctor.result import Finding, ProbeContext, accelerated, note, ok, problem, problem_between_nodes, text_of
+from megaenc.dist_env import is_multi_node
+from megaenc.doctor.result import Finding, ProbeContext, has_accelerators, multi_node_problem, note, ok, problem, read_kernel_file
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
-_PASSED_OVER = ("lo", "docker")
+_EXCLUDED = ("lo", "docker")
 _PLUGINS = ("librccl-net.so", "libnccl-net.so")
-"""By which RCCL, in its versions, and NCCL speak over networks that they do not know themselves."""
+"""Network plugins of RCCL and NCCL for networks without built-in support."""
 
 
-def cards(asked: ProbeContext) -> list[Finding]:
-    """Tell which networks' cards there are to link nodes by, and whether a process may use them as it is told to."""
-    classes = asked.root / "sys/class"
-    slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))  # HPE's, which RCCL and NCCL pass over by themselves
+def check_network_cards(context: ProbeContext) -> list[Finding]:
+    """Return findings about Slingshot, InfiniBand and RoCE cards, their state and this process's access to them."""
+    classes = context.root / "sys/class"
+    slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))  # HPE's, unsupported by RCCL and NCCL without a plugin
     ports = sorted((classes / "infiniband").glob("*/ports/*"))
-    found = [ok("Slingshot", ", ".join(slingshot), alike="note")] if slingshot else []
-    found += [_plugin(asked)] if slingshot and accelerated(asked) else []
-    found += [_port(port, asked) for port in ports]
-    if ports and not (asked.root / "dev/infiniband").exists():
+    findings = [ok("Slingshot", ", ".join(slingshot), mismatch_level="note")] if slingshot else []
+    findings += [_check_plugin(context)] if slingshot and has_accelerators(context) else []
+    findings += [_check_port(port, context) for port in ports]
+    if ports and not (context.root / "dev/infiniband").exists():
         advice = "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
-        found.append(problem_between_nodes("/dev/infiniband", "not there, though there are cards", advice))
-    if not found and several_nodes() and accelerated(asked):
-        advice = "between nodes everything goes over TCP; in a container: --device /dev/infiniband --network host"
+        findings.append(multi_node_problem("/dev/infiniband", "missing, though there are cards", advice))
+    if not findings and is_multi_node() and has_accelerators(context):
+        advice = "nodes communicate over TCP; in a container: --device /dev/infiniband --network host"
         return [note("InfiniBand, RoCE", "no card", advice)]
-    return found or [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
+    return findings or [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
 
 
-def _plugin(asked: ProbeContext) -> Finding:
-    what, without = "plugin for Slingshot", "without it RCCL and NCCL speak over TCP between nodes"
-    name = asked.environment.get("NCCL_NET_PLUGIN", "")
+def _check_plugin(context: ProbeContext) -> Finding:
+    """Return a finding about the plugin that RCCL and NCCL need for Slingshot."""
+    label, without = "plugin for Slingshot", "without it RCCL and NCCL use TCP between nodes"
+    name = context.environment.get("NCCL_NET_PLUGIN", "")
     if name.lower() == "none":
-        return problem_between_nodes(what, "NCCL_NET_PLUGIN=none", f"{without}: take it out")
-    folders = filter(None, asked.environment.get("LD_LIBRARY_PATH", "").split(":"))
-    there = [f"NCCL_NET_PLUGIN={name}"] if name else []
-    there += [str(path) for folder in folders for plugin in _PLUGINS if (path := Path(folder, plugin)).exists()]
-    there += [plugin for plugin in _PLUGINS if f"/{plugin}\0" in text_of(asked.root / "etc/ld.so.cache")]
-    if there:
-        return ok(what, there[0])
-    advice = f"{without}: load the cluster's module of aws-ofi-rccl or aws-ofi-nccl, or name its folder in LD_LIBRARY_PATH"
-    return problem_between_nodes(what, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
+        return multi_node_problem(label, "NCCL_NET_PLUGIN=none", f"{without}: unset it")
+    folders = filter(None, context.environment.get("LD_LIBRARY_PATH", "").split(":"))
+    plugins = [f"NCCL_NET_PLUGIN={name}"] if name else []
+    plugins += [str(path) for folder in folders for plugin in _PLUGINS if (path := Path(folder, plugin)).exists()]
+    plugins += [plugin for plugin in _PLUGINS if f"/{plugin}\0" in read_kernel_file(context.root / "etc/ld.so.cache")]
+    if plugins:
+        return ok(label, plugins[0])
+    advice = f"{without}: load the cluster's module for aws-ofi-rccl or aws-ofi-nccl, or add its folder to LD_LIBRARY_PATH"
+    return multi_node_problem(label, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
 
 
-def _port(port: Path, asked: ProbeContext) -> Finding:
+def _check_port(port: Path, context: ProbeContext) -> Finding:
+    """Return a finding about the state of an InfiniBand or RoCE port and the address that NCCL_IB_GID_INDEX selects."""
     name = f"{port.parents[1].name} port {port.name}"
-    state, rate, layer = (text_of(port / file) for file in ("state", "rate", "link_layer"))
+    state, rate, layer = (read_kernel_file(port / file) for file in ("state", "rate", "link_layer"))
     kind = "RoCE" if layer == "Ethernet" else layer or "unknown link"
     text = f"{kind}, {rate}, {state.partition(':')[2].strip() or state}"
     if "ACTIVE" not in state:
-        advice = "not used by NCCL; name the cards that are with NCCL_IB_HCA if it hangs on this one"
-        return note(name, text, advice, alike="note")
-    index = asked.environment.get("NCCL_IB_GID_INDEX", "")
+        advice = "not used by NCCL; if NCCL hangs on it, select the active cards with NCCL_IB_HCA"
+        return note(name, text, advice, mismatch_level="note")
+    index = context.environment.get("NCCL_IB_GID_INDEX", "")
     if not index.isdigit():
-        return ok(name, text, alike="note")
-    version = text_of(port / "gid_attrs/types" / index)
-    if text_of(port / "gids" / index) in ("", _NO_GID):
-        advice = f"NCCL_IB_GID_INDEX={index} names no address of this card: take it out (NCCL_IB_GID_INDEX= for rocm_env.sh)"
-        return problem_between_nodes(name, f"{text}, address {index}: none", advice)
+        return ok(name, text, mismatch_level="note")
+    version = read_kernel_file(port / "gid_attrs/types" / index)
+    if read_kernel_file(port / "gids" / index) in ("", _NO_GID):
+        advice = f"NCCL_IB_GID_INDEX={index} is no address of this card: unset it (NCCL_IB_GID_INDEX= for rocm_env.sh)"
+        return multi_node_problem(name, f"{text}, address {index}: none", advice)
     text += f", address {index}: {version or 'InfiniBand'}"
     if kind == "RoCE" and "v2" not in version:
         version = version or "no RoCE v2"
-        advice = f"NCCL_IB_GID_INDEX={index} is {version}, which routers do not carry: name one of RoCE v2 (show_gids)"
+        advice = f"NCCL_IB_GID_INDEX={index} is {version}, which is not routable: choose one of RoCE v2 (show_gids)"
         return note(name, text, advice)
-    return ok(name, text, alike="note")
+    return ok(name, text, mismatch_level="note")
 
 
-def interfaces(asked: ProbeContext) -> list[Finding]:
-    """Tell each interface that is up, and the ones that processes would meet over."""
+def check_interfaces(context: ProbeContext) -> list[Finding]:
+    """Return findings about the interfaces that are up and those that NCCL and gloo choose."""
     addresses = {
-        name: [each.address for each in given if each.family == socket.AF_INET] for name, given in psutil.net_if_addrs().items()
+        name: [each.address for each in interface_addresses if each.family == socket.AF_INET]
+        for name, interface_addresses in psutil.net_if_addrs().items()
     }
     up = {name: about for name, about in psutil.net_if_stats().items() if about.isup and addresses.get(name)}
-    found = []
+    findings = []
     for name, about in sorted(up.items()):
         speed = f", {about.speed / 1000:g} Gbit/s" if about.speed else ""
-        found.append(ok(f"interface {name}", f"{', '.join(addresses[name])}{speed}, MTU {about.mtu}"))
+        findings.append(ok(f"interface {name}", f"{', '.join(addresses[name])}{speed}, MTU {about.mtu}"))
     owners = {address: name for name in up for address in addresses[name]}
     try:
         resolved = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
         own = list(dict.fromkeys(address[0] for *_, address in resolved))
     except OSError:
         own = []
-    environment = asked.environment
-    nccl = nccl_interface(environment.get("NCCL_SOCKET_IFNAME"), list(up))
-    return [*found, nccl, gloo_interface(environment.get("GLOO_SOCKET_IFNAME"), list(up), own, owners)]
+    environment = context.environment
+    nccl = check_nccl_interface(environment.get("NCCL_SOCKET_IFNAME"), list(up))
+    return [*findings, nccl, check_gloo_interface(environment.get("GLOO_SOCKET_IFNAME"), list(up), own, owners)]
 
 
-def nccl_interface(asked: str | None, usable: list[str]) -> Finding:
-    """Tell over which of the interfaces `usable` NCCL and RCCL meet. `asked`: NCCL_SOCKET_IFNAME."""
-    what = "NCCL meets over"
-    if asked:
-        chosen = ", ".join(name for name in usable if matches(asked, name))
-        advice = f"NCCL_SOCKET_IFNAME={asked} names none that is up: take it out or name one of {', '.join(usable)}"
-        return ok(what, f"{chosen}, by NCCL_SOCKET_IFNAME") if chosen else problem(what, "nothing", advice)
+def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
+    """Return a finding about the interfaces of `usable` that NCCL and RCCL choose, given NCCL_SOCKET_IFNAME."""
+    label = "NCCL meets over"
+    if ifname:
+        chosen = ", ".join(name for name in usable if matches_ifname(ifname, name))
+        advice = f"NCCL_SOCKET_IFNAME={ifname} matches no interface that is up: unset it or choose from {', '.join(usable)}"
+        return ok(label, f"{chosen}, by NCCL_SOCKET_IFNAME") if chosen else problem(label, "nothing", advice)
     first = [name for name in usable if name.startswith("ib")]
-    chosen = first or [name for name in usable if not name.startswith(_PASSED_OVER)] or usable
-    several = several_nodes() and len(chosen) > 1
-    advice = f"NCCL_SOCKET_IFNAME={chosen[0]} if it is that one which the nodes see each other by" if several else ""
-    return note(what, ", ".join(chosen) or "no interface", advice)
+    chosen = first or [name for name in usable if not name.startswith(_EXCLUDED)] or usable
+    several = is_multi_node() and len(chosen) > 1
+    advice = f"set NCCL_SOCKET_IFNAME={chosen[0]} if that is the interface between nodes" if several else ""
+    return note(label, ", ".join(chosen) or "no interface", advice)
 
 
-def matches(asked: str, name: str) -> bool:
-    """Return whether NCCL_SOCKET_IFNAME=`asked` takes the interface `name`: beginnings, `=` whole names, `^` none of them."""
-    kind, given = re.match(r"(\^=|\^|=|)(.*)", asked).groups()
-    words = [word.strip() for word in given.split(",") if word.strip()]
-    hit = any(name == word if "=" in kind else name.startswith(word) for word in words)
-    return hit != kind.startswith("^")
+def matches_ifname(ifname: str, name: str) -> bool:
+    """Return whether NCCL_SOCKET_IFNAME=`ifname` selects an interface: by prefixes, `=` by full names, `^` excludes."""
+    kind, names = re.match(r"(\^=|\^|=|)(.*)", ifname).groups()
+    patterns = [word.strip() for word in names.split(",") if word.strip()]
+    is_match = any(name == word if "=" in kind else name.startswith(word) for word in patterns)
+    return is_match != kind.startswith("^")
 
 
-def gloo_interface(asked: str | None, usable: list[str], own: list[str], owners: dict[str, str]) -> Finding:
-    """Tell over which interface gloo meets: the one asked for, else that of the address which this machine's own name leads to.
+def check_gloo_interface(ifname: str | None, usable: list[str], own: list[str], owners: dict[str, str]) -> Finding:
+    """Return a finding about the interface gloo chooses: GLOO_SOCKET_IFNAME, else the one of the host name's address.
 
-    `asked`: GLOO_SOCKET_IFNAME; `own`: the addresses of the machine's name; `owners`: interface by address.
+    `own`: addresses of the host name; `owners`: interface by address.
     """
-    what = "gloo meets over"
-    if asked:
-        missing = [name for name in asked.split(",") if name not in usable]
+    label = "gloo meets over"
+    if ifname:
+        missing = [name for name in ifname.split(",") if name not in usable]
         if missing:
-            advice = f"GLOO_SOCKET_IFNAME={asked}: name one of {', '.join(usable)}"
-            return problem(what, f"{', '.join(missing)}, which is not up", advice)
-        return ok(what, f"{asked}, by GLOO_SOCKET_IFNAME")
+            advice = f"GLOO_SOCKET_IFNAME={ifname}: name one of {', '.join(usable)}"
+            return problem(label, f"{', '.join(missing)}, which is not up", advice)
+        return ok(label, f"{ifname}, by GLOO_SOCKET_IFNAME")
     real = next((address for address in own if owners.get(address, "lo") != "lo"), None)
     if real:
-        return ok(what, f"{owners[real]}, the interface of {real}, to which this machine's name leads")
-    text = f"lo: this machine's name leads to {', '.join(own) or 'no address'}"
-    if not several_nodes():
-        return ok(what, f"{text}; enough on one node")
-    other = next((name for name in usable if not name.startswith(_PASSED_OVER)), "INTERFACE")
-    return problem(what, text, f"other nodes cannot reach that: export GLOO_SOCKET_IFNAME={other} on all")
+        return ok(label, f"{owners[real]}, the interface of {real}, to which the host name resolves")
+    text = f"lo: the host name resolves to {', '.join(own) or 'no address'}"
+    if not is_multi_node():
+        return ok(label, f"{text}; enough on one node")
+    other = next((name for name in usable if not name.startswith(_EXCLUDED)), "INTERFACE")
+    return problem(label, text, f"other nodes cannot reach it: export GLOO_SOCKET_IFNAME={other} on all")

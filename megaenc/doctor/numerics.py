@@ -1,4 +1,4 @@
-"""What this process's device computes, against the formulas: matrix products, attention backends, fused kernels, float8."""
+"""Probes of the device's numerics: matrix products, attention backends, fused kernels and float8, against references."""
 
 import itertools
 import os
@@ -7,159 +7,165 @@ import torch
 from torch.utils.benchmark import Timer
 
 from megaenc.backend import device as devices
-from megaenc.backend.device import Backend, detect
-from megaenc.backend.initialize import share_cores
+from megaenc.backend.device import Backend, detect_backend
+from megaenc.backend.initialize import divide_cores_among_ranks
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.doctor.result import Finding, Probe, ProbeContext, note, ok, problem
 from megaenc.errors import InputError
 
-_SLOW = 0.4  # of an accelerator's peak in its data sheet
-_HEADS, _GROUPS, _LONGEST = 4, 2, 1024  # of attention; tokens of a document, on an accelerator
-_HEAD_WIDTHS = (64, 96)  # those of the 210M and 610M models, and of the 1B model
-_HIDDEN, _HEAD, _FFN, _VOCABULARY = 768, 64, 3072, 32_768  # of kernels: those of the 210M model among others that fill no block
+_MIN_PEAK_FRACTION = 0.4  # of the accelerator's data sheet peak
+_HEADS, _QUERY_GROUPS, _SEQ_LENGTH = 4, 2, 1024  # of the attention checks
+_HEAD_DIMS = (64, 96)  # 210M and 610M models, 1B model
+_HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY = 768, 64, 3072, 32_768  # of the kernel checks: the 210M model
 _FORMATS = ("hybrid", "e4m3")
-_NOTHING_LEFT = "torch's own attention is broken here, and nothing trains right by it: install torch anew"
-_NEXT_BACKEND = "--attention-backend auto finds that too and takes the next, a slower one: install one made for this torch"
-_TO_TORCH = "runs find that too and leave it to torch, which is slower: install the triton that is made for this torch"
+_ADVICE_SDPA = "torch's own attention is broken here and trains wrongly: reinstall torch"
+_ADVICE_BACKEND = "--attention-backend auto detects this too and uses a slower one: install a version built for this torch"
+_ADVICE_KERNEL = "runs detect this too and use torch instead, which is slower: install the triton built for this torch"
 
 
-def _begin() -> Backend:
-    """Set this process up as a run is, and return its backend."""
+def _init_backend() -> Backend:
+    """Initialize megatron-core and threads as a run does and return the backend."""
     prepare_megatron()
-    share_cores()
-    return detect()
+    divide_cores_among_ranks()
+    return detect_backend()
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
-def products(asked: ProbeContext) -> list[Finding]:
-    """Compare matrix products in float32 and bfloat16 with float64 on the host, and tell how fast they are."""
-    backend = detect()
-    share_cores()
-    found, rates = [], {}
-    in_float32 = 2.0**-10 if devices.rounds_to_tf32(backend.device) else 1e-5
+def check_matmul(context: ProbeContext) -> list[Finding]:
+    """Compare float32 and bfloat16 matrix products with float64 on the host, and measure their speed."""
+    backend = detect_backend()
+    divide_cores_among_ranks()
+    findings, rates = [], {}
+    in_float32 = 2.0**-10 if devices.uses_tf32(backend.device) else 1e-5
     for dtype, allowed in ((torch.float32, in_float32), (torch.bfloat16, 2.0**-7)):
-        what, error = f"products in {_short(dtype)}", product_error(backend.device, dtype)
-        speed = rates[dtype] = rate(backend.device, dtype)
+        name, error = f"products in {_dtype_name(dtype)}", matmul_error(backend.device, dtype)
+        speed = rates[dtype] = measure_matmul_flops(backend.device, dtype)
         if error <= allowed:
-            found.append(ok(what, f"right, {speed / 1e12:.3g} TFLOP/s" if speed > 1e12 else f"right, {speed / 1e9:.3g} GFLOP/s"))
+            findings.append(
+                ok(name, f"right, {speed / 1e12:.3g} TFLOP/s" if speed > 1e12 else f"right, {speed / 1e9:.3g} GFLOP/s")
+            )
         else:
-            advice = "nothing that this device computes can be trusted: try another one, or another build of torch"
-            found.append(problem(what, f"off by {error:.2g}, where {allowed:.2g} is allowed", advice))
-    has = devices.host_has_bf16() if backend.is_host else backend.has_bf16
-    text, advice = f"{'has' if has else 'no'} instructions for it", "" if has else "runs take float32 by default"
-    if backend.is_host:
+            advice = "this device's results cannot be trusted: try another device or another build of torch"
+            findings.append(problem(name, f"error {error:.2g}, allowed {allowed:.2g}", advice))
+    has = devices.cpu_has_bf16() if backend.is_cpu else backend.has_bf16
+    text, advice = f"{'has' if has else 'no'} instructions for it", "" if has else "runs use float32 by default"
+    if backend.is_cpu:
         faster = rates[torch.bfloat16] > rates[torch.float32]
         text += f"; it is {'faster' if faster else 'slower'} than float32 here"
         default, other = ("bfloat16", "--no-bf16") if has else ("float32", "--bf16")
-        advice = "" if has == faster else f"runs take {default} by default: try {other} on a short one"
-    found.append(note("bfloat16", text, advice, "note"))
-    peak = 0.0 if backend.is_host else backend.peak_flops(torch.bfloat16)
-    if peak and rates[torch.bfloat16] < _SLOW * peak:
-        advice = "somebody else computes on it, or it is throttled: look at clocks, power and temperature"
-        found.append(note("speed", f"{100 * rates[torch.bfloat16] / peak:.0f} % of the data sheet's bfloat16", advice))
-    return found
+        advice = "" if has == faster else f"runs use {default} by default: try {other} in a short run"
+    findings.append(note("bfloat16", text, advice, "note"))
+    peak = 0.0 if backend.is_cpu else backend.peak_flops(torch.bfloat16)
+    if peak and rates[torch.bfloat16] < _MIN_PEAK_FRACTION * peak:
+        advice = "another process uses it, or it is throttled: check clocks, power and temperature"
+        findings.append(note("speed", f"{100 * rates[torch.bfloat16] / peak:.0f} % of the data sheet's bfloat16", advice))
+    return findings
 
 
-def product_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Return |found - exact| / |exact| of a product of two 384 x 384 matrices of normal numbers, as lengths of all numbers."""
-    drawn = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(384, 384, generator=drawn).to(dtype) for _ in range(2))
+def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the relative Frobenius error of a product of two 384 x 384 normal random matrices, against float64 on the host."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(384, 384, generator=generator).to(dtype) for _ in range(2))
     exact = a.double() @ b.double()
-    found = (a.to(device) @ b.to(device)).double().cpu()
-    return float((found - exact).norm() / exact.norm())
+    product = (a.to(device) @ b.to(device)).double().cpu()
+    return float((product - exact).norm() / exact.norm())
 
 
-def rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of a square matrix product, the best of six: of 8192 on an accelerator, on a host of what takes a moment."""
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a square matrix product, the best of six; size 8192 on an accelerator."""
     if device.type == "cpu":
-        return detect().peak_flops(dtype)
+        return detect_backend().peak_flops(dtype)
     size = 8192
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    torch.cuda.set_device(device)  # which the timer waits for
+    torch.cuda.set_device(device)  # the device that the timer synchronizes
     timer = Timer("a @ b", globals={"a": a, "b": b})
     return 2 * size**3 / min(timer.timeit(1).median for _ in range(6))
 
 
-def backends(asked: ProbeContext) -> list[Probe]:
+def attention_probes(context: ProbeContext) -> list[Probe]:
     """Return a probe for each attention backend."""
-    _begin()
-    from megaenc.model.attention.backends import ORDER
+    _init_backend()
+    from megaenc.model.attention.backends import BACKENDS
 
-    # The check at the start of a run cannot find a backend that hangs or dies for that run.
-    advice = "a run hangs or dies there too, by --attention-backend auto as well: name another one than "
-    advices = {name: advice + name for name in ORDER} | {"sdpa": _NOTHING_LEFT}
-    return [Probe("attention", name, f"{__name__}:backend", "rank", (name,), 3, advices[name]) for name in ORDER]
+    # A backend that hangs or crashes takes the self-test of a run with it.
+    advice = "runs would hang or crash too, also with --attention-backend auto: choose another backend than "
+    advices = {name: advice + name for name in BACKENDS} | {"sdpa": _ADVICE_SDPA}
+    return [
+        Probe("attention", name, f"{__name__}:check_attention_backend", "rank", (name,), 3, advices[name]) for name in BACKENDS
+    ]
 
 
-def backend(asked: ProbeContext, name: str) -> list[Finding]:
-    """Compare an attention backend with the formula under every mask, in the numbers that a run here may be made in."""
-    device = _begin().device
+def check_attention_backend(context: ProbeContext, name: str) -> list[Finding]:
+    """Compare an attention backend with the reference under every mask, in each dtype that a run may use."""
+    device = _init_backend().device
     from megaenc.model.attention.selftest import check_backend
     from megaenc.objectives import Attention
 
     dtypes = (torch.float32, torch.bfloat16) if name == "sdpa" else (torch.bfloat16,)
-    sizes = dict(heads=_HEADS, groups=_GROUPS, seq_length=_LONGEST)
+    sizes = dict(heads=_HEADS, groups=_QUERY_GROUPS, seq_length=_SEQ_LENGTH)
     worst = 0.0
-    for dtype, width in itertools.product(dtypes, _HEAD_WIDTHS):
+    for dtype, width in itertools.product(dtypes, _HEAD_DIMS):
         verdict = check_backend(name, **sizes, head_dim=width, dtype=dtype, device=device)
         if not verdict.available:
-            return [ok(name, f"cannot be used: {verdict.why}")]
-        if not verdict.right:
-            advice = _NOTHING_LEFT if name == "sdpa" else _NEXT_BACKEND
-            return [problem(name, f"{verdict.why}, in {_short(dtype)}", advice, alike="note")]
-        worst = max(worst, verdict.error / verdict.allowed)
-    masks, widths, kinds = ", ".join(Attention), " and ".join(map(str, _HEAD_WIDTHS)), " and ".join(map(_short, dtypes))
+            return [ok(name, f"cannot be used: {verdict.reason}")]
+        if not verdict.passed:
+            advice = _ADVICE_SDPA if name == "sdpa" else _ADVICE_BACKEND
+            return [problem(name, f"{verdict.reason}, in {_dtype_name(dtype)}", advice, mismatch_level="note")]
+        worst = max(worst, verdict.error / verdict.tolerance)
+    masks, widths, kinds = ", ".join(Attention), " and ".join(map(str, _HEAD_DIMS)), " and ".join(map(_dtype_name, dtypes))
     return [ok(name, f"right: {masks}; heads {widths} wide; {kinds}; {100 * worst:.0f} % of the error allowed")]
 
 
-def kernels(asked: ProbeContext) -> list[Finding | Probe]:
-    """Return a probe for each fused kernel, where runs would use them."""
-    if detect().is_host and os.environ.get("TRITON_INTERPRET") != "1":
-        return [ok("fused kernels", "for accelerators; on processors torch's operations take their place")]
+def kernel_probes(context: ProbeContext) -> list[Finding | Probe]:
+    """Return a probe for each fused kernel, or one finding if runs on this device do not use them."""
+    if detect_backend().is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        return [ok("fused kernels", "accelerators only; CPUs use torch's operations")]
     from megaenc.model.kernels.selftest import CHECKS
 
     return [
-        Probe("kernels", name, f"{__name__}:kernel", "rank", (name,), 3, "--no-fused-kernels goes without") for name in CHECKS
+        Probe("kernels", name, f"{__name__}:check_fused_kernel", "rank", (name,), 3, "--no-fused-kernels disables them")
+        for name in CHECKS
     ]
 
 
-def kernel(asked: ProbeContext, name: str) -> list[Finding]:
-    """Compare a fused kernel with its formula, in both kinds of numbers that a run may be made in."""
-    device = _begin().device
-    from megaenc.model.kernels.selftest import Widths, check_kernel
+def check_fused_kernel(context: ProbeContext, name: str) -> list[Finding]:
+    """Compare a fused kernel's output and gradients with torch's, in bfloat16 and float32."""
+    device = _init_backend().device
+    from megaenc.model.kernels.selftest import LayerWidths, check_kernel
 
     worst = 0.0
     for dtype in (torch.bfloat16, torch.float32):
-        verdict = check_kernel(name, device, dtype, Widths(_HIDDEN, _HEAD, _FFN, _VOCABULARY))
-        said = f"{verdict.why}, in {_short(dtype)}"
+        verdict = check_kernel(name, device, dtype, LayerWidths(_HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY))
+        failure = f"{verdict.reason}, in {_dtype_name(dtype)}"
         if not verdict.available:
-            return [note(name, f"cannot be run: {said}", _TO_TORCH, alike="note")]
-        if not verdict.right:
-            return [problem(name, said, _TO_TORCH, alike="note")]
-        worst = max(worst, verdict.error / verdict.allowed)
+            return [note(name, f"cannot be run: {failure}", _ADVICE_KERNEL, mismatch_level="note")]
+        if not verdict.passed:
+            return [problem(name, failure, _ADVICE_KERNEL, mismatch_level="note")]
+        worst = max(worst, verdict.error / verdict.tolerance)
     return [ok(name, f"right: output and gradients, bfloat16 and float32; {100 * worst:.0f} % of the error allowed")]
 
 
-def float8_products(asked: ProbeContext) -> list[Finding]:
-    """Try what `--fp8-format` computes by, in both its formats: a note where runs with that flag would refuse to start."""
-    backend, what = _begin(), "float8 products"
-    from megaenc.model.fp8.linear import check_products
-    from megaenc.model.fp8.tensor import float8
+def check_fp8_products(context: ProbeContext) -> list[Finding]:
+    """Check the float8 products of both --fp8-format values; return a note if a run with that flag would refuse to start."""
+    backend, label = _init_backend(), "float8 products"
+    from megaenc.model.fp8.linear import check_float8_linear
+    from megaenc.model.fp8.tensor import select_float8_recipe
 
     try:
-        kinds = [float8(name, backend) for name in _FORMATS]
+        kinds = [select_float8_recipe(name, backend) for name in _FORMATS]
     except InputError:
-        return [ok(what, "cannot be used: this device has none", alike="note")]
-    layers = [(_HIDDEN, _HIDDEN)] if backend.is_host else [(_HIDDEN, _HIDDEN), (2 * _FFN, _HIDDEN), (_HIDDEN, _FFN)]
+        return [ok(label, "unavailable: the device does not support them", mismatch_level="note")]
+    layers = [(_HIDDEN, _HIDDEN)] if backend.is_cpu else [(_HIDDEN, _HIDDEN), (2 * _FFN, _HIDDEN), (_HIDDEN, _FFN)]
     try:
         for name in _FORMATS:
-            check_products(name, backend, layers, torch.bfloat16)
+            check_float8_linear(name, backend, layers, torch.bfloat16)
     except InputError as error:
-        return [note(what, str(error), "other runs do not use them", alike="note")]
-    if not backend.is_host and not all(kind.triton for kind in kinds):
-        advice = "torch's take longer to scale matrices: install the triton that is made for this torch"
-        return [note(what, "right, but Triton's kernels do otherwise than torch's and are not used", advice, alike="note")]
-    return [ok(what, f"right: output and gradients, {' and '.join(_FORMATS)}", alike="note")]
+        return [note(label, str(error), "other runs do not use them", mismatch_level="note")]
+    if not backend.is_cpu and not all(kind.triton for kind in kinds):
+        advice = "torch's kernels scale matrices more slowly: install the triton built for this torch"
+        return [note(label, "right, but Triton's kernels deviate from torch's and are not used", advice, mismatch_level="note")]
+    return [ok(label, f"right: output and gradients, {' and '.join(_FORMATS)}", mismatch_level="note")]

@@ -1,4 +1,4 @@
-"""What all ranks have found: laid over each other, with the odd ones named, for the eye and as JSON."""
+"""Merged findings of all ranks, as text and as JSON."""
 
 import json
 import textwrap
@@ -6,140 +6,148 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from megaenc.console import printable
+from megaenc.console import escape_unprintable
 from megaenc.doctor.cross_rank import format_ranks
 from megaenc.doctor.result import LEVELS, Finding
 from megaenc.json_files import parse_json
 
 WIDTH = 100
 _MARK, _NAME = 11, 25
-_MOST_BYTES = 1 << 20  # of the findings of a rank, which take some kilobytes
-_SHOWN = 6  # ranks with something of their own, of one finding
+_MAX_BYTES = 1 << 20  # for one rank's findings, which take a few KiB
+_MAX_ODD_GROUPS = 6  # groups of ranks reported for one finding
 
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What one rank has found."""
+    """Findings of one rank and the scopes it probed."""
 
     rank: int
     host: str
     findings: tuple[Finding, ...]
-    looked_at: frozenset[tuple[str, str]]
-    """(subject, where) of the probes that it has carried out: each node's are left to its first rank."""
+    probed_scopes: frozenset[tuple[str, str]]
+    """(subject, scope) of its probes; scope "node" only on the first rank of each node."""
 
 
-def to_json(looked: RankFindings) -> str:
-    """Return `looked` as the text that `from_json` reads."""
-    return json.dumps(asdict(looked) | {"looked_at": sorted(looked.looked_at)})
+def serialize_findings(rank_findings: RankFindings) -> str:
+    """Return findings as JSON text for `parse_findings`."""
+    return json.dumps(asdict(rank_findings) | {"probed_scopes": sorted(rank_findings.probed_scopes)})
 
 
-def from_json(content: bytes, rank: int) -> RankFindings:
-    """Return the findings that `rank` has put into the store of the launcher. Raises ValueError for anything else.
+def parse_findings(content: bytes, rank: int) -> RankFindings:
+    """Return the findings that `rank` wrote to the launcher's store; raise ValueError for malformed content.
 
-    Anybody who reaches the store's port can write to it: size, types and what a terminal would not print are checked.
+    Anyone who reaches the store's port can write to it: size and types are checked, control characters are escaped.
     """
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"larger than {_MAX_BYTES:,} bytes")
     values = parse_json(content)
     try:
         findings = tuple(
             Finding(**{field.name: _text(row[field.name]) for field in fields(Finding)}) for row in values["findings"]
         )
-        looked_at = frozenset((_text(subject), _text(where)) for subject, where in values["looked_at"])
-        looked = RankFindings(rank, _text(values["host"]), findings, looked_at)
+        probed_scopes = frozenset((_text(subject), _text(scope)) for subject, scope in values["probed_scopes"])
+        rank_findings = RankFindings(rank, _text(values["host"]), findings, probed_scopes)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not the findings of a rank ({type(error).__name__}: {error})") from None
-    for level in (level for finding in findings for level in (finding.level, finding.alike)):
+    for level in (level for finding in findings for level in (finding.level, finding.mismatch_level)):
         if level not in LEVELS:
             raise ValueError(f"found the level {level[:20]!r}, expected one of {', '.join(LEVELS)}")
-    return looked
+    return rank_findings
 
 
 def _text(value: Any) -> str:
-    """Return a string with the characters that would steer a terminal spelled. Raises ValueError for anything else."""
+    """Return a string with its control characters escaped; raise ValueError for other types."""
     if not isinstance(value, str):
         raise ValueError(f"found {type(value).__name__}, expected a string")
-    return printable(value)
+    return escape_unprintable(value)
 
 
-def together(looked: Sequence[RankFindings]) -> list[Finding]:
-    """Return the findings of all, in the order of the first that has each; of one rank alone they stay as they are."""
-    found: dict[tuple[str, str], dict[int, Finding]] = {}
-    for each in looked:
+def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
+    """Return the findings of all ranks merged by name, with deviating ranks reported, in the order of first appearance."""
+    by_name: dict[tuple[str, str], dict[int, Finding]] = {}
+    for each in rank_findings:
         for finding in each.findings:
-            found.setdefault((finding.subject, finding.what), {})[each.rank] = finding
-    hosts = {each.rank: each.host for each in looked}
+            by_name.setdefault((finding.subject, finding.name), {})[each.rank] = finding
+    hosts = {each.rank: each.host for each in rank_findings}
     merged: list[Finding] = []
-    for (subject, what), by_rank in found.items():
+    for (subject, name), by_rank in by_name.items():
         first = next(iter(by_rank.values()))
-        compared = any(finding.alike != "ok" for finding in by_rank.values())
-        for each in looked if compared else ():
-            if (subject, first.where) in each.looked_at:
-                by_rank.setdefault(each.rank, Finding(what, "nothing", alike=first.alike, subject=subject, where=first.where))
-        merged += _merged(by_rank, hosts, compared)
+        must_match = any(finding.mismatch_level != "ok" for finding in by_rank.values())
+        for each in rank_findings if must_match else ():
+            if (subject, first.scope) in each.probed_scopes:
+                by_rank.setdefault(
+                    each.rank, Finding(name, "nothing", mismatch_level=first.mismatch_level, subject=subject, scope=first.scope)
+                )
+        merged += _merge_finding(by_rank, hosts, must_match)
     return merged
 
 
-def _merged(by_rank: dict[int, Finding], hosts: dict[int, str], compared: bool) -> list[Finding]:
-    """Return what all say; else, if they are `compared`, what most say and one finding of the others.
+def _merge_finding(by_rank: dict[int, Finding], hosts: dict[int, str], must_match: bool) -> list[Finding]:
+    """Merge the findings of one name by rank into a list of findings that names deviating ranks.
 
-    If they are not, the first if it is harmless, and with their ranks those that are not.
+    With `must_match`: the most common finding, and one for all deviating ranks. Without: the first rank's finding if it is ok,
+    and each note or problem with its ranks.
     """
-    alike: dict[tuple[str, str], list[int]] = {}
+    ranks_by_result: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(by_rank):
-        alike.setdefault((by_rank[rank].found, by_rank[rank].level), []).append(rank)
-    groups = [(by_rank[ranks[0]], ranks) for ranks in alike.values()]
-    usual, usual_ranks = max(groups, key=lambda group: len(group[1])) if compared else groups[0]  # of as many, the lowest rank's
+        ranks_by_result.setdefault((by_rank[rank].result, by_rank[rank].level), []).append(rank)
+    groups = [(by_rank[ranks[0]], ranks) for ranks in ranks_by_result.values()]
+    usual, usual_ranks = (
+        max(groups, key=lambda group: len(group[1])) if must_match else groups[0]
+    )  # a tie goes to the lowest rank
     odd = [(finding, ranks) for finding, ranks in groups if ranks != usual_ranks]
     if not odd:
         return [usual]
-    if not compared:
+    if not must_match:
         return [usual] * (usual.level == "ok") + [
-            replace(finding, what=f"{usual.what}, rank {format_ranks(ranks)}", found=f"{finding.found} ({hosts[ranks[0]]})")
-            for finding, ranks in [group for group in groups if group[0].level != "ok"][:_SHOWN]
+            replace(finding, name=f"{usual.name}, rank {format_ranks(ranks)}", result=f"{finding.result} ({hosts[ranks[0]]})")
+            for finding, ranks in [group for group in groups if group[0].level != "ok"][:_MAX_ODD_GROUPS]
         ]
     parts = [
-        f"{finding.found} on rank {format_ranks(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))})"
-        for finding, ranks in odd[:_SHOWN]
+        f"{finding.result} on rank {format_ranks(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))})"
+        for finding, ranks in odd[:_MAX_ODD_GROUPS]
     ]
-    parts += [f"{len(odd) - _SHOWN} others"] if len(odd) > _SHOWN else []
-    level = max([usual.alike, *(finding.level for finding, _ in odd)], key=LEVELS.index)
-    advice = next((finding.advice for finding, _ in odd if finding.advice), "ranks differ: give all nodes the same")
-    return [usual, Finding(f"{usual.what} elsewhere", "; ".join(parts), level, advice, subject=usual.subject)]
+    parts += [f"{len(odd) - _MAX_ODD_GROUPS} others"] if len(odd) > _MAX_ODD_GROUPS else []
+    level = max([usual.mismatch_level, *(finding.level for finding, _ in odd)], key=LEVELS.index)
+    advice = next((finding.advice for finding, _ in odd if finding.advice), "ranks differ: configure all nodes alike")
+    return [usual, Finding(f"{usual.name} elsewhere", "; ".join(parts), level, advice, subject=usual.subject)]
 
 
-def text(findings: Sequence[Finding], subjects: Sequence[str]) -> str:
-    """Return a paragraph for each of `subjects` that has findings, and at the end what is to be done, the worst last."""
+def format_report(findings: Sequence[Finding], subjects: Sequence[str]) -> str:
+    """Return findings as text: a paragraph for each subject, then the number of problems and each problem with its advice."""
     lines: list[str] = []
     for subject in subjects:
-        of_it = [line for finding in findings if finding.subject == subject for line in _lines(finding)]
-        lines += [subject, *of_it, ""] if of_it else []
+        subject_lines = [line for finding in findings if finding.subject == subject for line in _format_finding(finding)]
+        lines += [subject, *subject_lines, ""] if subject_lines else []
     problems = [finding for finding in findings if finding.level == "problem"]
     notes = sum(finding.level == "note" for finding in findings)
-    looked = f"{len(findings)} finding{'s' * (len(findings) != 1)}, {notes} note{'s' * (notes != 1)}"
-    lines.append(f"{len(problems) or 'no'} problem{'s' * (len(problems) > 1)}: {looked}")
+    summary = f"{len(findings)} finding{'s' * (len(findings) != 1)}, {notes} note{'s' * (notes != 1)}"
+    lines.append(f"{len(problems) or 'no'} problem{'s' * (len(problems) > 1)}: {summary}")
     for finding in problems:
-        lines += _wrapped(f"{finding.subject}, {finding.what}: {finding.found}", "  ", "    ")
-        lines += _wrapped(finding.advice, "    -> ", "       ")
+        lines += _wrap(f"{finding.subject}, {finding.name}: {finding.result}", "  ", "    ")
+        lines += _wrap(finding.advice, "    -> ", "       ")
     return "\n".join(lines)
 
 
-def _lines(finding: Finding) -> list[str]:
+def _format_finding(finding: Finding) -> list[str]:
+    """Return a finding as indented lines of at most `WIDTH` characters, with its advice below."""
     mark, beyond = f"  {finding.level:<{_MARK - 2}}", " " * (_MARK + _NAME)
-    first = f"{mark}{finding.what:<{_NAME}}" if len(finding.what) < _NAME else f"{mark}{finding.what}  "
-    return _wrapped(finding.found or "-", first, beyond) + _wrapped(finding.advice, f"{beyond}-> ", f"{beyond}   ")
+    first = f"{mark}{finding.name:<{_NAME}}" if len(finding.name) < _NAME else f"{mark}{finding.name}  "
+    return _wrap(finding.result or "-", first, beyond) + _wrap(finding.advice, f"{beyond}-> ", f"{beyond}   ")
 
 
-def _wrapped(words: str, first: str, rest: str) -> list[str]:
+def _wrap(words: str, first: str, rest: str) -> list[str]:
+    """Return `words` wrapped to `WIDTH`, with one indent for the first line and one for the rest."""
     return textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def as_json(looked: Sequence[RankFindings], findings: Sequence[Finding], about: dict[str, Any]) -> str:
-    """Return `about` the call, the findings of all ranks together, and those of each rank."""
+def format_json(rank_findings: Sequence[RankFindings], findings: Sequence[Finding], metadata: dict[str, Any]) -> str:
+    """Return JSON text with `metadata`, the merged findings and the findings of each rank."""
 
-    def rows(of: Sequence[Finding]) -> list[dict[str, str]]:
-        return [{name: getattr(each, name) for name in ("subject", "what", "level", "found", "advice")} for each in of]
+    def rows(findings: Sequence[Finding]) -> list[dict[str, str]]:
+        keys = {"subject": "subject", "what": "name", "level": "level", "found": "result", "advice": "advice"}
+        return [{key: getattr(finding, field) for key, field in keys.items()} for finding in findings]
 
     worst = max((finding.level for finding in findings), key=LEVELS.index, default="ok")
-    ranks = [{"rank": each.rank, "host": each.host, "findings": rows(each.findings)} for each in looked]
-    return json.dumps(about | {"worst": worst, "findings": rows(findings), "ranks": ranks}, indent=1) + "\n"
+    ranks = [{"rank": each.rank, "host": each.host, "findings": rows(each.findings)} for each in rank_findings]
+    return json.dumps(metadata | {"worst": worst, "findings": rows(findings), "ranks": ranks}, indent=1) + "\n"

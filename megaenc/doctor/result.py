@@ -1,105 +1,105 @@
-"""What probes are, what they are told and what they find."""
+"""Probes of the doctor, their context and their findings."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megaenc.dist_env import several_nodes
+from megaenc.dist_env import is_multi_node
 
 Level = Literal["ok", "note", "problem"]
 GIB, MIB = 2**30, 2**20
 LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
-"""From harmless to what will stop or spoil a run; a note is worth knowing and stops nothing."""
+"""Severities in increasing order: a note stops nothing, a problem stops or spoils a run."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One result of a probe, with its severity and advice."""
 
-    what: str
+    name: str
     """Unique within its subject."""
-    found: str
+    result: str
     level: Level = "ok"
     advice: str = ""
-    """What to do next, if anything."""
-    alike: Level = "ok"
-    """How bad it is if another rank has found something else."""
+    """Next step for the user, if any."""
+    mismatch_level: Level = "ok"
+    """Severity of a different result on another rank."""
     subject: str = ""
-    """That of its probe, as is the next."""
-    where: str = ""
-    """What is looked at once on a node is not missed on the node's other ranks."""
+    """Subject of the probe, one of `SUBJECTS`."""
+    scope: str = ""
+    """Scope of the probe: a finding of scope "node" is expected from one rank of each node."""
 
 
-def ok(what: str, found: str, alike: Level = "ok") -> Finding:
-    """Return a finding that asks for nothing."""
-    return Finding(what, found, alike=alike)
+def ok(name: str, result: str, mismatch_level: Level = "ok") -> Finding:
+    """Return a finding of level "ok"."""
+    return Finding(name, result, mismatch_level=mismatch_level)
 
 
-def note(what: str, found: str, advice: str, alike: Level = "ok") -> Finding:
-    """Return a finding that is worth knowing, if there is `advice`; else one that asks for nothing."""
-    return Finding(what, found, "note" if advice else "ok", advice, alike)
+def note(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> Finding:
+    """Return a finding of level "note", or of level "ok" if `advice` is empty."""
+    return Finding(name, result, "note" if advice else "ok", advice, mismatch_level)
 
 
-def problem(what: str, found: str, advice: str, alike: Level = "ok") -> Finding:
-    """Return a finding that stops or spoils a run."""
-    return Finding(what, found, "problem", advice, alike)
+def problem(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> Finding:
+    """Return a finding of level "problem"."""
+    return Finding(name, result, "problem", advice, mismatch_level)
 
 
-def problem_between_nodes(what: str, found: str, advice: str) -> Finding:
-    """Return a problem of a run on several nodes, a note on one, which does without what is wrong."""
-    return (problem if several_nodes() else note)(what, found, advice)
+def multi_node_problem(name: str, result: str, advice: str) -> Finding:
+    """Return a finding of level "problem" in a job on several nodes, of level "note" on one node."""
+    return (problem if is_multi_node() else note)(name, result, advice)
 
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """What each probe is told."""
+    """Arguments shared by all probes."""
 
     save: str = "."
-    """The folder of the run, which may not be there yet."""
-    seconds: float = 60.0
-    """How long it may wait for a program or another process."""
+    """Run directory, which may not exist yet."""
+    timeout: float = 60.0
+    """Seconds to wait for a program or another process."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Of the command, as it was given."""
+    """Environment of the command before megaenc changed it."""
     root: Path = Path("/")
-    """Where /sys, /proc and /dev are looked for."""
+    """Directory that contains /sys, /proc and /dev."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to look at, which may hang or die without the others.
+    """One isolated check, which may hang or crash without affecting the others.
 
-    `function`, "module:name", called with an Asked and `arguments`, returns findings, and probes to be carried out next.
+    `function`, "module:name", is called with a `ProbeContext` and `arguments`; it returns findings and probes to run next.
     """
 
     subject: str
     name: str
-    """What is being looked at, for the line of progress and where nothing comes of it."""
+    """Name in the progress line, and of the finding if the probe hangs or crashes."""
     function: str
-    where: Literal["rank", "node", "ranks"] = "rank"
-    """On each rank, on one rank of each node, or on all ranks together."""
+    scope: Literal["rank", "node", "ranks"] = "rank"
+    """Ranks that run it: each rank, one rank of each node, or all ranks together."""
     arguments: tuple[Any, ...] = ()
-    patience: float = 1.0
-    """How many times --timeout it has."""
+    timeout_factor: float = 1.0
+    """Time limit in multiples of --timeout."""
     advice: str = "a run would hang or die there too"
-    """What to do where it hangs or dies."""
+    """Advice if the probe hangs or crashes."""
 
 
 class ProbeAborted(Exception):
-    """A probe ended with a finding that leaves nothing for the like of it to go on from."""
+    """A probe that ended early with one finding, so that probes of the same scope cannot continue."""
 
     def __init__(self, finding: Finding):
-        super().__init__(finding.found)
+        super().__init__(finding.result)
         self.finding = finding
 
 
-def text_of(file: Path) -> str:
-    """Return what stands in a file of the kernel, without space around it; empty where it cannot be read."""
+def read_kernel_file(file: Path) -> str:
+    """Return the stripped text of a file under /proc or /sys, or an empty string if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
 
-def accelerated(asked: ProbeContext) -> bool:
-    """Return whether the machine has accelerators, without asking a driver."""
-    return any((asked.root / "dev").glob("nvidia[0-9]*")) or (asked.root / "dev/kfd").exists()
+def has_accelerators(context: ProbeContext) -> bool:
+    """Return whether the machine has NVIDIA or AMD device files, without calling a driver."""
+    return any((context.root / "dev").glob("nvidia[0-9]*")) or (context.root / "dev/kfd").exists()

@@ -1,7 +1,7 @@
-"""A process that carries probes out one by one, and is given up for a new one where a probe hangs, dies or finds a problem.
+"""A subprocess that runs probes one by one and is replaced after a probe that hangs, crashes or finds a problem.
 
-Probes import what may be broken, call drivers that may never answer and run kernels that may take a device with them; whoever
-waits for them imports none of it.
+Probes import modules that may be broken, call drivers that may hang and run kernels that may lose a device; the parent process
+does none of this.
 """
 
 import importlib
@@ -13,101 +13,105 @@ from typing import Any, Self
 
 from megaenc.doctor.result import Finding, Probe, ProbeAborted, ProbeContext, problem
 from megaenc.errors import InputError
-from megaenc.processes import Worker, WorkerEnded, python_environment
+from megaenc.processes import Worker, WorkerDied, python_environment
 
-_LAST = 4096  # bytes in which its last words are looked for
+_MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 
 
-class ProbeTimeout(Exception):
-    """A probe has hung or has taken its process with it; the message says which, and `late` whether more time might help."""
+class ProbeFailure(Exception):
+    """A probe that hung or whose process died; `is_timeout` if a larger --timeout might help."""
 
-    def __init__(self, why: str, late: bool = False):
-        super().__init__(why)
-        self.late = late
+    def __init__(self, reason: str, is_timeout: bool = False):
+        super().__init__(reason)
+        self.is_timeout = is_timeout
 
 
 class ProbeRunner:
-    """Carries out probes as `asked`, in a process below this one. Use as a context manager."""
+    """Context manager that runs probes in a subprocess and survives their hangs and crashes."""
 
-    def __init__(self, asked: ProbeContext):
-        self._asked = asked
+    def __init__(self, context: ProbeContext):
+        self._context = context
         self._worker: Worker | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._give_up()
+        self._kill()
 
-    def findings(self, probe: Probe) -> tuple[list[Finding | Probe], bool]:
-        """What comes of `probe`, and whether it came to its end; where it did not, a finding says so."""
+    def run(self, probe: Probe) -> tuple[list[Finding | Probe], bool]:
+        """Run `probe`; return its findings and follow-up probes, and whether it completed."""
         try:
-            found, ended = self.call(probe.function, *probe.arguments, seconds=probe.patience * self._asked.seconds)
-        except ProbeTimeout as error:
-            advice = f"{probe.advice}; --timeout gives a slow one longer" if error.late else probe.advice
+            results, is_complete = self.call(
+                probe.function, *probe.arguments, seconds=probe.timeout_factor * self._context.seconds
+            )
+        except ProbeFailure as error:
+            advice = f"{probe.advice}; --timeout gives a slow one longer" if error.is_timeout else probe.advice
             return [problem(probe.name, str(error), advice)], False
-        if not ended:
-            found = [replace(found[0], what=probe.name)]
-        wrong = any(isinstance(each, Finding) and each.level == "problem" for each in found)
-        if not ended or (wrong and probe.where != "ranks"):  # there the others go on with this process
-            self._give_up()  # which may be the worse for it: a module half imported, a device that is lost to it
-        return found, ended
+        if not is_complete:
+            results = [replace(results[0], name=probe.name)]
+        has_problem = any(isinstance(each, Finding) and each.level == "problem" for each in results)
+        if not is_complete or (has_problem and probe.scope != "ranks"):  # cross-rank probes share a process group
+            self._kill()  # the process may be damaged: a half-imported module, a lost device
+        return results, is_complete
 
     def call(self, function: str, *arguments: Any, seconds: float) -> tuple[Any, bool]:
-        """What `function`, "module:name", returns for Asked and `arguments`, and True; for an error a finding of it, and False.
+        """Call `function`, "module:name", in the subprocess; return its result and True, or the findings of an error and False.
 
-        NoAnswer after `seconds`.
+        Raises ProbeFailure after `seconds`, or if the subprocess dies.
         """
         if self._worker is None:
-            self._said = os.fdopen(os.memfd_create("megaenc-doctor"), "w+b")  # there may be no room on any disk
-            self._worker = Worker(_outcome, python_environment(self._asked.environment), self._said)
-        before = os.fstat(self._said.fileno()).st_size
+            self._output = os.fdopen(os.memfd_create("megaenc-doctor"), "w+b")  # every disk may be full
+            self._worker = Worker(_run_probe, python_environment(self._context.environment), self._output)
+        before = os.fstat(self._output.fileno()).st_size
         try:
-            self._worker.send((function, self._asked, arguments))
+            self._worker.send((function, self._context, arguments))
             [outcome] = self._worker.results(time.monotonic() + seconds)
             return outcome
         except TimeoutError:
-            why, late = f"no answer in {seconds:.3g} s", True
-        except WorkerEnded as error:
-            why, late = f"its process {error}", False
-        last = self._last_words(before)
-        self._give_up()
-        raise ProbeTimeout(why + last, late)
+            reason, is_timeout = f"no answer in {seconds:.3g} s", True
+        except WorkerDied as error:
+            reason, is_timeout = f"its process {error}", False
+        last_line = self._read_last_line(before)
+        self._kill()
+        raise ProbeFailure(reason + last_line, is_timeout)
 
-    def _give_up(self) -> None:
-        """Kill the process and all that it has started."""
+    def _kill(self) -> None:
+        """Kill the subprocess and its children."""
         if self._worker is not None:
             self._worker.kill()
-            self._said.close()
+            self._output.close()
             self._worker = None
 
-    def _last_words(self, before: int) -> str:
-        """What the process has printed last, beyond the first bytes, if anything."""
-        size = os.fstat(self._said.fileno()).st_size
-        start = max(before, size - _LAST)
-        lines = os.pread(self._said.fileno(), size - start, start).decode(errors="replace").strip().splitlines()
-        return f"; it said last: {lines[-1].strip()[:160]}" if lines else ""
+    def _read_last_line(self, before: int) -> str:
+        """Return the last line that the subprocess printed after byte `before`, as the end of an error message."""
+        size = os.fstat(self._output.fileno()).st_size
+        start = max(before, size - _MAX_TAIL_BYTES)
+        lines = os.pread(self._output.fileno(), size - start, start).decode(errors="replace").strip().splitlines()
+        return f"; its last output: {lines[-1].strip()[:160]}" if lines else ""
 
 
-def _outcome(call: tuple[str, ProbeContext, Sequence[Any]]) -> tuple[Any, bool]:
-    function, asked, arguments = call
+def _run_probe(call: tuple[str, ProbeContext, Sequence[Any]]) -> tuple[Any, bool]:
+    """Call a probe function in the subprocess; return its result and True, or the findings of an error and False."""
+    function, context, arguments = call
     module, name = function.split(":")
     try:
-        return getattr(importlib.import_module(module), name)(asked, *arguments), True
+        return getattr(importlib.import_module(module), name)(context, *arguments), True
     except ProbeAborted as error:
         return [error.finding], False
-    except Exception as error:  # whatever a broken machine may raise
-        return [problem(name, complaint(error), _advice(error))], False
+    except Exception as error:  # a broken machine may raise anything
+        return [problem(name, format_exception(error), _exception_advice(error))], False
 
 
-def complaint(error: BaseException) -> str:
-    """An exception in one line."""
-    said = " ".join(str(error).split())[:300]
-    return said if isinstance(error, InputError) and said else f"{type(error).__name__}: {said}".rstrip(": ")
+def format_exception(error: BaseException) -> str:
+    """Return an exception as one line; an InputError without its class name."""
+    message = " ".join(str(error).split())[:300]
+    return message if isinstance(error, InputError) and message else f"{type(error).__name__}: {message}".rstrip(": ")
 
 
-def _advice(error: Exception) -> str:
+def _exception_advice(error: Exception) -> str:
+    """Return advice for an exception that a probe raised."""
     if isinstance(error, ImportError):
         missing = (error.name or "").partition(".")[0]
-        return f"install {missing or 'what is missing'} anew; the versions above say what is there"
-    return "docs/doctor.md says what this probe does; report it with this output"
+        return f"reinstall {missing or 'the missing package'}; the installed versions are listed above"
+    return "docs/doctor.md describes this probe; report it with this output"

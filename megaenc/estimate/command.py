@@ -14,15 +14,15 @@ from pathlib import Path
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
-from megaenc.console import quiet, rich_console
-from megaenc.errors import InputError, one_line_errors
+from megaenc.console import silence_libraries, build_rich_console
+from megaenc.errors import InputError, handle_command_errors
 from megaenc.estimate.hardware import GIB, USABLE, Rates, between, inside, machine
 from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, phases
 from megaenc.estimate.length_model import LengthModel, documents, vocabulary
 from megaenc.estimate.report import EstimateReport
 from megaenc.estimate.total import Workload, best_layout, estimate
-from megaenc.output_paths import check_output_file, make_parent
-from megaenc.training.config import PretrainConfig, has_bf16, over_defaults
+from megaenc.output_paths import check_output_file, create_parent_dir
+from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
 
 # Vocabularies of the presets where neither a corpus nor --vocab-size says: that of the small preset's measurements, the demo
 # tokenizer's, and for the study's sizes Llama 3's.
@@ -64,18 +64,18 @@ class EstimateConfig:
     pretrain: PretrainConfig = field(default_factory=lambda: PretrainConfig(bf16=True))
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc estimate`."""
-    quiet()
+    silence_libraries()
     settings = read(sys.argv[1:] if argv is None else argv, "megaenc estimate")
     if settings.output:
         check_output_file(Path(settings.output), "--output")
     report = make_report(settings)
-    console = rich_console(width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
+    console = build_rich_console(width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
     report.show(console, explain=settings.explain)
     if settings.output:
-        make_parent(Path(settings.output), "--output")
+        create_parent_dir(Path(settings.output), "--output")
         atomic_write(Path(settings.output), json.dumps(report.as_json(), indent=2) + "\n")
 
 
@@ -83,7 +83,7 @@ def read(argv: Sequence[str], prog: str) -> EstimateConfig:
     """Return the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
     # Accelerators of the table have bf16; of this machine only itself can tell, with torch.
     base = EstimateConfig(pretrain=PretrainConfig(bf16="--calibrate" not in argv or has_bf16()))
-    default = replace(base, pretrain=over_defaults(argv, prog, base.pretrain))
+    default = replace(base, pretrain=merge_defaults(argv, prog, base.pretrain))
     settings = flags.parse(EstimateConfig, argv, prog=prog, description=__doc__, default=default)
     layout = HypotheticalLayout(**flags.flatten(settings.pretrain.layout))
     settings = replace(settings, pretrain=replace(settings.pretrain, layout=layout))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megaenc.errors import InputError, closest
+from megaenc.errors import InputError, closest_match
 
 GIB = 2**30
 
@@ -147,7 +147,7 @@ def machine(name: str) -> Rates:
     """Return the machine called `name`, in any case. InputError lists the known ones."""
     found = TABLE.get(name.lower())
     if found is None:
-        near = closest(name.lower(), TABLE)
+        near = closest_match(name.lower(), TABLE)
         hint = f"did you mean {near}?" if near else f"expected one of {', '.join(TABLE)}"
         raise InputError(f"--gpu: unknown machine {name!r}, {hint}")
     return found

@@ -19,10 +19,10 @@ from megaenc.training.config import PretrainConfig
 class HypotheticalLayout(ParallelConfig):
     """A layout for a machine that need not be this one; nothing of megatron-core or torch is imported to read it."""
 
-    def split(self, num_layers: int) -> tuple[int, ...]:
+    def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
         text, stages = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
         if not text or stages == 1 or self.num_layers_per_virtual_pipeline_stage:
-            return super().split(num_layers)
+            return super().layers_per_chunk(num_layers)
         return read_split(text, num_layers, stages)
 
     def _check_overlap(self) -> None:
@@ -95,7 +95,7 @@ class LayoutCase:
     @classmethod
     def of(cls, settings: PretrainConfig, vocab_size: int, gpus: int) -> "LayoutCase":
         """Return what `settings` ask for."""
-        split, batches = settings.layout.split(settings.shape.num_layers), (settings.micro_batch_size, settings.global_batch_size)
+        split, batches = settings.layout.layers_per_chunk(settings.shape.num_layers), (settings.micro_batch_size, settings.global_batch_size)
         return cls(settings.shape, vocab_size, settings.layout, split, gpus, *batches, settings.data.seq_length, settings.bf16)
 
     @property
@@ -156,7 +156,7 @@ class LayoutCase:
     @property
     def layer_parameters(self) -> int:
         """Of a layer, on each of its ranks."""
-        shape, widths = self.shape, self.shape.linear_widths(self.tensor)
+        shape, widths = self.shape, self.shape.linear_shapes(self.tensor)
         norms = 2 * shape.hidden_size + shape.qk_layernorm * 2 * shape.head_dim
         return sum(map(math.prod, widths.values())) + shape.add_qkv_bias * widths["linear_qkv"][0] + norms
 
@@ -194,7 +194,7 @@ class ObjectiveWork:
 
     def body_flops(self, shape: ModelConfig) -> float:
         """Return those of the layers' matrix products, forward and backward."""
-        return float(shape.body_flops_per_token() * self.tokens)
+        return float(shape.layer_flops_per_token() * self.tokens)
 
     def attention_flops(self, shape: ModelConfig) -> float:
         """Return those of the layers' attention, forward and backward: 6 (s^2 + p^2) q a layer."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.data.indexed.corpus import check_contents, check_index
+from megaenc.data.indexed.corpus import check_index_arrays, check_index
 from megaenc.data.indexed.indexed_dataset import IndexArrays
-from megaenc.data.indexed.metadata import read_sidecar, sidecar_path
+from megaenc.data.indexed.metadata import read_corpus_metadata, metadata_path
 from megaenc.data.packing.blended_dataset import parse_data_path
-from megaenc.data.packing.packed_dataset import check_two_chunks, mean_squares_of_chunks
-from megaenc.data.packing.sentence_packing import check_sentences
+from megaenc.data.packing.packed_dataset import check_two_chunks_fit, mean_squared_chunk_lengths
+from megaenc.data.packing.sentence_packing import check_has_sentences
 from megaenc.errors import InputError
 from megaenc.training.config_groups import DataConfig
 
@@ -42,8 +42,8 @@ def documents(data: DataConfig, given: tuple[int, ...]) -> LengthModel:
         if not 1 <= length <= _LONGEST:
             raise InputError(f"--document-tokens: found {str(length)[:40]}, expected lengths of 1 to {_LONGEST:,} tokens")
     if data.packing == "random-length":
-        check_two_chunks(data.seq_length)
-        return LengthModel(mean_squares_of_chunks(data.seq_length), 2.0, 0.0, "two chunks a pack, cut at random")
+        check_two_chunks_fit(data.seq_length)
+        return LengthModel(mean_squared_chunk_lengths(data.seq_length), 2.0, 0.0, "two chunks a pack, cut at random")
     if given:
         lengths = np.array(given, dtype=np.int64)
         text = f"{len(given)} lengths given" if len(given) > 1 else "one length given"
@@ -62,7 +62,7 @@ def documents(data: DataConfig, given: tuple[int, ...]) -> LengthModel:
 def vocabulary(data: DataConfig) -> int | None:
     """Return the ids of the tokenizer that made the corpora, as their .json says; None where they are not on this disk."""
     prefixes = [prefix for _, prefix in parse_data_path(data.data_path)] if data.data_path else []
-    sizes = [read_sidecar(prefix).vocab_size for prefix in prefixes if os.path.isfile(sidecar_path(prefix))]
+    sizes = [read_corpus_metadata(prefix).vocab_size for prefix in prefixes if os.path.isfile(metadata_path(prefix))]
     return max(sizes, default=None)
 
 
@@ -70,12 +70,12 @@ def _of_corpus(prefix: str, data: DataConfig) -> tuple[int, LengthModel]:
     """Return the tokens of a corpus, and how its documents lie in packs."""
     token_type = check_index(prefix)
     index = IndexArrays.map(f"{prefix}.idx")
-    check_contents(prefix, index, token_type)
+    check_index_arrays(prefix, index, token_type)
     ends = np.concatenate([[0], np.cumsum(index.lengths[:], dtype=np.int64)])
     lengths = np.diff(ends[index.documents[:]])
-    sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
+    sidecar = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
     if data.packing == "sentences":
-        check_sentences(prefix, sidecar, sequences=len(index.lengths), documents=len(lengths))
+        check_has_sentences(prefix, sidecar, sequences=len(index.lengths), documents=len(lengths))
     lengths = lengths[lengths > 0]
     ended = 1.0 if sidecar is None or sidecar.append_eod else 0.0
     source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"

@@ -94,7 +94,7 @@ def kept_bytes(case: LayoutCase, stage: PipelineStage, host: bool) -> tuple[floa
     listed = ", ".join(f"{name} {value / case.row:,.0f}" for name, value in parts.items())
     per_token = f"{whole / case.row:,.0f} bytes a token and layer ({listed})"
     if layout.recompute_granularity == "full":
-        method, number = layout.recomputed
+        method, number = layout.full_recompute
         if method == "uniform":
             units = -(-stage.layers // number)
             return entering * units, f"{entering / case.row:,.0f} bytes a token and {number} layers recomputed"
@@ -116,7 +116,7 @@ def _on_top(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: b
     layer = case.row * w * (4 * shape.ffn_hidden_size + shape.query_size) / case.tensor + 2 * case.row_bytes
     what = "gradients of one layer, about w S (4 F + q) / t + 2 w S H"
     if layout.recompute_granularity == "full":
-        layer += (layout.recomputed[1] if layout.recomputed[0] == "uniform" else 1) * sum(parts.values())
+        layer += (layout.full_recompute[1] if layout.full_recompute[0] == "uniform" else 1) * sum(parts.values())
         what += " and the layers computed again"
     elif "mlp" in layout.recompute_modules:
         layer += parts["mlp"]

@@ -25,8 +25,8 @@ from torch.distributed.elastic.utils.store import barrier
 from torch.utils.benchmark import Timer
 
 from megaenc.backend import Backend, ParallelConfig, destroy_distributed, init_distributed, prepare_megatron
-from megaenc.backend.device import detect
-from megaenc.console import print_rank_0, quiet
+from megaenc.backend.device import detect_backend
+from megaenc.console import print_rank_0, silence_libraries
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, RandomLengthPackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -37,9 +37,9 @@ from megaenc.estimate.memory import kept_bytes, stage_memory
 from megaenc.estimate.step_time import ends_bytes_moved, layer_bytes_moved, update_bytes_moved
 from megaenc.estimate.total import Workload
 from megaenc.objectives import Attention, Schedule
-from megaenc.processes import Workers, highest_resident, usable_cores
+from megaenc.processes import ProcessPool, peak_resident_bytes, usable_core_count
 from megaenc.training.config import PretrainConfig
-from megaenc.training.lr_schedule import LearningRate
+from megaenc.training.lr_schedule import WSDSchedule
 
 _LEAST = 0.05  # of what was measured beside it, where times that vary leave nothing for a part of a step
 DEPTHS = (1, 4)
@@ -72,8 +72,8 @@ def calibrate(
 
     `known`: the machine of --gpu, whose links between nodes count where the run has more than one.
     """
-    host = detect().is_host
-    devices = min(case.gpus, usable_cores() if host else torch.cuda.device_count())
+    host = detect_backend().is_cpu
+    devices = min(case.gpus, usable_core_count() if host else torch.cuda.device_count())
     if devices == 1 < case.gpus and known is None:
         raise InputError(
             f"--calibrate: found one device here, which cannot say how {case.gpus} are connected; "
@@ -81,7 +81,7 @@ def calibrate(
         )
     share, objectives = share_of(settings, case), tuple(dict.fromkeys(work.objective for work in demand.works))
     print_rank_0(f"measuring this machine, {devices} process{'es' if devices > 1 else ''} at once (about a minute)")
-    with tempfile.TemporaryDirectory() as folder, Workers(measure, devices) as workers:
+    with tempfile.TemporaryDirectory() as folder, ProcessPool(measure, devices) as workers:
         jobs = [MicrobenchJob(rank, devices, folder, share, objectives, docs.lengths, seconds) for rank in range(devices)]
         each = list(workers.map(jobs))
     found = {name: mean(one[name] for one in each) for name in each[0]}
@@ -181,7 +181,7 @@ def rates_from(
 
 def measure(job: MicrobenchJob) -> dict[str, float]:
     """Measure all of it, in this process, at the same time as the others."""
-    quiet()
+    silence_libraries()
     os.environ |= {"LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(job.ranks)}
     prepare_megatron()
     backend = init_distributed(ParallelConfig(), 1)
@@ -200,7 +200,7 @@ def measure(job: MicrobenchJob) -> dict[str, float]:
 
     dtype = torch.bfloat16 if job.settings.bf16 else torch.float32
     case = LayoutCase.of(job.settings, job.settings.shape.vocab_size, 1)
-    weights = list(case.shape.linear_widths(1).values())
+    weights = list(case.shape.linear_shapes(1).values())
     _products(backend, dtype, 256, [(256, 256)], 0.1)  # libraries set themselves up
     found = {"base": _taken(backend)}
     meet()
@@ -226,7 +226,7 @@ def _timed(backend: Backend, call: Callable[[], Any]) -> float:
     """Return the seconds of one `call`, until the device is done with it."""
     clock = time.perf_counter()
     call()
-    if not backend.is_host:
+    if not backend.is_cpu:
         torch.cuda.synchronize(backend.device)
     return time.perf_counter() - clock
 
@@ -258,23 +258,23 @@ def _steps(backend: Backend, job: MicrobenchJob, depth: int, meet: Callable[[], 
     drawn, lengths = np.random.default_rng(0), job.lengths or (length,)
     documents = SimpleNamespace(  # of random tokens; see megaenc.data.packing.token_stream.DocumentSource
         document_lengths=drawn.choice(lengths, max(8, _TOKENS // max(1, int(np.mean(lengths))))),
-        joined=lambda _, starts, stops: drawn.integers(2, size, int((stops - starts).sum())),
+        read_spans=lambda _, starts, stops: drawn.integers(2, size, int((stops - starts).sum())),
     )
     packs = cut(documents, np.arange(len(documents.document_lengths)), length, settings.seed)
     schedules = [Schedule.build(f"{text}:1.0", total, vocabulary, settings.seed) for text in job.objectives]
-    rate, data = LearningRate(1e-6, 0, 1, total), SimpleNamespace(train=packs, held_out=None)
+    rate, data = WSDSchedule(1e-6, 0, 1, total), SimpleNamespace(train=packs, held_out=None)
     engine = Engine(Plan(settings, vocabulary, None, data, schedules[0], rate), backend)
-    predicted = engine.update(1).result.predicted
+    predicted = engine.train_step(1).result.predicted
     parts, whole = [], []
     meet()
     while len(whole) < 3 or (sum(whole) < 2 * job.seconds and len(whole) < 50):
-        whole.append(_timed(backend, lambda: engine.update(len(whole) + 2)))
-        parts.append(engine.watch.seconds())
+        whole.append(_timed(backend, lambda: engine.train_step(len(whole) + 2)))
+        parts.append(engine.step_timers.seconds())
     found = {
         f"data {depth}": median(part[DATA] for part in parts) / MICRO_BATCHES,
         f"forward and backward {depth}": median(part[FORWARD_BACKWARD] for part in parts) / MICRO_BATCHES,
         f"whole {depth}": median(whole),
-        f"taken {depth}": highest_resident() if backend.is_host else torch.cuda.max_memory_reserved(backend.device),
+        f"taken {depth}": peak_resident_bytes() if backend.is_cpu else torch.cuda.max_memory_reserved(backend.device),
         "predicted": predicted / MICRO_BATCHES,
     }
     for schedule in schedules if depth == DEPTHS[-1] else ():
@@ -285,15 +285,15 @@ def _steps(backend: Backend, job: MicrobenchJob, depth: int, meet: Callable[[], 
 
 def _attention(backend: Backend, engine: Any, schedule: Schedule, packs: ConcatPackedDataset, seconds: float) -> dict[str, float]:
     """Return the FLOP/s, as training counts them, of attention over a row of packs, forward and backward."""
-    from megaenc.model.layer_spec import PackedAttention, transformer_config
-    from megaenc.training.attention_select import choose_attention
-    from megaenc.training.micro_batches import micro_batch
+    from megaenc.model.layer_spec import PackedAttention, build_transformer_config
+    from megaenc.training.attention_select import select_attention
+    from megaenc.training.micro_batches import build_micro_batch
 
     settings, dtype, objective, device = engine.plan.settings, engine.plan.dtype, schedule.objective(1), backend.device
     shape, layout, rows = settings.shape, ParallelConfig(), settings.micro_batch_size * settings.data.seq_length
-    chosen = choose_attention(settings.kernels.attention_backend, shape, layout, dtype, {objective.attention}, backend)
-    core = PackedAttention(transformer_config(shape, layout, dtype), 1, None, "self", backend=chosen)
-    packing = micro_batch(packs, range(settings.micro_batch_size), objective, 1, device).packing
+    chosen = select_attention(settings.kernels.attention_backend, shape, layout, dtype, {objective.attention}, backend)
+    core = PackedAttention(build_transformer_config(shape, layout, dtype), 1, None, "self", backend=chosen)
+    packing = build_micro_batch(packs, range(settings.micro_batch_size), objective, 1, device).packing
     heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
     q, k, v = (torch.randn(rows, 1, n, width, dtype=dtype, device=device, requires_grad=True) for n in (heads, groups, groups))
     gradient = torch.randn(rows, 1, heads * width, dtype=dtype, device=device)
@@ -310,7 +310,7 @@ def _attention(backend: Backend, engine: Any, schedule: Schedule, packs: ConcatP
 
 def _taken(backend: Backend) -> float:
     """Return the bytes of this process before it has a model: resident, or of the device's memory."""
-    if backend.is_host:
+    if backend.is_cpu:
         return psutil.Process().memory_info().rss
     free, total = torch.cuda.mem_get_info(backend.device)
     return total - free - torch.cuda.memory_reserved(backend.device) + torch.cuda.memory_allocated(backend.device)

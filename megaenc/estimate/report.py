@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaenc import __version__
-from megaenc.console import clock, number
+from megaenc.console import format_duration, format_number
 from megaenc.estimate.hardware import GIB, Rates
 from megaenc.estimate.layout_case import CostTerm, LayoutCase
 from megaenc.estimate.length_model import LengthModel
@@ -81,7 +81,7 @@ class EstimateReport:
 
         phases, validation = self.own.phases, self.own.validation
         rows = [
-            (phase.text, f"{phase.first:,} to {phase.last:,}", number(phase.tokens), f"{phase.flops:.3g}", *taken(phase.seconds))
+            (phase.text, f"{phase.first:,} to {phase.last:,}", format_number(phase.tokens), f"{phase.flops:.3g}", *taken(phase.seconds))
             for phase in phases[:_SHOWN_PHASES]
         ]
         rows += [(f"... {len(phases) - _SHOWN_PHASES:,} more phases",)] if len(phases) > _SHOWN_PHASES else []
@@ -118,7 +118,7 @@ class EstimateReport:
             "megaenc": __version__,
             "date": datetime.date.today().isoformat(),
             "model": self.model,
-            "parameters": self.own.case.shape.parameters(self.own.case.vocab_size),
+            "parameters": self.own.case.shape.parameter_count(self.own.case.vocab_size),
             "vocabulary": self.own.case.vocab_size,
             "documents": dataclasses.asdict(self.documents) | {"lengths": None},
             "machine": dataclasses.asdict(self.rates),
@@ -189,4 +189,4 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
 
 
 def _clock(seconds: float) -> str:
-    return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else clock(seconds)
+    return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else format_duration(seconds)

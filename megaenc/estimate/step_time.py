@@ -111,7 +111,7 @@ def _recomputed(case: LayoutCase, stage: PipelineStage, gemm: float, core: float
     """Return the seconds of the forward passes that recomputation repeats: a third of the products, two sevenths of attention."""
     layout, shape = case.layout, case.shape
     if layout.recompute_granularity == "full":
-        method, number = layout.recomputed
+        method, number = layout.full_recompute
         share = 1.0 if method == "uniform" else min(1.0, number * case.turns / max(stage.layers, 1))
         return share * (gemm / 3 + core * 2 / 7 + rest / 3)
     modules = layout.recompute_modules or ("core_attn",) if layout.recompute_granularity else ()

@@ -148,7 +148,7 @@ def _layouts(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> Iterator[La
                     overlap_grad_reduce=overlap,
                     overlap_param_gather=overlap,
                 )
-                even = replace(case, layout=layout, split=layout.split(case.shape.num_layers), micro_batch_size=micro_batch)
+                even = replace(case, layout=layout, split=layout.layers_per_chunk(case.shape.num_layers), micro_batch_size=micro_batch)
                 yield even
                 yield replace(even, layout=replace(layout, use_distributed_optimizer=False, overlap_param_gather=False))
                 if stages > 1 and (split := balanced(even, work, rates)) != even.split:

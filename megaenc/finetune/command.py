@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm
-from megaenc.console import ProgressLine, print_rank_0, quiet
-from megaenc.errors import InputError, one_line_errors
-from megaenc.finetune.config import FinetuneConfig, check_least
+from megaenc.atomic_io import exit_on_sigterm
+from megaenc.console import ProgressLine, print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.finetune.config import FinetuneConfig, check_minimums
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import DataUnavailable, TaskFamily
-from megaenc.finetune.grid.jobs import CACHE, check_rate, lock, make_jobs, remaining
-from megaenc.finetune.grid.progress import share
+from megaenc.finetune.grid.jobs import TOKENIZED_CACHE, build_jobs, check_learning_rate, select_remaining_work, try_lock_run
+from megaenc.finetune.grid.progress import estimate_completion
 from megaenc.finetune.results import files as result_files
-from megaenc.output_paths import check_parent, remove_new_parents_on_error
+from megaenc.output_paths import check_parent_writable, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
-_WITHOUT_A_MODEL = {
+_BASELINE_DESCRIPTIONS = {
     TaskFamily.SC: "majority class",
     TaskFamily.TC: "most frequent tag of each word",
     TaskFamily.QA: "never answering",
@@ -50,51 +50,56 @@ class FinetuneRunConfig:
     protocol: FinetuneConfig = field(default_factory=FinetuneConfig)
 
 
-@one_line_errors
+@handle_command_errors
 def run_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune run`; ends with exit code 1 if the run failed."""
-    quiet()
+    silence_libraries()
     settings = flags.parse_with_config(FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__)
     for name in ("model", "dataset"):
         if not getattr(settings, name):
             raise InputError(f"--{name}: missing; see megaenc finetune run --help")
     settings.protocol.check()
     check_process_count("--threads", settings.protocol.threads)
-    check_rate("--learning-rate", settings.learning_rate)
-    check_least(settings, seed=0)
+    check_learning_rate("--learning-rate", settings.learning_rate)
+    check_minimums(settings, seed=0)
     if settings.seed >= 2**63:
         raise InputError(f"--seed: found {settings.seed}, expected less than 2**63")
     output = Path(settings.output)
-    check_parent(output / "model", "--output")
-    from megaenc.finetune.datasets.registry import find
+    check_parent_writable(output / "model", "--output")
+    from megaenc.finetune.datasets.registry import find_dataset
 
     one = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
-    [job] = make_jobs(*one, settings.output, settings.protocol, settings.data, find)
-    folder = result_files.folder(job, job.evaluate_on[0].name)
-    todo, _ = remaining(job, again=settings.retry_failed)
+    [job] = build_jobs(*one, settings.output, settings.protocol, settings.data, find_dataset)
+    folder = result_files.job_folder(job, job.evaluate_on[0].name)
+    todo, _ = select_remaining_work(job, retry_failed=settings.retry_failed)
     if todo is not None:
-        with stopped_by_sigterm(), _removed_if_refused(output, todo.model.name), lock(todo) as mine:
+        with exit_on_sigterm(), _clean_up_on_input_error(output, todo.model.name), try_lock_run(todo) as mine:
             if not mine:
                 raise InputError(f"{folder}: another process is at this run; wait for it")
-            result_files.sweep(todo)
+            result_files.remove_partial_files(todo)
             print_rank_0(f"{todo.name}: imports torch and transformers")
-            from megaenc.finetune.train import run
+            from megaenc.finetune.train import train_and_evaluate
 
             with ProgressLine("loading", total=1.0) as line:
                 try:
-                    run(todo, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
+                    train_and_evaluate(
+                        todo,
+                        lambda progress: line.update(
+                            estimate_completion(progress), description=progress.stage, **progress.fields
+                        ),
+                    )
                 except DataUnavailable as error:  # a grid tries such a run again
                     raise InputError(str(error)) from None
-    _show(folder, job.family, before=todo is None)
+    _print_scores(folder, job.family, before=todo is None)
 
 
 @contextlib.contextmanager
-def _removed_if_refused(output: Path, model: str) -> Iterator[None]:
+def _clean_up_on_input_error(output: Path, model: str) -> Iterator[None]:
     """If the block raises InputError, remove tokenised data that were added to `output`, and new folders that are empty.
 
     Results that other processes write to `output` meanwhile stay; tokenised data that they need they make again.
     """
-    cache = output / CACHE
+    cache = output / TOKENIZED_CACHE
     before = {*cache.glob("*.npz")}
     with remove_new_parents_on_error(cache / "data", output / model / ".locks" / "run"):
         try:
@@ -105,9 +110,9 @@ def _removed_if_refused(output: Path, model: str) -> Iterator[None]:
             raise
 
 
-def _show(folder: Path, family: TaskFamily, *, before: bool) -> None:
+def _print_scores(folder: Path, family: TaskFamily, *, before: bool) -> None:
     """Print the scores next to the trivial ones, or why there are none."""
-    found = result_files.read(folder)
+    found = result_files.read_result(folder)
     if found.failure is not None:
         print_rank_0(
             f"failed{' before' * before}: {found.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate"
@@ -117,4 +122,4 @@ def _show(folder: Path, family: TaskFamily, *, before: bool) -> None:
         values = {"score": split.score, **split.metrics}
         listed = ", ".join(f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items())
         print_rank_0(f"{name}: {listed}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
-    print_rank_0(f"in brackets: {_WITHOUT_A_MODEL[family]}; {'finished before, ' * before}{folder / result_files.RESULTS}")
+    print_rank_0(f"in brackets: {_BASELINE_DESCRIPTIONS[family]}; {'finished before, ' * before}{folder / result_files.RESULTS}")

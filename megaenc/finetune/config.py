@@ -61,16 +61,18 @@ class FinetuneConfig:
                 raise InputError(f"{flag}: found {value}, expected more than 0")
             if name in ("warmup", "adam_beta1", "adam_beta2") and not 0 <= value < 1:
                 raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
-        check_least(self, batch_size=1, max_steps=1, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0, max_length=0)
+        check_minimums(
+            self, batch_size=1, max_steps=1, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0, max_length=0
+        )
 
 
-def check_least(settings: Any, **least: int) -> None:
+def check_minimums(settings: Any, **least: int) -> None:
     """Raise InputError for a flag of `settings` that is less than its lower bound in `least`, or NaN."""
     for name, bound in least.items():
         if not (value := getattr(settings, name)) >= bound:
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")
 
 
-def rate_name(rate: float) -> str:
+def format_learning_rate(rate: float) -> str:
     """Return a learning rate as result folders have it: 2e-05, 5e-04, 1.5e-05; no two rates share a name."""
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)

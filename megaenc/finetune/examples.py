@@ -109,32 +109,32 @@ class Dataset:
     """sha256 in hex of the files, or of Hub id, config, revision and rules."""
     train_fingerprint: str
     """The fingerprint of `train_on`."""
-    load: Callable[[SplitName], Examples] = field(repr=False, compare=False)
+    read_split: Callable[[SplitName], Examples] = field(repr=False, compare=False)
     """Reads a split; `split` is for callers."""
 
-    def split(self, name: SplitName) -> Examples:
+    def load_split(self, name: SplitName) -> Examples:
         """Return the examples of a split; of retrieval, `train` is a list of Pair and the others are a Retrieval.
 
         Raises InputError for a split that is missing or empty, and for one with a bad row.
         """
-        examples = self.load(name)
+        examples = self.read_split(name)
         if not (examples.relevant if isinstance(examples, RetrievalExamples) else examples):
             raise InputError(f"{self.name}: the {name} split is empty, expected at least one example")
         return examples
 
 
-def digest(content: Any) -> str:
+def hash_json(content: Any) -> str:
     """Return sha256 in hex of a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @functools.cache
-def say_once(text: str) -> None:
+def print_once(text: str) -> None:
     """Print one line, once in a process."""
     print_rank_0(text)
 
 
-def validation_share(count: int) -> tuple[np.ndarray, np.ndarray]:
+def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return int64 (rows to train on, rows to validate on) of `count`: the study's rule where a data set has too few splits.
 
     They are those of `datasets`' train_test_split(train_size=0.95, seed=42), in its order.
@@ -144,19 +144,19 @@ def validation_share(count: int) -> tuple[np.ndarray, np.ndarray]:
     return order[held_out:], order[:held_out]
 
 
-def too_few(count: int, what: str, file: str) -> str:
+def format_too_few_error(count: int, what: str, file: str) -> str:
     """Word the error of a split that is too small to give part of it away."""
     return f"found {count}, too few {what} to validate on part of them, expected 2 at least or a file {file}"
 
 
-def validation_half(query_ids: list[str]) -> set[str]:
+def choose_validation_queries(query_ids: list[str]) -> set[str]:
     """Return half of the queries, to validate on where only test queries are judged: the study's rule for NQ, with our seed."""
     ordered = sorted(query_ids)
     order = np.random.default_rng(_VALIDATION_SEED).permutation(len(ordered))
     return {ordered[at] for at in order[: round(len(ordered) / 2)]}
 
 
-def examples_digest(examples: Examples) -> str:
+def hash_examples(examples: Examples) -> str:
     """Return sha256 in hex of all that examples hold."""
     whole = hashlib.sha256()
     parts = (examples.queries, examples.documents, examples.relevant) if isinstance(examples, RetrievalExamples) else (examples,)

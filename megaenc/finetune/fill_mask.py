@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaenc import flags
-from megaenc.console import print_rank_0, quiet, rich_console
+from megaenc.console import build_rich_console, print_rank_0, silence_libraries
 from megaenc.counter_rng import SampleRandomness, permutation
-from megaenc.errors import InputError, one_line_errors
-from megaenc.finetune.config import check_least
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.finetune.config import check_minimums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -41,9 +41,9 @@ class FillMaskConfig:
 class MaskScore:
     """How often the most likely guess was right."""
 
-    predicted: int
+    token_count: int
     accuracy: float
-    most_frequent: float
+    most_frequent_accuracy: float
     """The accuracy of always guessing the token that is most frequent among the hidden ones."""
 
 
@@ -56,7 +56,7 @@ class MaskedSentence:
     after: str
 
 
-def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
+def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
     """Load the model, in float32 on this machine's device, and its tokenizer. Raises InputError if the folder holds none.
 
     A decoder that reads both ways (`is_causal: false` in config.json) counts as a masked language model. Logits that stand before
@@ -65,9 +65,9 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
-    from megaenc.backend.device import detect
+    from megaenc.backend.device import detect_backend
     from megaenc.convert.hf_checkpoint import HFCheckpoint
-    from megaenc.convert.hf_model import config_of, load_model
+    from megaenc.convert.hf_model import load_hf_config, load_model
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
     disable_progress_bar()
@@ -75,7 +75,7 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
     tokenizer = load_tokenizer(folder)
     if tokenizer.mask_token_id is None:
         raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
-    config = config_of(hf)
+    config = load_hf_config(hf)
     decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
     if decoder and getattr(config, "is_causal", True):
         raise InputError(f"--model {folder}: {config.architectures[0]} reads causally; expected a masked language model")
@@ -93,10 +93,10 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
 
     if shift:
         model.register_forward_hook(move)
-    return model.eval().to(detect().device), tokenizer
+    return model.eval().to(detect_backend().device), tokenizer
 
 
-def score(
+def compute_mask_score(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int
 ) -> MaskScore:
     """Hide tokens as `mlm(mask=...)` does in training, in the first `limit` tokens of `texts`, and count the right guesses.
@@ -108,14 +108,14 @@ def score(
     from torch.nn.utils.rnn import pad_sequence
 
     from megaenc.data.packing.packed_dataset import Pack
-    from megaenc.data.tokenizer.tokenizer import vocabulary_of
+    from megaenc.data.tokenizer.tokenizer import read_vocabulary
     from megaenc.objectives.masking import MaskedLanguageModeling
 
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = read_vocabulary(tokenizer)
     objective = MaskedLanguageModeling(vocabulary, mask=mask)
     targets = []
     length = min(model.config.max_position_embeddings, tokenizer.model_max_length)  # what it can read, what it is used for
-    for number, window in enumerate(_windows(tokenizer, texts, length, limit)):
+    for number, window in enumerate(_iterate_windows(tokenizer, texts, length, limit)):
         pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
         targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
     targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
@@ -141,7 +141,7 @@ def score(
     return MaskScore(len(labels), correct / len(labels), int(np.bincount(labels).max()) / len(labels))
 
 
-def _windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
+def _iterate_windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
     """Yield int64[at most `length`] until `limit` tokens are out."""
     from megaenc.data.tokenizer.tokenizer import encode_documents
 
@@ -167,7 +167,7 @@ _FUNCTION_WORDS = """
 """
 
 
-def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[MaskedSentence]:
+def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[MaskedSentence]:
     """Choose `count` plain sentences, at most one a document, each with a one-token content word hidden, whatever the model."""
     found, function_words = [], _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
@@ -182,7 +182,7 @@ def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: i
     return [found[at] for at in sorted(permutation(0, "riddles", len(found))[:count])]
 
 
-def guess(
+def predict_masked_words(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked: list[MaskedSentence]
 ) -> list[list[tuple[str, float]]]:
     """Return the three most likely tokens for each riddle with their probabilities, as transformers' fill-mask pipeline does.
@@ -203,7 +203,7 @@ def guess(
     return found
 
 
-def table(asked: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -> Any:
+def build_table(asked: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -> Any:
     """Return rich's Table of riddles and guesses; the right ones are marked."""
     from rich import box
     from rich.table import Table
@@ -223,24 +223,24 @@ def table(asked: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -
     return shown
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc fill-mask`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
     if not 0 < settings.mask <= 1:
         raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
-    check_least(settings, tokens=1, sentences=0)
-    from megaenc.data.sources.resolve import InputConfig, find_inputs, read_texts
+    check_minimums(settings, tokens=1, sentences=0)
+    from megaenc.data.sources.resolve import InputConfig, read_texts, resolve_inputs
 
-    inputs = find_inputs(InputConfig(settings.input), [settings.json_key])
+    inputs = resolve_inputs(InputConfig(settings.input), [settings.json_key])
     next(read_texts(inputs, settings.json_key), None)  # a wrong input is said before anything is loaded
-    model, tokenizer = load(settings.model)
-    asked = riddles(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
+    model, tokenizer = load_masked_lm(settings.model)
+    asked = choose_masked_sentences(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
     if asked:
-        rich_console().print(table(asked, guess(model, tokenizer, asked)))
-    found = score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
+        build_rich_console().print(build_table(asked, predict_masked_words(model, tokenizer, asked)))
+    found = compute_mask_score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
     print_rank_0(
-        f"{settings.model}: {100 * found.accuracy:.1f} % of {found.predicted:,} hidden tokens guessed; "
-        f"always the most frequent token: {100 * found.most_frequent:.1f} %"
+        f"{settings.model}: {100 * found.accuracy:.1f} % of {found.token_count:,} hidden tokens guessed; "
+        f"always the most frequent token: {100 * found.most_frequent_accuracy:.1f} %"
     )

@@ -11,10 +11,10 @@ from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
 
 # The names that transformers.Trainer spares from weight decay, besides all of torch's LayerNorms.
-_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+_NO_DECAY_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-def check_schedule(steps: int, warmup: float) -> None:
+def check_warmup(steps: int, warmup: float) -> None:
     """Raise InputError if the only update is the first of a warm-up, whose rate is 0."""
     if steps == 1 and warmup:
         raise InputError(
@@ -23,7 +23,7 @@ def check_schedule(steps: int, warmup: float) -> None:
         )
 
 
-class Optimizer:
+class MasterWeightOptimizer:
     """Updates the parameters of `model` from the gradients of one or several backward passes.
 
     16-bit parameters have float32 masters, whose gradients add up in float32 (`precision` paper-bf16: neither; the optimizer's
@@ -36,14 +36,14 @@ class Optimizer:
         """By parameter: its master, or itself."""
         self._hooks = []
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        decayed = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
+        decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY_PATTERNS))
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             unrounded, master = parameter.__dict__.pop("unrounded", None), parameter
             if parameter.dtype != torch.float32 and protocol.precision != "paper-bf16":
                 master = parameter.detach().float() if unrounded is None else unrounded
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_master))
             self._masters[parameter] = master
             groups[name in decayed].append(master)
         self._adam = torch.optim.AdamW(
@@ -55,7 +55,7 @@ class Optimizer:
         )
         self._schedule = get_linear_schedule_with_warmup(self._adam, math.ceil(protocol.warmup * steps), steps)
 
-    def _add(self, parameter: nn.Parameter) -> None:
+    def _add_to_master(self, parameter: nn.Parameter) -> None:
         """Add the 16-bit gradient of a backward pass to the master's."""
         master, new = self._masters[parameter], parameter.grad.float()
         master.grad = new if master.grad is None else master.grad.add_(new)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megaenc.atomic_io import atomic_files, locked, remove, stale_temp_files
-from megaenc.data.tokenizer.fast_encode import well_formed
-from megaenc.data.tokenizer.tokenizer import encode_documents, vocabulary_of
+from megaenc.atomic_io import atomic_files, find_stale_temp_files, remove_path, try_lock
+from megaenc.data.tokenizer.fast_encode import replace_surrogates
+from megaenc.data.tokenizer.tokenizer import encode_documents, read_vocabulary
 from megaenc.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT = 2  # of the files on disk, and of the rules below that say which tokens a text has
-_AT_ONCE = 1024  # texts whose offsets are held as Python objects
+_CACHE_FORMAT = 2  # of the files on disk, and of the rules below that say which tokens a text has
+_TEXTS_PER_BATCH = 1024  # texts whose offsets are held as Python objects
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class TokenizedTexts:
     """What else a task needs: arrays by row ([n, ...]) or by token ([N, ...])."""
 
     @classmethod
-    def of(cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray) -> "TokenizedTexts":
+    def from_rows(cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray) -> "TokenizedTexts":
         """Lay `rows` (int[tokens] each) end to end."""
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        return cls(flat(rows, np.int32), starts, truncated, columns)
+        return cls(concatenate_rows(rows, np.int32), starts, truncated, columns)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -53,17 +53,17 @@ class TokenizedTexts:
         """int64[n]: tokens of each text."""
         return np.diff(self.starts)
 
-    def texts(self, rows: np.ndarray) -> list[np.ndarray]:
+    def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the tokens of these rows, int32[tokens] each."""
         return [self.tokens[self.starts[row] : self.starts[row + 1]] for row in rows]
 
-    def by_token(self, column: str, rows: np.ndarray) -> np.ndarray:
+    def gather_token_column(self, column: str, rows: np.ndarray) -> np.ndarray:
         """Return a column that has an entry for each token, of these rows end to end."""
         values = self.columns[column]
         return np.concatenate([values[:0], *(values[self.starts[row] : self.starts[row + 1]] for row in rows)])
 
 
-def flat(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np.ndarray:
+def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np.ndarray:
     """Return `rows` end to end, `shape` being that of an entry; an empty array where there is none."""
     return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
 
@@ -84,70 +84,70 @@ class TextEncoder:
     """Is told how many of the texts given to a call are done."""
 
     def __post_init__(self) -> None:
-        for name, tokens in (("bos", self._bos), ("eos", self._eos)):
+        for name, tokens in (("bos", self._bos_ids), ("eos", self._eos_ids)):
             if tokens == [None]:
                 raise InputError(
                     f"--add-{name}: the tokenizer {self.tokenizer.name_or_path} has no {name.upper()} token; "
                     f"leave it out with --no-add-{name}"
                 )
-        if self.room < 1:
+        if self.max_text_tokens < 1:
             added = self.add_bos + self.add_eos
             raise InputError(f"--max-length: found {self.max_length}, expected room for text beside {added} added tokens")
 
     @cached_property
-    def _bos(self) -> list[int | None]:
+    def _bos_ids(self) -> list[int | None]:
         token = self.tokenizer.bos_token_id
         return [self.tokenizer.cls_token_id if token is None else token] * self.add_bos
 
     @cached_property
-    def _eos(self) -> list[int | None]:
+    def _eos_ids(self) -> list[int | None]:
         token = self.tokenizer.eos_token_id
         return [self.tokenizer.sep_token_id if token is None else token] * self.add_eos
 
     @property
-    def room(self) -> int:
+    def max_text_tokens(self) -> int:
         """Tokens of the text itself in a row, at most."""
         return self.max_length - self.add_bos - self.add_eos
 
     @cached_property
-    def key(self) -> dict[str, str | int | bool]:
+    def cache_key(self) -> dict[str, str | int | bool]:
         """All that determines the rows of a text."""
         rule = {"max_length": self.max_length, "add_bos": self.add_bos, "add_eos": self.add_eos}
-        return {"format": _FORMAT, "tokenizer": vocabulary_of(self.tokenizer).fingerprint, **rule}
+        return {"format": _CACHE_FORMAT, "tokenizer": read_vocabulary(self.tokenizer).fingerprint, **rule}
 
-    def row(self, tokens: np.ndarray) -> np.ndarray:
+    def add_special_tokens(self, tokens: np.ndarray) -> np.ndarray:
         """Return int32[at most max_length]: the row of a text's tokens."""
-        return np.concatenate([self._bos, tokens[: self.room], self._eos]).astype(np.int32)
+        return np.concatenate([self._bos_ids, tokens[: self.max_text_tokens], self._eos_ids]).astype(np.int32)
 
-    def beside(self, values: np.ndarray, other: int) -> np.ndarray:
+    def align_to_row(self, values: np.ndarray, other: int) -> np.ndarray:
         """Return int32[tokens of the row]: `values`, one for each token of a text, cut like it, and `other` for BOS and EOS."""
-        return np.concatenate([[other] * self.add_bos, values[: self.room], [other] * self.add_eos]).astype(np.int32)
+        return np.concatenate([[other] * self.add_bos, values[: self.max_text_tokens], [other] * self.add_eos]).astype(np.int32)
 
     def encode(self, texts: Sequence[str]) -> TokenizedTexts:
         """Make a row of each text. Raises InputError for a text without a token where no BOS or EOS is added."""
         rows, truncated = [], 0
-        for start in range(0, len(texts), _AT_ONCE):
+        for start in range(0, len(texts), _TEXTS_PER_BATCH):
             self.progress(start, len(texts))
-            for tokens in encode_documents(self.tokenizer, texts[start : start + _AT_ONCE]):
+            for tokens in encode_documents(self.tokenizer, texts[start : start + _TEXTS_PER_BATCH]):
                 if not len(tokens) and not (self.add_bos or self.add_eos):
                     raise InputError(f"text {len(rows) + 1}: found no token, expected some text, or an end with --add-eos")
-                truncated += len(tokens) > self.room
-                rows.append(self.row(tokens))
-        return TokenizedTexts.of(rows, truncated)
+                truncated += len(tokens) > self.max_text_tokens
+                rows.append(self.add_special_tokens(tokens))
+        return TokenizedTexts.from_rows(rows, truncated)
 
-    def with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield each text's tokens, int32[tokens], with first character and one past the last, int32[tokens, 2]; nothing is cut.
 
-        Characters are those of the text as `well_formed` gives it.
+        Characters are those of the text as `replace_surrogates` gives it.
         """
-        for start in range(0, len(texts), _AT_ONCE):
+        for start in range(0, len(texts), _TEXTS_PER_BATCH):
             self.progress(start, len(texts))
-            some = [well_formed(text) for text in texts[start : start + _AT_ONCE]]
-            for found in self._backend.encode_batch(some, add_special_tokens=False):
+            some = [replace_surrogates(text) for text in texts[start : start + _TEXTS_PER_BATCH]]
+            for found in self._fast_tokenizer.encode_batch(some, add_special_tokens=False):
                 yield np.array(found.ids, dtype=np.int32), np.array(found.offsets, dtype=np.int32).reshape(-1, 2)
 
     @cached_property
-    def _backend(self) -> "Tokenizer":
+    def _fast_tokenizer(self) -> "Tokenizer":
         from tokenizers import Tokenizer
 
         backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
@@ -157,10 +157,12 @@ class TextEncoder:
         return backend
 
 
-Parts = TokenizedTexts | dict[str, TokenizedTexts]
+TokenizedSplit = TokenizedTexts | dict[str, TokenizedTexts]
 
 
-def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable[[], None] = lambda: None) -> Parts:
+def load_or_compute(
+    folder: Path, key: dict, make: Callable[[], TokenizedSplit], waiting: Callable[[], None] = lambda: None
+) -> TokenizedSplit:
     """Return what `make` returns, from a file of `folder` if it was made before under the same `key` (of JSON values).
 
     The file appears when it is whole; one that cannot be read is made again. Of several processes that want it one makes it; the
@@ -168,14 +170,14 @@ def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{name}.npz"
-    while (found := _read(path)) is None:
-        with locked(folder / f".{name}.lock") as mine:
-            if mine and (found := _read(path)) is None:  # else another process has made it meanwhile
-                for left in stale_temp_files(path):
-                    remove(left)
+    while (found := _read_cache_file(path)) is None:
+        with try_lock(folder / f".{name}.lock") as mine:
+            if mine and (found := _read_cache_file(path)) is None:  # else another process has made it meanwhile
+                for left in find_stale_temp_files(path):
+                    remove_path(left)
                 found, arrays = make(), {}
                 for part, rows in (found if isinstance(found, dict) else {"": found}).items():
-                    own = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated)}
+                    own = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated_count)}
                     arrays |= {f"{part}:{name}": array for name, array in (own | rows.columns).items()}
                 with atomic_files(path) as [temporary], open(temporary, "wb") as stream:
                     np.savez(stream, **arrays)
@@ -186,7 +188,7 @@ def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable
     return found
 
 
-def _read(path: Path) -> Parts | None:
+def _read_cache_file(path: Path) -> TokenizedSplit | None:
     found: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     try:
         with np.load(path, allow_pickle=False) as stored:

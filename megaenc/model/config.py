@@ -55,7 +55,7 @@ class ModelConfig:
         """Width of the queries of all heads, and of what attention gives back."""
         return self.num_attention_heads * self.head_dim
 
-    def parameters(self, vocab_size: int, *, lm_head: bool = True) -> int:
+    def parameter_count(self, vocab_size: int, *, lm_head: bool = True) -> int:
         """Number of parameters, vocabulary padding not counted, with or without an output matrix of its own."""
         hidden = self.hidden_size
         small = 2 * hidden + self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.head_dim
@@ -71,7 +71,7 @@ class ModelConfig:
         """Weights of the matrix products of one layer."""
         return self.hidden_size * (self._qkv_size + self.query_size + 3 * self.ffn_hidden_size)
 
-    def linear_widths(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
+    def linear_shapes(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
         """Return by name the rows and columns, output and input, that each of `tensor_parallel` ranks has of a layer."""
         return {
             "linear_qkv": (self._qkv_size // tensor_parallel, self.hidden_size),
@@ -80,7 +80,7 @@ class ModelConfig:
             "linear_fc2": (self.hidden_size, self.ffn_hidden_size // tensor_parallel),
         }
 
-    def body_flops_per_token(self) -> int:
+    def layer_flops_per_token(self) -> int:
         """Return the operations of the layers' matrix products for one token, forward and backward (6 a weight)."""
         return 6 * self.num_layers * self._layer_matrices
 
@@ -98,7 +98,7 @@ class ModelConfig:
         """
         head = 6 * self.hidden_size * vocab_size * predicted
         documents = sum(
-            self.body_flops_per_token() * (stop - start) + self.attention_flops(stop - start, prefix=prefix - start)
+            self.layer_flops_per_token() * (stop - start) + self.attention_flops(stop - start, prefix=prefix - start)
             for start, prefix, stop in spans
         )
         return head + documents
@@ -141,7 +141,7 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> ModelConfig:
+def get_preset(name: str) -> ModelConfig:
     """Return the preset called `name`, in any case; InputError lists the known ones."""
     if name.lower() not in PRESETS:
         raise InputError(f"--model: unknown preset {name!r}, expected one of {', '.join(PRESETS)}")

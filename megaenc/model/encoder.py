@@ -18,16 +18,16 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megaenc.backend import KernelConfig, ParallelConfig, detect
+from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
 from megaenc.counter_rng import normal_rows
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.functional import Rotation
-from megaenc.model.kernels.selftest import NONE, Fused, Widths, fused_kernels
-from megaenc.model.layer_spec import block_spec, transformer_config
-from megaenc.model.linear_cross_entropy import summed_loss
+from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels, LayerWidths, select_fused_kernels
+from megaenc.model.layer_spec import build_block_spec, build_transformer_config
+from megaenc.model.linear_cross_entropy import linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
-_USUAL = KernelConfig(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
+_TORCH_KERNELS = KernelConfig(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
 
 
 class Encoder(LanguageModule):
@@ -44,9 +44,9 @@ class Encoder(LanguageModule):
         layout: ParallelConfig,
         dtype: torch.dtype,
         chunk: int | None = None,
-        kernels: KernelConfig = _USUAL,
+        kernels: KernelConfig = _TORCH_KERNELS,
     ):
-        config = transformer_config(model, layout, dtype, kernels)
+        config = build_transformer_config(model, layout, dtype, kernels)
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
         self.vocab_size = vocab_size
@@ -64,13 +64,13 @@ class Encoder(LanguageModule):
             rope_scaling=model.use_rope_scaling,
             rope_scaling_factor=model.rope_scaling_factor,
         )(seq_length)
-        widths = Widths(model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel)
-        self.fused = fused_kernels(kernels.fused_kernels, detect().device, dtype, widths)
+        widths = LayerWidths(model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel)
+        self.fused = select_fused_kernels(kernels.fused_kernels, detect_backend().device, dtype, widths)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
         self.decoder = TransformerBlock(
             config,
-            block_spec(config, chunk, kernels, self.fused),
+            build_block_spec(config, chunk, kernels, self.fused),
             pre_process=self.pre_process,
             post_process=self.post_process,
             vp_stage=chunk,
@@ -102,12 +102,12 @@ class Encoder(LanguageModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [1, S], positions [S] in their documents, predict_at [N] or None for all, labels [N] or None.
 
-        Return the sums (loss, correct) of `summed_loss`, without labels logits_NV (padding columns -inf), before the last
+        Return the sums (loss, correct) of `linear_cross_entropy`, without labels logits_NV (padding columns -inf), before the last
         pipeline stage [S, 1, H].
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         # Once for all layers; the core attention turns queries and keys itself.
-        packing = dataclasses.replace(packing, rotation=Rotation.by(self.angles[positions], self.fused.rotary))
+        packing = dataclasses.replace(packing, rotation=Rotation.from_angles(self.angles[positions], self.fused.rotary))
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels) if self.post_process else hidden
 
@@ -128,23 +128,23 @@ class OutputLayer(ColumnParallelLinear):
 
     # One module for both: weights that are fetched on use are fetched by calls of modules.
 
-    def __init__(self, hidden_size: int, padded: int, vocab_size: int, fused: Fused = NONE, **others):
+    def __init__(self, hidden_size: int, padded: int, vocab_size: int, fused: FusedKernels = NO_FUSED_KERNELS, **others):
         super().__init__(hidden_size, padded, **others)
         self.fused = fused
         share = self.output_size_per_partition
-        self.columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
+        self.vocab_columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
 
     def forward(self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """`weight`: the embedding's, where they are tied. See Encoder.forward."""
         if labels is not None:
             weight = self.weight if weight is None else weight
-            return summed_loss(hidden_NH, weight, labels, self.columns, self.tp_group, self.fused)
+            return linear_cross_entropy(hidden_NH, weight, labels, self.vocab_columns, self.tp_group, self.fused)
         logits_NV, _ = super().forward(hidden_NH, weight)
-        logits_NV[:, self.columns :] = float("-inf")  # padding takes no part in the softmax
+        logits_NV[:, self.vocab_columns :] = float("-inf")  # padding takes no part in the softmax
         return logits_NV
 
 
-def build_chunks(
+def build_model_chunks(
     model: ModelConfig,
     vocab_size: int,
     seq_length: int,
@@ -152,28 +152,28 @@ def build_chunks(
     dtype: torch.dtype,
     *,
     seed: int | None,
-    kernels: KernelConfig = _USUAL,
+    kernels: KernelConfig = _TORCH_KERNELS,
 ) -> list[Encoder]:
     """Build the parts of the model on this rank (several if stages are interleaved), with the weights of `seed` (None: empty).
 
     InputError if `layout` cannot divide the model.
     """
     model.check(layout.tensor_model_parallel_size)
-    chunks = layout.chunks(model.num_layers)
+    chunks = layout.chunks_per_stage(model.num_layers)
     encoders = [
-        Encoder(model, vocab_size, seq_length, layout, dtype, chunk, kernels).to(detect().device)
+        Encoder(model, vocab_size, seq_length, layout, dtype, chunk, kernels).to(detect_backend().device)
         for chunk in (range(chunks) if chunks > 1 else (None,))
     ]
-    return encoders if seed is None else [draw_weights(encoder, model, vocab_size, seed) for encoder in encoders]
+    return encoders if seed is None else [init_weights(encoder, model, vocab_size, seed) for encoder in encoders]
 
 
 def build_encoder(*arguments: Any, **others: Any) -> Encoder:
-    """Build the part of a rank that has one; see `build_chunks`."""
-    [encoder] = build_chunks(*arguments, **others)
+    """Build the part of a rank that has one; see `build_model_chunks`."""
+    [encoder] = build_model_chunks(*arguments, **others)
     return encoder
 
 
-def global_names(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the parameters of this rank under their names in the whole model; a tied output layer has the embedding's."""
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
@@ -186,18 +186,18 @@ def global_names(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Param
 
 
 @torch.no_grad()
-def draw_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
+def init_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
     """Fill `encoder`: matrices with N(0, init_method_std), norms with one; biases and rows of padding are zero."""
-    for name, parameter in global_names(encoder):
+    for name, parameter in named_global_parameters(encoder):
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
-            values = _shard(name, parameter, vocab_size, seed) * np.float32(model.init_method_std)
+            values = _draw_weight_shard(name, parameter, vocab_size, seed) * np.float32(model.init_method_std)
             parameter.copy_(torch.from_numpy(values))
     return encoder
 
 
-def _shard(name: str, parameter: torch.nn.Parameter, vocab_size: int, seed: int) -> np.ndarray:
+def _draw_weight_shard(name: str, parameter: torch.nn.Parameter, vocab_size: int, seed: int) -> np.ndarray:
     """float32: this rank's rows and columns of the standard normal matrix called `name`."""
     rows, columns = parameter.shape
     rank = parallel_state.get_tensor_model_parallel_rank()

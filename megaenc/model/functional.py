@@ -10,11 +10,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_IN_CACHE = 2**18
+_CACHE_ELEMENTS = 2**18
 """Numbers that are widened to float32 at a time: several such pieces stay in the caches of a core."""
 
 
-def parts(rows: int, width: int, at_once: int) -> Iterator[slice]:
+def row_slices(rows: int, width: int, at_once: int) -> Iterator[slice]:
     """All `rows` of a matrix, some at a time: about `at_once` numbers."""
     step = max(1, at_once // max(1, width))
     return (slice(start, start + step) for start in range(0, rows, step))
@@ -35,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         out_RH, scale = torch.empty(x_RH.shape, dtype=x.dtype, device=x.device), weight.to(wide)
         shrink_R1 = torch.empty(len(x_RH), 1, dtype=wide, device=x.device)
-        for part in parts(*x_RH.shape, _IN_CACHE):
+        for part in row_slices(*x_RH.shape, _CACHE_ELEMENTS):
             numbers, shrink = x_RH[part].to(wide), shrink_R1[part]
             torch.mean(numbers.square(), -1, keepdim=True, out=shrink).add_(epsilon).rsqrt_()
             torch.mul(numbers * shrink, scale, out=out_RH[part])
@@ -48,7 +48,7 @@ class _RMSNorm(torch.autograd.Function):
         x_RH, shrink_R1, weight = ctx.saved_tensors
         gradient_RH, scale = gradient.reshape(x_RH.shape), weight.to(shrink_R1.dtype)
         to_x_RH, to_weight = torch.empty(x_RH.shape, dtype=x_RH.dtype, device=x_RH.device), torch.zeros_like(scale)
-        for part in parts(*x_RH.shape, _IN_CACHE):
+        for part in row_slices(*x_RH.shape, _CACHE_ELEMENTS):
             shrink, above = shrink_R1[part], gradient_RH[part].to(scale.dtype)
             normed = x_RH[part] * shrink
             product = above * normed
@@ -70,7 +70,7 @@ class Rotation:
     """To other numbers, once for all layers."""
 
     @classmethod
-    def by(cls, angles: Tensor, fused: bool = False) -> "Rotation":
+    def from_angles(cls, angles: Tensor, fused: bool = False) -> "Rotation":
         """`angles`: float32[S, 1, 1, dim], the halves of the last dimension being equal."""
         half = angles[..., : angles.size(-1) // 2]
         return cls(half.cos(), half.sin(), fused)
@@ -78,28 +78,28 @@ class Rotation:
     def __call__(self, x: Tensor) -> Tensor:
         """Turn x [S, 1, heads, dim], computed in its own numbers unless it is fused."""
         if self.fused:
-            from megaenc.model.kernels.rotary import turned
+            from megaenc.model.kernels.rotary import rotate
 
-            return _Rotate.apply(x, self.cos.contiguous(), self.sin.contiguous(), turned)
+            return _Rotate.apply(x, self.cos.contiguous(), self.sin.contiguous(), rotate)
         if x.dtype not in self._rounded:
             self._rounded[x.dtype] = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        return _Rotate.apply(x, *self._rounded[x.dtype], _turned)
+        return _Rotate.apply(x, *self._rounded[x.dtype], _rotate)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, turned):
+    def forward(ctx, x, cos, sin, rotate):
         ctx.save_for_backward(cos, sin)
-        ctx.turned = turned
-        return turned(x, cos, sin, 1)
+        ctx.rotate = rotate
+        return rotate(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        return ctx.turned(gradient, *ctx.saved_tensors, -1), None, None, None
+        return ctx.rotate(gradient, *ctx.saved_tensors, -1), None, None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out_first, out_second = out.chunk(2, dim=-1)

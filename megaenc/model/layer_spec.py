@@ -13,18 +13,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megaenc.backend import KernelConfig, ParallelConfig, detect
+from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
 from megaenc.model import transformer_engine
-from megaenc.model.attention.backends import attend_by
+from megaenc.model.attention.backends import compute_attention
 from megaenc.model.config import ModelConfig
 from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
-from megaenc.model.fp8.tensor import float8
+from megaenc.model.fp8.tensor import select_float8_recipe
 from megaenc.model.functional import SwiGLU
 from megaenc.model.functional import rms_norm as rms_norm_on_host
-from megaenc.model.kernels.selftest import NONE, Fused
+from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels
 from megaenc.model.packed_sequences import PackedSequences
 
-_USUAL = KernelConfig()
+_DEFAULT_KERNELS = KernelConfig()
 
 
 class RMSNorm(torch.nn.Module):
@@ -51,11 +51,11 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
-def transformer_config(
-    model: ModelConfig, layout: ParallelConfig, dtype: torch.dtype, kernels: KernelConfig = _USUAL
+def build_transformer_config(
+    model: ModelConfig, layout: ParallelConfig, dtype: torch.dtype, kernels: KernelConfig = _DEFAULT_KERNELS
 ) -> TransformerConfig:
     """megatron-core's configuration of `model` in `layout`, computing in `dtype` (float32 or bfloat16)."""
-    stages, split = layout.pipeline_model_parallel_size, layout.split(model.num_layers)
+    stages, split = layout.pipeline_model_parallel_size, layout.layers_per_chunk(model.num_layers)
     interleaved = len(split) > stages
     parts = [["decoder"] * layers for layers in split]
     parts[0].insert(0, "embedding")
@@ -87,17 +87,17 @@ def transformer_config(
         sequence_parallel=layout.sequence_parallel,
         recompute_granularity=layout.recompute_granularity,
         recompute_modules=list(layout.recompute_modules) or None,
-        recompute_method=layout.recomputed[0],
-        recompute_num_layers=layout.recomputed[1],
+        recompute_method=layout.full_recompute[0],
+        recompute_num_layers=layout.full_recompute[1],
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # The loss is a sum over predicted tokens and a count; megatron-core divides by the global count.
         calculate_per_token_loss=True,
         # Weights are drawn by name and row afterwards; the parallel layers still mark their parameters as sharded.
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        init_method=_leave_uninitialized,
+        output_layer_init_method=_leave_uninitialized,
+        embedding_init_method=_leave_uninitialized,
         transformer_impl=kernels.transformer_impl,
         # For Transformer Engine alone: the layers of our own are told by the recipe below.
         fp8=kernels.fp8_format if kernels.transformer_impl == "transformer_engine" else None,
@@ -111,29 +111,29 @@ def transformer_config(
     )
 
 
-def _leave(tensor: torch.Tensor) -> torch.Tensor:
+def _leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _linears(kernels: KernelConfig) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+def _select_linear_layers(kernels: KernelConfig) -> tuple[type | ModuleSpec, type | ModuleSpec]:
     """What has shares of the output's columns, and what of the input's."""
     if kernels.transformer_impl == "transformer_engine":
-        return transformer_engine.linears()
+        return transformer_engine.linear_classes()
     if kernels.fp8_format:
-        chosen = {"float8": float8(kernels.fp8_format, detect())}
+        chosen = {"float8": select_float8_recipe(kernels.fp8_format, detect_backend())}
         return ModuleSpec(Float8ColumnParallelLinear, params=chosen), ModuleSpec(Float8RowParallelLinear, params=chosen)
     return ColumnParallelLinear, RowParallelLinear
 
 
-def block_spec(
-    config: TransformerConfig, chunk: int | None, kernels: KernelConfig, fused: Fused = NONE
+def build_block_spec(
+    config: TransformerConfig, chunk: int | None, kernels: KernelConfig, fused: FusedKernels = NO_FUSED_KERNELS
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, or of its part number `chunk`; `fused` is what `kernels` has come to on this machine."""
     norm = ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
     if kernels.transformer_impl == "transformer_engine":
-        norm = transformer_engine.Norm
+        norm = transformer_engine.StatelessTENorm
     head_norm = norm if config.qk_layernorm else None
-    column_parallel, row_parallel = _linears(kernels)
+    column_parallel, row_parallel = _select_linear_layers(kernels)
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -189,5 +189,5 @@ class PackedAttention(MegatronModule):
     ):
         if packed_seq_params.rotation is not None:
             query, key = (packed_seq_params.rotation(x) for x in (query, key))
-        out = attend_by(self.backend, *(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.softmax_scale)
+        out = compute_attention(self.backend, *(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.softmax_scale)
         return out.reshape(query.size(0), 1, -1)

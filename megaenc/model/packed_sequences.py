@@ -24,14 +24,14 @@ class PrefixRows:
     longest_suffix: int
 
     @classmethod
-    def of(cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device) -> "PrefixRows":
+    def from_lengths(cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device) -> "PrefixRows":
         """`lengths` and `prefixes`: int64[D]."""
         places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         in_prefix = places < np.repeat(prefixes, lengths)
         some, rest = prefixes[prefixes > 0], lengths - prefixes
         rows = [np.flatnonzero(in_prefix), np.flatnonzero(~in_prefix)]
         ends = [np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) for counts in (some, rest)]
-        tensors = (to_device(torch.from_numpy(array), device) for array in (*rows, *ends))
+        tensors = (copy_to_device(torch.from_numpy(array), device) for array in (*rows, *ends))
         return cls(*tensors, int(prefixes.max()), int(rest.max()))
 
 
@@ -51,11 +51,11 @@ class PackedSequences(PackedSeqParams):
     """The same for the kernels of accelerators."""
     rotation: Rotation | None = None
     """Which the encoder puts in: of each token by its place in its document."""
-    prepared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What an attention has made of the above for all layers, by a key of its own."""
 
     @classmethod
-    def of(
+    def from_edges(
         cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None
     ) -> "PackedSequences":
         """Build it of documents between `edges` (0 first, the row's length last); ValueError if their `prefixes` do not fit."""
@@ -64,7 +64,7 @@ class PackedSequences(PackedSeqParams):
             raise ValueError(f"{attention} attention: found prefixes {prefixes}, expected them under prefix attention alone")
         if prefixes is not None and (prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes >= lengths).any()):
             raise ValueError(f"prefixes: found {prefixes}, expected for each document less than its length, {lengths}")
-        cu_seqlens = to_device(torch.tensor(edges, dtype=torch.int32), device)
+        cu_seqlens = copy_to_device(torch.tensor(edges, dtype=torch.int32), device)
         longest = int(lengths.max())
         return cls(
             qkv_format="sbhd",
@@ -75,7 +75,7 @@ class PackedSequences(PackedSeqParams):
             attention=attention,
             documents=list(pairwise(edges)),
             prefixes=[] if prefixes is None else prefixes.tolist(),
-            prefix_rows=None if prefixes is None else PrefixRows.of(lengths, prefixes, device),
+            prefix_rows=None if prefixes is None else PrefixRows.from_lengths(lengths, prefixes, device),
         )
 
     def spans(self) -> list[tuple[int, int, int]]:
@@ -86,6 +86,6 @@ class PackedSequences(PackedSeqParams):
         return [(start, stop if whole else start, stop) for start, stop in self.documents]
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor`, made on the host, on `device`, without waiting for it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

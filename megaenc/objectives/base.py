@@ -12,7 +12,7 @@ import numpy as np
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.errors import InputError, closest
+from megaenc.errors import InputError, closest_match
 
 
 class Attention(StrEnum):
@@ -88,13 +88,13 @@ class Objective(ABC):
         values = {}
         for name, text in texts.items():
             if name not in known:
-                near = closest(name, known)
+                near = closest_match(name, known)
                 hint = f"; did you mean `{near}`?" if near else ""
                 raise OptionError(cls.name, name, f"unknown, expected {', '.join(known) or 'no option at all'}{hint}")
             values[name] = cls._read(known[name], text)
         return cls(vocabulary, **values)
 
-    def towards(self, end: "Objective", share: float) -> "Objective":
+    def interpolate(self, end: "Objective", share: float) -> "Objective":
         """This objective with its options moved towards those of `end`, 0 <= share <= 1 of the way, in a straight line.
 
         Whole numbers are rounded, half up. OptionError where what lies between cannot be used.
@@ -118,7 +118,7 @@ class Objective(ABC):
             here, there = getattr(self, field.name), getattr(end or self, field.name)
             if every or here != there or here != field.default:
                 values = (here,) if here == there else (here, there)
-                inside.append(f"{field.name}={'->'.join(_spell(type(field.default)(value)) for value in values)}")
+                inside.append(f"{field.name}={'->'.join(_format_value(type(field.default)(value)) for value in values)}")
         return f"{self.name}({','.join(inside)})" if inside else self.name
 
     @classmethod
@@ -130,7 +130,7 @@ class Objective(ABC):
             value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
             return value + 0 if kind is float else value  # -0 is 0, so that equal options are spelled alike
         except (KeyError, ValueError):
-            raise OptionError(cls.name, field.name, f"found `{text}`, expected {_expected(field)}") from None
+            raise OptionError(cls.name, field.name, f"found `{text}`, expected {_format_expected(field)}") from None
 
     @classmethod
     def _check(cls, field: dataclasses.Field, value: Any) -> None:
@@ -140,16 +140,16 @@ class Objective(ABC):
             limits = field.metadata
             right = math.isfinite(value) and limits["low"] <= value <= limits["high"] and value > limits["above"]
         if not right:
-            raise OptionError(cls.name, field.name, f"found {_spell(value)}, expected {_expected(field)}")
+            raise OptionError(cls.name, field.name, f"found {_format_value(value)}, expected {_format_expected(field)}")
 
 
-def _expected(field: dataclasses.Field) -> str:
+def _format_expected(field: dataclasses.Field) -> str:
     kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[type(field.default)]
     limits = field.metadata
     bounds = [(limits["above"], "above"), (limits["low"], "from"), (limits["high"], "up to")]
-    words = [kind, *(f"{word} {_spell(bound)}" for bound, word in bounds if math.isfinite(bound))]
+    words = [kind, *(f"{word} {_format_value(bound)}" for bound, word in bounds if math.isfinite(bound))]
     return f"{' '.join(words)} ({limits['help']})"
 
 
-def _spell(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,17 +10,17 @@ import numpy as np
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import number, quiet, rich_console
+from megaenc.console import format_number, silence_libraries, build_rich_console
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
 from megaenc.data.packing.builder import PACKINGS
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, handle_command_errors
 from megaenc.objectives.base import Objective
 from megaenc.objectives.parser import FLAG
 from megaenc.objectives.schedule import Schedule
 
-_BAR = 20  # columns of the longest bar
+_BAR_WIDTH = 20  # columns of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -46,7 +46,7 @@ class InspectConfig:
     """Shares of the documents for training, validation and test; packs hold the first."""
 
 
-class Bin(NamedTuple):
+class LengthBin(NamedTuple):
     """The number of documents of `low` to `high` tokens, both included, and of their tokens."""
 
     low: int
@@ -56,7 +56,7 @@ class Bin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthStats:
     """Lengths in tokens, over all documents, empty ones included."""
 
     mean: float
@@ -68,23 +68,23 @@ class Lengths:
     longest_document: int
     """Its number; the first where there are several."""
     empty: int
-    bins: tuple[Bin, ...]
+    bins: tuple[LengthBin, ...]
     """From the shortest documents to the longest without a gap: none, 1, 2 to 3, 4 to 7, 8 to 15, ... tokens."""
 
 
-def lengths_of(document_lengths: np.ndarray) -> Lengths:
+def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
     """Return the Lengths of documents, int64[D] in tokens, D at least 1."""
     p5, median, p95 = np.percentile(document_lengths, [5, 50, 95]).tolist()
     longest, empty = int(document_lengths.argmax()), int((document_lengths == 0).sum())
     # frexp's exponent is exact: 0 for no token, 1 for 1, 2 for 2 and 3, 3 for 4 to 7.
     exponents = np.frexp(document_lengths.astype(np.float64))[1]
     counts = zip(np.bincount(exponents), np.bincount(exponents, weights=document_lengths), strict=True)
-    bins = [Bin(1 << power >> 1, (1 << power) - 1, int(found), int(tokens)) for power, (found, tokens) in enumerate(counts)]
+    bins = [LengthBin(1 << power >> 1, (1 << power) - 1, int(found), int(tokens)) for power, (found, tokens) in enumerate(counts)]
     mean = float(document_lengths.mean())
-    return Lengths(mean, median, p5, p95, int(document_lengths[longest]), longest, empty, tuple(bins[exponents.min() :]))
+    return LengthStats(mean, median, p5, p95, int(document_lengths[longest]), longest, empty, tuple(bins[exponents.min() :]))
 
 
-def read_objective(text: str, vocabulary: Vocabulary) -> Objective:
+def parse_objective(text: str, vocabulary: Vocabulary) -> Objective:
     """One objective as a schedule spells it, `mlm(mask=0.3)`, without a share. Raises InputError."""
     if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
         raise InputError(f"--objective {text}: found phases or a share, expected one objective alone, such as mlm(mask=0.3)")
@@ -98,7 +98,7 @@ def read_objective(text: str, vocabulary: Vocabulary) -> Objective:
     return choices[0].start
 
 
-def inspect(settings: InspectConfig) -> list[Any]:
+def inspect_corpus(settings: InspectConfig) -> list[Any]:
     """What rich prints about a corpus. Raises InputError for flags, corpus or tokenizer that cannot be used."""
     for name, least, most in (("pack", 0, 1 << 40), ("seq_length", 1, 1 << 24), ("seed", 0, 1 << 63)):
         flag, value = f"--{name.replace('_', '-')}", getattr(settings, name)
@@ -109,28 +109,28 @@ def inspect(settings: InspectConfig) -> list[Any]:
     corpus = Corpus.open(settings.prefix)
     training, _, _ = split_documents(len(corpus), parse_split(settings.split))
     packs = PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
-    lengths = lengths_of(corpus.document_lengths)
+    lengths = compute_length_stats(corpus.document_lengths)
     decoded = ["Give --tokenizer DIR to see a pack decoded, and what --objective hides in it and predicts."]
     if settings.tokenizer:
         # Here and not at the top: transformers takes seconds, and the figures need none of it.
-        from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
-        from megaenc.objectives.pack_view import decode, renderables
+        from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
+        from megaenc.objectives.pack_view import decode_pack, build_renderables
 
         tokenizer = load_tokenizer(settings.tokenizer)
-        vocabulary = vocabulary_of(tokenizer)
-        objective = read_objective(settings.objective, vocabulary)
+        vocabulary = read_vocabulary(tokenizer)
+        objective = parse_objective(settings.objective, vocabulary)
         corpus.check_vocabulary(vocabulary)
-        decoded = renderables(decode(packs[settings.pack], objective, settings.seed, tokenizer))
-    return [settings.prefix, _figures(corpus, packs, lengths, settings), "", _histogram(lengths), "", *decoded]
+        decoded = build_renderables(decode_pack(packs[settings.pack], objective, settings.seed, tokenizer))
+    return [settings.prefix, _build_stats_table(corpus, packs, lengths, settings), "", _build_histogram(lengths), "", *decoded]
 
 
-def _figures(corpus: Corpus, packs: CorpusPackedDataset, lengths: Lengths, settings: InspectConfig) -> Any:
+def _build_stats_table(corpus: Corpus, packs: CorpusPackedDataset, lengths: LengthStats, settings: InspectConfig) -> Any:
     """rich's Table of a corpus in figures."""
     from rich.table import Table
 
-    sidecar, tokens = corpus.sidecar, int(corpus.document_lengths.sum())
+    sidecar, tokens = corpus.metadata, int(corpus.document_lengths.sum())
     unknown = f"unknown: there is no {Path(corpus.prefix).name}.json"
-    sizes = (f"{_size(Path(corpus.prefix + extension).stat().st_size)} {extension}" for extension in (".bin", ".idx"))
+    sizes = (f"{_format_size(Path(corpus.prefix + extension).stat().st_size)} {extension}" for extension in (".bin", ".idx"))
     rows = {
         "documents": f"{len(corpus):,}",
         "sequences": f"{corpus.sequences:,}" if corpus.sequences != len(corpus) else "",
@@ -141,8 +141,8 @@ def _figures(corpus: Corpus, packs: CorpusPackedDataset, lengths: Lengths, setti
         "size on disk": " + ".join(sizes),
         f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch ({settings.packing}, training documents "
         f"of --split {settings.split})" + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
-        "tokens a document": f"mean {number(lengths.mean)}, median {number(lengths.median)}, "
-        f"p5 {number(lengths.p5)}, p95 {number(lengths.p95)}, "
+        "tokens a document": f"mean {format_number(lengths.mean)}, median {format_number(lengths.median)}, "
+        f"p5 {format_number(lengths.p5)}, p95 {format_number(lengths.p95)}, "
         f"longest {lengths.longest:,} (document {lengths.longest_document}), {lengths.empty:,} empty",
     }
     if sidecar:
@@ -156,7 +156,7 @@ def _figures(corpus: Corpus, packs: CorpusPackedDataset, lengths: Lengths, setti
     return table
 
 
-def _histogram(lengths: Lengths) -> Any:
+def _build_histogram(lengths: LengthStats) -> Any:
     """rich's Table of the bins of `lengths`: documents as bars, their share of the tokens beside them."""
     from rich.table import Table
 
@@ -167,26 +167,26 @@ def _histogram(lengths: Lengths) -> Any:
         table.add_column(name, justify=how, no_wrap=True)
     for low, high, count, held in lengths.bins:
         span = f"  {low:,}" if low >= high else f"  {low:,} - {high:,}"
-        shares = f"{100 * count / documents:.1f} %", bar(count / most), f"{100 * held / tokens:.1f} %"
+        shares = f"{100 * count / documents:.1f} %", format_bar(count / most), f"{100 * held / tokens:.1f} %"
         table.add_row(span, f"{count:,}", *shares)
     return table
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
 
 
-def bar(share: float, width: int = _BAR) -> str:
+def format_bar(share: float, width: int = _BAR_WIDTH) -> str:
     """`share` of `width` columns as a bar, to an eighth of a column, blank up to the width; what is not nothing is seen."""
     eighths = max(round(share * width * 8), int(share > 0))
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(width)
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc data inspect`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(InspectConfig, argv, prog="megaenc data inspect", description=__doc__)
-    console = rich_console(highlight=False, markup=False, emoji=False)
-    for part in inspect(settings):
+    console = build_rich_console(highlight=False, markup=False, emoji=False)
+    for part in inspect_corpus(settings):
         console.print(part)

@@ -63,7 +63,7 @@ class Masking(Objective):
         if self.random or self.keep:
             fate = randomness.uniforms("fate", len(pack.tokens))[places]
             draws = randomness.uniforms("random token", len(pack.tokens))[places]
-            replacements = ordinary_tokens(self.vocabulary)
+            replacements = text_token_ids(self.vocabulary)
             others = replacements[(draws * len(replacements)).astype(np.int64)]
             hidden = np.where(fate < self.random, others, np.where(fate < self.random + self.keep, labels, hidden))
         inputs = pack.tokens.copy()
@@ -96,7 +96,7 @@ class MaskedLanguageModeling(Masking):
     name = "mlm"
 
     def eligible(self, pack: Pack) -> np.ndarray:
-        return ordinary(self.vocabulary)[pack.tokens]
+        return text_token_mask(self.vocabulary)[pack.tokens]
 
 
 @register
@@ -112,13 +112,13 @@ class MaskedNextTokenPrediction(Masking):
     shift = 1
 
     def eligible(self, pack: Pack) -> np.ndarray:
-        eligible = ordinary(self.vocabulary)[pack.tokens]
+        eligible = text_token_mask(self.vocabulary)[pack.tokens]
         eligible[pack.edges[:-1]] = False
         return eligible
 
 
 @lru_cache(maxsize=8)
-def ordinary(vocabulary: Vocabulary) -> np.ndarray:
+def text_token_mask(vocabulary: Vocabulary) -> np.ndarray:
     """bool[vocabulary]: whether a token is text and no special token."""
     found = np.ones(vocabulary.size, dtype=bool)
     found[list(vocabulary.special_ids)] = False
@@ -127,6 +127,6 @@ def ordinary(vocabulary: Vocabulary) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def ordinary_tokens(vocabulary: Vocabulary) -> np.ndarray:
+def text_token_ids(vocabulary: Vocabulary) -> np.ndarray:
     """int64[...]: the ids of the tokens that are text, ascending."""
-    return np.flatnonzero(ordinary(vocabulary))
+    return np.flatnonzero(text_token_mask(vocabulary))

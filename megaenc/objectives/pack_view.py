@@ -8,7 +8,7 @@ import numpy as np
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
-from megaenc.data.tokenizer.tokenizer import decode_in_runs, vocabulary_of
+from megaenc.data.tokenizer.tokenizer import decode_in_spans, read_vocabulary
 from megaenc.objectives.base import Objective, Targets
 
 if TYPE_CHECKING:
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 # How the model reads a token; these characters are also what the picture shows inside brackets.
 AS_IS, HIDDEN, REPLACED, KEPT = ".", "#", ">", "="
-PREDICTS, SILENT = "›", "·"
+PREDICTS, NO_PREDICTION = "›", "·"
 
 _STYLES = {HIDDEN: "bold black on yellow", REPLACED: "bold black on magenta", KEPT: "bold black on green"}
 _PREDICTS_STYLE, _SPECIAL_STYLE, _EDGE_STYLE = "bold cyan", "magenta", "blue"
 # No control character of the text reaches the terminal.
-_CONTROLS = {code: 0x2400 + code for code in range(32)} | {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
-_CONTROLS |= {ord("\n"): "↵", ord("\t"): "⇥"}
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32)} | {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
+_CONTROL_PICTURES |= {ord("\n"): "↵", ord("\t"): "⇥"}
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class DecodedPack:
     pieces: tuple[tuple[TokenSpan, ...], ...]
 
 
-def decode(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTokenizerFast") -> DecodedPack:
+def decode_pack(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTokenizerFast") -> DecodedPack:
     """Decode `pack` with the targets that `objective` gives it in a run with `seed`."""
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = read_vocabulary(tokenizer)
     targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
 
     def text_of(token: int) -> str:
@@ -79,7 +79,7 @@ def decode(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTo
         for is_special, places in groupby(range(start, end), key=lambda at: bool(special[at])):
             ids = pack.tokens[list(places)].tolist()
             names = [(1, name) for name in tokenizer.convert_ids_to_tokens(ids)] if is_special else []
-            for count, text in names or decode_in_runs(tokenizer, ids):
+            for count, text in names or decode_in_spans(tokenizer, ids):
                 stop = start + count
                 own = "".join(marks[start:stop])
                 reads = text_of(targets.inputs[start]) if own == REPLACED else ""
@@ -89,7 +89,7 @@ def decode(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTo
     return DecodedPack(pack, objective, targets, tuple(pieces))
 
 
-def renderables(decoded: DecodedPack) -> list[Any]:
+def build_renderables(decoded: DecodedPack) -> list[Any]:
     """What rich prints: a line that counts, the text with a rule at each edge, the legend of what occurs in it."""
     from rich.rule import Rule
     from rich.text import Text
@@ -105,15 +105,15 @@ def renderables(decoded: DecodedPack) -> list[Any]:
     for number, piece in enumerate(decoded.pieces, 1):
         title = f"document {number} of the pack: tokens {piece[0].start} to {piece[-1].stop - 1}"
         shown.append(Rule(Text(title, _EDGE_STYLE), align="left", style=_EDGE_STYLE))
-        shown.append(Text().join(_stretch(stretch) for stretch in piece))
+        shown.append(Text().join(_format_span(stretch) for stretch in piece))
     shown.append(Rule(Text("legend", _EDGE_STYLE), align="left", style=_EDGE_STYLE))
-    return [*shown, _legend(decoded)]
+    return [*shown, _build_legend(decoded)]
 
 
-def _stretch(stretch: TokenSpan) -> Any:
+def _format_span(stretch: TokenSpan) -> Any:
     from rich.text import Text
 
-    inner, shown = stretch.text.translate(_CONTROLS), Text()
+    inner, shown = stretch.text.translate(_CONTROL_PICTURES), Text()
     if stretch.special:
         shown.append(inner, _SPECIAL_STYLE)
     elif set(stretch.marks) == {AS_IS}:
@@ -124,19 +124,19 @@ def _stretch(stretch: TokenSpan) -> Any:
             inner = inner[1:]
         inner = inner if inner.strip() else inner.replace(" ", "␣")
         several = f":{stretch.marks}" if len(stretch.marks) > 1 else ""
-        mark = {HIDDEN: "", REPLACED: f"{REPLACED}{stretch.reads.translate(_CONTROLS)}", KEPT: KEPT}.get(stretch.marks, "")
+        mark = {HIDDEN: "", REPLACED: f"{REPLACED}{stretch.reads.translate(_CONTROL_PICTURES)}", KEPT: KEPT}.get(stretch.marks, "")
         style = _STYLES[next(each for each in stretch.marks if each != AS_IS)]
         shown.append(f"[{inner}{several}{mark}]", style)
     if any(label is not None for label in stretch.predicts):
         for label in stretch.predicts:
-            named = f"“{label.translate(_CONTROLS)}”" if label else ""
-            shown.append(SILENT if label is None else PREDICTS + named, _PREDICTS_STYLE)
+            named = f"“{label.translate(_CONTROL_PICTURES)}”" if label else ""
+            shown.append(NO_PREDICTION if label is None else PREDICTS + named, _PREDICTS_STYLE)
     if "\n" in stretch.text and set(stretch.marks) == {AS_IS}:
         shown.append("\n")
     return shown
 
 
-def _legend(decoded: DecodedPack) -> Any:
+def _build_legend(decoded: DecodedPack) -> Any:
     from rich.table import Table
     from rich.text import Text
 
@@ -155,7 +155,7 @@ def _legend(decoded: DecodedPack) -> Any:
         (cut, "[é:.#]", _STYLES[HIDDEN], f"{how} . read as it is, # hidden, > replaced, = left as it is and predicted"),
         ("" in labels, f"word{PREDICTS}", _PREDICTS_STYLE, "predicts the next token"),
         (any(labels), f"word{PREDICTS}“dog”", _PREDICTS_STYLE, "predicts `dog`"),
-        (labels and several, f"é{PREDICTS}{SILENT}", _PREDICTS_STYLE, f"{how} {PREDICTS} predicts, {SILENT} does not"),
+        (labels and several, f"é{PREDICTS}{NO_PREDICTION}", _PREDICTS_STYLE, f"{how} {PREDICTS} predicts, {NO_PREDICTION} does not"),
         (special, special, _SPECIAL_STYLE, "special token"),
         (any("\n" in stretch.text for stretch in stretches), "↵", "", "new line in the text"),
         (True, "── tokens", _EDGE_STYLE, "edge of a document: attention does not cross it"),

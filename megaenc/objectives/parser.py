@@ -9,24 +9,24 @@ from megaenc.errors import InputError
 
 FLAG = "--objective-schedule"
 MIXTURE = "mix"
-_LONGEST = 64  # characters of a name or a number
-DEEPEST = 20
-_MOST_PHASES = 100_000  # each is kept in memory
+_MAX_WORD_LENGTH = 64  # characters of a name or a number
+MAX_REPEAT_DEPTH = 20
+_MAX_PHASES = 100_000  # each is kept in memory
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _WORD = re.compile(r"(?:(?!->)[^,():=\s])+")
-_PIECE = re.compile(rf"{_WORD.pattern}|->|.|")
+_TOKEN = re.compile(rf"{_WORD.pattern}|->|.|")
 _REPEAT = re.compile(r"([0-9]+)\s*x\s*\(")
 _SHARE = re.compile(r"[0-9]+\.[0-9]*|\.[0-9]+")
 _WHOLE = re.compile(r"[0-9]+")
 _AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
 
 
-class Piece(str):
+class SourceText(str):
     """A piece of the schedule's text, which begins at its character `start`, counted from 0."""
 
     start: int
 
-    def __new__(cls, text: str, start: int) -> "Piece":
+    def __new__(cls, text: str, start: int) -> "SourceText":
         piece = super().__new__(cls, text)
         piece.start = start
         return piece
@@ -35,15 +35,15 @@ class Piece(str):
 class ParsedOption(NamedTuple):
     """An option as written; `end` is what it changes to over its phase, None where it stays."""
 
-    name: Piece
-    value: Piece
-    end: Piece | None
+    name: SourceText
+    value: SourceText
+    end: SourceText | None
 
 
 class ParsedObjective(NamedTuple):
     """An objective as written."""
 
-    name: Piece
+    name: SourceText
     options: tuple[ParsedOption, ...]
 
 
@@ -55,7 +55,7 @@ class ParsedPhase(NamedTuple):
 
     components: tuple[tuple[Fraction, ParsedObjective], ...]
     amount: Fraction | int
-    amount_text: Piece
+    amount_text: SourceText
 
 
 def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
@@ -64,16 +64,16 @@ def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPha
     Of a run of `train_iters` steps, more phases than that are refused; whether names, options and sums are right is seen by
     `Schedule.build`.
     """
-    return _Parser(text, train_iters).schedule()
+    return _ScheduleParser(text, train_iters).schedule()
 
 
-def error_at(text: str, piece: Piece, complaint: object) -> InputError:
+def build_error(text: str, piece: SourceText, complaint: object) -> InputError:
     """Build the error that `piece` of `text` is what `complaint` says, with its place shown."""
     marked = f"{text[: piece.start]}[{piece}]{text[piece.start + len(piece) :]}"
     return InputError(f"{FLAG}: at character {piece.start + 1} of '{text}': {complaint} (here: {marked})")
 
 
-class _Parser:
+class _ScheduleParser:
     """Recursive descent: a method for each rule of the grammar, all moving `at` along `text`."""
 
     def __init__(self, text: str, train_iters: int | None):
@@ -82,7 +82,7 @@ class _Parser:
 
     def schedule(self) -> tuple[ParsedPhase, ...]:
         if not self.text.strip():
-            raise self.error(Piece("", 0), "empty, expected an objective such as mlm, or phases such as clm:0.25,mlm:0.75")
+            raise self.error(SourceText("", 0), "empty, expected an objective such as mlm, or phases such as clm:0.25,mlm:0.75")
         items = self.items(depth=0)
         if not self.ended():
             raise self.wrong("`,` and another phase, or the end")
@@ -102,21 +102,21 @@ class _Parser:
         repeat = _REPEAT.match(self.text, self.at)
         if not repeat:
             return (self.phase(alone),)
-        count, opening = Piece(repeat[1], repeat.start()), Piece("(", repeat.end() - 1)
-        if len(count) > _LONGEST:
-            raise self.error(count, f"{len(count)} digits, expected at most {_LONGEST}")
+        count, opening = SourceText(repeat[1], repeat.start()), SourceText("(", repeat.end() - 1)
+        if len(count) > _MAX_WORD_LENGTH:
+            raise self.error(count, f"{len(count)} digits, expected at most {_MAX_WORD_LENGTH}")
         if not int(count):
             raise self.error(count, "zero repetitions, expected more than zero; leave them out")
-        if depth == DEEPEST:
-            raise self.error(count, f"a repetition in more than {DEEPEST} others, expected fewer")
+        if depth == MAX_REPEAT_DEPTH:
+            raise self.error(count, f"a repetition in more than {MAX_REPEAT_DEPTH} others, expected fewer")
         self.at = repeat.end()
         phases = self.items(depth + 1)
         self.close(opening, "`,` and another phase, or `)`", unclosed_before="")
         total = int(count) * len(phases)
         if self.train_iters is not None and total > self.train_iters:
             raise self.error(count, f"makes {total} phases of {self.train_iters} steps, expected at least a step for each")
-        if total > _MOST_PHASES:
-            raise self.error(count, f"makes {total:,} phases, expected at most {_MOST_PHASES:,}")
+        if total > _MAX_PHASES:
+            raise self.error(count, f"makes {total:,} phases, expected at most {_MAX_PHASES:,}")
         return phases * int(count)
 
     def phase(self, alone: bool) -> ParsedPhase:
@@ -165,7 +165,7 @@ class _Parser:
         end = self.expect(_WORD, f"the value of `{name}` at the end of the phase") if self.take("->") else None
         return ParsedOption(name, value, end)
 
-    def amount(self, written: Piece) -> Fraction | int:
+    def amount(self, written: SourceText) -> Fraction | int:
         digits = written.lstrip("-")
         kind = Fraction if _SHARE.fullmatch(digits) else int if _WHOLE.fullmatch(digits) else None
         if kind is None:
@@ -177,7 +177,7 @@ class _Parser:
             raise self.error(written, f"zero {noun} {written}, expected more than zero; leave the phase out")
         return kind(written)
 
-    def parts(self, opening: Piece, part: Callable[[], Any], otherwise: str) -> tuple[Any, ...]:
+    def parts(self, opening: SourceText, part: Callable[[], Any], otherwise: str) -> tuple[Any, ...]:
         """Read parts with commas between them, and the `)` that belongs to `opening`."""
         parts = [part()]
         while self.take(","):
@@ -185,31 +185,31 @@ class _Parser:
         self.close(opening, otherwise)
         return tuple(parts)
 
-    def close(self, opening: Piece, otherwise: str, unclosed_before: str = ":") -> None:
+    def close(self, opening: SourceText, otherwise: str, unclosed_before: str = ":") -> None:
         """Take the `)` that belongs to `opening`; one of the signs `unclosed_before` in its place says that it was forgotten."""
         if not self.take(")"):
             if self.ended() or self.text[self.at] in unclosed_before:
                 raise self.error(opening, "this parenthesis is never closed")
             raise self.wrong(otherwise)
 
-    def expect(self, pattern: re.Pattern[str], what: str) -> Piece:
+    def expect(self, pattern: re.Pattern[str], what: str) -> SourceText:
         """Take the next piece, which must match `pattern`."""
         self.skip_spaces()
         if not (found := pattern.match(self.text, self.at)):
             raise self.wrong(what)
         self.at = found.end()
-        piece = Piece(found[0], found.start())
-        if len(piece) > _LONGEST:
-            raise self.error(piece, f"{len(piece)} characters, expected at most {_LONGEST}")
+        piece = SourceText(found[0], found.start())
+        if len(piece) > _MAX_WORD_LENGTH:
+            raise self.error(piece, f"{len(piece)} characters, expected at most {_MAX_WORD_LENGTH}")
         return piece
 
-    def take(self, sign: str) -> Piece | None:
+    def take(self, sign: str) -> SourceText | None:
         """Take the next piece if it is this sign."""
         self.skip_spaces()
         if not self.text.startswith(sign, self.at):
             return None
         self.at += len(sign)
-        return Piece(sign, self.at - len(sign))
+        return SourceText(sign, self.at - len(sign))
 
     def ended(self) -> bool:
         self.skip_spaces()
@@ -222,8 +222,8 @@ class _Parser:
     def wrong(self, expected: str) -> InputError:
         """Build the error that the next piece, a word or else a sign, is not what is expected here."""
         self.skip_spaces()
-        found = _PIECE.match(self.text, self.at)[0]
-        return self.error(Piece(found, self.at), f"found {f'`{found}`' if found else 'the end'}, expected {expected}")
+        found = _TOKEN.match(self.text, self.at)[0]
+        return self.error(SourceText(found, self.at), f"found {f'`{found}`' if found else 'the end'}, expected {expected}")
 
-    def error(self, piece: Piece, complaint: str) -> InputError:
-        return error_at(self.text, piece, complaint)
+    def error(self, piece: SourceText, complaint: str) -> InputError:
+        return build_error(self.text, piece, complaint)

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import TypeVar
 
-from megaenc.errors import InputError, closest
+from megaenc.errors import InputError, closest_match
 from megaenc.objectives.base import Attention, Objective
 from megaenc.objectives.parser import MIXTURE
 
@@ -23,7 +23,7 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
 def register(objective: ObjectiveClass) -> ObjectiveClass:
     """Class decorator: make an objective known by its `name`. Raises ValueError for a name taken or a class that is none."""
-    if complaint := _complaint(objective):
+    if complaint := _find_defect(objective):
         raise ValueError(f"{objective!r} {complaint}")
     if objective.name in _registered:
         raise ValueError(f"objective `{objective.name}` is registered twice: {_registered[objective.name]} and {objective}")
@@ -33,7 +33,7 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
 
 def known() -> list[str]:
     """The names that `find` accepts, sorted; no package is loaded for it."""
-    return sorted({*_registered, *_offers().names})
+    return sorted({*_registered, *_find_entry_points().names})
 
 
 def find(name: str) -> type[Objective]:
@@ -42,43 +42,43 @@ def find(name: str) -> type[Objective]:
     Raises InputError for an unknown name, for one that two offer, and for a package that does not hold what it offers.
     """
     found = _registered.get(name)
-    offers = [offer for offer in _offers().select(name=name) if found is None or offer.value != _place(found)]
+    offers = [offer for offer in _find_entry_points().select(name=name) if found is None or offer.value != _import_path(found)]
     if found is not None and not offers:
         return found
     if not offers:
-        near = closest(name.lower(), known())
+        near = closest_match(name.lower(), known())
         hint = f"; did you mean `{near}`?" if near else ""
         raise InputError(f"unknown objective `{name}`, expected one of {', '.join(known())}{hint}")
     if found is not None:
-        raise InputError(f"objective `{name}`: {_package(offers[0])} offers it, but {_place(found)} has that name already")
+        raise InputError(f"objective `{name}`: {_format_package(offers[0])} offers it, but {_import_path(found)} has that name already")
     if len(offers) > 1:
-        raise InputError(f"objective `{name}`: offered by {' and by '.join(map(_package, offers))}, expected one of them alone")
-    return _load(offers[0])
+        raise InputError(f"objective `{name}`: offered by {' and by '.join(map(_format_package, offers))}, expected one of them alone")
+    return _load_entry_point(offers[0])
 
 
-def _offers() -> EntryPoints:
+def _find_entry_points() -> EntryPoints:
     """What the packages on the module path offer."""
-    return _offers_on(tuple(sys.path))
+    return _find_entry_points_on(tuple(sys.path))
 
 
 @cache
-def _offers_on(path: tuple[str, ...]) -> EntryPoints:
+def _find_entry_points_on(path: tuple[str, ...]) -> EntryPoints:
     return entry_points(group=GROUP)
 
 
-def _load(offer: EntryPoint) -> type[Objective]:
+def _load_entry_point(offer: EntryPoint) -> type[Objective]:
     try:
         objective = offer.load()
     except Exception as error:  # whatever a foreign module raises while it is imported
         reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"objective `{offer.name}`: {_package(offer)} cannot be loaded: {reason}") from error
-    complaint = _complaint(objective) or ("" if objective.name == offer.name else f"is called `{objective.name}`")
+        raise InputError(f"objective `{offer.name}`: {_format_package(offer)} cannot be loaded: {reason}") from error
+    complaint = _find_defect(objective) or ("" if objective.name == offer.name else f"is called `{objective.name}`")
     if complaint:
-        raise InputError(f"objective `{offer.name}`: {_package(offer)} offers {offer.value}, which {complaint}")
+        raise InputError(f"objective `{offer.name}`: {_format_package(offer)} offers {offer.value}, which {complaint}")
     return objective
 
 
-def _complaint(objective: type) -> str:
+def _find_defect(objective: type) -> str:
     """What keeps a class from being an objective; empty where nothing does."""
     if not (isinstance(objective, type) and issubclass(objective, Objective)):
         return "is no subclass of megaenc.objectives.Objective"
@@ -100,19 +100,19 @@ def _complaint(objective: type) -> str:
     return ""
 
 
-def origin(objective: type[Objective]) -> str | None:
+def package_origin(objective: type[Objective]) -> str | None:
     """For an objective of another package: the package, its version and a hash of the module; None for those of this one."""
-    for offer in _offers().select(name=objective.name):
-        if offer.value == _place(objective):
+    for offer in _find_entry_points().select(name=objective.name):
+        if offer.value == _import_path(objective):
             package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value
             source = Path(inspect.getfile(objective)).read_bytes()
             return f"{package} ({hashlib.sha256(source).hexdigest()[:12]})"
     return None
 
 
-def _place(objective: type[Objective]) -> str:
+def _import_path(objective: type[Objective]) -> str:
     return f"{objective.__module__}:{objective.__qualname__}"
 
 
-def _package(offer: EntryPoint) -> str:
+def _format_package(offer: EntryPoint) -> str:
     return f"package `{offer.dist.name}`" if offer.dist else f"`{offer.value}`"

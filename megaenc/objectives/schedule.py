@@ -29,10 +29,10 @@ from megaenc import counter_rng
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
-from megaenc.objectives.parser import MIXTURE, ParsedObjective, ParsedPhase, error_at, parse_schedule
-from megaenc.objectives.registry import find, origin
+from megaenc.objectives.parser import MIXTURE, ParsedObjective, ParsedPhase, build_error, parse_schedule
+from megaenc.objectives.registry import find, package_origin
 
-_SPELLED_OUT = 16
+_MAX_SPELLED_OUT_PHASES = 16
 """Of more phases a run's identity holds the digest: it is compared and printed as one line."""
 
 
@@ -79,7 +79,7 @@ class Phase:
     def objective(self, choice: ScheduledObjective, step: int) -> Objective:
         """One of `choices` as update `step` would train it: with the options that its place in the phase gives."""
         length = self.last_step - self.first_step
-        return choice.start.towards(choice.end, (step - self.first_step) / length) if length else choice.start
+        return choice.start.interpolate(choice.end, (step - self.first_step) / length) if length else choice.start
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -105,22 +105,22 @@ class Schedule:
         if train_iters < 1:
             raise InputError(f"--train-iters: found {train_iters}, expected at least 1")
         written = parse_schedule(text, train_iters)
-        ends = _ends(text, written, train_iters)
+        ends = _compute_phase_ends(text, written, train_iters)
         # Thousands of phases train the same few things: each is made once, and tried once for each length.
         made: dict[Hashable, tuple[ScheduledObjective, ...]] = {}
         tried: set[tuple[Hashable, int]] = set()
         phases = []
         for index, (phase, (before, last)) in enumerate(zip(written, pairwise([0, *ends]), strict=True)):
             if phase.components not in made:
-                made[phase.components] = _choices(text, phase, vocabulary)
+                made[phase.components] = _build_choices(text, phase, vocabulary)
             choices, length = made[phase.components], (phase.components, last - before)
             if length not in tried:
                 tried.add(length)
-                _try_between(text, phase, choices, last - before)
+                _check_interpolation(text, phase, choices, last - before)
             phases.append(Phase(index, before + 1, last, choices))
         return cls(tuple(phases), seed)
 
-    def at(self, step: int) -> Phase:
+    def phase_at(self, step: int) -> Phase:
         """The phase of update `step`, counted from 1."""
         if not 1 <= step <= self.phases[-1].last_step:
             raise ValueError(f"step {step} is not one of 1..{self.phases[-1].last_step}")
@@ -128,23 +128,23 @@ class Schedule:
 
     def objective(self, step: int) -> Objective:
         """What update `step` trains: the mixture's draw, with the options that its place in the phase gives."""
-        return self.at(step).objective(self._drawn(step), step)
+        return self.phase_at(step).objective(self._drawn(step), step)
 
     def text_at(self, step: int) -> str:
         """The objective of update `step` as written, `mlm(mask=0.4->0.15)`: the same at every step of a phase that draws it."""
         return self._drawn(step).text
 
-    def objectives(self) -> dict[str, Objective]:
+    def final_objectives(self) -> dict[str, Objective]:
         """Every objective of the schedule by its text, in the order in which they come up; options that change at their end."""
         return {choice.end.describe(): choice.end for choice in self._choices()}
 
-    def starts(self) -> dict[str, Objective]:
-        """As `objectives`, options that change at their start."""
+    def initial_objectives(self) -> dict[str, Objective]:
+        """As `final_objectives`, options that change at their start."""
         return {choice.start.describe(): choice.start for choice in self._choices()}
 
     def packages(self) -> dict[str, str]:
         """Of each objective that another package offers, by its name, which package, version and source that is."""
-        origins = {choice.start.name: origin(type(choice.start)) for choice in self._choices()}
+        origins = {choice.start.name: package_origin(type(choice.start)) for choice in self._choices()}
         return {name: found for name, found in origins.items() if found}
 
     def _distinct(self) -> dict[int, Phase]:
@@ -159,13 +159,13 @@ class Schedule:
         """The schedule in steps with every option, or the digest of that: equal for two runs exactly when their phases are."""
         spelled = {key: phase.describe(every=True) for key, phase in self._distinct().items()}
         parts = [f"{spelled[id(phase.choices)]}:{len(phase)}" for phase in self.phases]
-        if len(parts) <= _SPELLED_OUT:
+        if len(parts) <= _MAX_SPELLED_OUT_PHASES:
             return ",".join(parts)
         digest = hashlib.sha256(",".join(parts).encode()).hexdigest()
         return f"{len(parts)} phases with sha256 {digest}, the first {parts[0]}"
 
     def _drawn(self, step: int) -> ScheduledObjective:
-        choices = self.at(step).choices
+        choices = self.phase_at(step).choices
         if len(choices) == 1:
             return choices[0]
         bounds = list(accumulate(choice.weight for choice in choices))
@@ -173,13 +173,13 @@ class Schedule:
         return next(choice for choice, bound in zip(choices, bounds, strict=True) if draw < bound)
 
 
-def _ends(text: str, written: tuple[ParsedPhase, ...], train_iters: int) -> list[int]:
+def _compute_phase_ends(text: str, written: tuple[ParsedPhase, ...], train_iters: int) -> list[int]:
     """The last update of each phase."""
     shares = isinstance(written[0].amount, Fraction)
     for phase in written:
         if isinstance(phase.amount, Fraction) != shares:
             kinds = "steps after a share" if shares else "a share after steps"
-            raise error_at(text, phase.amount_text, f"found {kinds}, expected one kind (shares have a point: 0.25, 1.0)")
+            raise build_error(text, phase.amount_text, f"found {kinds}, expected one kind (shares have a point: 0.25, 1.0)")
     # Shares as whole numbers of their smallest common part: sums are exact, and fast.
     whole = math.lcm(*{phase.amount.denominator for phase in written}) if shares else 1
     totals = list(accumulate(int(phase.amount * whole) for phase in written))
@@ -191,34 +191,34 @@ def _ends(text: str, written: tuple[ParsedPhase, ...], train_iters: int) -> list
         if not shares and [phase.amount for phase in written] == [1]:
             wanted += "; `1` is one step, write 1.0 for the whole run"
         found = format((Decimal(totals[-1]) / whole).normalize(), "f")  # a sum of decimal fractions has an end
-        raise error_at(text, culprit.amount_text, f"{kind} add up to {found}, expected {wanted}")
+        raise build_error(text, culprit.amount_text, f"{kind} add up to {found}, expected {wanted}")
     ends = [(2 * total * train_iters + whole) // (2 * whole) for total in totals] if shares else totals
     for phase, (before, end) in zip(written, pairwise([0, *ends]), strict=True):
         if end == before:
             complaint = f"{phase.amount_text} of {train_iters} steps is no step, expected at least one"
-            raise error_at(text, phase.amount_text, complaint)
+            raise build_error(text, phase.amount_text, complaint)
     return ends
 
 
-def _choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> tuple[ScheduledObjective, ...]:
+def _build_choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> tuple[ScheduledObjective, ...]:
     whole = math.lcm(*(weight.denominator for weight, _ in written.components))
     counts = [int(weight * whole) for weight, _ in written.components]
     smallest = math.gcd(*counts)
     choices = []
     for count, (_, parsed) in zip(counts, written.components, strict=True):
-        start = end = _objective(text, parsed, vocabulary)
+        start = end = _build_objective(text, parsed, vocabulary)
         numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
         for option in parsed.options:
             if option.end and option.name not in numbers:
                 complaint = f"{start.name}: option `{option.name}` is no number and cannot change, expected one value"
-                raise error_at(text, option.end, complaint)
+                raise build_error(text, option.end, complaint)
         if any(option.end for option in parsed.options):
-            end = _objective(text, parsed, vocabulary, at_end=True)
+            end = _build_objective(text, parsed, vocabulary, at_end=True)
         choices.append(ScheduledObjective(count // smallest, start, end))
     return tuple(choices)
 
 
-def _objective(text: str, written: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False) -> Objective:
+def _build_objective(text: str, written: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False) -> Objective:
     """The objective as its phase begins, or as it ends."""
     values = {option.name: option.end if at_end and option.end else option.value for option in written.options}
     places = {option.name: option.name for option in written.options}  # of what an error may be about
@@ -227,17 +227,17 @@ def _objective(text: str, written: ParsedObjective, vocabulary: Vocabulary, at_e
         places |= {field.name: values[field.name] for field in kind.options() if field.name in values}
         return kind.from_texts(vocabulary, values)
     except InputError as error:
-        raise error_at(text, places.get(getattr(error, "option", ""), written.name), error) from error
+        raise build_error(text, places.get(getattr(error, "option", ""), written.name), error) from error
 
 
-def _try_between(text: str, written: ParsedPhase, choices: tuple[ScheduledObjective, ...], steps: int) -> None:
+def _check_interpolation(text: str, written: ParsedPhase, choices: tuple[ScheduledObjective, ...], steps: int) -> None:
     """Between two values that can be used may lie some that cannot, span=0->3: the steps beside the ends and the middle tell."""
     for choice, (_, parsed) in zip(choices, written.components, strict=True):
         for step in {1, steps // 2, steps - 2} if choice.start != choice.end else ():
             if 0 < step < steps - 1:
                 try:
-                    choice.start.towards(choice.end, step / (steps - 1))
+                    choice.start.interpolate(choice.end, step / (steps - 1))
                 except OptionError as error:
                     places = {option.name: option.end for option in parsed.options if option.end}
                     complaint = f"at step {step + 1} of the phase: {error}"
-                    raise error_at(text, places.get(error.option, parsed.name), complaint) from None
+                    raise build_error(text, places.get(error.option, parsed.name), complaint) from None

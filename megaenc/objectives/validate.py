@@ -14,7 +14,7 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
     tokens, edges = pack.tokens.copy(), pack.edges.copy()
     try:
         found, again = (objective.targets(pack, randomness) for _ in range(2))
-        complaint = _complaint(objective, pack, found)
+        complaint = _find_violation(objective, pack, found)
         if not complaint and not all(map(np.array_equal, found[:3], again[:3])):
             complaint = "gives other targets when asked again, expected a pure function of the pack and its randomness"
         if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.edges, edges)):
@@ -25,7 +25,7 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
         raise InputError(f"objective `{objective.describe()}`, pack {pack.sample}: {complaint}")
 
 
-def _complaint(objective: Objective, pack: Pack, targets: Targets) -> str:
+def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     """What is wrong with `targets`; empty where nothing is."""
     length, documents = len(pack.tokens), len(pack.edges) - 1
     for name in ("inputs", "predict_at", "labels"):

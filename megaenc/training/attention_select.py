@@ -8,24 +8,24 @@ from megaenc.backend import Backend, ParallelConfig
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
-from megaenc.model.attention.backends import ORDER
+from megaenc.model.attention.backends import BACKENDS
 from megaenc.model.attention.selftest import check_backend
 from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.objectives import Attention
 from megaenc.training.dist.collectives import all_gather_call
-from megaenc.training.plan import Plan, validated_objectives
+from megaenc.training.plan import Plan, validation_objectives
 
 
-def attention_of(plan: Plan, backend: Backend) -> str:
-    """Choose the backend for the masks that `plan` trains and validates under; see `choose_attention`."""
-    objectives = validated_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.objectives()
+def select_plan_attention(plan: Plan, backend: Backend) -> str:
+    """Choose the backend for the masks that `plan` trains and validates under; see `select_attention`."""
+    objectives = validation_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.final_objectives()
     masks = {objective.attention for objective in objectives.values()}
     settings, asked = plan.settings, plan.settings.kernels.attention_backend
     of_batch = {"seq_length": settings.data.seq_length, "packs": settings.micro_batch_size}
-    return choose_attention(asked, settings.shape, settings.layout, plan.dtype, masks, backend, **of_batch)
+    return select_attention(asked, settings.shape, settings.layout, plan.dtype, masks, backend, **of_batch)
 
 
-def choose_attention(
+def select_attention(
     asked: str,
     shape: ModelConfig,
     layout: ParallelConfig,
@@ -42,9 +42,9 @@ def choose_attention(
     tensor, refused = layout.tensor_model_parallel_size, []
     sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
     sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **of_batch}
-    for name in ORDER if asked == "auto" else (asked,):
+    for name in BACKENDS if asked == "auto" else (asked,):
         verdicts = all_gather_call(lambda name=name: check_backend(name, **sizes))
-        if all(verdict.right for verdict in verdicts):
+        if all(verdict.passed for verdict in verdicts):
             for line in refused:
                 print_rank_0(f"attention by {line}")
             return name
@@ -59,6 +59,6 @@ def choose_attention(
 
 def _complaint(verdicts: Sequence[SelfTestResult]) -> str:
     """Return what speaks against a backend, from the verdicts of the ranks."""
-    against = [(rank, verdict) for rank, verdict in enumerate(verdicts) if not verdict.right]
+    against = [(rank, verdict) for rank, verdict in enumerate(verdicts) if not verdict.passed]
     rank, verdict = min(against, key=lambda pair: not pair[1].available)  # what was computed says more than what is missing
-    return verdict.why + (f", on rank {rank}" if len(against) < len(verdicts) else "")
+    return verdict.reason + (f", on rank {rank}" if len(against) < len(verdicts) else "")

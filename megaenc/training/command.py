@@ -3,35 +3,35 @@
 import sys
 from collections.abc import Sequence
 
-from megaenc.console import quiet
-from megaenc.errors import InputError, LocalInputError, one_line_errors
-from megaenc.torchelastic import die_with_launcher, exit_without_restart, leave_if_told
+from megaenc.console import silence_libraries
+from megaenc.errors import InputError, LocalInputError, handle_command_errors
+from megaenc.torchelastic import die_with_launcher, exit_without_restart, exit_if_restart_forbidden
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
     """Train by the flags in `argv`. torchrun does not restart what was stopped or refused."""
     die_with_launcher()
-    leave_if_told()
-    quiet()
-    from megaenc.training.config import read_settings
+    exit_if_restart_forbidden()
+    silence_libraries()
+    from megaenc.training.config import parse_config
 
-    settings = read_settings(sys.argv[1:] if argv is None else argv, prog)
-    from megaenc.training.planning import make_plan
+    settings = parse_config(sys.argv[1:] if argv is None else argv, prog)
+    from megaenc.training.planning import build_plan
 
-    plan = make_plan(settings)
+    plan = build_plan(settings)
     if settings.output.dry_run:
-        from megaenc.training.dry_run import describe
+        from megaenc.training.dry_run import print_dry_run
 
-        describe(plan)
+        print_dry_run(plan)
         return
     from megaenc import backend
     from megaenc.training.dist.watchdog import process_group_timeout
 
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
-    device = backend.init_distributed(settings.layout, settings.seed, settings.layout.chunks(settings.shape.num_layers), timeout)
+    device = backend.init_distributed(settings.layout, settings.seed, settings.layout.chunks_per_stage(settings.shape.num_layers), timeout)
     from megaenc.training.dist.collectives import all_gather_call
-    from megaenc.training.dist.signals import STOPPED
+    from megaenc.training.dist.signals import EXIT_STOPPED
     from megaenc.training.trainer import pretrain
 
     try:
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         raise
     if not complete:
         all_gather_call(
-            lambda: exit_without_restart(STOPPED)
+            lambda: exit_without_restart(EXIT_STOPPED)
         )  # on every machine, before the first to leave makes torchrun start others
     backend.destroy_distributed()
     if not complete:
-        sys.exit(STOPPED)
+        sys.exit(EXIT_STOPPED)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaenc import flags
-from megaenc.backend.parallel_config import FLOAT8_WIDTH, KernelConfig, ParallelConfig
+from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT, KernelConfig, ParallelConfig
 from megaenc.data.packing.packed_dataset import LONGEST_PACK
 from megaenc.errors import InputError
-from megaenc.model.config import ModelConfig, preset
+from megaenc.model.config import ModelConfig, get_preset
 from megaenc.training.config_groups import (
     DataConfig,
     FaultConfig,
@@ -24,13 +24,13 @@ from megaenc.training.config_groups import (
 
 def has_bf16() -> bool:
     """Whether this machine computes in bfloat16 by itself."""
-    from megaenc.backend.device import detect  # imports torch
+    from megaenc.backend.device import detect_backend  # imports torch
 
-    return detect().has_bf16
+    return detect_backend().has_bf16
 
 
 @dataclass(frozen=True)
-class BatchSizes:
+class BatchSizeSchedule:
     """Global batches that grow to `full` packs; `starts` are the first samples of updates 1, 2, ... up to the first full one."""
 
     full: int
@@ -53,10 +53,10 @@ class BatchSizes:
 
 
 @functools.cache
-def batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizes:
+def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
     """Return batches of `full` packs, or that grow as `rampup` (first size, increment, samples) says, by megatron-core's rule."""
     if not rampup:
-        return BatchSizes(full)
+        return BatchSizeSchedule(full)
     from megaenc.backend.megatron import prepare_megatron
 
     prepare_megatron()
@@ -68,7 +68,7 @@ def batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizes:
     while rule.get_current_global_batch_size() < full:
         starts.append(starts[-1] + rule.get_current_global_batch_size())
         rule.update(starts[-1], consistency_check=False)
-    return BatchSizes(full, tuple(starts))
+    return BatchSizeSchedule(full, tuple(starts))
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PretrainConfig:
     """compute in bfloat16 with float32 master weights; on where the processor has the instructions"""
     model: str = "tiny"
     """preset of the model's shape: 210m, 610m, 1b (the study's), small or tiny; the model options below change parts of it"""
-    shape: ModelConfig = field(default_factory=lambda: preset("tiny"))
+    shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     start: StartConfig = field(default_factory=StartConfig)
@@ -122,7 +122,7 @@ class PretrainConfig:
         self._check_float8()
         if min(self.output.save_steps, default=1) < 1:
             raise InputError(f"--save-steps: found {min(self.output.save_steps)}, expected steps, 1 or more")
-        chunks = self.layout.chunks(self.shape.num_layers)
+        chunks = self.layout.chunks_per_stage(self.shape.num_layers)
         self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:
             raise InputError(
@@ -169,16 +169,16 @@ class PretrainConfig:
             return
         flag, tensor = f"--fp8-format {self.kernels.fp8_format}", self.layout.tensor_model_parallel_size
         row = self.micro_batch_size * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
-        if self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_WIDTH:
+        if self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_ALIGNMENT:
             raise InputError(
                 f"{flag}: a row of {row} tokens (--micro-batch-size x --seq-length, shared where --sequence-parallel is given), "
-                f"expected a multiple of {FLOAT8_WIDTH} under Transformer Engine"
+                f"expected a multiple of {FLOAT8_ALIGNMENT} under Transformer Engine"
             )
         shared = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
-        for name, (rows, columns) in self.shape.linear_widths(tensor).items():
-            if rows % FLOAT8_WIDTH or columns % FLOAT8_WIDTH:
+        for name, (rows, columns) in self.shape.linear_shapes(tensor).items():
+            if rows % FLOAT8_ALIGNMENT or columns % FLOAT8_ALIGNMENT:
                 raise InputError(
-                    f"{flag}: {name} is {rows} x {columns}{shared}, expected multiples of {FLOAT8_WIDTH}: other widths, or no "
+                    f"{flag}: {name} is {rows} x {columns}{shared}, expected multiples of {FLOAT8_ALIGNMENT}: other widths, or no "
                     "--fp8-format"
                 )
 
@@ -200,12 +200,12 @@ class PretrainConfig:
             raise InputError(f"{flag}: expected START and INCREMENT to be multiples of {divisor}, like --global-batch-size")
 
     @property
-    def batch_sizes(self) -> BatchSizes:
+    def batch_sizes(self) -> BatchSizeSchedule:
         """Packs of each step."""
-        return batch_sizes(self.global_batch_size, self.rampup_batch_size)
+        return build_batch_sizes(self.global_batch_size, self.rampup_batch_size)
 
     @property
-    def batch_text(self) -> str:
+    def batch_size_text(self) -> str:
         """Packs of a step, for the console."""
         growing = f"{self.rampup_batch_size[0]} to " if self.rampup_batch_size else ""
         return f"{growing}{self.global_batch_size}"
@@ -218,7 +218,7 @@ class PretrainConfig:
     def model_name(self) -> str:
         """The preset for the console, unless its shape was changed."""
         shape = dataclasses.replace(self.shape, vocab_size=None)
-        return self.model if shape == preset(self.model) else "model"
+        return self.model if shape == get_preset(self.model) else "model"
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the copies of the model."""
@@ -275,30 +275,30 @@ DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, alon
 With nothing given it trains the tiny preset on the demo corpus. Each flag is also a key of --config's YAML file."""
 
 
-def read_settings(argv: Sequence[str], prog: str) -> PretrainConfig:
+def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
     """Read the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
-    default = over_defaults(argv, prog, PretrainConfig())
+    default = merge_defaults(argv, prog, PretrainConfig())
     return flags.parse(PretrainConfig, argv, prog=prog, description=DESCRIPTION, default=default)
 
 
-def over_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
+def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with the `--config` and the preset of `argv`, and without what its flags overrule. Raises InputError."""
-    config, model = flags.value_of(argv, "--config"), flags.value_of(argv, "--model")
+    config, model = flags.find_flag_value(argv, "--config"), flags.find_flag_value(argv, "--model")
     if config:
-        default = settings_from(config, default)
+        default = read_config_file(config, default)
     if model:
-        default = with_preset(default, model)
+        default = apply_preset(default, model)
     for pair in _PAIRS:
-        if sum(flags.value_of(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
+        if sum(flags.find_flag_value(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
             default = flags.replace_fields(default, {name: None for names in pair for name in names}, source=prog)
     return default
 
 
-def settings_from(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
+def read_config_file(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
     """Return what the YAML file at `path` gives over the preset that it names, over `default`. Raises InputError."""
-    return flags.from_yaml(default or PretrainConfig(), path, first=("model", with_preset))
+    return flags.read_config_file(default or PretrainConfig(), path, first=("model", apply_preset))
 
 
-def with_preset(settings: PretrainConfig, name: str) -> PretrainConfig:
+def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:
     """Return the same with another shape. InputError where there is no preset `name`."""
-    return dataclasses.replace(settings, model=name, shape=preset(name))
+    return dataclasses.replace(settings, model=name, shape=get_preset(name))

@@ -9,37 +9,37 @@ from rich import box
 from rich.table import Table
 
 from megaenc.backend import Backend, KernelConfig
-from megaenc.console import rich_console
+from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
-from megaenc.dist_env import rank, world_size
-from megaenc.training.plan import Plan, validated_objectives
+from megaenc.dist_env import get_rank, get_world_size
+from megaenc.training.plan import Plan, validation_objectives
 
-_SHOWN_PHASES, _INTRODUCED = 12, 6  # phases in the table, and in the line at the start
-_LOOKED_AT = 64  # packs from which the share of predicted tokens is estimated
-_LOOKED_AT_STEPS = 100_000  # of a mixture
+_TABLE_PHASES, _HEADER_PHASES = 12, 6  # phases in the table, and in the line at the start
+_SAMPLED_PACKS = 64  # packs from which the share of predicted tokens is estimated
+_SAMPLED_STEPS = 100_000  # of a mixture
 
 
-def describe(plan: Plan) -> None:
+def print_dry_run(plan: Plan) -> None:
     """Print on rank 0 what `--dry-run` says: model, layout, data, phases with their steps and tokens, learning rate."""
-    if rank():
+    if get_rank():
         return
-    console = rich_console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    console = build_rich_console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     settings = plan.settings
     total = settings.total_iters
-    processes = f"{world_size()} process{'es' if world_size() > 1 else ''}"
-    console.print(f"{_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, world_size())}")
+    processes = f"{get_world_size()} process{'es' if get_world_size() > 1 else ''}"
+    console.print(f"{_format_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, get_world_size())}")
     console.print(
-        f"{total:,} steps of {settings.batch_text} packs of {settings.data.seq_length} tokens "
+        f"{total:,} steps of {settings.batch_size_text} packs of {settings.data.seq_length} tokens "
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
     )
     start = f"{plan.start.describe()}{plan.skipped.describe()}"
     console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {start}", soft_wrap=True)
-    console.print(_data(plan))
-    console.print(_phases(plan))
-    console.print(_objectives(plan))
+    console.print(_corpus_table(plan))
+    console.print(_phase_table(plan))
+    console.print(_objective_table(plan))
     rate, validation = plan.learning_rate, "none"
     if plan.validation:
-        objectives = ", ".join(validated_objectives(plan.schedule, plan.vocabulary))
+        objectives = ", ".join(validation_objectives(plan.schedule, plan.vocabulary))
         validation = f"every {settings.eval_every:,} steps under {objectives}"
     console.print(
         f"learning rate: to {rate.peak:g} over {rate.warmup:,} steps, constant, to 0 over the last {rate.decay:,} steps\n"
@@ -47,25 +47,25 @@ def describe(plan: Plan) -> None:
     )
 
 
-def _data(plan: Plan) -> Table:
-    table = _table("corpus", "share", "packs", "epochs", "left out")
-    for row in plan.reading:
+def _corpus_table(plan: Plan) -> Table:
+    table = _new_table("corpus", "share", "packs", "epochs", "left out")
+    for row in plan.corpus_usage:
         table.add_row(row.prefix, f"{100 * row.share:.2f} %", f"{row.packs:,}", f"{row.epochs:.2f}", f"{100 * row.dropped:.1f} %")
     return table
 
 
-def _phases(plan: Plan) -> Table:
-    table = _table("phase", "steps", "tokens", "tokens so far")
+def _phase_table(plan: Plan) -> Table:
+    table = _new_table("phase", "steps", "tokens", "tokens so far")
     phases = plan.schedule.phases
-    for phase in phases[:_SHOWN_PHASES]:
+    for phase in phases[:_TABLE_PHASES]:
         before, after = (plan.settings.tokens_after(step) for step in (phase.first_step - 1, phase.last_step))
         table.add_row(phase.text, f"{phase.first_step:,} to {phase.last_step:,}", f"{after - before:,}", f"{after:,}")
-    if len(phases) > _SHOWN_PHASES:
-        table.add_row(f"... {len(phases) - _SHOWN_PHASES:,} more phases", f"to {phases[-1].last_step:,}", "", "")
+    if len(phases) > _TABLE_PHASES:
+        table.add_row(f"... {len(phases) - _TABLE_PHASES:,} more phases", f"to {phases[-1].last_step:,}", "", "")
     return table
 
 
-def _objectives(plan: Plan) -> Table:
+def _objective_table(plan: Plan) -> Table:
     """What each objective gets in all: phases may come back, and a mixture draws anew each step."""
     parts_of: dict[str, list[range]] = defaultdict(list)
     steps_of: dict[str, int] = defaultdict(int)
@@ -73,7 +73,7 @@ def _objectives(plan: Plan) -> Table:
     estimated: set[str] = set()
     for phase in plan.schedule.phases:
         # A mixture is looked at step by step, a long one at so many of its steps, each of which stands for those that follow.
-        stride = len(phase) if len(phase.choices) == 1 else max(1, len(phase) // _LOOKED_AT_STEPS)
+        stride = len(phase) if len(phase.choices) == 1 else max(1, len(phase) // _SAMPLED_STEPS)
         for first in range(phase.first_step, phase.last_step + 1, stride):
             part = range(first, min(first + stride, phase.last_step + 1))
             text = plan.schedule.text_at(first)
@@ -81,7 +81,7 @@ def _objectives(plan: Plan) -> Table:
             parts_of[text].append(part if len(phase.choices) == 1 else part[:1])  # the others of it may be another objective's
             steps_of[text] += len(part)
             tokens_of[text] += plan.settings.tokens_after(part[-1]) - plan.settings.tokens_after(part[0] - 1)
-    table = _table("objective", "steps", "tokens", "predicted, about")
+    table = _new_table("objective", "steps", "tokens", "predicted, about")
     for text, parts in parts_of.items():
         steps, tokens, share = steps_of[text], tokens_of[text], _predicted_share(plan, parts)
         about = "about " if text in estimated else ""
@@ -92,17 +92,17 @@ def _objectives(plan: Plan) -> Table:
 def _predicted_share(plan: Plan, parts: list[range]) -> float:
     """Predicted tokens a token: the steps of `parts` are looked at evenly, for an objective may change over them."""
     predicted, ends = 0, list(accumulate(map(len, parts)))
-    for sample in range(_LOOKED_AT):
+    for sample in range(_SAMPLED_PACKS):
         pack = plan.packs[sample]
         randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
-        place = sample * ends[-1] // _LOOKED_AT
+        place = sample * ends[-1] // _SAMPLED_PACKS
         at = bisect_right(ends, place)
         step = parts[at][place - ends[at]]  # counted from the end of the part
         predicted += len(plan.schedule.objective(step).targets(pack, randomness).labels)
-    return predicted / (_LOOKED_AT * plan.settings.data.seq_length)
+    return predicted / (_SAMPLED_PACKS * plan.settings.data.seq_length)
 
 
-def _table(first: str, *others: str) -> Table:
+def _new_table(first: str, *others: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(first, overflow="fold")
     for name in others:
@@ -110,38 +110,38 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _model(plan: Plan) -> str:
-    millions = plan.settings.shape.parameters(plan.vocab_size) / 1e6
+def _format_model(plan: Plan) -> str:
+    millions = plan.settings.shape.parameter_count(plan.vocab_size) / 1e6
     return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
 
 
-def run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused: dict[str, bool], resumed: int) -> str:
+def format_run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused: dict[str, bool], resumed: int) -> str:
     """Describe the run; `fused`: whether each kernel is used, by name; `resumed`: the step it continues after, or 0."""
-    settings, phases, rows = plan.settings, plan.schedule.phases, plan.reading
-    computed = settings.layout.describe(settings.shape.num_layers, world_size()) + f"; attention by {kernels.attention_backend}"
-    if not backend.is_host:
+    settings, phases, rows = plan.settings, plan.schedule.phases, plan.corpus_usage
+    computed = settings.layout.describe(settings.shape.num_layers, get_world_size()) + f"; attention by {kernels.attention_backend}"
+    if not backend.is_cpu:
         computed += f"; fused kernels: {', '.join(name for name, used in fused.items() if used) or 'none'}"
     start = f"going on after step {resumed}" if resumed else plan.start.describe()
-    shown = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_INTRODUCED])
-    more = f", ... ({len(phases):,} phases)" if len(phases) > _INTRODUCED else ""
+    shown = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
+    more = f", ... ({len(phases):,} phases)" if len(phases) > _HEADER_PHASES else ""
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
     shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in rows]
     reading = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(rows, shares, strict=True))
     return (
-        f"{_model(plan)} on {world_size()} x {backend.description} ({computed}), {start}\n"
-        f"  {shown}{more}; {settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
+        f"{_format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"
+        f"  {shown}{more}; {settings.batch_size_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
         f"  {reading}{plan.skipped.describe()}"
     )
 
 
-def run_footer(step: int, total: int, loss: float | None, save: str, asked: str | None) -> str:
+def format_run_footer(step: int, total: int, loss: float | None, save: str, asked: str | None) -> str:
     """Say how far the run has come, and why it ends there (`asked`: who wanted it to end)."""
     where = f", saved in {save}" if save else ""
     why = f"; stopped by {asked}" + (", the same command goes on" if save else "") if asked and step < total else ""
     return f"step {step} of {total}: {'no target' if loss is None else f'loss {loss:.4f}'}{where}{why}"
 
 
-def spike_found(plan: Plan, step: int, loss: float, deviations: float) -> str:
+def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
     """Say what a spike of the loss at `step` looks like, and what becomes of it."""
     allowed, made = plan.settings.health.max_rewinds, len(plan.rewinds)
     what = f"; rewind {made + 1} of {allowed}" if made < allowed else f"; all of --max-rewinds {allowed} are made"

@@ -19,10 +19,10 @@ from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
 from megaenc.data.packing.packed_dataset import PackedDataset
-from megaenc.model.encoder import build_chunks
-from megaenc.model.fp8.linear import check_linears
+from megaenc.model.encoder import build_model_chunks
+from megaenc.model.fp8.linear import check_linear_layers
 from megaenc.objectives import Objective
-from megaenc.training.attention_select import attention_of
+from megaenc.training.attention_select import select_plan_attention
 from megaenc.training.dist.collectives import all_gather_call
 from megaenc.training.micro_batches import DataParallelSampler, MicroBatch, MicroBatchSpec, Prefetcher
 from megaenc.training.plan import Plan
@@ -53,13 +53,13 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class Update:
+class TrainStepResult:
     """What one update has come to, the same on every rank."""
 
-    result: StepMetrics
+    metrics: StepMetrics
     grad_norm: float
     """Of the gradient before clipping."""
-    made: bool
+    build: bool
     """Not where loss or gradient are no finite numbers: then weights and optimizer stay as they were."""
 
 
@@ -72,25 +72,25 @@ class Engine:
         self.plan = plan
         self.layout = settings.layout
         self.device = backend.device
-        self.own_loss = torch.zeros((), dtype=torch.float64, device=backend.device)
-        self.share = DataParallelSampler(
+        self.local_loss_sum = torch.zeros((), dtype=torch.float64, device=backend.device)
+        self.sampler = DataParallelSampler(
             settings.global_batch_size,
             settings.micro_batch_size,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
-        self.kernels = dataclasses.replace(settings.kernels, attention_backend=attention_of(plan, backend))
-        widths = settings.shape.linear_widths(self.layout.tensor_model_parallel_size).values()
-        all_gather_call(lambda: check_linears(settings.kernels, backend, widths, plan.dtype))
+        self.kernels = dataclasses.replace(settings.kernels, attention_backend=select_plan_attention(plan, backend))
+        widths = settings.shape.linear_shapes(self.layout.tensor_model_parallel_size).values()
+        all_gather_call(lambda: check_linear_layers(settings.kernels, backend, widths, plan.dtype))
         sizes, seed = (settings.shape, plan.vocab_size, settings.data.seq_length), settings.seed if drawn else None
-        encoders = build_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
-        self.fused = dataclasses.asdict(encoders[0].fused)  # by name, whether a kernel is used; alike in all parts
+        encoders = build_model_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
+        self.fused_kernels = dataclasses.asdict(encoders[0].fused)  # by name, whether a kernel is used; alike in all parts
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.watch = StepTimers()  # of one update
+        self.step_timers = StepTimers()  # of one update
         # A host's cores all compute in any case: a thread would but take turns with them.
-        self._make = partial(MicroBatchSpec.made, device=backend.device)
-        self._ahead = None if backend.is_host else Prefetcher(self._make, partial(torch.cuda.set_device, backend.device))
+        self._build_micro_batch = partial(MicroBatchSpec.build, device=backend.device)
+        self._prefetcher = None if backend.is_cpu else Prefetcher(self._build_micro_batch, partial(torch.cuda.set_device, backend.device))
         level = settings.monitoring.timing_log_level  # at 0 nothing is timed, for each of these timers waits for the device
         self.timers = self.config.timers = Timers(level, "max") if level else None
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
@@ -107,10 +107,10 @@ class Engine:
             for number, module in enumerate(modules)
         ]
         if self.layout.overlap_grad_reduce:
-            self.config.no_sync_func = self._each("no_sync")
-            self.config.grad_sync_func = self._each("start_grad_sync")
+            self.config.no_sync_func = self._chunk_methods("no_sync")
+            self.config.grad_sync_func = self._chunk_methods("start_grad_sync")
         if self.layout.overlap_param_gather and len(self.chunks) > 1:
-            self.config.param_sync_func = self._each("start_param_sync")
+            self.config.param_sync_func = self._chunk_methods("start_param_sync")
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -130,7 +130,7 @@ class Engine:
             config_overrides={},  # no exceptions: norms decay like everything else, as in the study
         )
 
-    def _each(self, method: str):
+    def _chunk_methods(self, method: str):
         """Return a method of the part of the model, or of each of several, as megatron-core's schedules want it."""
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
@@ -141,43 +141,43 @@ class Engine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def update(self, step: int) -> Update:
+    def train_step(self, step: int) -> TrainStepResult:
         """Make update number `step` (1, 2, ...)."""
-        self.watch = StepTimers()
+        self.step_timers = StepTimers()
         for timer in self.timers._timers.values() if self.timers else ():
             timer.reset()
-        self.clear_gradient()
-        with self.watch.measure(FORWARD_BACKWARD):
-            following = self._wanted(step + 1) if self._ahead and step < self.plan.settings.total_iters else ()
-            result = self._run(self._wanted(step), following, train=True)
+        self.zero_grad()
+        with self.step_timers.measure(FORWARD_BACKWARD):
+            following = self._micro_batch_specs(step + 1) if self._prefetcher and step < self.plan.settings.total_iters else ()
+            result = self._run_batch(self._micro_batch_specs(step), following, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
-        with self.watch.measure(OPTIMIZER):
-            return Update(result, *self._step(result.loss_sum))
+        with self.step_timers.measure(OPTIMIZER):
+            return TrainStepResult(result, *self._optimizer_step(result.loss_sum))
 
-    def _wanted(self, step: int) -> list[MicroBatchSpec]:
+    def _micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
         objective = self.plan.schedule.objective(step)
-        return [MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed) for row in self.rows(step)]
+        return [MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed) for row in self.micro_batch_samples(step)]
 
-    def rows(self, step: int) -> list[Sequence[int]]:
+    def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
         """Return the samples of each micro-batch that this rank reads for update number `step`."""
-        share = dataclasses.replace(self.share, global_batch_size=self.plan.settings.batch_sizes.size(step))
-        positions = share.samples(self.plan.samples_by(step - 1))
+        share = dataclasses.replace(self.sampler, global_batch_size=self.plan.settings.batch_sizes.size(step))
+        positions = share.samples(self.plan.samples_read(step - 1))
         return [[self.plan.sample(position) for position in row] for row in positions]
 
-    def clear_gradient(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradient that is there."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _step(self, loss_sum: float) -> tuple[float, bool]:
+    def _optimizer_step(self, loss_sum: float) -> tuple[float, bool]:
         """Do megatron-core's `step` in its parts: return the gradient's norm, and whether the weights were updated from it."""
         self.optimizer.prepare_grads()
         [optimizer] = self.optimizer.chained_optimizers
         grad_norm = float(optimizer.clip_grad_norm(optimizer.config.clip_grad))
         finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
-        if self.share.size > 1 and not self.layout.use_distributed_optimizer:
+        if self.sampler.size > 1 and not self.layout.use_distributed_optimizer:
             # Each copy of the model has found its own norm: where one of them alone is faulty, they would part here.
             all_finite = torch.full((), finite, dtype=torch.int32, device=self.device)
             dist.all_reduce(all_finite, dist.ReduceOp.MIN, group=parallel_state.get_data_parallel_group())
@@ -187,7 +187,7 @@ class Engine:
         return grad_norm, finite
 
     @contextlib.contextmanager
-    def _all_parameters(self) -> Iterator[None]:
+    def _gathered_parameters(self) -> Iterator[None]:
         """Fetch all weights at once and let nothing fetch them on use: that belongs to updates."""
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks if self.layout.overlap_param_gather else ():
@@ -200,26 +200,26 @@ class Engine:
         """Let `local_grad_norm` leave each rank its own gradient: nothing is added up over the copies of the model."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
-        with self._all_parameters():
-            vars(self.config).update(dict.fromkeys(names))
+        with self._gathered_parameters():
+            vars(self.config).train_step(dict.fromkeys(names))
             try:
                 yield
             finally:
-                vars(self.config).update(before)
-                self.clear_gradient()
+                vars(self.config).train_step(before)
+                self.zero_grad()
 
     def local_grad_norm(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
         """Return, without reduction, the loss of the packs `row` (0 where this rank computes none) and the norm of the gradient.
 
         The ranks of one copy of the model call it together with the same row, those of all copies with as many packs.
         """
-        self.clear_gradient()
+        self.zero_grad()
         repeated = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # interleaved stages take no fewer
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())  # here, for a gradient that is cleared is one to be reduced again
             wanted = MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed)
-            sums = self._sums([wanted] * repeated, (), train=True)
+            sums = self._run_micro_batches([wanted] * repeated, (), train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -227,28 +227,28 @@ class Engine:
         """Return sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         for chunk in self.chunks:
             chunk.eval()
-        starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
-        wanted = [[MicroBatchSpec(packs, tuple(row), objective, 0) for row in self.share.samples(start)] for start in starts]
-        with self._all_parameters():
-            results = [self._run(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
+        starts = range(0, batches * self.sampler.global_batch_size, self.sampler.global_batch_size)
+        wanted = [[MicroBatchSpec(packs, tuple(row), objective, 0) for row in self.sampler.samples(start)] for start in starts]
+        with self._gathered_parameters():
+            results = [self._run_batch(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
         for chunk in self.chunks:
             chunk.train()
         return sum(results, StepMetrics())
 
-    def _run(self, wanted: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> StepMetrics:
+    def _run_batch(self, wanted: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> StepMetrics:
         """Run the global batch of which this rank reads `wanted` forward and, to train, backward; `following` is wanted next."""
-        sums = self._sums(wanted, following, train)
+        sums = self._run_micro_batches(wanted, following, train)
         if train:
-            self.own_loss = sums[0].clone()
+            self.local_loss_sum = sums[0].clone()
         dist.all_reduce(sums)
         loss_sum, correct, predicted, flops = sums.tolist()
         return StepMetrics(loss_sum, int(predicted), int(correct), flops)
 
-    def _sums(self, wanted: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> torch.Tensor:
+    def _run_micro_batches(self, wanted: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> torch.Tensor:
         """Return float64[4] of this rank: loss, correct, predicted, FLOPs of the micro-batches `wanted`."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
-        batches = self._ahead.over(wanted, following) if self._ahead else map(self._make, wanted)
-        batches = self.watch.over(DATA, batches)
+        batches = self._prefetcher.over(wanted, following) if self._prefetcher else map(self._build_micro_batch, wanted)
+        batches = self.step_timers.over(DATA, batches)
         iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(

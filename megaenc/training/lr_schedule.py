@@ -7,7 +7,7 @@ from megaenc.errors import InputError
 
 
 @dataclass(frozen=True)
-class LearningRate:
+class WSDSchedule:
     """Warm-up, constant, decay over updates n = 1..total.
 
     peak * n / warmup for n <= warmup, then peak, then peak * (total - n + 1) / decay over the last `decay` updates: no update is
@@ -35,7 +35,7 @@ class LearningRate:
         return self.peak
 
 
-def steps_of(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:
+def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:
     """Return the steps of `--flag-iters` or `--flag-fraction` (half rounded up). InputError if both or out of range."""
     if iters is not None and fraction is not None:
         raise InputError(f"--{flag}-iters and --{flag}-fraction: found both, expected one")

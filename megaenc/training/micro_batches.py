@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.packing.packed_dataset import PackedDataset, places
-from megaenc.model.packed_sequences import PackedSequences, to_device
+from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
+from megaenc.model.packed_sequences import PackedSequences, copy_to_device
 from megaenc.objectives import Objective
 
 DEPTH = 2  # micro-batches ahead: the next, and one more for when that takes longer than usual
@@ -29,7 +29,7 @@ class MicroBatch:
     labels: Tensor  # int64[N]
 
 
-def micro_batch(
+def build_micro_batch(
     packs: PackedDataset, samples: Sequence[int], objective: Objective, seed: int, device: torch.device
 ) -> MicroBatch:
     """The packs of `samples` side by side, with what `objective` makes of them under `seed`."""
@@ -46,23 +46,23 @@ def micro_batch(
             prefixes.append(targets.prefixes)
     row, predicted, wanted = (np.concatenate(parts) for parts in (tokens, predict_at, labels))
     row, at, predicted, wanted = (
-        to_device(torch.from_numpy(array), device) for array in (row, places(np.array(edges)), predicted, wanted)
+        copy_to_device(torch.from_numpy(array), device) for array in (row, position_ids(np.array(edges)), predicted, wanted)
     )
-    packing = PackedSequences.of(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
+    packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
     return MicroBatch(row[None], at, packing, predicted, wanted)
 
 
 class MicroBatchSpec(NamedTuple):
-    """What `micro_batch` makes a micro-batch of."""
+    """What `build_micro_batch` makes a micro-batch of."""
 
     packs: PackedDataset
     samples: tuple[int, ...]
     objective: Objective
     seed: int
 
-    def made(self, device: torch.device) -> MicroBatch:
+    def build(self, device: torch.device) -> MicroBatch:
         """Make it."""
-        return micro_batch(*self, device)
+        return build_micro_batch(*self, device)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batches", initializer=set_up)
         self._begun: deque[tuple[Any, Future]] = deque()
 
-    def over(self, keys: Sequence[Any], following: Sequence[Any] = ()) -> Iterator[Any]:
+    def iterate(self, keys: Sequence[Any], following: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield `make(key)` of each of `keys`, to be taken to the end; `following` is what the next call will ask for."""
         if [key for key, _ in self._begun] != list(keys[: len(self._begun)]):
             while self._begun:

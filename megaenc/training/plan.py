@@ -12,7 +12,7 @@ from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
 from megaenc.training.config import PretrainConfig
-from megaenc.training.lr_schedule import LearningRate
+from megaenc.training.lr_schedule import WSDSchedule
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
@@ -26,7 +26,7 @@ class Plan:
     tokenizer: Any  # transformers' PreTrainedTokenizerFast
     data: RunData
     schedule: Schedule
-    learning_rate: LearningRate
+    learning_rate: WSDSchedule
     start: RunInit = NEW_WEIGHTS
     skipped: SkippedPacks = NOTHING_SKIPPED
     rewinds: tuple[str, ...] = ()
@@ -54,9 +54,9 @@ class Plan:
 
     def first_sample(self, step: int) -> int:
         """The sample that update number `step` begins with: the position in the data follows from the step."""
-        return self.sample(self.samples_by(step - 1))
+        return self.sample(self.samples_read(step - 1))
 
-    def samples_by(self, step: int) -> int:
+    def samples_read(self, step: int) -> int:
         """Packs that the updates up to number `step` read."""
         return self.settings.batch_sizes.first_sample(step + 1)
 
@@ -68,14 +68,14 @@ class Plan:
         """What update number `step` reads."""
         return self.settings.batch_sizes.size(step) * self.settings.data.seq_length
 
-    def leaving_out(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
+    def with_skipped(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
         """This plan with other packs left out."""
         data = dataclasses.replace(self.settings.data, skip_packs=skipped.texts)
         settings = dataclasses.replace(self.settings, data=data)
         return dataclasses.replace(self, settings=settings, skipped=skipped, rewinds=rewinds)
 
     @property
-    def log_every(self) -> int:
+    def log_interval(self) -> int:
         """Steps between rows of metrics: by default 10 in a run of more than 1,000, unless phases change faster than that."""
         given, shortest = self.settings.output.log_interval, min(len(phase) for phase in self.schedule.phases)
         return given or (10 if self.settings.total_iters > 1000 and shortest >= 10 else 1)
@@ -84,15 +84,15 @@ class Plan:
     def reading(self) -> list[CorpusUsage]:
         """What the steps of the whole run read of each corpus; those of a branch's parent are its own too."""
         first = self.start.skip_samples
-        end = self.skipped.end(first, self.samples_by(self.settings.total_iters))
-        return self.data.reading(end, first, without=self.skipped.between(first, end).ranges)
+        end = self.skipped.end(first, self.samples_read(self.settings.total_iters))
+        return self.data.corpus_usage(end, first, without=self.skipped.between(first, end).ranges)
 
     @property
     def identity(self) -> dict[str, Any]:
         """What makes this the same run as another: everything that the weights after step N depend on, but for rounding.
 
         Layout, kernels, intervals and the micro-batch may differ, and paths that lead to the same. Packs that are left out are
-        compared by what has been read (`leaving_out.read_alike`).
+        compared by what has been read (`with_skipped.read_alike`).
         """
         settings = self.settings
         free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
@@ -118,12 +118,12 @@ class Plan:
         }
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def run_metadata(self) -> dict[str, Any]:
         """What a reader of the run folder needs beyond the flags, JSON-ready."""
         return {
             "megaenc": __version__,
             "vocab_size": self.vocab_size,
-            "parameters": self.settings.shape.parameters(self.vocab_size),
+            "parameters": self.settings.shape.parameter_count(self.vocab_size),
             "reading": [dataclasses.asdict(row) for row in self.reading],
             "start": dataclasses.asdict(self.start),
             "skip_packs": list(self.skipped.texts),
@@ -132,9 +132,9 @@ class Plan:
         }
 
 
-def validated_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str, Objective]:
+def validation_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str, Objective]:
     """Return by text `clm` and `mlm` (if there is a mask token), for any two runs to be compared, then the schedule's own."""
     always: list[Objective] = [CausalLanguageModeling(vocabulary)]
     if vocabulary.mask_id is not None:
         always.append(MaskedLanguageModeling(vocabulary))
-    return {objective.describe(): objective for objective in always} | schedule.objectives()
+    return {objective.describe(): objective for objective in always} | schedule.final_objectives()

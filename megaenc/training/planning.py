@@ -4,25 +4,25 @@ import dataclasses
 from pathlib import Path
 
 from megaenc.data.packing.builder import RunData
-from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
-from megaenc.dist_env import world_size
+from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
+from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
-from megaenc.training.lr_schedule import LearningRate, steps_of
-from megaenc.training.parent_run import find_start, resolved
-from megaenc.training.plan import Plan, validated_objectives
+from megaenc.training.lr_schedule import WSDSchedule, resolve_steps
+from megaenc.training.parent_run import resolve_run_init, record_run_init
+from megaenc.training.plan import Plan, validation_objectives
 from megaenc.training.skip_policy import resolve_skip_ranges
 
 
-def make_plan(settings: PretrainConfig) -> Plan:
+def build_plan(settings: PretrainConfig) -> Plan:
     """Open what `settings` name and check that it fits together. Raises InputError."""
-    settings.check(world_size())
+    settings.check(get_world_size())
     total, optimizer, data = settings.total_iters, settings.optimizer, settings.data
-    learning_rate = LearningRate(
+    learning_rate = WSDSchedule(
         optimizer.lr,
-        steps_of("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total),
-        steps_of("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total),
+        resolve_steps("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total),
+        resolve_steps("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total),
         total,
     )
     data_path, tokenizer_name = data.data_path, data.tokenizer
@@ -40,7 +40,7 @@ def make_plan(settings: PretrainConfig) -> Plan:
     elif not tokenizer_name:
         raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was made with: a folder or a name")
     tokenizer = load_tokenizer(tokenizer_name)
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = read_vocabulary(tokenizer)
     rows = settings.shape.vocab_size
     if rows is not None and rows < vocabulary.size:
         raise InputError(
@@ -51,9 +51,9 @@ def make_plan(settings: PretrainConfig) -> Plan:
         data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed
     )
     plan = Plan(settings, vocabulary, tokenizer, run_data, schedule, learning_rate)
-    for objective in (*schedule.starts().values(), *validated_objectives(schedule, vocabulary).values()):
+    for objective in (*schedule.initial_objectives().values(), *validation_objectives(schedule, vocabulary).values()):
         for sample in range(2):
             check_targets(objective, run_data.train[sample], settings.seed)
-    start = find_start(plan)
-    plan = dataclasses.replace(plan, settings=resolved(settings, start), start=start)
-    return plan.leaving_out(*resolve_skip_ranges(plan))
+    start = resolve_run_init(plan)
+    plan = dataclasses.replace(plan, settings=record_run_init(settings, start), start=start)
+    return plan.with_skipped(*resolve_skip_ranges(plan))

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-PROGRESS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "loss_spikes")
+PROGRESS_FIELDS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "loss_spikes")
 """What metrics and checkpoints count from a run's first step on."""
 
 
@@ -92,6 +92,6 @@ class RunInit:
 NEW_WEIGHTS = RunInit()
 
 
-def digest(identity: dict[str, Any]) -> str:
+def identity_digest(identity: dict[str, Any]) -> str:
     """16 hexadecimal digits that tell a run from every other."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from megaenc.atomic_io import FileLock
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 _MESSAGE_AFTER = 5.0  # seconds
 _TRIES = 20  # to open a file in a directory that others may be removing
 
@@ -22,7 +22,7 @@ class RunLock(FileLock):
 
         Those that torchrun replaces may be on their way out still, on another machine.
         """
-        super().__init__(folder / LOCK)
+        super().__init__(folder / LOCK_FILE)
         self.folder = folder
         self._missing: list[Path] = []  # directories that were not there before, the innermost first
         try:
@@ -75,7 +75,7 @@ class RunLock(FileLock):
         self.check()
         os.utime(self._descriptor)
 
-    def undo(self) -> None:
+    def remove_created(self) -> None:
         """Remove the lock file, and the directories above it that are empty, as far as this lock has created them."""
         if self.is_held():
             self._remove_file()

@@ -7,10 +7,10 @@ from typing import Self
 
 from megaenc.errors import InputError
 
-NONE = ("none",)
+NO_SKIPPED_PACKS = ("none",)
 """What `--skip-packs` says for an empty list; without the flag a run goes on with the list that it has."""
 
-_SHOWN = 8  # ranges that a line names
+_MAX_LISTED_RANGES = 8  # ranges that a line names
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SkippedPacks:
         return cls(tuple(merged))
 
     @classmethod
-    def of_numbers(cls, numbers: Iterable[int]) -> Self:
+    def from_numbers(cls, numbers: Iterable[int]) -> Self:
         """Of single numbers, in any order."""
         return cls.of((number, number) for number in numbers)
 
@@ -39,7 +39,7 @@ class SkippedPacks:
     def read(cls, texts: Iterable[str]) -> Self:
         """Of `1200-1215` and `1300`, or `none`, as `--skip-packs` has them. Raises InputError."""
         ranges = []
-        for text in texts if tuple(texts) != NONE else ():
+        for text in texts if tuple(texts) != NO_SKIPPED_PACKS else ():
             found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
             if not found or int(found[2] or found[1]) < int(found[1]):
                 raise InputError(
@@ -53,9 +53,9 @@ class SkippedPacks:
         """What `read` reads."""
         return tuple(f"{first}-{last}" if last > first else f"{first}" for first, last in self.ranges)
 
-    def shown(self, between: str = " ") -> str:
+    def format_short(self, between: str = " ") -> str:
         """The first _SHOWN of the `texts`."""
-        return between.join(self.texts if len(self.texts) <= _SHOWN else (*self.texts[:_SHOWN], "..."))
+        return between.join(self.texts if len(self.texts) <= _MAX_LISTED_RANGES else (*self.texts[:_MAX_LISTED_RANGES], "..."))
 
     def __or__(self, other: "SkippedPacks") -> "SkippedPacks":
         return SkippedPacks.of(self.ranges + other.ranges)
@@ -80,14 +80,14 @@ class SkippedPacks:
 
     def describe(self) -> str:
         """For the console: nothing where none is left out."""
-        return f"; {self.size:,} pack{'s' * (self.size > 1)} left out: {self.shown()}" if self.ranges else ""
+        return f"; {self.size:,} pack{'s' * (self.size > 1)} left out: {self.format_short()}" if self.ranges else ""
 
     @property
     def size(self) -> int:
         """How many they are."""
         return sum(last + 1 - first for first, last in self.ranges)
 
-    def agrees(self, other: "SkippedPacks", first: int, count: int) -> bool:
+    def reads_same(self, other: "SkippedPacks", first: int, count: int) -> bool:
         """Return whether with either list the first `count` samples from number `first` on are the same."""
         end = self.end(first, count)
         return self.between(first, end) == other.between(first, end)

@@ -36,7 +36,7 @@ class StepTimers:
         self.wall[part] += time.perf_counter() - wall
         self.processor[part] += time.thread_time() - processor
 
-    def over(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
+    def measure_items(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
         """Yield `items`, the making of each being added to `part`."""
         iterator = iter(items)
         while True:
@@ -52,10 +52,10 @@ class StepTimers:
         return {DATA: self.wall[DATA], FORWARD_BACKWARD: forward_backward, OPTIMIZER: self.wall[OPTIMIZER]}
 
 
-def memory(backend: Backend) -> dict[str, float]:
+def memory_usage(backend: Backend) -> dict[str, float]:
     """Return the GiB that this process has: at most so far of an accelerator's memory, else now of the host's."""
     resident = psutil.Process().memory_info().rss / 2**30
-    if backend.is_host:
+    if backend.is_cpu:
         return {"memory_gib": resident}
     return {
         "memory_gib": torch.cuda.max_memory_allocated(backend.device) / 2**30,
@@ -64,14 +64,14 @@ def memory(backend: Backend) -> dict[str, float]:
     }
 
 
-def highest(values: dict[str, float], device: torch.device) -> dict[str, float]:
+def max_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
     """Return the largest that any rank has of each value; all ranks call this together, with the same names."""
     found = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return dict(zip(values, found.tolist(), strict=True))
 
 
-def longest(timers: Timers) -> dict[str, float]:
+def max_timer_seconds(timers: Timers) -> dict[str, float]:
     """Return the seconds of each timer on the rank where it took longest; all ranks call this together."""
     mine = {name: timer.elapsed(reset=False) for name, timer in timers._timers.items()}
     of_all: list = [None] * dist.get_world_size()  # names and all: stages of a pipeline need not have the same timers

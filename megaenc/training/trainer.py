@@ -1,4 +1,4 @@
-"""Pretraining, as the paragraph that describes it reads: resume or begin, then update, validate and save until the end."""
+"""The training loop: start or resume, then train, validate and save until the last step."""
 
 import contextlib
 import gc
@@ -20,21 +20,21 @@ from megaenc.objectives import Objective
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.manager import CheckpointManager
 from megaenc.training.checkpoint_dir import DamagedCheckpointError
-from megaenc.training.dist.collectives import abort_all_on_error, broadcast_call, check_alike
+from megaenc.training.dist.collectives import abort_all_on_error, broadcast_call, check_same_plan
 from megaenc.training.dist.signals import SignalHandler
-from megaenc.training.dist.watchdog import STACKS, Watchdog
-from megaenc.training.dry_run import run_footer, run_header, spike_found
+from megaenc.training.dist.watchdog import STACKS_DIR, Watchdog
+from megaenc.training.dry_run import format_run_footer, format_run_header, format_spike
 from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.logging.metrics_logger import MetricsLogger
-from megaenc.training.nonfinite import report_skipped
-from megaenc.training.plan import Plan, validated_objectives
+from megaenc.training.nonfinite import report_skipped_step
+from megaenc.training.plan import Plan, validation_objectives
 from megaenc.training.run_dir import RunDir
-from megaenc.training.run_init import PROGRESS, RunInit, digest
+from megaenc.training.run_init import PROGRESS_FIELDS, RunInit, identity_digest
 from megaenc.training.skip_policy import plan_after_rewind, saw_same_data
 
 
 class Rewind(Exception):
-    """A run goes back to what is saved, on all ranks, and on from there by another `plan`."""
+    """A request, raised on all ranks, to continue from the last checkpoint under another `plan`."""
 
     def __init__(self, plan: Plan):
         super().__init__()
@@ -42,217 +42,219 @@ class Rewind(Exception):
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
-    """Train from the newest checkpoint of `--save`, or the plan's start, to the end or the next `--exit-interval`.
+    """Train from the newest checkpoint in `--save` (else the plan's start) to the last step or the next `--exit-interval`.
 
-    Return False if a signal or `--exit-duration-in-mins` ended it, after a save if there is a `--save`.
+    Return False if a signal or `--exit-duration-in-mins` ended the run, which is saved first if `--save` is given.
     """
     output = plan.settings.output
     checkpoints = None
     if output.save:
         checkpoints = CheckpointManager(Path(output.save) / "checkpoints", output.keep_last, output.keep_every, output.save_steps)
-    with abort_all_on_error(clean_up=checkpoints.abandon if checkpoints else lambda: None):
-        check_alike(plan)
-        watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
+    with abort_all_on_error(clean_up=checkpoints.remove_attempt if checkpoints else lambda: None):
+        check_same_plan(plan)
+        watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS_DIR if output.save else None)
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(_open_folder(plan))
+            run_dir = stack.enter_context(_open_run_dir(plan))
             stack.enter_context(watchdog)
-            # Its time begins here: waiting for the folder is no training.
-            stop = stack.enter_context(SignalHandler(output.exit_duration_in_mins, backend.device, checkpoints is not None))
+            # Entered last: waiting for the run directory does not count towards the run's duration.
+            signals = stack.enter_context(SignalHandler(output.exit_duration_in_mins, backend.device, checkpoints is not None))
             while True:
                 try:
-                    return _pretrain(plan, backend, folder, checkpoints, stop, watchdog)
+                    return _train_until_exit(plan, backend, run_dir, checkpoints, signals, watchdog)
                 except Rewind as rewind:
                     plan = rewind.plan
-                gc.collect()  # the model that was, before there is another
+                gc.collect()  # frees the old model before the next one is built
 
 
-def _open_folder(plan: Plan) -> contextlib.AbstractContextManager[RunDir | None]:
-    """Open the run folder on rank 0; every rank leaves with the same InputError if it cannot be used."""
-    folders: list[RunDir] = []
+def _open_run_dir(plan: Plan) -> contextlib.AbstractContextManager[RunDir | None]:
+    """Open and lock the run directory on rank 0; all ranks raise the same InputError if it cannot be used."""
+    run_dirs: list[RunDir] = []
     if plan.settings.output.save:
-        broadcast_call(lambda: folders.append(RunDir(Path(plan.settings.output.save), plan)))
-    return folders[0] if folders else contextlib.nullcontext()
+        broadcast_call(lambda: run_dirs.append(RunDir(Path(plan.settings.output.save), plan)))
+    return run_dirs[0] if run_dirs else contextlib.nullcontext()
 
 
-def _pretrain(
+def _train_until_exit(
     plan: Plan,
     backend: Backend,
-    folder: RunDir | None,
+    run_dir: RunDir | None,
     checkpoints: CheckpointManager | None,
-    stop: SignalHandler,
+    signals: SignalHandler,
     watchdog: Watchdog,
 ) -> bool:
-    """Return what `pretrain` does; Rewind at a spike."""
+    """Run the training loop once; return False if a signal or the time limit ended it. Raises Rewind at a loss spike."""
     settings, output, total = plan.settings, plan.settings.output, plan.settings.total_iters
-    saved = None
-    if folder:
-        checkpoints.last_look = folder.lock.refresh
-        checkpoints.clean()
+    saved_state = None
+    if run_dir:
+        checkpoints.before_publish = run_dir.lock.refresh
+        checkpoints.remove_leftovers()
     if checkpoints:
         broadcast_call(lambda: checkpoints.retarget_tracker(plan))
-        saved = checkpoints.newest_good(plan)
-    if saved and saved["step"] == total:
+        saved_state = checkpoints.verify_newest(plan)
+    if saved_state and saved_state["step"] == total:
         print_rank_0(f"{output.save} is complete: step {total} of {total}")
         return True
-    run = _Run(plan, backend, folder, checkpoints, watchdog, saved)
-    with run.monitor, checkpoints.drain_saves() if checkpoints else contextlib.nullcontext():
-        for step in range(run.done + 1, total + 1):
-            if shorter := run.update(step):
+    trainer = _Trainer(plan, backend, run_dir, checkpoints, watchdog, saved_state)
+    with trainer.logger, checkpoints.drain_saves() if checkpoints else contextlib.nullcontext():
+        for step in range(trainer.start_step + 1, total + 1):
+            if rewound_plan := trainer.train_step(step):
                 break
-            last = step == total
-            if last or _due(step, settings.eval_every):
-                run.validate(step)
-            asked = stop.asked()
-            leave = asked or _due(step, output.exit_interval)
-            if checkpoints and checkpoints.saving:  # take it as far as it has come
-                with run.monitor.timing("save"):
+            is_last = step == total
+            if is_last or _is_due(step, settings.eval_every):
+                trainer.validate(step)
+            stop_reason = signals.stop_reason()
+            must_exit = stop_reason or _is_due(step, output.exit_interval)
+            if checkpoints and checkpoints.is_saving:
+                with trainer.logger.measure_pause("save"):
                     checkpoints.finish_save(block=False)
-            if last or leave or _due(step, output.save_interval) or step in output.save_steps:
-                run.save(step, block=last or leave or not output.async_save)
-            if leave and not last:
+            if is_last or must_exit or _is_due(step, output.save_interval) or step in output.save_steps:
+                trainer.save(step, block=is_last or must_exit or not output.async_save)
+            if must_exit and not is_last:
                 break
         watchdog.beat("end", step)
-    if shorter:
-        raise Rewind(shorter)
-    print_rank_0(run_footer(step, total, run.result.loss, output.save, asked))
-    return last or not asked
+    if rewound_plan:
+        raise Rewind(rewound_plan)
+    print_rank_0(format_run_footer(step, total, trainer.metrics.loss, output.save, stop_reason))
+    return is_last or not stop_reason
 
 
-def _due(step: int, interval: int | None) -> bool:
+def _is_due(step: int, interval: int | None) -> bool:
+    """Return whether `step` is a multiple of `interval`; never for None or 0."""
     return bool(interval) and step % interval == 0
 
 
-class _Run:
-    """A run between two updates: the model, and all that is counted, watched and kept beside it; all ranks call it together.
+class _Trainer:
+    """Model, counters, logging and checkpoints of a run between two steps; all ranks call its methods together.
 
-    `folder` is there on rank 0 of a run with `--save` alone, `checkpoints` on all its ranks. `done`: the step that it continues
-    after; `result`: what the last update has come to.
+    `run_dir` is set on rank 0 of a run with `--save`, `checkpoints` on all of its ranks. `start_step`: the last step before the
+    first one to train; `metrics`: those of the last step.
     """
 
     def __init__(
         self,
         plan: Plan,
         backend: Backend,
-        folder: RunDir | None,
+        run_dir: RunDir | None,
         checkpoints: CheckpointManager | None,
         watchdog: Watchdog,
-        saved: dict[str, Any] | None,
+        saved_state: dict[str, Any] | None,
     ):
-        """Go on from the checkpoint whose JSON is `saved`, None to begin as `plan` says. InputError where that cannot be."""
-        self.plan, self.done = plan, saved["step"] if saved else plan.start.step
-        self.result = StepMetrics()
-        self._folder, self._checkpoints, self._watchdog = folder, checkpoints, watchdog
-        self._progress = {name: (saved or vars(plan.start))[name] for name in PROGRESS}
+        """Build the engine and load the checkpoint with the JSON `saved_state`, or, without one, the plan's initial weights."""
+        self.plan, self.start_step = plan, saved_state["step"] if saved_state else plan.start.step
+        self.metrics = StepMetrics()
+        self._run_dir, self._checkpoints, self._watchdog = run_dir, checkpoints, watchdog
+        self._progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
         self._engine = Engine(plan, backend)
+        kernels, fused_kernels = self._engine.kernels, self._engine.fused_kernels
         if plan.settings.output.save:
-            broadcast_call(lambda: folder.record(plan, self._engine.kernels, self._engine.fused))
-        watchdog.beat("load", self.done)
-        if saved:
-            checkpoints.load(self._engine, self.done)
-        source = saved or _begin(self._engine, plan.start)
-        self._losses = RecentLosses(source.get("losses"))
-        print_rank_0(run_header(plan, backend, self._engine.kernels, self._engine.fused, resumed=self.done if saved else 0))
-        self._validation = Validation(plan) if plan.validation else None
-        self.monitor = MetricsLogger(plan, backend, self._engine, folder, self.done)
-        self.monitor.cut(self.done if saved else -1)
-        if not saved:
-            self.validate(self.done)
+            broadcast_call(lambda: run_dir.write_plan(plan, kernels, fused_kernels))
+        watchdog.beat("load", self.start_step)
+        if saved_state:
+            checkpoints.load(self._engine, self.start_step)
+        state = saved_state or _load_initial_state(self._engine, plan.start)
+        self._losses = RecentLosses(state.get("losses"))
+        print_rank_0(format_run_header(plan, backend, kernels, fused_kernels, resumed=self.start_step if saved_state else 0))
+        self._validator = Validator(plan) if plan.validation else None
+        self.logger = MetricsLogger(plan, backend, self._engine, run_dir, self.start_step)
+        self.logger.drop_rows_after(self.start_step if saved_state else -1)
+        if not saved_state:
+            self.validate(self.start_step)
 
-    def update(self, step: int) -> Plan | None:
-        """Make and report update `step`; return the plan to go back by at a spike. InputError after too many skipped updates."""
+    def train_step(self, step: int) -> Plan | None:
+        """Train and log `step`; return None, or the plan to rewind with after a spike. InputError after too many skipped steps."""
         plan, progress = self.plan, self._progress
         self._watchdog.beat("step", step)
-        with self.monitor.over(step):
-            update = self._engine.update(step)
-        self.result = result = update.result
-        deviations = self._losses.add(step, plan.schedule.text_at(step), result.loss)
-        spike = plan.settings.health.is_spike(deviations)
+        with self.logger.measure_step(step):
+            result = self._engine.train_step(step)
+        self.metrics = metrics = result.metrics
+        deviations = self._losses.add(step, plan.schedule.text_at(step), metrics.loss)
+        is_spike = plan.settings.health.is_spike(deviations)
         progress["tokens"] += plan.step_tokens(step)
-        progress["predicted_tokens"] += result.predicted
-        progress["flops"] += result.flops
-        progress["skipped_updates"] += not update.made
-        progress["loss_spikes"] += spike
-        self.monitor.step(step, update, progress, deviations)
-        if not update.made:
+        progress["predicted_tokens"] += metrics.predicted
+        progress["flops"] += metrics.flops
+        progress["skipped_updates"] += not result.is_applied
+        progress["loss_spikes"] += is_spike
+        self.logger.log_step(step, result, progress, deviations)
+        if not result.is_applied:
             self._watchdog.beat("diagnosis", step)
-            report_skipped(self._engine, step, result, progress["skipped_updates"])
-        if spike:
-            print_rank_0(spike_found(plan, step, result.loss, deviations))
-        return self._without_spike(step) if spike and len(plan.rewinds) < plan.settings.health.max_rewinds else None
+            report_skipped_step(self._engine, step, metrics, progress["skipped_updates"])
+        if is_spike:
+            print_rank_0(format_spike(plan, step, metrics.loss, deviations))
+        return self._plan_rewind(step) if is_spike and len(plan.rewinds) < plan.settings.health.max_rewinds else None
 
-    def _without_spike(self, step: int) -> Plan:
-        """Return the plan without the packs that led to the spike at `step`, once that is on the disk."""
+    def _plan_rewind(self, step: int) -> Plan:
+        """Return the plan that skips the packs leading to the spike at `step`, after writing it to the run directory."""
         self._watchdog.beat("rewind", step)
         self._checkpoints.finish_save()
-        kept = broadcast_call(lambda: [at for at in self._checkpoints.fitting(self.plan) if at < step])
-        shorter = plan_after_rewind(self.plan, step, kept)
-        broadcast_call(lambda: self._folder.record(shorter))
-        return shorter
+        checkpoint_steps = broadcast_call(lambda: [at for at in self._checkpoints.compatible_steps(self.plan) if at < step])
+        plan = plan_after_rewind(self.plan, step, checkpoint_steps)
+        broadcast_call(lambda: self._run_dir.write_plan(plan))
+        return plan
 
     def validate(self, step: int) -> None:
-        """Look at the held-out text after `step`, if there is any."""
-        if self._validation:
+        """Validate the model after `step` and log the result; do nothing without held-out text."""
+        if self._validator:
             self._watchdog.beat("validation", step)
-            self.monitor.validation(step, self._progress, self._validation)
+            self.logger.log_validation(step, self._progress, self._validator)
 
     def save(self, step: int, block: bool) -> None:
-        """Save the state after `step`, if anywhere; without `block` it is written while training goes on."""
+        """Save a checkpoint after `step` if `--save` is given; unless `block`, it is written while training continues."""
         if self._checkpoints:
-            with self.monitor.timing("save"):
-                self._watchdog.beat("writing", step)  # of the save before, if that is not done
+            with self.logger.measure_pause("save"):
+                self._watchdog.beat("writing", step)  # the previous save, if it is still running
                 self._checkpoints.finish_save()
                 self._watchdog.beat("save", step)
-                self.monitor.sync()
+                self.logger.sync()
                 state = self._progress | {"losses": dict(self._losses.state)}
                 self._checkpoints.save(self._engine, step, state, block)
 
 
-def _begin(engine: Engine, start: RunInit) -> dict[str, Any]:
-    """Load what the run starts from, in whatever layout; return the JSON of the checkpoint of a branch, else nothing."""
+def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:
+    """Load the checkpoint or weights that `start` names into `engine`; return a branch's checkpoint JSON, otherwise {}."""
     if not start.run:
         return {}
     parent = CheckpointLoader(Path(start.run) / "checkpoints")
     try:
-        saved = parent.check(start.at)
+        saved_state = parent.verify(start.at)
     except DamagedCheckpointError as damage:
-        raise InputError(f"{damage}; choose another checkpoint of {start.run}") from None
-    if digest(saved["identity"]) != start.parent:
-        raise InputError(f"{parent.path(start.at)} is a checkpoint of a different run than that of {start.run}; choose another")
+        raise InputError(f"{damage}; choose another checkpoint of {start.run} (--branch-at or --init-at)") from None
+    if identity_digest(saved_state["identity"]) != start.parent:
+        raise InputError(f"{parent.path(start.at)} is a checkpoint of a different run than {start.run}; choose another")
     if start.kind == "branch":
-        if not saw_same_data(engine.plan, saved):
-            raise InputError(f"{parent.path(start.at)} was made again, with other packs; give the same command again")
+        if not saw_same_data(engine.plan, saved_state):
+            raise InputError(f"{parent.path(start.at)} was replaced by one trained on other packs; give the same command again")
         parent.load(engine, start.at)
-        return saved
+        return saved_state
     parent.load_weights(engine, start.at)
     return {}
 
 
-class Validation:
-    """Validates under `validated_objectives`, whatever the phase, on packs and masks that follow from the data alone."""
+class Validator:
+    """Validation under `validation_objectives`, in every phase on the same held-out packs and masks."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
         size = plan.settings.global_batch_size
-        packs = plan.validation.samples_before_repeat  # no held-out token twice, unless one batch needs more than there are
+        packs = plan.validation.samples_before_repeat  # no token twice, unless the held-out text is smaller than one batch
         self.batches = max(1, min(plan.settings.output.eval_iters, packs // size))
-        # What tells whether two runs were asked about the same text.
-        asked = [plan.data.fingerprint, plan.settings.data.split, plan.settings.data.seq_length, self.batches * size]
-        self.held_out = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:12]
-        self.objectives = validated_objectives(plan.schedule, plan.vocabulary)
-        self.most_frequent = {text: self._most_frequent(objective) for text, objective in self.objectives.items()}
+        text_identity = [plan.data.fingerprint, plan.settings.data.split, plan.settings.data.seq_length, self.batches * size]
+        self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
+        self.objectives = validation_objectives(plan.schedule, plan.vocabulary)
+        self.most_frequent = {text: self._most_frequent_share(objective) for text, objective in self.objectives.items()}
 
     def __call__(self, engine: Engine) -> dict[str, Any]:
-        """Return `held_out`, which differs where the text does, and `objectives`: by text loss, accuracy and most_frequent.
+        """Return `held_out`, a digest of the validation text, and `objectives`: loss, accuracy and most_frequent of each.
 
-        The last is the accuracy of always guessing the token that is most frequent among the labels.
+        most_frequent is the accuracy of always predicting the most frequent label.
         """
-        found = {}
+        scores = {}
         for text, objective in self.objectives.items():
-            result = engine.evaluate(self.plan.validation, self.batches, objective)
-            found[text] = {"loss": result.loss, "accuracy": result.accuracy, "most_frequent": self.most_frequent[text]}
-        return {"held_out": self.held_out, "objectives": found}
+            metrics = engine.evaluate(self.plan.validation, self.batches, objective)
+            scores[text] = {"loss": metrics.loss, "accuracy": metrics.accuracy, "most_frequent": self.most_frequent[text]}
+        return {"held_out": self.held_out, "objectives": scores}
 
-    def _most_frequent(self, objective: Objective) -> float | None:
+    def _most_frequent_share(self, objective: Objective) -> float | None:
+        """Return the share of the most frequent label among all validation labels; None without labels."""
         counts = np.zeros(self.plan.vocabulary.size, dtype=np.int64)
         for sample in range(self.batches * self.plan.settings.global_batch_size):
             pack = self.plan.validation[sample]
@@ -261,38 +263,39 @@ class Validation:
         return int(counts.max()) / int(counts.sum()) if counts.any() else None
 
 
-WINDOW, SHORTEST = 128, 32
-"""Losses that a new one is compared with, at most and at least."""
+MAX_RECENT_LOSSES, MIN_RECENT_LOSSES = 128, 32
+"""Largest and smallest number of earlier losses that a new loss is compared with."""
 
 
-def deviations(loss: float, recent: Sequence[float]) -> float:
-    """Return how many robust standard deviations `loss` lies above the median of `recent`, which a spike among them hardly moves.
+def compute_deviations(loss: float, recent: Sequence[float]) -> float:
+    """Return by how many robust standard deviations `loss` lies above the median of `recent`.
 
-    The deviation is 1.4826 times the median distance from the median, for normal noise the standard deviation, and at least a
-    thousandth of the median: losses that are all the same leave room for rounding.
+    The deviation is 1.4826 times the median absolute deviation (the standard deviation of normal noise), and at least a
+    thousandth of the median, so that equal losses leave room for rounding. Earlier spikes hardly change either.
     """
-    middle = median(recent)
-    spread = 1.4826 * median(abs(other - middle) for other in recent)
-    return (loss - middle) / max(spread, 1e-3 * abs(middle), 1e-30)
+    center = median(recent)
+    spread = 1.4826 * median(abs(other - center) for other in recent)
+    return (loss - center) / max(spread, 1e-3 * abs(center), 1e-30)
 
 
 class RecentLosses:
-    """The last losses of each objective by its text: those of another say nothing, and losses leap where objectives change."""
+    """The most recent losses of each objective, from which loss spikes are detected."""
 
     def __init__(self, state: dict[str, Any] | None = None):
-        """`state` is what the attribute was when a checkpoint was saved."""
+        """Restore the `state` attribute of an earlier instance, or start empty."""
         self.state: dict[str, Any] = {text: dict(window) for text, window in (state or {}).items()}
-        """JSON-ready: by objective its last `step` and its `losses`, at most WINDOW."""
+        """JSON-ready: for each objective its last `step` and up to MAX_RECENT_LOSSES `losses`."""
 
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
-        """Add the loss of update `step` and return its `deviations` from those before, None if there are too few.
+        """Add the loss of `step` and return its `compute_deviations` from the objective's earlier losses; None if too few.
 
-        An objective that comes back after more than SHORTEST steps of others begins anew: the model has changed meanwhile.
+        The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is cleared first: the model
+        has changed in the meantime.
         """
         if loss is None or not math.isfinite(loss):
             return None
         window = self.state.get(objective)
-        recent = window["losses"] if window and step - window["step"] <= SHORTEST else []
-        found = deviations(loss, recent) if len(recent) >= SHORTEST else None
-        self.state[objective] = {"step": step, "losses": [*recent, loss][-WINDOW:]}
-        return found
+        recent = window["losses"] if window and step - window["step"] <= MIN_RECENT_LOSSES else []
+        deviations = compute_deviations(loss, recent) if len(recent) >= MIN_RECENT_LOSSES else None
+        self.state[objective] = {"step": step, "losses": [*recent, loss][-MAX_RECENT_LOSSES:]}
+        return deviations

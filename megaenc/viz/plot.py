@@ -14,11 +14,11 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_files
-from megaenc.console import print_rank_0, quiet
-from megaenc.errors import InputError, one_line_errors
-from megaenc.output_paths import check_output_file, created_parent
-from megaenc.viz.run_metrics import Curves, Row, curves_of, read_beginning, read_held_out, read_steps, read_validations
-from megaenc.viz.style import AXIS_LABELS, GREY, HELD_OUT, LEGEND, Against, clean, plain_counts, styles, verbatim
+from megaenc.console import print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.output_paths import check_output_file, create_parent_with_rollback
+from megaenc.viz.run_metrics import HeldOutCurves, Row, held_out_curves, read_start_progress, read_held_out_validations, read_steps, read_validations
+from megaenc.viz.style import AXIS_LABELS, GREY, HELD_OUT, LEGEND, Against, style_axes, format_count_ticks, assign_styles, without_math_text
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LETTER = 0.0125  # of a label, in widths of the panel
@@ -64,7 +64,7 @@ class PlottedPhase:
         return (sums[at + ahead + 1] - sums[at - back]) / (back + ahead + 1)
 
 
-def phases_of(made: list[Row], against: Against = "step", begun: Row | None = None) -> list[PlottedPhase]:
+def split_phases(made: list[Row], against: Against = "step", begun: Row | None = None) -> list[PlottedPhase]:
     """Return the phases that a run's updates have been through; `begun` is how far it had come before the first, if not 0.
 
     Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
@@ -97,14 +97,14 @@ def phases_of(made: list[Row], against: Against = "step", begun: Row | None = No
     return phases
 
 
-@verbatim
-def figure(made: list[Row], validated: list[Row], title: str, against: Against = "step", begun: Row | None = None) -> Any:
-    """Return matplotlib's Figure of a run, from the rows of its steps and its validations, and `begun` as `phases_of` has it."""
+@without_math_text
+def draw_run(made: list[Row], validated: list[Row], title: str, against: Against = "step", begun: Row | None = None) -> Any:
+    """Return matplotlib's Figure of a run, from the rows of its steps and its validations, and `begun` as `split_phases` has it."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    phases, validations = phases_of(made, against, begun), curves_of(validated, against)
-    style = styles([*(phase.objective for phase in phases), *validations])
+    phases, validations = split_phases(made, against, begun), held_out_curves(validated, against)
+    style = assign_styles([*(phase.objective for phase in phases), *validations])
     first, last = phases[0].start, phases[-1].end
 
     picture = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
@@ -150,17 +150,17 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
     if against == "step" and made[-1]["tokens"] and last:
         tokens_a_step = made[-1]["tokens"] / last
         above = loss.secondary_xaxis("top", functions=(lambda step: step * tokens_a_step, lambda count: count / tokens_a_step))
-        plain_counts(above.xaxis)
+        format_count_ticks(above.xaxis)
         above.set_xlabel("tokens")
     elif against != "step":
-        plain_counts(rate.xaxis)
+        format_count_ticks(rate.xaxis)
     loss.set_title(title, loc="left", fontsize=11, pad=8)
-    clean(loss, rate)
+    style_axes(loss, rate)
     loss.spines[["top"]].set_visible(True)
     return picture
 
 
-def named(runs: Sequence[str | Path]) -> dict[str, Path]:
+def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
     """Return runs by the end of their paths that tells them apart. Raises InputError for a folder that is given twice."""
     paths = [Path(run).resolve() for run in runs]
     for at, path in enumerate(paths):
@@ -173,8 +173,8 @@ def named(runs: Sequence[str | Path]) -> dict[str, Path]:
     return dict(zip(names, map(Path, runs), strict=True))
 
 
-@verbatim
-def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
+@without_math_text
+def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple[Any, str]:
     """Return matplotlib's Figure of several runs, a panel an objective, and one line that says what it shows and leaves out.
 
     `curves`: those of each run by its name. Raises InputError where no objective is common to all.
@@ -186,7 +186,7 @@ def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
     if not shared:
         held = "; ".join(f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items())
         raise InputError(f"no objective that all runs were validated under: {held}; expected one in common")
-    style, columns = styles(list(curves)), min(3, len(shared))
+    style, columns = assign_styles(list(curves)), min(3, len(shared))
     rows = -(-len(shared) // columns)
     picture = Figure(figsize=(max(6.4, 4.9 * columns), 4.3 * rows), dpi=150, layout="constrained")
     panels = list(picture.subplots(rows, columns, squeeze=False).flat)
@@ -205,8 +205,8 @@ def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
         panel.margins(y=0.08)
         panel.legend(**LEGEND, title="run (last loss)", title_fontsize=9, alignment="left", loc="best")
         if against != "step":
-            plain_counts(panel.xaxis)
-        clean(panel)
+            format_count_ticks(panel.xaxis)
+        style_axes(panel)
     for panel in panels[len(shared) :]:  # what the last row has too many
         panel.set_visible(False)
     shown = f"the held-out losses of {len(curves)} runs under {', '.join(shared)}"
@@ -215,7 +215,7 @@ def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
     return picture, shown + (f"; left out, as a run lacks it: {', '.join(left_out)}" if left_out else "")
 
 
-def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
+def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
     """Write the picture of one run folder or the comparison of several; return a line on what it shows. Raises InputError."""
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
@@ -223,31 +223,31 @@ def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "ste
     check_output_file(output, "--output")
     if not runs:
         raise InputError("RUN: missing, expected one run folder or more (see megaenc plot --help)")
-    with created_parent(output, "--output"):
-        picture, shown = _drawn(runs, against)
+    with create_parent_with_rollback(output, "--output"):
+        picture, shown = _draw_runs(runs, against)
         with atomic_files(output) as [temporary]:
             picture.savefig(temporary, format=output.suffix.lower().removeprefix("."))
     return shown
 
 
-def _drawn(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
+def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
     """Return the figure of one run or of several, and one line about it."""
     if len(runs) == 1:
         run = runs[0]
         title = os.fsencode(run).decode("utf-8", "replace")
-        picture = figure(read_steps(run, against), read_validations(run, against), title, against, read_beginning(run))
+        picture = draw_run(read_steps(run, against), read_validations(run, against), title, against, read_start_progress(run))
         return picture, f"the loss of {title}"
-    held_out = {name: read_held_out(run, against) for name, run in named(runs).items()}
-    picture, shown = comparison({name: curves_of(rows, against) for name, rows in held_out.items()}, against)
+    held_out = {name: read_held_out_validations(run, against) for name, run in name_runs(runs).items()}
+    picture, shown = draw_comparison({name: held_out_curves(rows, against) for name, rows in held_out.items()}, against)
     if len({row.get("held_out") for rows in held_out.values() for row in rows}) > 1:
         shown += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
     return picture, shown
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc plot`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(PlotConfig, argv, prog="megaenc plot", description=__doc__)
-    shown = plot(settings.run, settings.output, settings.against)
+    shown = write_plot(settings.run, settings.output, settings.against)
     print_rank_0(f"{settings.output}: {shown}")

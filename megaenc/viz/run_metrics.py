@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaenc.console import shortened
+from megaenc.console import truncate_text
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_json_object, read_regular
-from megaenc.training.run_dir import FACTS, METRICS, VALIDATION
+from megaenc.json_files import parse_json, read_json_object, read_regular_file
+from megaenc.training.run_dir import RUN_FILE, METRICS_FILE, VALIDATION_FILE
 
 Row = dict[str, Any]
 
@@ -21,8 +21,8 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
     """Return the rows of metrics.jsonl, with the fields `more` too; at least one if `required`. Raises InputError."""
-    path = Path(run) / METRICS
-    rows = _rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
+    path = Path(run) / METRICS_FILE
+    rows = _read_rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
     if rows or not required:
         return rows or []
     if rows is None:
@@ -32,10 +32,10 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the rows of validation.jsonl, each with the fields `more` too; none if the run made none. Raises InputError."""
-    return _rows(Path(run) / VALIDATION, ("objectives", *more)) or []
+    return _read_rows(Path(run) / VALIDATION_FILE, ("objectives", *more)) or []
 
 
-def read_held_out(run: str | Path, *more: str) -> list[Row]:
+def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the validations under at least one objective. Raises InputError if there is none."""
     validated = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validated:
@@ -45,40 +45,40 @@ def read_held_out(run: str | Path, *more: str) -> list[Row]:
 
 def read_run_json(run: str | Path) -> dict[str, Any]:
     """Return the content of run.json, whose `start` and `identity` are objects. Raises InputError for another file."""
-    path = Path(run) / FACTS
+    path = Path(run) / RUN_FILE
     facts = read_json_object(path, _EXPECTED)
     for name in ("start", "identity"):
         if not isinstance(facts.setdefault(name, {}), dict):
             raise InputError(f"{path}: field `{name}`: found a {type(facts[name]).__name__}; expected {_EXPECTED}")
     if not isinstance(facts["start"].get("run", ""), str):
         raise InputError(
-            f"{path}: field `start.run`: found {shortened(repr(facts['start']['run']), 40)}; expected a folder's path"
+            f"{path}: field `start.run`: found {truncate_text(repr(facts['start']['run']), 40)}; expected a folder's path"
         )
     return facts
 
 
-def read_facts(run: str | Path) -> dict[str, Any]:
+def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
     """Return `parameters` and `train_iters` of run.json. Raises InputError for a file that no run wrote."""
-    path, facts = Path(run) / FACTS, read_run_json(run)
-    return {name: _field(path, of, name) for name, of in (("parameters", facts), ("train_iters", facts["identity"]))}
+    path, facts = Path(run) / RUN_FILE, read_run_json(run)
+    return {name: _check_field(path, of, name) for name, of in (("parameters", facts), ("train_iters", facts["identity"]))}
 
 
-def read_beginning(run: str | Path) -> Row:
+def read_start_progress(run: str | Path) -> Row:
     """Return the progress before a run's first step: that of a branch's parent, else 0. Raises InputError."""
-    path = Path(run) / FACTS
+    path = Path(run) / RUN_FILE
     start = read_run_json(run)["start"] if path.exists() else {}
     if start.get("kind") != "branch":
         return {"step": 0, **dict.fromkeys(_PROGRESS, 0)}
-    return {"step": _field(path, start, "at"), **{name: _field(path, start, name) for name in _PROGRESS}}
+    return {"step": _check_field(path, start, "at"), **{name: _check_field(path, start, name) for name in _PROGRESS}}
 
 
-Curves = dict[str, tuple[list[float], list[float]]]
+HeldOutCurves = dict[str, tuple[list[float], list[float]]]
 """By objective: how far the run had come at each validation, and the loss there."""
 
 
-def curves_of(validated: list[Row], against: str = "step") -> Curves:
+def held_out_curves(validated: list[Row], against: str = "step") -> HeldOutCurves:
     """Return the held-out losses of one run; a validation without a target has no point."""
-    found: Curves = {}
+    found: HeldOutCurves = {}
     for row in validated:
         for objective, result in row["objectives"].items():
             if result["loss"] is not None:
@@ -97,10 +97,10 @@ def training_seconds(steps: list[Row], before: int = 0) -> float:
     return seconds
 
 
-def _rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
+def _read_rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
     """Return the rows of a file, with `needed` fields, but not a last line that is being written. None for no file."""
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_regular_file(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -108,14 +108,14 @@ def _rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
     rows: list[Row] = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         place = f"{path}:{number}"
-        rows.append(_row(place, line, ("step", *needed)))
+        rows.append(_parse_row(place, line, ("step", *needed)))
         if len(rows) > 1 and rows[-1]["step"] < rows[-2]["step"]:
             found = f"found {rows[-1]['step']} after {rows[-2]['step']}"
             raise InputError(f"{place}: field `step`: {found}; expected steps that do not fall")
     return rows
 
 
-def _row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
+def _parse_row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
     """Return a line's object with its known fields checked. Raises InputError that begins with `place`."""
     if len(line) > _LONGEST_ROW:
         raise InputError(f"{place}: a line of {len(line):,} bytes; expected {_EXPECTED}, of at most {_LONGEST_ROW:,}")
@@ -125,18 +125,18 @@ def _row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
         raise InputError(f"{place}: not JSON ({error}); expected {_EXPECTED}") from None
     if not isinstance(row, dict):
         raise InputError(f"{place}: no field `{needed[0]}`; expected {_EXPECTED}")
-    known = [*needed, *(name for name in row if name in _KINDS and name not in needed)]
-    return row | {name: _field(place, row, name) for name in known}
+    known = [*needed, *(name for name in row if name in _FIELD_CHECKS and name not in needed)]
+    return row | {name: _check_field(place, row, name) for name in known}
 
 
-def _field(place: str | Path, values: dict[str, Any], name: str) -> Any:
+def _check_field(place: str | Path, values: dict[str, Any], name: str) -> Any:
     """Return a field, checked. Raises InputError, naming the field, if it is missing or not what a run writes."""
     if name not in values:
         raise InputError(f"{place}: no field `{name}`; expected {_EXPECTED}")
     try:
-        return _objectives(values[name]) if name == "objectives" else _checked(values[name], _KINDS[name])
+        return _check_objectives(values[name]) if name == "objectives" else _check_value(values[name], _FIELD_CHECKS[name])
     except ValueError as error:
-        raise InputError(f"{place}: field `{name}`: found {shortened(repr(values[name]), 40)}; expected {error}") from None
+        raise InputError(f"{place}: field `{name}`: found {truncate_text(repr(values[name]), 40)}; expected {error}") from None
 
 
 def is_number(value: Any) -> bool:
@@ -150,8 +150,8 @@ _AMOUNT = ("a number of 0 or more", lambda value: is_number(value) and value >= 
 _LOSS = ("a number or null", lambda value: value is None or is_number(value))
 _SHARE = ("a share from 0 to 1, or null", lambda value: value is None or (is_number(value) and 0 <= value <= 1))
 _TEXT = ("text in one line", lambda value: isinstance(value, str) and value.isprintable())
-_OF_AN_OBJECTIVE = {"loss": _LOSS, "accuracy": _SHARE, "most_frequent": _SHARE}
-_KINDS = {
+_OBJECTIVE_CHECKS = {"loss": _LOSS, "accuracy": _SHARE, "most_frequent": _SHARE}
+_FIELD_CHECKS = {
     **dict.fromkeys(("step", "tokens", "predicted_tokens", "parameters", "train_iters", "at"), _COUNT),
     **dict.fromkeys(("learning_rate", "flops", "step_seconds"), _AMOUNT),
     **dict.fromkeys(("objective", "held_out"), _TEXT),
@@ -162,7 +162,7 @@ _KINDS = {
 """The fields of rows and of run.json that are read anywhere: what they must be."""
 
 
-def _checked(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
+def _check_value(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
     """Return a value of a field, NaN and infinity, which a diverged run has as losses, as None. Raises ValueError."""
     expected, holds = kind
     if kind in (_LOSS, _SHARE) and isinstance(value, float) and not math.isfinite(value):
@@ -172,15 +172,15 @@ def _checked(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
     return value
 
 
-def _objectives(value: Any) -> dict[str, dict[str, float | None]]:
+def _check_objectives(value: Any) -> dict[str, dict[str, float | None]]:
     """Return loss, accuracy and most_frequent by objective. Raises ValueError."""
     if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
         raise ValueError("an object of objects")
-    if lacking := [key for key in _OF_AN_OBJECTIVE for result in value.values() if key not in result]:
+    if lacking := [key for key in _OBJECTIVE_CHECKS for result in value.values() if key not in result]:
         raise ValueError(f"`{lacking[0]}` for each objective")
     try:
         return {
-            _checked(name, _TEXT): {key: _checked(result[key], kind) for key, kind in _OF_AN_OBJECTIVE.items()}
+            _check_value(name, _TEXT): {key: _check_value(result[key], kind) for key, kind in _OBJECTIVE_CHECKS.items()}
             for name, result in value.items()
         }
     except ValueError as error:

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import clock, number, print_rank_0, quiet, rich_console
-from megaenc.errors import one_line_errors
-from megaenc.viz.run_metrics import read_beginning, read_facts, read_held_out, read_steps, training_seconds
+from megaenc.console import format_duration, format_number, print_rank_0, silence_libraries, build_rich_console
+from megaenc.errors import handle_command_errors
+from megaenc.viz.run_metrics import read_start_progress, read_model_size_and_steps, read_held_out_validations, read_steps, training_seconds
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class RunSummary:
 
 def summarise(run: str | Path) -> RunSummary:
     """Read a run folder. Raises InputError for what no run wrote, and where nothing was validated."""
-    steps, facts, begun = read_steps(run), read_facts(run), read_beginning(run)
-    validated = read_held_out(run)
+    steps, facts, begun = read_steps(run), read_model_size_and_steps(run), read_start_progress(run)
+    validated = read_held_out_validations(run)
     first, last, newest = validated[0], validated[-1], steps[-1]
     learnt = []
     for objective, after in last["objectives"].items():
@@ -74,7 +74,7 @@ def summarise(run: str | Path) -> RunSummary:
     return RunSummary(*counts, seconds, begun["step"], begun["tokens"], learnt)
 
 
-def table(summary: RunSummary) -> Any:
+def build_table(summary: RunSummary) -> Any:
     """Return rich's Table of `summary.learnt`."""
     from rich import box
     from rich.table import Table
@@ -90,18 +90,18 @@ def table(summary: RunSummary) -> Any:
     return shown
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc summary`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
     summary = summarise(settings.run)
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
-    rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(table(summary))
+    build_rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(build_table(summary))
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
     print_rank_0(
-        f"{number(summary.parameters)} parameters, {summary.step:,}{whole} steps, {number(summary.tokens)} tokens{timed} "
-        f"in {clock(summary.seconds)} ({speed:,.0f} tokens/s)"
+        f"{format_number(summary.parameters)} parameters, {summary.step:,}{whole} steps, {format_number(summary.tokens)} tokens{timed} "
+        f"in {format_duration(summary.seconds)} ({speed:,.0f} tokens/s)"
     )

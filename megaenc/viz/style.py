@@ -23,12 +23,12 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: the two part after the sixth name
 
 
-def styles(names: list[str]) -> dict[str, tuple[str, str]]:
+def assign_styles(names: list[str]) -> dict[str, tuple[str, str]]:
     """Return colour and marker of each name, in the order in which they come up."""
     return dict(zip(dict.fromkeys(names), zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False), strict=False))
 
 
-def verbatim(draw: Callable[..., Any]) -> Callable[..., Any]:
+def without_math_text(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that draws: names with dollar signs are written as they are, and not as formulas."""
 
     @wraps(draw)
@@ -41,21 +41,21 @@ def verbatim(draw: Callable[..., Any]) -> Callable[..., Any]:
     return drawn
 
 
-def plain_counts(axis: Any) -> None:
+def format_count_ticks(axis: Any) -> None:
     """Write the ticks of an axis of counts as 1.5M."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
-def short(count: float) -> str:
+def format_count(count: float) -> str:
     """Return 1500000 as 1.5M."""
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter(sep="").format_eng(count)
 
 
-def clean(*panels: Any) -> None:
+def style_axes(*panels: Any) -> None:
     """Leave of each panel's frame the left and lower side, with thin lines across at the ticks of the left."""
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)

@@ -20,8 +20,8 @@ def test_host_adapter_is_refused_where_there_is_an_accelerator(monkeypatch):
 
 def test_unknown_wheel_is_refused():
     with pytest.raises(InputError, match=r"megatron-core 0\.99\.0 is installed, expected 0\.16\.1"):
-        megatron.check_version("0.99.0")
-    assert megatron.check_version() == "0.16.1"
+        megatron.check_megatron_version("0.99.0")
+    assert megatron.check_megatron_version() == "0.16.1"
 
 
 @pytest.mark.usefixtures("one_process")
@@ -91,10 +91,10 @@ def test_norm_and_scale_of_all_gradients_are_those_of_each():
         [torch.randn(11, generator=generator)],
     ]
     whole = torch.cat([tensor.flatten() for tensors in lists for tensor in tensors])
-    norm, _ = optimizer_patches.norm_of_all(65536, None, lists, False)
+    norm, _ = optimizer_patches.multi_tensor_l2norm(65536, None, lists, False)
     torch.testing.assert_close(norm, whole.norm().reshape(1))
     before = [tensor.clone() for tensor in lists[0]]
     others = [torch.empty_like(tensor) for tensor in before]
     for target in (others, lists[0]):
-        optimizer_patches.scale_all(65536, None, [lists[0], target], 0.25)
+        optimizer_patches.multi_tensor_scale(65536, None, [lists[0], target], 0.25)
         assert all(torch.equal(tensor, old * 0.25) for tensor, old in zip(target, before, strict=True))

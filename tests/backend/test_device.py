@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from megaenc.backend import ParallelConfig, detect
-from megaenc.backend.device import host_has_bf16, peak_bf16
-from megaenc.backend.initialize import share_cores
+from megaenc.backend import ParallelConfig, detect_backend
+from megaenc.backend.device import cpu_has_bf16, peak_bf16_flops
+from megaenc.backend.initialize import divide_cores_among_ranks
 from megaenc.errors import InputError
 
 
 def test_host_is_found_and_measured():
-    backend = detect()
+    backend = detect_backend()
     assert (backend.name, backend.process_group, backend.device) == ("cpu", "gloo", torch.device("cpu"))
-    assert backend.has_bf16 == host_has_bf16()
+    assert backend.has_bf16 == cpu_has_bf16()
     assert backend.peak_flops(torch.float32) > 1e8
 
 
@@ -50,7 +50,7 @@ def test_host_is_found_and_measured():
 )
 def test_peak_of_a_device_by_its_name(name, teraflops):
     """Dense bf16 of the maker's data sheet; 0 where the table has no such device, so that no utilization is made up."""
-    assert peak_bf16(name) == teraflops * 1e12
+    assert peak_bf16_flops(name) == teraflops * 1e12
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_peak_of_a_device_by_its_name(name, teraflops):
 )
 def test_bf16_is_the_default_where_the_processor_has_it(line, expected, tmp_path):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
-    assert host_has_bf16(str(tmp_path / "cpuinfo")) == expected
-    assert not host_has_bf16(str(tmp_path / "nothing"))
+    assert cpu_has_bf16(str(tmp_path / "cpuinfo")) == expected
+    assert not cpu_has_bf16(str(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_layout_that_does_not_fit(layout, processes, complaint):
 
 def test_one_process_has_all_cores_and_several_share_them(monkeypatch):
     before = torch.get_num_threads()
-    monkeypatch.setattr("megaenc.backend.initialize.usable_cores", lambda: 6)
+    monkeypatch.setattr("megaenc.backend.initialize.usable_core_count", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-        share_cores()
+        divide_cores_among_ranks()
         assert torch.get_num_threads() == 6
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-        share_cores()
+        divide_cores_among_ranks()
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

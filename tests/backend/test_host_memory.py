@@ -6,12 +6,12 @@ import runs
 PROGRAM = """
 import resource
 import torch
-from megaenc.backend.initialize import keep_freed_memory
+from megaenc.backend.initialize import retain_freed_memory
 
 def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-kept, before, written = keep_freed_memory(), pages(), 0
+kept, before, written = retain_freed_memory(), pages(), 0
 for turn in range(100):
     made = [torch.ones(2**20 * size) for size in (3, 4, 8, 16)[: 1 + turn % 4]]
     written += sum(tensor.nbytes for tensor in made) / 4096
@@ -41,7 +41,7 @@ def test_a_run_is_made_so(one_process, monkeypatch):
     from megaenc.backend import initialize
 
     told = []
-    monkeypatch.setattr(initialize, "keep_freed_memory", lambda: told.append(True))
+    monkeypatch.setattr(initialize, "retain_freed_memory", lambda: told.append(True))
     backend.destroy_distributed()
     backend.init_distributed(backend.ParallelConfig(), seed=0)
     assert told == [True]

@@ -11,8 +11,8 @@ def test_the_cores_of_a_node_are_shared_by_the_processes_on_it(on_this_node, in_
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
     monkeypatch.setenv("WORLD_SIZE", str(in_all))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(initialize, "usable_cores", lambda: 8)
+    monkeypatch.setattr(initialize, "usable_core_count", lambda: 8)
     taken = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    initialize.share_cores()
+    initialize.divide_cores_among_ranks()
     assert taken == [threads]

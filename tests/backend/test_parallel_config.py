@@ -19,7 +19,7 @@ from megaenc.errors import InputError
     ],
 )
 def test_layers_that_do_not_divide_are_spread_from_the_middle(layers, stages, split):
-    assert ParallelConfig(1, stages).split(layers) == split
+    assert ParallelConfig(1, stages).layers_per_chunk(layers) == split
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ def test_split_as_megatron_writes_it(text, split, chunks):
     layout = ParallelConfig(1, 4, pipeline_model_parallel_layout=text)
     if chunks is None:
         with pytest.raises(InputError, match="found 9 parts, expected 4 or a multiple of it, none of them empty"):
-            layout.split(26)
+            layout.layers_per_chunk(26)
         return
-    assert layout.split(26) == split
-    assert layout.chunks(26) == chunks
+    assert layout.layers_per_chunk(26) == split
+    assert layout.chunks_per_stage(26) == chunks
 
 
 def test_interleaved_parts_are_dealt_out_in_turns():
     layout = ParallelConfig(1, 4, num_layers_per_virtual_pipeline_stage=2)
-    assert layout.split(24) == (2,) * 12
-    assert layout.chunks(24) == 3
+    assert layout.layers_per_chunk(24) == (2,) * 12
+    assert layout.chunks_per_stage(24) == 3
     assert layout.describe(24, 8) == "TP 1, PP 4 (layers 2 + 2 + 2 | 2 + 2 + 2 | 2 + 2 + 2 | 2 + 2 + 2), DP 2"
 
 
@@ -67,4 +67,4 @@ def test_interleaved_parts_are_dealt_out_in_turns():
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(layers, stages, options, complaint):
     with pytest.raises(InputError, match=complaint):
-        ParallelConfig(1, stages, **options).split(layers)
+        ParallelConfig(1, stages, **options).layers_per_chunk(layers)

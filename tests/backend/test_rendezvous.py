@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megaenc.backend.initialize import _agree
+from megaenc.backend.initialize import _agree_on_attempt
 
 SOON = timedelta(seconds=20)
 
@@ -14,7 +14,7 @@ SOON = timedelta(seconds=20)
 def attempt(store, size):
     """The names that the ranks find, the last rank being the first to come."""
     with ThreadPoolExecutor(size) as pool:
-        coming = [pool.submit(_agree, store, rank, size, SOON) for rank in reversed(range(size))]
+        coming = [pool.submit(_agree_on_attempt, store, rank, size, SOON) for rank in reversed(range(size))]
         return {future.result(timeout=30) for future in coming}
 
 
@@ -27,7 +27,7 @@ def test_each_attempt_has_one_name_that_no_other_had():
 def test_names_that_dead_processes_left_keep_nobody_from_meeting():
     store = dist.HashStore()
     with pytest.raises(RuntimeError, match="not all of 2 processes were there after 0 s"):
-        _agree(store, 0, 2, timedelta(seconds=0.2))
+        _agree_on_attempt(store, 0, 2, timedelta(seconds=0.2))
     store.set("megaenc/process 1", "of a process that was killed before it was answered")
     assert len(attempt(store, 2)) == 1
 

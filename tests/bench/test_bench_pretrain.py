@@ -11,7 +11,7 @@ import torch
 
 from megaenc.bench import pretrain, train_worker
 from megaenc.bench.synthetic_docs import SyntheticDocuments
-from megaenc.model.config import preset
+from megaenc.model.config import get_preset
 from megaenc.objectives import Attention
 
 TURN = """
@@ -108,7 +108,7 @@ def test_figures_by_hand():
     )
     assert (found["ratio_padded"], found["ratio_sorted"]) == (3.0, 1.5)
     spans = documents.spans(Attention.BIDIRECTIONAL)
-    assert found["gemm_share"] == pytest.approx(preset("tiny").training_flops(300, 50, spans) / 3.0 / 1e9)
+    assert found["gemm_share"] == pytest.approx(get_preset("tiny").training_flops(300, 50, spans) / 3.0 / 1e9)
     assert "3.00 times the padded peer" in pretrain.table(found)
     assert json.loads(json.dumps(found))["ratio_padded"] == 3.0
 

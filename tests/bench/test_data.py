@@ -97,6 +97,6 @@ def test_without_input_text_and_tokenizer_are_made(tmp_path, monkeypatch):
 
 
 def small_demo(folder):
-    from megaenc.data.demo import Demo
+    from megaenc.data.demo import DemoPaths
 
-    return Demo(runs.write_text(folder / "demo.jsonl"), folder / "heldout.jsonl", folder / "tokenizer", folder / "corpus")
+    return DemoPaths(runs.write_text(folder / "demo.jsonl"), folder / "heldout.jsonl", folder / "tokenizer", folder / "corpus")

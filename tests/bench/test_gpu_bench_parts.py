@@ -21,7 +21,7 @@ def test_made_documents_are_packed_whole():
     lengths = corpus.document_lengths
     assert lengths.min() >= 12 and lengths.max() <= 96 and lengths.max() > 3 * lengths.min()
     first, second = lengths[:2]
-    joined = corpus.joined(np.array([1, 0]), np.array([0, 2]), np.array([second, first]))
+    joined = corpus.read_spans(np.array([1, 0]), np.array([0, 2]), np.array([second, first]))
     assert len(joined) == second + first - 2 and joined[second - 1] == joined[-1] == EOS
     assert joined.max() < 500
     pack = synthetic.plan_of(setup(), "clm", tokens=5000).packs[3]
@@ -47,12 +47,12 @@ def test_a_fault_of_attention_is_found(fault, faulty, one_process, tmp_path, mon
     engine = correctness.engine_for(plain["64"], one_process)
     expected = [correctness.gradients(engine, plain["64"], text, 2) for text in correctness.OBJECTIVES]
     assert all(float(gradient.norm()) > 0 for _, found in expected for gradient in found.values())
-    usual, spans = backends._dot_product, PackedSequences.spans
+    usual, spans = backends._scaled_dot_product, PackedSequences.spans
     if fault == "mask":
-        monkeypatch.setattr(backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, s, not causal))
+        monkeypatch.setattr(backends, "_scaled_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, s, not causal))
     if fault == "scale":  # that of a head padded from 96 to 128
         off = (96 / 128) ** 0.5
-        monkeypatch.setattr(backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, off * s, causal))
+        monkeypatch.setattr(backends, "_scaled_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, off * s, causal))
     if fault == "edges":
         whole = {Attention.CAUSAL: 0, Attention.BIDIRECTIONAL: 192}
         monkeypatch.setattr(PackedSequences, "spans", lambda self: [(0, whole[self.attention], spans(self)[-1][-1])])
@@ -103,8 +103,8 @@ def test_the_same_weights_are_made_each_time(one_process):
     matrix = first["decoder.layers.0.mlp.linear_fc1.weight"]
     assert matrix.detach().std().item() == pytest.approx(192**-0.5, rel=0.05)
     synthetic.configure_batches(engines[0], setup(), "clm", 2, 3)
-    update = engines[0].update(1)
-    assert update.made and update.result.predicted > 0.9 * 6 * 96
+    update = engines[0].train_step(1)
+    assert update.is_applied and update.metrics.predicted > 0.9 * 6 * 96
 
 
 def test_attention_is_checked_under_all_masks_that_will_be_trained(one_process, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 
 from megaenc.backend import KernelConfig
 from megaenc.bench.gpu import breakdown, speed
-from megaenc.training.engine import StepMetrics, Update
+from megaenc.training.engine import StepMetrics, TrainStepResult
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def card(monkeypatch):
 
 
 def filled(*objectives, seq_length=2**20) -> int:
-    engine = SimpleNamespace(update=lambda step: None, device=torch.device("cuda"))
+    engine = SimpleNamespace(train_step=lambda step: None, device=torch.device("cuda"))
     shape = SimpleNamespace(ffn_hidden_size=16, query_size=16)
     setup = SimpleNamespace(seq_length=seq_length, shape=shape, objective_of=lambda text: text)
     return speed.fitting(engine, setup, objectives, itertools.count(1))
@@ -59,7 +59,7 @@ class Memory:
 
     def __init__(self, most: int, refused: tuple[int, ...] = ()):
         self.most, self.refused, self.packs, self.made = most, refused, [], 0
-        self.kernels, self.fused = KernelConfig(), None
+        self.kernels, self.fused_kernels = KernelConfig(), None
 
     def lay(self, engine, setup, objective, packs, micro_batches):
         self.packs.append(packs)
@@ -68,18 +68,18 @@ class Memory:
     def attention_flops(self, step):
         return 0
 
-    def update(self, step):
+    def train_step(self, step):
         self.made += 1
         if self.packs[-1] > self.most and self.made == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Update(StepMetrics(5.0, 10, 1, 100.0), 1.0, made=self.made not in self.refused)
+        return TrainStepResult(StepMetrics(5.0, 10, 1, 100.0), 1.0, is_applied=self.made not in self.refused)
 
 
 def timed(monkeypatch, engine: Memory, deadline: float) -> speed.Timing:
     monkeypatch.setattr(speed.synthetic, "configure_batches", engine.lay)
     monkeypatch.setattr(speed, "_forget", lambda engine: None)
     setup = SimpleNamespace(seq_length=8, bf16=True)
-    host = SimpleNamespace(is_host=True, peak_flops=lambda dtype: 0.0)
+    host = SimpleNamespace(is_cpu=True, peak_flops=lambda dtype: 0.0)
     return speed.Timing(engine, setup, host, packs=10, micro_batches=2, seconds=0.0, deadline=deadline)
 
 
@@ -94,7 +94,7 @@ def test_memory_that_ends_while_the_clock_runs_costs_packs(monkeypatch):
 
 def test_after_the_deadline_nothing_is_tried_again(monkeypatch):
     engine = Memory(most=8)
-    engine.update = lambda step: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    engine.train_step = lambda step: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         timed(monkeypatch, engine, deadline=0.0).row("clm")
     assert engine.packs == [10]
@@ -110,9 +110,9 @@ def test_waits_of_a_micro_batch_are_told_from_those_of_an_update(monkeypatch):
 
     class Engine:
         device = torch.device("cuda")
-        share = type("Share", (), {"micro_batch_size": 2})
+        sampler = type("Sampler", (), {"micro_batch_size": 2})
 
-        def clear_gradient(self):
+        def zero_grad(self):
             pass
 
         def forward_and_backward(self, rows, objective):

@@ -5,7 +5,7 @@ import pytest
 
 from megaenc.bench import report
 from megaenc.errors import InputError
-from megaenc.processes import WorkerEnded, python_environment
+from megaenc.processes import WorkerDied, python_environment
 
 
 def test_machine_is_this_one_and_goes_into_json():
@@ -39,7 +39,7 @@ def test_a_place_that_cannot_be_is_one_line(tmp_path):
 def test_what_a_process_that_dies_printed_is_in_the_error():
     code = "import os; print('last words', flush=True); os._exit(3)"
     with (
-        pytest.raises(WorkerEnded, match=r"ended with exit code 3\nlast words"),
+        pytest.raises(WorkerDied, match=r"ended with exit code 3\nlast words"),
         report.at_work(exec, code, python_environment()) as [worker],
     ):
         list(worker.results())

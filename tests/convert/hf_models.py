@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megaenc.console import quiet
+from megaenc.console import silence_libraries
 
-quiet()
+silence_libraries()
 
 SHAPE = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 LLAMA3 = dict(rope_type="llama3", rope_theta=2500.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)

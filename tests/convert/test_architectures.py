@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from megaenc.console import quiet
-from megaenc.convert.architectures import FAMILIES, config_of, family_of, read_config, reads_as, shape_of, trained_on
+from megaenc.console import silence_libraries
+from megaenc.convert.architectures import FAMILIES, build_export_config, find_family, parse_hf_config, native_attention, to_model_config, infer_objective
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
 from megaenc.objectives import Attention
 
-quiet()
+silence_libraries()
 
 SMALL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
 WITH_BIAS = dataclasses.replace(SMALL, add_qkv_bias=True)
@@ -37,12 +37,12 @@ class Tokenizer:
 def written(name, model, attention=Attention.BIDIRECTIONAL):
     """config.json of `model` as the family `name`, as a dict."""
     ids = dict(vocab_size=90, context=128, tokenizer=Tokenizer, dtype=torch.float32)
-    return config_of(FAMILIES[name], attention, model, **ids).to_dict()
+    return build_export_config(FAMILIES[name], attention, model, **ids).to_dict()
 
 
 def read(values):
-    family = family_of(values, "config.json")
-    return shape_of(read_config(values, "config.json"), family, "config.json")
+    family = find_family(values, "config.json")
+    return to_model_config(parse_hf_config(values, "config.json"), family, "config.json")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,19 +57,19 @@ def test_what_is_written_is_read_again(name):
 def test_a_decoder_says_that_it_is_bidirectional():
     for name, [model, *_] in MODELS.items():
         values, family = written(name, model), FAMILIES[name]
-        assert reads_as(read_config(values, ""), family) == Attention.BIDIRECTIONAL
+        assert native_attention(parse_hf_config(values, ""), family) == Attention.BIDIRECTIONAL
         if family.encoder:
             assert (values["mask_token_id"], values["classifier_pooling"]) == (3, "mean")
         else:
             assert values["is_causal"] is False
             causal = written(name, model, Attention.CAUSAL)
-            assert reads_as(read_config(causal, ""), family) == Attention.CAUSAL
+            assert native_attention(parse_hf_config(causal, ""), family) == Attention.CAUSAL
 
 
 def test_what_it_was_trained_on_follows_from_mask_and_shift():
     llama, encoder = written("llama", SMALL, Attention.CAUSAL), written("eurobert", SMALL)
     for values, objective in ((llama, "clm"), (encoder, "mlm"), (encoder | {"prediction_shift": 1}, "mntp")):
-        assert trained_on(read_config(values, ""), family_of(values, "")) == objective
+        assert infer_objective(parse_hf_config(values, ""), find_family(values, "")) == objective
 
 
 def test_fields_of_older_versions_are_understood():
@@ -167,5 +167,5 @@ def test_a_family_that_cannot_say_what_a_model_is_names_one_that_can(name, atten
 
 
 def test_zeros_stand_for_the_bias_that_training_has_not():
-    assert FAMILIES["llama"].zero_biases(WITH_BIAS) == tuple(f"model.layers.{n}.self_attn.o_proj.bias" for n in range(2))
-    assert not FAMILIES["qwen2"].zero_biases(WITH_BIAS) and not FAMILIES["llama"].zero_biases(SMALL)
+    assert FAMILIES["llama"].zero_bias_names(WITH_BIAS) == tuple(f"model.layers.{n}.self_attn.o_proj.bias" for n in range(2))
+    assert not FAMILIES["qwen2"].zero_bias_names(WITH_BIAS) and not FAMILIES["llama"].zero_bias_names(SMALL)

@@ -9,9 +9,9 @@ import torch
 from whole_models import core_to_hf, load_weights
 
 from megaenc.convert.command import main
-from megaenc.convert.run_checkpoint import open_run
-from megaenc.training.config import read_settings
-from megaenc.training.planning import make_plan
+from megaenc.convert.run_checkpoint import open_run_checkpoint
+from megaenc.training.config import parse_config
+from megaenc.training.planning import build_plan
 
 PEAK, STEPS, DECAY, CLIP = 5e-4, 10, 4, 1.0
 # Long packs without edges at each document, so that stretched positions are far enough apart to tell.
@@ -50,7 +50,7 @@ def test_ten_steps_equal_those_of_a_plain_loop(name, continued):
     """Losses, norms and every weight at the end, among them the biases and the norms of queries and keys."""
     model, flags, folder = continued[name]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    plan = make_plan(read_settings(flags, "test"))
+    plan = build_plan(parse_config(flags, "test"))
     losses, norms = plain_loop.train(model, plan, STEPS, learning_rate, CLIP)
     assert max(norms) > CLIP, "the clip never bit, so it was not tested"
     expected = model.state_dict()
@@ -58,7 +58,7 @@ def test_ten_steps_equal_those_of_a_plain_loop(name, continued):
         rows = runs.metrics(run_folder)
         np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-4)
         np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-4)
-        run = open_run(run_folder)
+        run = open_run_checkpoint(run_folder)
         for name, tensor in core_to_hf(load_weights(run, None)[1], run.model, run.vocab_size).items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
             assert (tensor - before[name]).abs().max() > 1e-3, f"{name} was not trained"
@@ -69,7 +69,7 @@ def test_stretched_positions_matter(small_corpus):
     losses = []
     for options in ({}, dict(rope_parameters=dict(rope_type="default", rope_theta=2500.0))):
         model = hf_models.build("llama with stretched positions", attn_implementation="eager", **options)
-        plan = make_plan(read_settings([*small_corpus.flags, *RUN], "test"))
+        plan = build_plan(parse_config([*small_corpus.flags, *RUN], "test"))
         loss, count = plain_loop.summed_loss(model, plan, 1)
         losses.append(loss.item() / count)
     assert abs(losses[0] / losses[1] - 1) > 5e-4, losses

@@ -12,10 +12,10 @@ import torch
 from whole_models import load_weights
 
 from megaenc.convert.command import main
-from megaenc.convert.naming import study_name
-from megaenc.convert.run_checkpoint import RunCheckpoint, open_run
+from megaenc.convert.naming import export_name
+from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.model.config import preset
+from megaenc.model.config import get_preset
 from megaenc.objectives import Schedule
 from megaenc.training.config import PretrainConfig
 from megaenc.training.run_init import NEW_WEIGHTS, Ancestor, RunInit
@@ -42,7 +42,7 @@ def two_runs(small_corpus, tmp_path_factory):
 @pytest.mark.multiprocess
 def test_each_kept_checkpoint_and_step_0(two_runs, tmp_path, capsys):
     main(["to-hf", "--load", str(two_runs / "run"), "--output", str(tmp_path / "hf"), "--all"])
-    size = f"{open_run(two_runs / 'run').model.parameters(400) / 1e6:.3g}m"
+    size = f"{open_run_checkpoint(two_runs / 'run').model.parameter_count(400) / 1e6:.3g}m"
     name = f"{size}-clm-10-mlm40-20"
     steps = {f"{name}-0": 0, f"{name}-10": 10, name: 20}
     assert {folder.name for folder in (tmp_path / "hf").iterdir()} == {*steps}
@@ -60,7 +60,7 @@ def test_each_kept_checkpoint_and_step_0(two_runs, tmp_path, capsys):
 @pytest.mark.multiprocess
 def test_step_0_is_what_a_run_begins_with(two_runs):
     """Drawn from the seed again: bit by bit what is there after an update too small to change a weight."""
-    run = open_run(two_runs / "still")
+    run = open_run_checkpoint(two_runs / "still")
     drawn, kept = (load_weights(run, step)[1] for step in (0, 1))
     assert drawn.keys() == kept.keys() and "output_layer.weight" not in drawn
     assert all(torch.equal(drawn[name], kept[name]) for name in kept)
@@ -113,10 +113,10 @@ def test_a_save_that_was_not_finished_is_no_checkpoint(two_runs, tmp_path, refus
 
 
 def named(schedule, steps, step=None, before=(), model="610m", **facts):
-    settings = PretrainConfig(objective_schedule=schedule, train_iters=steps, model=model, shape=preset(model))
+    settings = PretrainConfig(objective_schedule=schedule, train_iters=steps, model=model, shape=get_preset(model))
     start = RunInit("weights", before=tuple(before)) if before else NEW_WEIGHTS
     run = RunCheckpoint(Path("run"), settings.shape, 128256, 2048, torch.bfloat16, {}, settings, start, facts)
-    return study_name(run, Schedule.build(schedule, steps, VOCABULARY), steps if step is None else step)
+    return export_name(run, Schedule.build(schedule, steps, VOCABULARY), steps if step is None else step)
 
 
 @pytest.mark.parametrize(

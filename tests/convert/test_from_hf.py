@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from whole_models import core_to_hf, load_weights
 
 from megaenc.convert.command import main
-from megaenc.convert.run_checkpoint import open_run
-from megaenc.convert.verify_export import ProbeBatch, core_outputs
+from megaenc.convert.run_checkpoint import open_run_checkpoint
+from megaenc.convert.verify_export import ProbeBatch, compute_core_outputs
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.objectives import Attention
 from megaenc.training.command import main as pretrain
-from megaenc.training.run_dir import TOKENIZER
+from megaenc.training.run_dir import TOKENIZER_DIR
 
 
 def convert(folder, output, *flags):
@@ -27,7 +27,7 @@ def convert(folder, output, *flags):
 
 def held(core):
     """The weights of the checkpoint of step 0 under Hugging Face's names."""
-    run = open_run(core)
+    run = open_run_checkpoint(core)
     return core_to_hf(load_weights(run, 0)[1], run.model, run.vocab_size)
 
 
@@ -89,8 +89,8 @@ def test_logits_are_those_of_transformers(name, attention, came_in):
     """megatron-core reads documents of several lengths as one pack, transformers each alone."""
     folder, core = came_in[name]
     documents = tuple((torch.arange(length) * 7919 + length) % 400 for length in (300, 120, 50, 7, 1))
-    with open_run(core).loaded(0, length=300) as (_, encoder):
-        packed = core_outputs(encoder, ProbeBatch(documents, documents[-1][None]), attention, head=True)
+    with open_run_checkpoint(core).load_encoder(0, length=300) as (_, encoder):
+        packed = compute_core_outputs(encoder, ProbeBatch(documents, documents[-1][None]), attention, head=True)
     model = by_transformers(folder, attention)
     with torch.no_grad():
         expected = [model(document[None]).logits[0] for document in documents]
@@ -116,7 +116,7 @@ def test_shards_and_a_base_model_hold_the_same(llama, small_corpus, tmp_path):
     expected = hf_models.weights(llama)
     del expected["lm_head.weight"]
     assert_same(held(core), expected)
-    assert open_run(core).settings.shape.untie_embeddings_and_output_weights is False
+    assert open_run_checkpoint(core).settings.shape.untie_embeddings_and_output_weights is False
 
 
 def test_dtype_is_that_of_the_weights_unless_asked(llama, small_corpus, tmp_path):
@@ -169,7 +169,7 @@ def rename_mask(new):
 @pytest.mark.parametrize("name", ["<|reserved_special_token_7|>", "[control_8]", "<unused1>", "[MASK]"])
 def test_a_reserved_token_becomes_the_mask(name, llama, tmp_path):
     core = convert(with_tokenizer(llama, tmp_path / "hf", rename_mask(name)), tmp_path / "core")
-    tokenizer = load_tokenizer(core / TOKENIZER)
+    tokenizer = load_tokenizer(core / TOKENIZER_DIR)
     assert (tokenizer.mask_token, tokenizer.mask_token_id) == (name, 1)
     assert json.loads((core / "run.json").read_text())["source"]["mask_token"]["origin"] == "reserved"
     assert tokenizer(f"stan {name} plark")["input_ids"].count(1) == 1
@@ -185,8 +185,8 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, tmp_path,
     folder = with_tokenizer(folder, tmp_path / "hf", rename_mask("<|fim_pad|>"))
     assert "give --add-mask-token" in refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "core"])
     core = convert(folder, tmp_path / "core", "--add-mask-token")
-    assert load_tokenizer(core / TOKENIZER).mask_token_id == 400 and open_run(core).added_token == "<|mask|>"
-    assert open_run(core).vocab_size == max(rows, 401)
+    assert load_tokenizer(core / TOKENIZER_DIR).mask_token_id == 400 and open_run_checkpoint(core).added_token == "<|mask|>"
+    assert open_run_checkpoint(core).vocab_size == max(rows, 401)
     found, given = held(core), hf_models.weights(folder)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         torch.testing.assert_close(found[name][400], given[name][:400].mean(dim=0))
@@ -201,8 +201,8 @@ def test_where_it_was_called_is_of_no_account(llama, tmp_path, monkeypatch):
     core = tmp_path / "core"
     main(["from-hf", "--input", ".", "--output", "../core"])
     monkeypatch.chdir("/")
-    settings = open_run(core).settings
-    assert settings.data.tokenizer == str(core / TOKENIZER) and load_tokenizer(settings.data.tokenizer).mask_token_id == 1
+    settings = open_run_checkpoint(core).settings
+    assert settings.data.tokenizer == str(core / TOKENIZER_DIR) and load_tokenizer(settings.data.tokenizer).mask_token_id == 1
     main(["to-hf", "--load", str(core), "--output", str(tmp_path / "all"), "--all"])
     [name] = (path.name for path in (tmp_path / "all").iterdir())
     assert name == "a-llama"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megaenc.convert.command import main
-from megaenc.convert.run_checkpoint import open_run
+from megaenc.convert.run_checkpoint import open_run_checkpoint
 from megaenc.errors import InputError
 
 
@@ -64,7 +64,7 @@ def test_a_seed_that_is_not_the_runs_draws_no_other_weights(core, refused):
     facts["identity"]["seed"] = 7
     (folder / "run.json").write_text(json.dumps(facts))
     with pytest.raises(InputError, match="field `seed`: found 1, expected 7"):
-        open_run(folder)
+        open_run_checkpoint(folder)
 
 
 def stage(**values):
@@ -103,4 +103,4 @@ def test_deeply_nested_json_is_one_line(core, tmp_path, refusal):
 
 
 def test_what_nobody_changed_is_read(core):
-    assert open_run(core).vocab_size == 410
+    assert open_run_checkpoint(core).vocab_size == 410

@@ -11,7 +11,7 @@ from whole_models import core_to_hf, hf_to_core, load_weights
 
 from megaenc import backend
 from megaenc.convert.command import main
-from megaenc.convert.run_checkpoint import open_run
+from megaenc.convert.run_checkpoint import open_run_checkpoint
 from megaenc.objectives import Attention
 
 pytestmark = pytest.mark.multiprocess
@@ -52,12 +52,12 @@ def core_logits(run, tokens, attention):
     try:
         from megaenc.model.encoder import build_encoder
         from megaenc.model.packed_sequences import PackedSequences
-        from megaenc.training.checkpoint.loader import CheckpointLoader, load_model
+        from megaenc.training.checkpoint.loader import CheckpointLoader, load_model_weights
 
-        saved = open_run(run)
+        saved = open_run_checkpoint(run)
         encoder = build_encoder(saved.model, saved.vocab_size, saved.seq_length, backend.ParallelConfig(), saved.dtype, seed=None)
-        load_model(CheckpointLoader(run / "checkpoints"), 20, encoder)
-        packing = PackedSequences.of([0, len(tokens)], attention, torch.device("cpu"))
+        load_model_weights(CheckpointLoader(run / "checkpoints"), 20, encoder)
+        packing = PackedSequences.from_edges([0, len(tokens)], attention, torch.device("cpu"))
         with torch.no_grad():
             return encoder(tokens[None], torch.arange(len(tokens)), packing, None)[:, : saved.vocab_size]
     finally:
@@ -103,7 +103,7 @@ def test_folder_holds_safetensors_and_the_tokenizer(exports, small_corpus):
 
 
 def test_mapping_is_read_in_both_directions(trained_run):
-    run = open_run(trained_run)
+    run = open_run_checkpoint(trained_run)
     _, state = load_weights(run, None)
     back = hf_to_core(core_to_hf(state, run.model, run.vocab_size), run.model)
     assert back.keys() == state.keys()

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from megaenc.convert import to_hf
 from megaenc.convert.command import main
-from megaenc.data.tokenizer.tokenizer import encode_documents, load_tokenizer, vocabulary_of
-from megaenc.training.run_dir import TOKENIZER
+from megaenc.data.tokenizer.tokenizer import encode_documents, load_tokenizer, read_vocabulary
+from megaenc.training.run_dir import TOKENIZER_DIR
 
 TEXTS = [
     "The quick brown fox don't jump",
@@ -55,7 +55,7 @@ def plain(tokenizer, text):
 @pytest.mark.parametrize("name", hf_tokenizers.KINDS)
 def test_training_reads_a_text_as_tokenizer_json_does(name, cores):
     hf, core = cores[name]
-    reference, tokenizer = Tokenizer.from_file(str(hf / "tokenizer.json")), load_tokenizer(core / TOKENIZER)
+    reference, tokenizer = Tokenizer.from_file(str(hf / "tokenizer.json")), load_tokenizer(core / TOKENIZER_DIR)
     trained = encode_documents(tokenizer, TEXTS)
     for text, ids in zip(TEXTS, trained, strict=True):
         assert ids.tolist() == plain(tokenizer, text) == reference.encode(text, add_special_tokens=False).ids
@@ -63,7 +63,7 @@ def test_training_reads_a_text_as_tokenizer_json_does(name, cores):
     roles = json.loads((hf / "tokenizer_config.json").read_text())
     for role in ("bos_token", "eos_token", "unk_token"):
         assert getattr(tokenizer, role) == roles.get(role)
-    saved = json.loads((core / TOKENIZER / "tokenizer_config.json").read_text())
+    saved = json.loads((core / TOKENIZER_DIR / "tokenizer_config.json").read_text())
     assert saved["tokenizer_class"] == "PreTrainedTokenizerFast", "what older versions of transformers know too"
 
 
@@ -75,7 +75,7 @@ def test_users_of_an_export_get_the_ids_of_training(name, written, cores, tmp_pa
     _, core = cores[name]
     family = hf_tokenizers.KINDS[name][1].split()[0]
     main(["to-hf", "--load", str(core), "--output", str(tmp_path / "hf"), *[w.replace("the decoder", family) for w in written]])
-    trained, loaded = load_tokenizer(core / TOKENIZER), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    trained, loaded = load_tokenizer(core / TOKENIZER_DIR), AutoTokenizer.from_pretrained(tmp_path / "hf")
     mask = trained.mask_token
     spelled = [f"The {mask} quick", f"{mask} x", f"a{mask}b {mask}  {mask}.", f"a {trained.eos_token} b"]
     for text in [*TEXTS, *spelled]:
@@ -85,7 +85,7 @@ def test_users_of_an_export_get_the_ids_of_training(name, written, cores, tmp_pa
     assert (loaded.bos_token, loaded.eos_token, len(loaded)) == (trained.bos_token, trained.eos_token, len(trained))
     certificate = json.loads((tmp_path / "hf" / "conversion.json").read_text())["tokenizer"]
     assert certificate["class"] == type(loaded).__name__ and certificate["mask_token"] == loaded.mask_token
-    assert certificate["fingerprint"] == vocabulary_of(trained).fingerprint
+    assert certificate["fingerprint"] == read_vocabulary(trained).fingerprint
     assert certificate["texts"] > len(spelled) and certificate["same"][0] == "ids"
     if family == "qwen2" and written:
         # transformers would take the space before it for a token of its own: no role, but still the one token that it is.
@@ -129,24 +129,24 @@ def test_another_tokenizer_than_the_runs_is_refused(cores, tmp_path, refusal):
     _, core = cores["llama 3"]
     for name in ("smollm", "qwen2"):
         copy = shutil.copytree(core, tmp_path / name)
-        shutil.rmtree(copy / TOKENIZER)
-        shutil.copytree(cores[name][1] / TOKENIZER, copy / TOKENIZER)
+        shutil.rmtree(copy / TOKENIZER_DIR)
+        shutil.copytree(cores[name][1] / TOKENIZER_DIR, copy / TOKENIZER_DIR)
         line = refusal(main, ["to-hf", "--load", copy, "--output", tmp_path / "no"])
-        assert f"{copy / TOKENIZER}: found another tokenizer than the run's" in line
+        assert f"{copy / TOKENIZER_DIR}: found another tokenizer than the run's" in line
 
 
 def test_code_that_a_tokenizer_names_is_left_alone(tmp_path):
     hf = came("llama 3", tmp_path, auto_map={"AutoTokenizer": [None, "code.Tokenizer"]})
     (hf / "code.py").write_text("raise SystemExit('run')")
     core = convert(hf, tmp_path / "core")
-    assert "auto_map" not in json.loads((core / TOKENIZER / "tokenizer_config.json").read_text())
+    assert "auto_map" not in json.loads((core / TOKENIZER_DIR / "tokenizer_config.json").read_text())
 
 
 def test_a_class_names_the_roles_that_the_files_leave_open(tmp_path):
     """GPT-2's end of a text, where the file of roles says nothing of it."""
     hf = came("smollm", tmp_path)
     (hf / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    tokenizer = load_tokenizer(convert(hf, tmp_path / "core", "--add-mask-token") / TOKENIZER)
+    tokenizer = load_tokenizer(convert(hf, tmp_path / "core", "--add-mask-token") / TOKENIZER_DIR)
     assert tokenizer.eos_token == "<|endoftext|>"
 
 
@@ -156,7 +156,7 @@ def test_a_class_gives_no_token_that_tokenizer_json_has_not(tmp_path):
     tokenizer = hf_tokenizers.save(made, tmp_path / "tokenizer", tokenizer_class="GPT2Tokenizer")
     model = hf_models.build("llama with stretched positions", vocab_size=made[0].get_vocab_size())
     core = convert(hf_models.write(model, tmp_path / "hf", tokenizer), tmp_path / "core")
-    assert len(load_tokenizer(core / TOKENIZER)) == made[0].get_vocab_size()
+    assert len(load_tokenizer(core / TOKENIZER_DIR)) == made[0].get_vocab_size()
 
 
 def test_what_is_wrong_with_a_tokenizer_is_one_line(tmp_path, refusal):

@@ -60,7 +60,7 @@ def change_config(**values):
     """Let config.json say something else than the model is."""
 
     def change(monkeypatch):
-        right = to_hf.config_of
+        right = to_hf.build_export_config
 
         def wrong(*args, **kwargs):
             config = right(*args, **kwargs)
@@ -68,7 +68,7 @@ def change_config(**values):
                 setattr(config, name, value)
             return config
 
-        monkeypatch.setattr(to_hf, "config_of", wrong)
+        monkeypatch.setattr(to_hf, "build_export_config", wrong)
 
     return change
 
@@ -159,13 +159,13 @@ def test_a_mask_that_leaks_is_named():
         (sees.triu(), "BIDIRECTIONAL", "x is not bidirectional: position 0 does not see token 1"),
         (sees, "CAUSAL", "x is not causal: position 0 sees token 1"),
     ):
-        with pytest.raises(verify_export._Failed, match=words):
+        with pytest.raises(verify_export._VerificationError, match=words):
             verify_export._check_mask(found, to_hf.Attention[attention], "x")
 
 
 @pytest.mark.parametrize(("vocab_size", "context"), [(258, 4), (128256, 2048), (3, 1)])
 def test_what_is_changed_in_a_probe_is_another_token(vocab_size, context):
-    probe = ProbeBatch.of(vocab_size, context)
+    probe = ProbeBatch.build(vocab_size, context)
     assert max(len(document) for document in probe.documents) == min(32, context) == len(probe.documents[0])
     assert all(int(document.min()) >= 0 and int(document.max()) < vocab_size for document in probe.documents)
     changed = probe.variants[1:] != probe.variants[0]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaenc.data import demo
-from megaenc.data.indexed.metadata import read_sidecar
+from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 
@@ -42,7 +42,7 @@ def f(x):
 
 
 def test_prose_is_what_reads_as_english_and_nothing_else():
-    assert [paragraph for _, text in demo.long_strings(DOCSTRING) for paragraph in demo.paragraphs(text)] == [
+    assert [paragraph for _, text in demo.find_long_strings(DOCSTRING) for paragraph in demo.extract_paragraphs(text)] == [
         "Return the largest value of the array along the axis that was asked for.",
         "The array is copied first, so that the caller's data are never changed by it; see numpy.sort and copy for more.",
         "The values among which the largest one is looked for by this function.",
@@ -50,21 +50,21 @@ def test_prose_is_what_reads_as_english_and_nothing_else():
         "For example, this is how it is used by most of the people who use it:",
         "The first item of a list is a paragraph of its own when it is a sentence.",
     ]
-    assert demo.long_strings("def broken(:") == []
+    assert demo.find_long_strings("def broken(:") == []
 
 
 def test_likeness_ignores_names_and_numbers():
     first = "Constructs the BertModel with 12 layers, as it was first described."
     second = "Constructs the GPT2Model with 24 layers as it was first described"
-    assert demo.likeness(first) == demo.likeness(second) != demo.likeness("Constructs a model.")
+    assert demo.similarity_key(first) == demo.similarity_key(second) != demo.similarity_key("Constructs a model.")
 
 
 @pytest.fixture
 def few_packages(monkeypatch):
     """The documentation of three small packages instead of everything."""
-    everything = demo._sources
+    everything = demo._find_source_files
     monkeypatch.setattr(demo, "_PACKAGES", ["psutil", "rich", "tyro", "zipp"])
-    monkeypatch.setattr(demo, "_sources", lambda: (source for source in everything() if not source[0].startswith("python/")))
+    monkeypatch.setattr(demo, "_find_source_files", lambda: (source for source in everything() if not source[0].startswith("python/")))
     monkeypatch.setattr(demo, "_HELD_OUT_PERCENT", 20)
 
 
@@ -81,7 +81,7 @@ def test_demo_is_deterministic_complete_and_kept(few_packages, tmp_path):
     paragraphs = [paragraph for record in corpus + heldout for paragraph in record["text"].split("\n\n")]
     assert len(paragraphs) == len(set(paragraphs))
 
-    sidecar = read_sidecar(made.data_prefix)
+    sidecar = read_corpus_metadata(made.data_prefix)
     assert sidecar.documents == len(corpus) and sidecar.append_eod
     assert len(load_tokenizer(made.tokenizer)) == 600
 
@@ -102,7 +102,7 @@ def test_an_interrupted_build_leaves_nothing(few_packages, tmp_path, monkeypatch
         yield "psutil/a.py", "Some text that is whole."
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "_documents", documents)
+    monkeypatch.setattr(demo, "_extract_documents", documents)
     with pytest.raises(KeyboardInterrupt):
         demo.build_demo_corpus(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -116,9 +116,9 @@ def listing(folder):
 @pytest.fixture
 def two_documents(monkeypatch):
     """Two short documents at once, of which one is held out."""
-    monkeypatch.setattr(demo, "_sources", lambda: iter(()))
+    monkeypatch.setattr(demo, "_find_source_files", lambda: iter(()))
     monkeypatch.setattr(demo, "is_held_out", lambda name: name == "held/out")
-    monkeypatch.setattr(demo, "_documents", lambda sources: iter([("a/b", "Some text."), ("held/out", "Another text.")]))
+    monkeypatch.setattr(demo, "_extract_documents", lambda sources: iter([("a/b", "Some text."), ("held/out", "Another text.")]))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_build_killed_between_renames_continues(two_documents, tmp_path, monke
     demo.build_demo_corpus(tmp_path)
     for name in ("corpus.jsonl", "heldout.jsonl")[: 3 - renames]:
         (tmp_path / name).unlink()
-    monkeypatch.setattr(demo, "_documents", lambda sources: iter([("a/b", "A new text."), ("held/out", "Another new text.")]))
+    monkeypatch.setattr(demo, "_extract_documents", lambda sources: iter([("a/b", "A new text."), ("held/out", "Another new text.")]))
     made = demo.build_demo_corpus(tmp_path)
     assert demo.find_demo_corpus(tmp_path) == made
     assert "A new text." in made.corpus.read_text() and "Another new text." in made.heldout.read_text()
@@ -185,7 +185,7 @@ def test_files_that_come_during_a_build_are_kept(two_documents, tmp_path, monkey
         yield "a/b", "Some text."
         (tmp_path / "corpus.jsonl").write_text("mine")
 
-    monkeypatch.setattr(demo, "_documents", documents)
+    monkeypatch.setattr(demo, "_extract_documents", documents)
     with pytest.raises(InputError, match=r"corpus\.jsonl: found a file that is not of `megaenc demo`"):
         demo.build_demo_corpus(tmp_path)
     assert listing(tmp_path) == {Path("corpus.jsonl"): b"mine"}
@@ -200,7 +200,7 @@ def test_a_second_process_waits_for_the_first(two_documents, tmp_path, monkeypat
         start.wait(60)
         yield "a/b", "Some text."
 
-    monkeypatch.setattr(demo, "_documents", documents)
+    monkeypatch.setattr(demo, "_extract_documents", documents)
     threads = [threading.Thread(target=demo.build_demo_corpus, args=(tmp_path,)) for _ in range(2)]
     threads[0].start()
     assert first.wait(60)

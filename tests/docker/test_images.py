@@ -105,12 +105,12 @@ def test_the_image_says_what_it_is_and_can_be_asked_whether_it_is_well(dockerfil
 
 @pytest.mark.parametrize("path", [*DOCKERFILES, ROOT / "docs/containers.md"], ids=lambda path: path.name)
 def test_what_is_shown_can_be_trained_by_as_many_processes(path):
-    from megaenc.training.config import read_settings
+    from megaenc.training.config import parse_config
 
     shown = re.findall(r"torchrun --nproc-per-node (\d+) \S+/pretrain_encoder\.py (.*)", path.read_text())
     assert shown or path.suffix == ".cpu"
     for processes, words in shown:
-        read_settings(shlex.split(words), prog="").check(world_size=int(processes))
+        parse_config(shlex.split(words), prog="").check(world_size=int(processes))
 
 
 @pytest.mark.system

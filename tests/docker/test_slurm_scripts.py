@@ -239,14 +239,14 @@ def test_processes_and_where_they_meet(job, tmp_path):
 
 def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
     """As the README has it: sbatch and the file's name."""
-    from megaenc.training.config import read_settings
+    from megaenc.training.config import parse_config
 
     assert ended(job("many"))[0] == 0
     asked = asked_of_torchrun(tmp_path)
     assert (asked["--micro-batch-size"], asked["--global-batch-size"]) == ("2", "32")
     assert asked["--save"] == "runs/megaenc-12345" and "--config" not in asked
     words = (tmp_path / "torchrun").read_text().splitlines()
-    read_settings(words[words.index("./examples/pretrain_encoder.py") + 1 :], prog="").check(world_size=16)
+    parse_config(words[words.index("./examples/pretrain_encoder.py") + 1 :], prog="").check(world_size=16)
     assert ended(job("one", "--global-batch-size", "8"))[0] == 0
     assert asked_of_torchrun(tmp_path)["--global-batch-size"] == "8" and "--micro-batch-size" not in asked_of_torchrun(tmp_path)
 
@@ -317,10 +317,10 @@ def test_a_layout_changes_nothing_but_the_layout_and_fits(path, tmp_path, monkey
     from megaenc import flags
     from megaenc.backend.parallel_config import ParallelConfig
     from megaenc.estimate import command
-    from megaenc.training.config import settings_from
+    from megaenc.training.config import read_config_file
 
     gpu, model = path.stem.split("-")
-    settings, recipe = (settings_from(str(file)) for file in (path, ROOT / f"configs/pretrain/encoder-{model}.yaml"))
+    settings, recipe = (read_config_file(str(file)) for file in (path, ROOT / f"configs/pretrain/encoder-{model}.yaml"))
     layout_only = {field.name for field in dataclasses.fields(ParallelConfig)} | {"micro_batch_size"}
     there, here = flags.flatten(recipe), flags.flatten(settings)
     assert {name for name in here if here[name] != there[name]} <= layout_only

@@ -64,34 +64,34 @@ def devices(count=4, used="3", errors="0") -> str:
 
 
 def test_devices_are_counted_by_name():
-    found = {each.what: each.found for each in accelerators.nvidia_devices(devices())}
+    found = {each.name: each.result for each in accelerators.parse_nvidia_smi(devices())}
     assert found == {"devices": "4 x NVIDIA H100 80GB HBM3, 80 GiB", "driver": "570.86.15"}
 
 
 def test_memory_in_use_and_uncorrected_errors_are_named():
     found = {
-        each.what: each
-        for each in accelerators.nvidia_devices(devices(1) + "\n" + ROWS.format(number=1, used="40960", errors="2"))
+        each.name: each
+        for each in accelerators.parse_nvidia_smi(devices(1) + "\n" + ROWS.format(number=1, used="40960", errors="2"))
     }
-    assert (found["memory in use"].level, found["memory in use"].found) == ("note", "1: 40.0 GiB")
-    assert (found["memory errors"].level, found["memory errors"].found) == ("problem", "uncorrected, 1: 2")
+    assert (found["memory in use"].level, found["memory in use"].result) == ("note", "1: 40.0 GiB")
+    assert (found["memory errors"].level, found["memory errors"].result) == ("problem", "uncorrected, 1: 2")
 
 
 def test_a_device_without_error_counts_is_fine():
-    assert {each.level for each in accelerators.nvidia_devices(devices(1, errors="[N/A]"))} == {"ok"}
+    assert {each.level for each in accelerators.parse_nvidia_smi(devices(1, errors="[N/A]"))} == {"ok"}
 
 
 def test_links_decide_the_layout(program):
     def found(told: str) -> list:
         program("nvidia-smi", f"cat << 'END'\n{told}END")
-        return accelerators.links(["nvidia-smi", "topo", "-m"], 20)
+        return accelerators.check_links(["nvidia-smi", "topo", "-m"], 20)
 
     pairs = {(0, 1): "NV18", (2, 3): "NV18", **dict.fromkeys([(0, 2), (0, 3), (1, 2), (1, 3)], "SYS")}
-    assert accelerators.linked_pairs(TOPOLOGY) == pairs
+    assert accelerators.parse_topology(TOPOLOGY) == pairs
     [weak] = found(TOPOLOGY)
-    assert (weak.level, weak.found) == ("note", "4 pairs SYS, 2 pairs NV18") and "tensor parallelism" in weak.advice
+    assert (weak.level, weak.result) == ("note", "4 pairs SYS, 2 pairs NV18") and "tensor parallelism" in weak.advice
     [strong] = found(ROCM_TOPOLOGY)
-    assert (strong.level, strong.found) == ("ok", "all XGMI")
+    assert (strong.level, strong.result) == ("ok", "all XGMI")
     assert found(ROCM_TOPOLOGY.replace("XGMI", "PCIE"))[0].level == "ok", "there are none that are linked better"
     assert found("") == []
 
@@ -99,20 +99,20 @@ def test_links_decide_the_layout(program):
 def test_a_driver_that_hangs_is_a_problem_and_is_left(program):
     program("nvidia-smi", "sleep 60")
     begin = time.monotonic()
-    found = accelerators.driver(ProbeContext(seconds=0.5))
+    found = accelerators.check_driver(ProbeContext(timeout=0.5))
     assert time.monotonic() - begin < 10
-    assert (found[0].level, found[0].what, found[0].found) == ("problem", "nvidia-smi", "no answer in 0.2 s")
+    assert (found[0].level, found[0].name, found[0].result) == ("problem", "nvidia-smi", "no answer in 0.2 s")
 
 
 def test_a_driver_that_has_lost_its_devices_is_a_problem(program):
     program("nvidia-smi", "echo 'Unable to determine the device handle: Unknown Error'; exit 255")
-    found = accelerators.driver(ProbeContext(seconds=20))[0]
-    assert found.level == "problem" and found.found.startswith("exit code 255: Unable to determine the device handle")
+    found = accelerators.check_driver(ProbeContext(timeout=20))[0]
+    assert found.level == "problem" and found.result.startswith("exit code 255: Unable to determine the device handle")
 
 
 def test_rocm_s_program_is_asked_where_it_is_there(program):
     program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac")
-    found = {each.what: each.found for each in accelerators.driver(ProbeContext(seconds=20))}
+    found = {each.name: each.result for each in accelerators.check_driver(ProbeContext(timeout=20))}
     assert found == {
         "devices": "2 x AMD Instinct MI250X",
         "architecture": "2 x gfx90a",
@@ -123,21 +123,21 @@ def test_rocm_s_program_is_asked_where_it_is_there(program):
 
 def test_rocm_s_program_may_fail_in_one_thing_of_many(program):
     program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac\nexit 2")
-    found = {each.what: each.level for each in accelerators.driver(ProbeContext(seconds=20))}
+    found = {each.name: each.level for each in accelerators.check_driver(ProbeContext(timeout=20))}
     assert found["devices"] == "ok" and "rocm-smi" not in found
     program("rocm-smi", "echo 'ERROR: Driver not initialized (amdgpu not found in modules)'; exit 1")
-    [found, *_] = accelerators.driver(ProbeContext(seconds=20))
-    assert (found.what, found.level) == ("rocm-smi", "problem") and "amdgpu not found" in found.found
+    [found, *_] = accelerators.check_driver(ProbeContext(timeout=20))
+    assert (found.name, found.level) == ("rocm-smi", "problem") and "amdgpu not found" in found.result
 
 
 def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerators, "installed", lambda name: "")
-    assert accelerators.driver(ProbeContext(root=tmp_path))[0].level == "ok"
+    monkeypatch.setattr(accelerators, "find_program", lambda name: "")
+    assert accelerators.check_driver(ProbeContext(root=tmp_path))[0].level == "ok"
     for path, text in (("dev/kfd", ""), ("sys/module/amdgpu/version", "6.10.5\n")):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    [found] = accelerators.driver(ProbeContext(root=tmp_path))
-    assert (found.level, found.found) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is here")
+    [found] = accelerators.check_driver(ProbeContext(root=tmp_path))
+    assert (found.level, found.result) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is here")
 
 
 def test_accelerators_that_torch_does_not_see_are_a_problem(tmp_path, monkeypatch):
@@ -145,17 +145,17 @@ def test_accelerators_that_torch_does_not_see_are_a_problem(tmp_path, monkeypatc
 
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert accelerators.seen_by_torch(ProbeContext(root=tmp_path))[0].level == "ok"
+    assert accelerators.check_torch_devices(ProbeContext(root=tmp_path))[0].level == "ok"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    [found] = accelerators.seen_by_torch(ProbeContext(root=tmp_path))
-    assert found.level == "problem" and "built for processors alone" in found.advice
+    [found] = accelerators.check_torch_devices(ProbeContext(root=tmp_path))
+    assert found.level == "problem" and "CPU build" in found.advice
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    [found] = accelerators.seen_by_torch(ProbeContext(root=tmp_path))
-    assert found.level == "problem" and "driver and torch do not fit" in found.advice
-    [found] = accelerators.seen_by_torch(ProbeContext(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}))
-    assert (found.level, found.found) == ("note", "none, by CUDA_VISIBLE_DEVICES=")
+    [found] = accelerators.check_torch_devices(ProbeContext(root=tmp_path))
+    assert found.level == "problem" and "driver and torch do not match" in found.advice
+    [found] = accelerators.check_torch_devices(ProbeContext(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}))
+    assert (found.level, found.result) == ("note", "none, by CUDA_VISIBLE_DEVICES=")
 
 
 def test_more_processes_than_devices_are_a_problem(monkeypatch):
@@ -167,9 +167,9 @@ def test_more_processes_than_devices_are_a_problem(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: type("Of", (), {"total_memory": 80 * 2**30}))
     text = "4 x NVIDIA H100, 80 GiB; 1 of them tried here, all of them by torchrun --nproc-per-node 4"
-    assert accelerators.seen_by_torch(ProbeContext())[0].found == text
+    assert accelerators.check_torch_devices(ProbeContext())[0].result == text
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert accelerators.seen_by_torch(ProbeContext())[0].found == "4 x NVIDIA H100, 80 GiB"
+    assert accelerators.check_torch_devices(ProbeContext())[0].result == "4 x NVIDIA H100, 80 GiB"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    [found] = accelerators.seen_by_torch(ProbeContext())
+    [found] = accelerators.check_torch_devices(ProbeContext())
     assert found.level == "problem" and "--nproc-per-node 4" in found.advice

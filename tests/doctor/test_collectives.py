@@ -21,22 +21,22 @@ def alone():
 
 
 def test_one_process_has_its_collectives_too(alone):
-    found = {each.what: each for each in collectives.collectives(ProbeContext())}
+    found = {each.name: each for each in collectives.check_collectives(ProbeContext())}
     assert list(found) == ["all-reduce, gloo", "reduce-scatter, gloo", "all-gather, gloo"]
     assert {each.level for each in found.values()} == {"ok"}
 
 
 def test_wrong_numbers_are_counted_and_named(alone, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor[3:5].add_(1))
-    found = {each.what: each for each in collectives.collectives(ProbeContext())}
+    found = {each.name: each for each in collectives.check_collectives(ProbeContext())}
     assert found["all-gather, gloo"].level == "ok"
     assert found["all-reduce, gloo"].level == "problem"
-    assert found["all-reduce, gloo"].found.startswith("2 of ")
+    assert found["all-reduce, gloo"].result.startswith("2 of ")
 
 
 def test_ranks_and_places_have_numbers_of_their_own():
     """A collective that mixed up ranks or places would show."""
-    made = [collectives.made(rank, 64, torch.device("cpu")) for rank in range(16)]
+    made = [collectives.build_rank_tensor(rank, 64, torch.device("cpu")) for rank in range(16)]
     assert len({tuple(each.tolist()) for each in made}) == 16
     assert all(len(set(each.tolist())) == 64 for each in made)
 

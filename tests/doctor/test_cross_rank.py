@@ -22,8 +22,8 @@ HOSTS = ["a", "b", "c"]
     ],
 )
 def test_clocks_that_are_apart_by_more_than_the_way_there(offsets, level, said):
-    found = cross_rank.clock_skew(offsets, HOSTS)
-    assert (found.level, found.found) == (level, said)
+    found = cross_rank.assess_clock_skew(offsets, HOSTS)
+    assert (found.level, found.result) == (level, said)
 
 
 def test_ranks_are_named_in_runs():
@@ -31,32 +31,32 @@ def test_ranks_are_named_in_runs():
 
 
 def test_a_folder_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_note():
-    found = cross_rank.sharing(["", "missing", "missing", ""])
-    assert found.level == "problem" and "rank 1-2" in found.found
-    found = cross_rank.sharing(["", "", "unlocked"])
-    assert found.level == "note" and "rank 2" in found.found
-    assert cross_rank.sharing(["", "", ""]).level == "ok"
+    found = cross_rank.assess_sharing(["", "missing", "missing", ""])
+    assert found.level == "problem" and "rank 1-2" in found.result
+    found = cross_rank.assess_sharing(["", "", "unlocked"])
+    assert found.level == "note" and "rank 2" in found.result
+    assert cross_rank.assess_sharing(["", "", ""]).level == "ok"
 
 
 def test_what_a_rank_sees_of_the_file_of_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(cross_rank, "_SEEN", 0.1)
-    assert cross_rank._shared(tmp_path / "file") == "missing"
+    monkeypatch.setattr(cross_rank, "_VISIBILITY_SECONDS", 0.1)
+    assert cross_rank._observe_lock_file(tmp_path / "file") == "missing"
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    assert cross_rank._shared(tmp_path / "file") == "unlocked"
+    assert cross_rank._observe_lock_file(tmp_path / "file") == "unlocked"
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    assert cross_rank._shared(tmp_path / "file") == ""
+    assert cross_rank._observe_lock_file(tmp_path / "file") == ""
     os.close(descriptor)
 
 
 def test_arrays_that_processes_of_a_node_do_not_share_are_a_note():
     shared = [("a", True), ("a", False), ("b", True), ("b", False)]
-    [found] = cross_rank.copies(shared, [False] * 4)
+    [found] = cross_rank.assess_array_copies(shared, [False] * 4)
     assert found.level == "ok"
-    [found] = cross_rank.copies([("a", True), ("a", False), ("b", True), ("b", True)], [False] * 4)
-    assert (found.level, found.found) == ("note", "a copy each for 2 of 2 processes on b")
-    [found] = cross_rank.copies(shared, [False, False, True, False])
-    assert found.level == "problem" and "on rank 2" in found.found
-    assert cross_rank.copies([("a", True), ("b", True)], [False] * 2) == [], (
+    [found] = cross_rank.assess_array_copies([("a", True), ("a", False), ("b", True), ("b", True)], [False] * 4)
+    assert (found.level, found.result) == ("note", "a copy each for 2 of 2 processes on b")
+    [found] = cross_rank.assess_array_copies(shared, [False, False, True, False])
+    assert found.level == "problem" and "on rank 2" in found.result
+    assert cross_rank.assess_array_copies([("a", True), ("b", True)], [False] * 2) == [], (
         "with one process on each node there is nobody to share with"
     )
 
@@ -71,5 +71,5 @@ def test_what_is_in_the_store_is_handed_on_as_bytes_and_never_unpickled(tmp_path
     store, attack = dist.HashStore(), pickle.dumps(Attack())
     dist.PrefixStore("megaenc/doctor", store).set("1", attack)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
-    assert cross_rank.exchange(ProbeContext(), "mine", 0.2) == {0: b"mine", 1: attack}
+    assert cross_rank.gather_findings(ProbeContext(), "mine", 0.2) == {0: b"mine", 1: attack}
     assert not (tmp_path / "ran").exists()

@@ -18,22 +18,22 @@ PLANTED = Path(__file__).parent / "planted"
 
 
 def test_every_backend_is_a_probe_and_none_is_wrong_here():
-    probes = numerics.backends(ProbeContext())
+    probes = numerics.attention_probes(ProbeContext())
     assert "sdpa" in [probe.name for probe in probes]
-    found = {each.what: each for probe in probes for each in numerics.backend(ProbeContext(), *probe.arguments)}
+    found = {each.name: each for probe in probes for each in numerics.check_attention_backend(ProbeContext(), *probe.arguments)}
     assert set(found) == {probe.name for probe in probes}
     assert {each.level for each in found.values()} == {"ok"}
-    assert found["sdpa"].found.startswith("right: ") and "heads 64 and 96 wide" in found["sdpa"].found
+    assert found["sdpa"].result.startswith("right: ") and "heads 64 and 96 wide" in found["sdpa"].result
     if not torch.cuda.is_available():
-        assert found["varlen"].found == "cannot be used: needs an accelerator"
+        assert found["varlen"].result == "cannot be used: needs an accelerator"
 
 
 def test_a_backend_that_ignores_causal_is_named(monkeypatch):
     right = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *of, is_causal=False, **others: right(*of, **others))
-    [found] = numerics.backend(ProbeContext(), "sdpa")
-    assert (found.what, found.level) == ("sdpa", "problem")
-    assert "under causal attention" in found.found and found.advice
+    [found] = numerics.check_attention_backend(ProbeContext(), "sdpa")
+    assert (found.name, found.level) == ("sdpa", "problem")
+    assert "under causal attention" in found.result and found.advice
 
 
 def test_a_backend_with_wrong_gradients_is_named(monkeypatch):
@@ -41,23 +41,25 @@ def test_a_backend_with_wrong_gradients_is_named(monkeypatch):
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, *of, **others: right(2 * q - q.detach(), *of, **others)
     )  # the same values
-    [found] = numerics.backend(ProbeContext(), "sdpa")
-    assert found.level == "problem" and found.found.startswith("gradients of queries off by 1, ")
+    [found] = numerics.check_attention_backend(ProbeContext(), "sdpa")
+    assert found.level == "problem" and found.result.startswith("gradients of queries off by 1, ")
 
 
 @pytest.mark.slow
 def test_a_backend_that_hangs_is_named_with_a_way_round_it():
     path = os.pathsep.join([str(PLANTED), os.environ.get("PYTHONPATH", "")])
     with ProbeRunner(
-        ProbeContext(seconds=60, environment=os.environ | {"PYTHONPATH": path, "PLANTED": "attention hangs"})
+        ProbeContext(timeout=60, environment=os.environ | {"PYTHONPATH": path, "PLANTED": "attention hangs"})
     ) as prober:
-        probes, _ = prober.findings(Probe("attention", "attention backends", "megaenc.doctor.numerics:backends", patience=2))
+        probes, _ = prober.findings(
+            Probe("attention", "attention backends", "megaenc.doctor.numerics:attention_probes", timeout_factor=2)
+        )
         [last] = [probe for probe in probes if probe.name == "sdpa"]
-        [found], ended = prober.findings(replace(last, patience=1 / 12))
-    assert not ended and (found.what, found.level) == ("sdpa", "problem")
-    assert found.found == "no answer in 5 s; it said last: attention was called"
+        [found], ended = prober.findings(replace(last, timeout_factor=1 / 12))
+    assert not ended and (found.name, found.level) == ("sdpa", "problem")
+    assert found.result == "no answer in 5 s; its last output: attention was called"
     assert found.advice.startswith("torch's own attention is broken here")
-    assert all(f"name another one than {probe.name}" in probe.advice for probe in probes if probe != last)
+    assert all(f"choose another backend than {probe.name}" in probe.advice for probe in probes if probe != last)
 
 
 def test_a_backend_that_raises_is_named(monkeypatch):
@@ -65,8 +67,8 @@ def test_a_backend_that_raises_is_named(monkeypatch):
         raise RuntimeError("no kernel image is available for execution on the device")
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", refuses)
-    [found] = numerics.backend(ProbeContext(), "sdpa")
-    assert found.level == "problem" and "no kernel image" in found.found
+    [found] = numerics.check_attention_backend(ProbeContext(), "sdpa")
+    assert found.level == "problem" and "no kernel image" in found.result
 
 
 def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monkeypatch):
@@ -83,11 +85,14 @@ def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monk
         yield
 
     monkeypatch.setattr(selftest, "CHECKS", {"wrong": wrong, "right": right, "fails": fails})
-    assert numerics.kernels(ProbeContext())[0].level == "ok", "on processors there are none"
+    assert numerics.kernel_probes(ProbeContext())[0].level == "ok", "on processors there are none"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = {probe.name: numerics.kernel(ProbeContext(), *probe.arguments)[0] for probe in numerics.kernels(ProbeContext())}
+    found = {
+        probe.name: numerics.check_fused_kernel(ProbeContext(), *probe.arguments)[0]
+        for probe in numerics.kernel_probes(ProbeContext())
+    }
     assert {name: each.level for name, each in found.items()} == {"wrong": "problem", "right": "ok", "fails": "note"}
-    assert "the output" in found["wrong"].found and "triton: no" in found["fails"].found
+    assert "the output" in found["wrong"].result and "triton: no" in found["fails"].result
     assert all(each.advice for each in found.values() if each.level != "ok")
 
 
@@ -96,19 +101,19 @@ def test_the_kernels_there_are_can_be_asked_for(monkeypatch):
     from megaenc.model.kernels.selftest import CHECKS
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert [probe.name for probe in numerics.kernels(ProbeContext())] == list(CHECKS)
+    assert [probe.name for probe in numerics.kernel_probes(ProbeContext())] == list(CHECKS)
 
 
 def test_float8_is_tried_in_both_formats_and_wrong_products_are_named(monkeypatch):
-    from megaenc.model.fp8.tensor import Float8
+    from megaenc.model.fp8.tensor import Float8Recipe
 
-    [found] = numerics.float8_products(ProbeContext())
+    [found] = numerics.check_fp8_products(ProbeContext())
     if not torch.cuda.is_available():
-        assert (found.level, found.found) == ("ok", "right: output and gradients, hybrid and e4m3")
-    right = Float8.product
-    monkeypatch.setattr(Float8, "product", staticmethod(lambda *of, **others: 1.1 * right(*of, **others)))
-    [found] = numerics.float8_products(ProbeContext())
-    assert found.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in found.found
+        assert (found.level, found.result) == ("ok", "right: output and gradients, hybrid and e4m3")
+    right = Float8Recipe.product
+    monkeypatch.setattr(Float8Recipe, "product", staticmethod(lambda *of, **others: 1.1 * right(*of, **others)))
+    [found] = numerics.check_fp8_products(ProbeContext())
+    assert found.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in found.result
     assert found.advice
 
 
@@ -119,6 +124,6 @@ def test_a_device_without_float8_is_no_matter(monkeypatch):
     def refuses(*_):
         raise InputError("no float8 matrix products")
 
-    monkeypatch.setattr(tensor, "float8", refuses)
-    [found] = numerics.float8_products(ProbeContext())
-    assert (found.level, found.found) == ("ok", "cannot be used: this device has none")
+    monkeypatch.setattr(tensor, "select_float8_recipe", refuses)
+    [found] = numerics.check_fp8_products(ProbeContext())
+    assert (found.level, found.result) == ("ok", "cannot be used: this device has none")

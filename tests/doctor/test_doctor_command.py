@@ -10,9 +10,9 @@ import pytest
 import runs
 
 from megaenc.doctor import command
-from megaenc.doctor.report import WIDTH, RankFindings, to_json
+from megaenc.doctor.report import WIDTH, RankFindings, serialize_findings
 from megaenc.doctor.result import ok, problem
-from megaenc.doctor.runner import ProbeTimeout
+from megaenc.doctor.runner import ProbeFailure
 
 HERE = Path(__file__).parent
 ENOUGH = replace(ok("space", "enough"), subject="disk")
@@ -94,29 +94,33 @@ class Others:
 def test_ranks_that_hand_nothing_in_are_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "5")
     mine, theirs = (RankFindings(rank, "host", (ENOUGH,), frozenset()) for rank in (0, 3))
-    looked = command._of_all(Others({0: to_json(mine).encode(), 3: to_json(theirs).encode()}, True), mine, command.DoctorConfig())
-    assert [each.rank for each in looked] == [0, 3]
-    lost = looked[0].findings[-1]
-    assert (lost.subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 in 600 s" in lost.found
+    rank_findings = command._gather_rank_findings(
+        Others({0: serialize_findings(mine).encode(), 3: serialize_findings(theirs).encode()}, True), mine, command.DoctorConfig()
+    )
+    assert [each.rank for each in rank_findings] == [0, 3]
+    lost = rank_findings[0].findings[-1]
+    assert (lost.subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 within 600 s" in lost.result
 
 
 def test_what_another_puts_into_the_store_is_a_finding_and_no_traceback(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     mine = RankFindings(0, "host", (ENOUGH,), frozenset())
-    [alone] = command._of_all(Others({0: to_json(mine).encode(), 1: b"\x80\x04."}, True), mine, command.DoctorConfig())
+    [alone] = command._gather_rank_findings(
+        Others({0: serialize_findings(mine).encode(), 1: b"\x80\x04."}, True), mine, command.DoctorConfig()
+    )
     finding = alone.findings[-1]
-    assert (finding.subject, finding.what, finding.level) == ("ranks", "malformed, rank 1", "problem")
-    assert finding.found.startswith("its findings: not UTF-8")
+    assert (finding.subject, finding.name, finding.level) == ("ranks", "malformed, rank 1", "problem")
+    assert finding.result.startswith("its findings: not UTF-8")
 
 
-@pytest.mark.parametrize("outcome", [(ProbeTimeout("no answer in 240 s"),), ([problem("x", "no answer in 240 s", "")], False)])
+@pytest.mark.parametrize("outcome", [(ProbeFailure("no answer in 240 s"),), ([problem("x", "no answer in 240 s", "")], False)])
 def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(outcome, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     mine = RankFindings(0, "host", (ENOUGH,), frozenset())
-    [alone] = command._of_all(Others(*outcome), mine, command.DoctorConfig())
-    assert alone.findings[-1].found == "no answer in 240 s"
+    [alone] = command._gather_rank_findings(Others(*outcome), mine, command.DoctorConfig())
+    assert alone.findings[-1].result == "no answer in 240 s"
     monkeypatch.setenv("RANK", "1")
-    assert command._of_all(Others(*outcome), mine, command.DoctorConfig()) == []
+    assert command._gather_rank_findings(Others(*outcome), mine, command.DoctorConfig()) == []
     said = capsys.readouterr().out
     assert said.startswith("rank 1 on host") and "enough" in said and "no answer in 240 s" in said
 
@@ -128,12 +132,12 @@ def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys
             raise stop
         return [ok(probe.name, "seen")], True
 
-    monkeypatch.setattr(command.ProbeRunner, "findings", stopped)
+    monkeypatch.setattr(command.ProbeRunner, "run", stopped)
     with pytest.raises(SystemExit) as ended:
         command.main(["--only", "network"])
     assert ended.value.code == code
     said = capsys.readouterr().out
-    assert "network cards" in said and "1 problem: " in said and "before all was looked at" in said
+    assert "network cards" in said and "1 problem: " in said and "before all checks ran" in said
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_the_help_teaches(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "torchrun --nproc-per-node 8 -m megaenc doctor" in said
-        and "Exit code 0 without problems, 1 with, 2 for wrong flags" in said
+        and "Exit code: 0 without problems, 1 with problems, 2 for wrong flags" in said
     )
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from megaenc.doctor.env_vars import BITES, variables
+from megaenc.doctor.env_vars import PITFALLS, check_env_vars
 from megaenc.doctor.result import ProbeContext
 
 ROCM_ENV = Path(__file__).parents[2] / "docker" / "rocm_env.sh"
 
 
 def found(**environment):
-    return {each.what: each for each in variables(ProbeContext(environment=environment))}
+    return {each.name: each for each in check_env_vars(ProbeContext(environment=environment))}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def found(**environment):
 )
 def test_values_that_bite(name, value, level):
     one = found(**{name: value})[name]
-    assert (one.level, one.found) == (level, value)
+    assert (one.level, one.result) == (level, value)
     assert bool(one.advice) == (level != "ok")
 
 
@@ -64,7 +64,9 @@ def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(o
 def test_what_rocm_env_sets_does_not_bite():
     set_there = dict(re.findall(r"^megaenc_default (\w+) (\S+)$", ROCM_ENV.read_text(), re.MULTILINE))
     assert len(set_there) > 8
-    assert {each.what: each.level for each in variables(ProbeContext(environment=set_there))} == dict.fromkeys(set_there, "ok")
+    assert {each.name: each.level for each in check_env_vars(ProbeContext(environment=set_there))} == dict.fromkeys(
+        set_there, "ok"
+    )
 
 
 def test_nothing_else_is_shown():
@@ -99,7 +101,7 @@ def test_a_variable_named_after_a_secret_is_not_shown(end):
 
 @pytest.mark.parametrize("name", ["CUDA_DSNAP", "NCCL_BYPASS_CHECK", "NCCL_DEBUG", "UCX_PINNED", "TORCH_DISASSEMBLY"])
 def test_a_variable_that_only_resembles_one_is_shown(name):
-    assert found(**{name: "7"})[name].found == "7"
+    assert found(**{name: "7"})[name].result == "7"
 
 
 @pytest.mark.parametrize(
@@ -119,19 +121,19 @@ def test_a_variable_that_only_resembles_one_is_shown(name):
     ],
 )
 def test_secrets_within_a_value_are_masked(value, shown):
-    assert found(NCCL_NET_PLUGIN=value)["NCCL_NET_PLUGIN"].found == shown
+    assert found(NCCL_NET_PLUGIN=value)["NCCL_NET_PLUGIN"].result == shown
 
 
 @pytest.mark.parametrize("name", ["NCCL_IB_PKEY", "UCX_IB_PKEY"])
 def test_a_key_of_a_network_is_no_secret(name):
-    assert found(**{name: "0x8001"})[name].found == "0x8001"
+    assert found(**{name: "0x8001"})[name].result == "0x8001"
 
 
 def test_two_ways_to_hide_devices_are_a_note():
     shown = found(HIP_VISIBLE_DEVICES="0", ROCR_VISIBLE_DEVICES="3")
     assert shown["HIP_ and ROCR_VISIBLE_DEVICES"].level == "note"
-    assert shown["HIP_VISIBLE_DEVICES"].alike == "ok", "srun gives each rank its own"
+    assert shown["HIP_VISIBLE_DEVICES"].mismatch_level == "ok", "srun gives each rank its own"
 
 
 def test_every_bite_says_what_to_do():
-    assert all(advice for _, _, advice in BITES)
+    assert all(advice for _, _, advice in PITFALLS)

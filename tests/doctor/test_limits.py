@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaenc.doctor.machine import limits, shared_memory
+from megaenc.doctor.machine import check_dev_shm, check_resource_limits
 from megaenc.doctor.result import ProbeContext
 
 GIB, MIB = 2**30, 2**20
@@ -22,7 +22,7 @@ def shm(tmp_path, monkeypatch):
         (tmp_path / "dev/nvidia0").unlink(missing_ok=True)
         if accelerators:
             (tmp_path / "dev/nvidia0").touch()
-        [found] = shared_memory(ProbeContext(root=tmp_path))
+        [found] = check_dev_shm(ProbeContext(root=tmp_path))
         return found
 
     return judged
@@ -30,7 +30,7 @@ def shm(tmp_path, monkeypatch):
 
 def test_docker_s_64_megabytes_are_a_problem_where_accelerators_speak_through_them(shm):
     found = shm(64 * MIB, 64 * MIB)
-    assert (found.level, found.found) == ("problem", "64 MiB, 64 MiB free")
+    assert (found.level, found.result) == ("problem", "64 MiB, 64 MiB free")
     assert "--ipc host" in found.advice and "--shm-size 1g" in found.advice
     assert shm(64 * MIB, 64 * MIB, accelerators=False).level == "note"
 
@@ -47,7 +47,7 @@ def test_one_that_cannot_be_written_to_is_a_problem(shm):
 
 
 def test_one_that_is_not_there_is_a_problem(tmp_path):
-    [found] = shared_memory(ProbeContext(root=tmp_path))
+    [found] = check_dev_shm(ProbeContext(root=tmp_path))
     assert found.level == "problem" and "mount a tmpfs" in found.advice
 
 
@@ -62,7 +62,7 @@ def allowed(tmp_path, monkeypatch):
         monkeypatch.setattr("resource.getrlimit", given.get)
         if cards:
             (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True, exist_ok=True)
-        return limits(ProbeContext(root=tmp_path))
+        return check_resource_limits(ProbeContext(root=tmp_path))
 
     return judged
 
@@ -79,6 +79,6 @@ def test_locked_memory_matters_to_infiniband_alone_and_between_nodes_alone(allow
     assert allowed(locked=8 * MIB)[1].level == "ok"
     assert allowed(locked=8 * MIB, ranks=16)[1].level == "ok"
     found = allowed(locked=8 * MIB, cards=True)[1]
-    assert (found.level, found.found) == ("note", "8 MiB") and "ulimit -l unlimited" in found.advice
+    assert (found.level, found.result) == ("note", "8 MiB") and "ulimit -l unlimited" in found.advice
     assert allowed(cards=True)[1].level == "ok"
     assert allowed(locked=8 * MIB, ranks=16, cards=True)[1].level == "problem"

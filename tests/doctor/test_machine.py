@@ -29,7 +29,7 @@ def job(tmp_path):
 
 
 def test_the_narrowest_limit_of_the_groups_counts(job):
-    assert machine.quota(job) == 2.5
+    assert machine.cpu_quota(job) == 2.5
     assert machine.memory_limit(job) == 12 * GIB
 
 
@@ -41,27 +41,27 @@ def test_limits_of_the_first_version_of_groups(tmp_path):
     ):
         (tmp_path / "sys/fs/cgroup" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys/fs/cgroup" / path).write_text(text)
-    assert machine.quota(tmp_path) == 1.5
+    assert machine.cpu_quota(tmp_path) == 1.5
     assert machine.memory_limit(tmp_path) == 4096
 
 
 def test_no_limit_is_none(tmp_path):
-    assert machine.quota(tmp_path) is None and machine.memory_limit(tmp_path) is None
+    assert machine.cpu_quota(tmp_path) is None and machine.memory_limit(tmp_path) is None
 
 
 def test_less_time_than_cores_is_a_note(job, monkeypatch):
-    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
-    found = {each.what: each for each in machine.processors(ProbeContext(root=job))}
-    assert (found["time on them"].level, found["time on them"].found) == ("note", "limited to that of 2.5 cores")
-    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
-    assert "time on them" not in {each.what for each in machine.processors(ProbeContext(root=job))}
+    monkeypatch.setattr(machine, "usable_core_count", lambda: 8)
+    found = {each.name: each for each in machine.check_processors(ProbeContext(root=job))}
+    assert (found["time on them"].level, found["time on them"].result) == ("note", "limited to that of 2.5 cores")
+    monkeypatch.setattr(machine, "usable_core_count", lambda: 2)
+    assert "time on them" not in {each.name for each in machine.check_processors(ProbeContext(root=job))}
 
 
 def test_a_job_s_memory_is_named(job, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=0))
-    [found] = machine.memory(ProbeContext(root=job))
-    assert (found.level, found.found) == ("ok", "64.0 GiB, 60.0 free; this container or job may use 12.0")
+    [found] = machine.check_memory(ProbeContext(root=job))
+    assert (found.level, found.result) == ("ok", "64.0 GiB, 60.0 free; this container or job may use 12.0")
 
 
 def test_swap_and_huge_pages_are_noted_only_where_they_matter(tmp_path, monkeypatch):
@@ -69,12 +69,12 @@ def test_swap_and_huge_pages_are_noted_only_where_they_matter(tmp_path, monkeypa
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=GIB))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("HugePages_Total:      10\nHugepagesize:       2048 kB\n")
-    assert [each.what for each in machine.memory(ProbeContext(root=tmp_path))] == ["memory"]
+    assert [each.name for each in machine.check_memory(ProbeContext(root=tmp_path))] == ["memory"]
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=10 * GIB))
     (tmp_path / "proc/meminfo").write_text("HugePages_Total:      10\nHugepagesize:    1048576 kB\n")
-    found = {each.what: each for each in machine.memory(ProbeContext(root=tmp_path))}
-    assert (found["swap"].level, found["swap"].found) == ("note", "10.0 GiB are swapped out")
-    assert (found["huge pages"].level, found["huge pages"].found) == ("note", "10.0 GiB reserved")
+    found = {each.name: each for each in machine.check_memory(ProbeContext(root=tmp_path))}
+    assert (found["swap"].level, found["swap"].result) == ("note", "10.0 GiB are swapped out")
+    assert (found["huge pages"].level, found["huge pages"].result) == ("note", "10.0 GiB reserved")
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_threads_against_cores(given, processes, level, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     environment = ({"OMP_NUM_THREADS": given} if given else {}) | ({"RANK": "0"} if processes > 1 else {})
-    found = machine.threads(ProbeContext(environment=environment), cores=8)
+    found = machine.check_threads(ProbeContext(environment=environment), cores=8)
     assert found.level == level

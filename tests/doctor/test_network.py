@@ -3,7 +3,7 @@
 import pytest
 
 from megaenc.doctor import network
-from megaenc.doctor.network import cards, gloo_interface, matches, nccl_interface
+from megaenc.doctor.network import check_gloo_interface, check_nccl_interface, check_network_cards, matches_ifname
 from megaenc.doctor.result import ProbeContext
 
 GID = "fe80:0000:0000:0000:0e42:a1ff:fe5c:1234"
@@ -42,48 +42,48 @@ def asked(root, **environment) -> ProbeContext:
 
 
 def test_a_card_is_shown_with_its_link(card):
-    [found] = cards(asked(card()))
-    assert (found.level, found.what, found.found) == ("ok", "mlx5_0 port 1", "InfiniBand, 400 Gb/sec (4X NDR), ACTIVE")
+    [found] = check_network_cards(asked(card()))
+    assert (found.level, found.name, found.result) == ("ok", "mlx5_0 port 1", "InfiniBand, 400 Gb/sec (4X NDR), ACTIVE")
 
 
 def test_no_card_matters_between_nodes_with_accelerators(tmp_path, two_nodes):
-    assert cards(asked(tmp_path))[0].level == "ok"
+    assert check_network_cards(asked(tmp_path))[0].level == "ok"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kfd").touch()
-    [found] = cards(asked(tmp_path))
+    [found] = check_network_cards(asked(tmp_path))
     assert found.level == "note" and "--device /dev/infiniband" in found.advice
 
 
 def test_a_card_that_the_container_was_not_given_is_a_problem_between_nodes(card, request):
     root = card(device=False)
-    found = cards(asked(root))[-1]
-    assert (found.level, found.what) == ("note", "/dev/infiniband")
+    found = check_network_cards(asked(root))[-1]
+    assert (found.level, found.name) == ("note", "/dev/infiniband")
     request.getfixturevalue("two_nodes")
-    found = cards(asked(root))[-1]
-    assert (found.level, found.what) == ("problem", "/dev/infiniband")
+    found = check_network_cards(asked(root))[-1]
+    assert (found.level, found.name) == ("problem", "/dev/infiniband")
 
 
 def test_a_port_that_is_down_is_a_note(card):
-    [found] = cards(asked(card(state="1: DOWN")))
-    assert found.level == "note" and found.found.endswith("DOWN")
+    [found] = check_network_cards(asked(card(state="1: DOWN")))
+    assert found.level == "note" and found.result.endswith("DOWN")
 
 
 def test_an_address_that_the_card_has_not_is_a_problem_between_nodes(card, request):
     """What rocm_env.sh sets is right for RoCE and wrong for native InfiniBand."""
     root = card(gids=(GID, NONE, NONE, NONE))
-    assert cards(asked(root))[0].level == "ok"
-    assert cards(asked(root, NCCL_IB_GID_INDEX="3"))[0].level == "note"
+    assert check_network_cards(asked(root))[0].level == "ok"
+    assert check_network_cards(asked(root, NCCL_IB_GID_INDEX="3"))[0].level == "note"
     request.getfixturevalue("two_nodes")
     for index in ("3", "9"):
-        [found] = cards(asked(root, NCCL_IB_GID_INDEX=index))
-        assert found.level == "problem" and f"NCCL_IB_GID_INDEX={index} names no address" in found.advice
+        [found] = check_network_cards(asked(root, NCCL_IB_GID_INDEX=index))
+        assert found.level == "problem" and f"NCCL_IB_GID_INDEX={index} is no address" in found.advice
 
 
 def test_an_address_of_the_first_roce_is_a_note(card):
     root = card(layer="Ethernet", gids=(GID, GID, GID, GID), types=("IB/RoCE v1", "RoCE v2", "IB/RoCE v1", "RoCE v2"))
-    assert cards(asked(root, NCCL_IB_GID_INDEX="2"))[0].level == "note"
-    [found] = cards(asked(root, NCCL_IB_GID_INDEX="3"))
-    assert found.level == "ok" and found.found.endswith("address 3: RoCE v2")
+    assert check_network_cards(asked(root, NCCL_IB_GID_INDEX="2"))[0].level == "note"
+    [found] = check_network_cards(asked(root, NCCL_IB_GID_INDEX="3"))
+    assert found.level == "ok" and found.result.endswith("address 3: RoCE v2")
 
 
 @pytest.fixture
@@ -96,31 +96,31 @@ def slingshot(tmp_path):
 
 
 def test_slingshot_without_its_plugin_goes_over_tcp(slingshot, request):
-    card, plugin = cards(asked(slingshot))
-    assert (card.level, card.what, card.found) == ("ok", "Slingshot", "cxi0, cxi1")
-    assert (plugin.level, plugin.what) == ("note", "plugin for Slingshot"), "one node does without"
+    card, plugin = check_network_cards(asked(slingshot))
+    assert (card.level, card.name, card.result) == ("ok", "Slingshot", "cxi0, cxi1")
+    assert (plugin.level, plugin.name) == ("note", "plugin for Slingshot"), "one node does without"
     request.getfixturevalue("two_nodes")
-    _, plugin = cards(asked(slingshot, LD_LIBRARY_PATH=f"/nowhere:{slingshot}/plugins:"))
+    _, plugin = check_network_cards(asked(slingshot, LD_LIBRARY_PATH=f"/nowhere:{slingshot}/plugins:"))
     assert plugin.level == "problem" and "over TCP between nodes" in plugin.advice and "aws-ofi-rccl" in plugin.advice
-    _, plugin = cards(asked(slingshot, NCCL_NET_PLUGIN="none"))
-    assert plugin.level == "problem" and plugin.advice.endswith("take it out")
+    _, plugin = check_network_cards(asked(slingshot, NCCL_NET_PLUGIN="none"))
+    assert plugin.level == "problem" and plugin.advice.endswith("unset it")
     (slingshot / "dev/kfd").unlink()
-    assert [each.what for each in cards(asked(slingshot))] == ["Slingshot"], "processors speak over TCP as it is"
+    assert [each.name for each in check_network_cards(asked(slingshot))] == ["Slingshot"], "processors speak over TCP as it is"
 
 
 @pytest.mark.parametrize("name", ["librccl-net.so", "libnccl-net.so"])
 def test_slingshot_s_plugin_is_found_where_it_would_be_loaded_from(name, slingshot, two_nodes):
-    assert cards(asked(slingshot, NCCL_NET_PLUGIN="ofi"))[1].found == "NCCL_NET_PLUGIN=ofi"
+    assert check_network_cards(asked(slingshot, NCCL_NET_PLUGIN="ofi"))[1].result == "NCCL_NET_PLUGIN=ofi"
     (slingshot / "etc/ld.so.cache").write_bytes(b"glibc-ld.so.cache1.1\xff\0/opt/lib/" + name.encode() + b"\0/lib/libc.so.6\0")
-    assert cards(asked(slingshot))[1].found == name
+    assert check_network_cards(asked(slingshot))[1].result == name
     (slingshot / "plugins" / name).touch()
-    plugin = cards(asked(slingshot, LD_LIBRARY_PATH=f"/nowhere:{slingshot}/plugins"))[1]
-    assert (plugin.level, plugin.found) == ("ok", f"{slingshot}/plugins/{name}")
+    plugin = check_network_cards(asked(slingshot, LD_LIBRARY_PATH=f"/nowhere:{slingshot}/plugins"))[1]
+    assert (plugin.level, plugin.result) == ("ok", f"{slingshot}/plugins/{name}")
 
 
 def test_slingshot_beside_infiniband(slingshot, card):
     card()
-    assert [each.what for each in cards(asked(slingshot, NCCL_NET_PLUGIN="ofi"))] == [
+    assert [each.name for each in check_network_cards(asked(slingshot, NCCL_NET_PLUGIN="ofi"))] == [
         "Slingshot",
         "plugin for Slingshot",
         "mlx5_0 port 1",
@@ -139,29 +139,29 @@ def test_slingshot_beside_infiniband(slingshot, card):
     ],
 )
 def test_names_that_nccl_takes(given, taken):
-    assert sorted(name for name in ("ib0", "eth0", "eth1") if matches(given, name)) == sorted(taken)
+    assert sorted(name for name in ("ib0", "eth0", "eth1") if matches_ifname(given, name)) == sorted(taken)
 
 
 def test_an_interface_that_is_not_there_is_a_problem():
-    found = nccl_interface("hsn", ["lo", "eth0"])
+    found = check_nccl_interface("hsn", ["lo", "eth0"])
     assert found.level == "problem" and "NCCL_SOCKET_IFNAME=hsn" in found.advice and "eth0" in found.advice
-    assert nccl_interface("eth", ["lo", "eth0"]).level == "ok"
-    found = gloo_interface("hsn0", ["lo", "eth0"], [], {})
-    assert found.level == "problem" and "hsn0" in found.found
+    assert check_nccl_interface("eth", ["lo", "eth0"]).level == "ok"
+    found = check_gloo_interface("hsn0", ["lo", "eth0"], [], {})
+    assert found.level == "problem" and "hsn0" in found.result
 
 
 def test_nccl_passes_over_docker_and_prefers_infiniband(two_nodes):
-    assert nccl_interface(None, ["lo", "docker0", "eth0"]).found == "eth0"
-    assert nccl_interface(None, ["lo", "eth0", "ib0"]).found == "ib0"
-    found = nccl_interface(None, ["lo", "eth0", "eth1"])
+    assert check_nccl_interface(None, ["lo", "docker0", "eth0"]).result == "eth0"
+    assert check_nccl_interface(None, ["lo", "eth0", "ib0"]).result == "ib0"
+    found = check_nccl_interface(None, ["lo", "eth0", "eth1"])
     assert found.level == "note" and "NCCL_SOCKET_IFNAME=eth0" in found.advice
 
 
 @pytest.mark.parametrize("own", [["127.0.1.1"], ["127.0.0.1"], []])
 def test_a_name_that_leads_nowhere_is_a_problem_between_nodes_alone(own, monkeypatch):
     owners = {"127.0.0.1": "lo", "10.0.0.5": "eth0"}
-    assert gloo_interface(None, ["lo", "eth0"], own, owners).level == "ok"
-    monkeypatch.setattr(network, "several_nodes", lambda: True)
-    found = gloo_interface(None, ["lo", "eth0"], own, owners)
+    assert check_gloo_interface(None, ["lo", "eth0"], own, owners).level == "ok"
+    monkeypatch.setattr(network, "is_multi_node", lambda: True)
+    found = check_gloo_interface(None, ["lo", "eth0"], own, owners)
     assert found.level == "problem" and "GLOO_SOCKET_IFNAME=eth0" in found.advice
-    assert gloo_interface(None, ["lo", "eth0"], ["10.0.0.5"], owners).found.startswith("eth0,")
+    assert check_gloo_interface(None, ["lo", "eth0"], ["10.0.0.5"], owners).result.startswith("eth0,")

@@ -13,79 +13,79 @@ PLANTED = Path(__file__).parent / "planted"
 
 
 @pytest.fixture
-def prober():
+def runner():
     path = os.pathsep.join([str(PLANTED), os.environ.get("PYTHONPATH", "")])
-    with ProbeRunner(ProbeContext(seconds=20, environment=os.environ | {"PYTHONPATH": path})) as prober:
-        yield prober
+    with ProbeRunner(ProbeContext(timeout=20, environment=os.environ | {"PYTHONPATH": path})) as runner:
+        yield runner
 
 
-def probe(function: str, *arguments, where="rank", patience=1.0) -> Probe:
-    return Probe("numbers", f"the {function}", f"probes:{function}", where, arguments, patience, advice="take another one")
+def probe(function: str, *arguments, scope="rank", timeout_factor=1.0) -> Probe:
+    return Probe("numbers", f"the {function}", f"probes:{function}", scope, arguments, timeout_factor, advice="take another one")
 
 
-def process(prober: ProbeRunner) -> str:
+def process(runner: ProbeRunner) -> str:
     """Which process the next probe is carried out by."""
-    (found, _), ended = prober.findings(probe("process", "here"))
-    assert ended and found.found.endswith(" here")
-    return found.found
+    (found, _), ended = runner.run(probe("process", "here"))
+    assert ended and found.result.endswith(" here")
+    return found.result
 
 
-def test_a_probe_that_hangs_is_left_and_named(prober):
-    before = process(prober)
+def test_a_probe_that_hangs_is_left_and_named(runner):
+    before = process(runner)
     begin = time.monotonic()
-    [found], ended = prober.findings(probe("hangs", patience=0.02))
+    [found], ended = runner.run(probe("hangs", timeout_factor=0.02))
     assert time.monotonic() - begin < 10
     assert not ended
-    assert (found.what, found.level) == ("the hangs", "problem")
-    assert found.found == "no answer in 0.4 s; it said last: waiting for the device"
+    assert (found.name, found.level) == ("the hangs", "problem")
+    assert found.result == "no answer in 0.4 s; its last output: waiting for the device"
     assert "--timeout" in found.advice
-    assert process(prober) != before
+    assert process(runner) != before
 
 
-def test_a_probe_that_takes_its_process_with_it_is_named_with_its_last_words(prober):
-    [found], ended = prober.findings(probe("crashes"))
+def test_a_probe_that_takes_its_process_with_it_is_named_with_its_last_words(runner):
+    [found], ended = runner.run(probe("crashes"))
     assert not ended
-    assert (found.what, found.level) == ("the crashes", "problem")
-    assert found.found == "its process was killed by SIGSEGV; it said last: about to go"
+    assert (found.name, found.level) == ("the crashes", "problem")
+    assert found.result == "its process was killed by SIGSEGV; its last output: about to go"
     assert found.advice == "take another one"
-    process(prober)
+    process(runner)
 
 
-def test_last_words_are_those_of_the_probe_itself(prober):
-    process(prober)
-    [found], _ = prober.findings(probe("ends"))
-    assert found.found == "its process ended with exit code 3"
+def test_last_words_are_those_of_the_probe_itself(runner):
+    process(runner)
+    [found], _ = runner.run(probe("ends"))
+    assert found.result == "its process ended with exit code 3"
 
 
-def test_an_exception_is_a_finding_in_one_line_with_advice(prober):
-    [found], ended = prober.findings(probe("raises"))
+def test_an_exception_is_a_finding_in_one_line_with_advice(runner):
+    [found], ended = runner.run(probe("raises"))
     assert not ended
-    assert (found.what, found.level, found.found) == ("the raises", "problem", "ImportError: no such symbol")
+    assert (found.name, found.level, found.result) == ("the raises", "problem", "ImportError: no such symbol")
     assert "flash_attn" in found.advice
 
 
-def test_a_probe_may_break_off_with_a_finding_of_its_own(prober):
-    [found], ended = prober.findings(probe("breaks_off"))
-    assert not ended and (found.found, found.advice) == ("nobody came", "wait")
+def test_a_probe_may_break_off_with_a_finding_of_its_own(runner):
+    [found], ended = runner.run(probe("breaks_off"))
+    assert not ended and (found.result, found.advice) == ("nobody came", "wait")
 
 
-def test_a_process_goes_on_until_a_problem_puts_it_in_doubt(prober):
-    before = process(prober)
-    assert process(prober) == before
-    prober.findings(probe("finds_a_problem", where="ranks"))  # there the other ranks count on this process
-    assert process(prober) == before
-    prober.findings(probe("finds_a_problem"))
-    assert process(prober) != before
+def test_a_process_goes_on_until_a_problem_puts_it_in_doubt(runner):
+    before = process(runner)
+    assert process(runner) == before
+    runner.run(probe("finds_a_problem", scope="ranks"))  # there the other ranks count on this process
+    assert process(runner) == before
+    runner.run(probe("finds_a_problem"))
+    assert process(runner) != before
 
 
-def test_a_probe_asks_for_others(prober):
-    (_, more), ended = prober.findings(probe("process", "here"))
+def test_a_probe_asks_for_others(runner):
+    (_, more), ended = runner.run(probe("process", "here"))
     assert ended and more == Probe("ranks", "more", "probes:raises")
 
 
-def test_nothing_of_it_outlives_the_prober():
-    with ProbeRunner(ProbeContext(environment=dict(os.environ))) as prober:
-        prober.findings(Probe("machine", "memory", "megaenc.doctor.machine:memory"))
-        number = prober._worker.process.pid
+def test_nothing_of_it_outlives_the_runner():
+    with ProbeRunner(ProbeContext(environment=dict(os.environ))) as runner:
+        runner.run(Probe("machine", "memory", "megaenc.doctor.machine:check_memory"))
+        number = runner._worker.process.pid
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)

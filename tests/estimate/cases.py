@@ -21,7 +21,7 @@ RATES = Rates(
 def case(shape=SHAPE, *, gpus=1, vocab_size=1024, batch=16, micro=1, bf16=True, **layout) -> LayoutCase:
     """`layout`: fields of the layout."""
     laid = HypotheticalLayout(**layout)
-    return LayoutCase(shape, vocab_size, laid, laid.split(shape.num_layers), gpus, micro, batch, 64, bf16)
+    return LayoutCase(shape, vocab_size, laid, laid.layers_per_chunk(shape.num_layers), gpus, micro, batch, 64, bf16)
 
 
 def demand(steps: int = 100, batch: int = 16, work: ObjectiveWork = WORK) -> Workload:

@@ -67,7 +67,7 @@ def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
 
 
 def test_one_device_cannot_say_how_several_are_connected(monkeypatch):
-    monkeypatch.setattr("megaenc.estimate.microbench.usable_cores", lambda: 1)
+    monkeypatch.setattr("megaenc.estimate.microbench.usable_core_count", lambda: 1)
     settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     with pytest.raises(InputError, match="--calibrate: found one device here, which cannot say how 2 are connected"):
         calibrate(settings, case, wanted, docs, None)

@@ -10,7 +10,7 @@ from megaenc.errors import InputError
 from megaenc.estimate.layout_case import HypotheticalLayout, read_split, write_split
 from megaenc.estimate.total import balanced, best_layout, estimate, flags_of
 from megaenc.model.config import PRESETS, ModelConfig
-from megaenc.training.config import read_settings
+from megaenc.training.config import parse_config
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ from megaenc.training.config import read_settings
 )
 def test_megatrons_notation_is_read_as_megatron_reads_it(text, layers, stages):
     flags = {"pipeline_model_parallel_size": stages, "pipeline_model_parallel_layout": text}
-    split = HypotheticalLayout(**flags).split(layers)
-    assert split == ParallelConfig(**flags).split(layers)
+    split = HypotheticalLayout(**flags).layers_per_chunk(layers)
+    assert split == ParallelConfig(**flags).layers_per_chunk(layers)
     if len(split) == stages:
         assert read_split(write_split(split), layers, stages) == split
 
@@ -48,7 +48,7 @@ def test_a_layout_that_does_not_fit_gets_one_that_does():
     own, found = estimate(laid, wanted, small), best_layout(laid, wanted, small)
     assert not own.fits and found.fits and found.memory.total <= small.memory
     assert found.case.global_batch_size == 64 and found.case.gpus == 8
-    settings = read_settings([word for word in flags_of(found.case) if not word.startswith("--overlap")], "test")
+    settings = parse_config([word for word in flags_of(found.case) if not word.startswith("--overlap")], "test")
     assert settings.micro_batch_size == found.case.micro_batch_size
     assert settings.layout.tensor_model_parallel_size == found.case.tensor
     assert best_layout(laid, wanted, rates(memory=2e6)) is None

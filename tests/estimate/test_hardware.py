@@ -2,14 +2,14 @@
 
 import pytest
 
-from megaenc.backend.device import peak_bf16
+from megaenc.backend.device import peak_bf16_flops
 from megaenc.errors import InputError
 from megaenc.estimate.hardware import TABLE, Link, machine
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_peaks_are_those_that_training_counts_utilization_of(name):
-    known = peak_bf16(name.upper().removesuffix("-40GB").replace("-PCIE", " PCIe"))
+    known = peak_bf16_flops(name.upper().removesuffix("-40GB").replace("-PCIE", " PCIe"))
     assert TABLE[name].peak == known > 0
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from megaenc.errors import InputError
 from megaenc.estimate.length_model import documents, vocabulary
-from megaenc.study.manifest.expand import expected_documents
-from megaenc.study.manifest.pretrain_args import run_flags
+from megaenc.study.manifest.expand import expected_length_model
+from megaenc.study.manifest.pretrain_args import build_run_config
 from megaenc.training.config_groups import DataConfig
 
 
@@ -23,9 +23,9 @@ def test_squares_and_pieces_are_those_of_documents_cut_into_packs(lengths):
 
 
 def test_random_lengths_are_counted_as_the_study_plan_counts_them():
-    flags = run_flags({"model": "610m", "packing": "random-length", "seq_length": 2048})
+    flags = build_run_config({"model": "610m", "packing": "random-length", "seq_length": 2048})
     found = documents(flags.data, (7,))  # what documents are makes no difference
-    assert found.squares == pytest.approx(expected_documents(flags).squares)
+    assert found.squares == pytest.approx(expected_length_model(flags).squares)
     assert found.pieces == 2
 
 

@@ -28,7 +28,7 @@ def terms(found):
 def test_a_tiny_model_by_hand():
     """Parameters: 2 x (10,752 + 64) of layers, 32 of the last norm, 2 x 1,024 x 32 of the two vocabulary matrices."""
     parameters = 2 * 10_816 + 32 + 2 * 32_768
-    assert SHAPE.parameters(1024) == parameters
+    assert SHAPE.parameter_count(1024) == parameters
     found = terms(stage_memory(case(), WORK, case().stage(0), rates()))
     assert found["weights"] == 2 * parameters
     assert found["gradients"] == found["master weights"] == 4 * parameters
@@ -58,7 +58,7 @@ def test_stages_hold_what_the_pipeline_has_in_flight():
 def test_the_chunked_loss_is_the_models_own():
     from megaenc.model import linear_cross_entropy
 
-    assert (linear_cross_entropy.LOGITS_AT_ONCE, linear_cross_entropy.FUSED_BYTES_AT_ONCE) == (
+    assert (linear_cross_entropy.CHUNK_LOGITS, linear_cross_entropy.FUSED_CHUNK_BYTES) == (
         LOGITS_AT_ONCE,
         LOGIT_BYTES_AT_ONCE,
     )
@@ -76,7 +76,7 @@ def test_parameters_are_those_of_the_model(layout):
         assert mine == sum(parameter.numel() for parameter in encoder.parameters())
         stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).every_stage()
         assert sum(stage.parameters for stage in stages) - mine == tied * 1024 * 64  # tied, the last stage has a copy
-        assert case(shape, vocab_size=1024).stage(0).parameters == shape.parameters(1024)
+        assert case(shape, vocab_size=1024).stage(0).parameters == shape.parameter_count(1024)
 
 
 HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernorm=True) for heads in (2, 4)]
@@ -106,7 +106,7 @@ def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     found = []
     for layer in encoder.decoder.layers:
         layer.register_forward_hook(lambda *_: found.append(sum(kept.values())))
-    packing = PackedSequences.of([0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu"))
+    packing = PackedSequences.from_edges([0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)

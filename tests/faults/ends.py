@@ -8,7 +8,7 @@ import runs
 import torch
 from faults.moments import SavedRun
 
-from megaenc.training.checkpoint_dir import content_damage, size_damage
+from megaenc.training.checkpoint_dir import find_content_damage, find_size_damage
 
 
 def differences(run: SavedRun, reference: SavedRun, step: int) -> list[str]:
@@ -36,7 +36,7 @@ def damaged_checkpoints(run: SavedRun) -> list[str]:
     for step in run.steps():
         folder = run.checkpoints / f"iter_{step:07d}"
         files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["files"]
-        if damage := size_damage(folder, files) or content_damage(folder, files):
+        if damage := find_size_damage(folder, files) or find_content_damage(folder, files):
             found.append(damage)
     if run.tracked() and run.tracked() not in run.steps():
         found.append(f"{run.checkpoints}: the tracker names step {run.tracked()}, there are {run.steps()}")

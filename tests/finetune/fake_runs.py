@@ -14,8 +14,9 @@ from pathlib import Path
 
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
+from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.examples import Dataset, TaskFamily
-from megaenc.finetune.grid.jobs import Job, Progress, rate_name
+from megaenc.finetune.grid.jobs import FinetuneJob, RunProgress
 from megaenc.finetune.results import files as result_files
 
 FAMILIES = {"sc": TaskFamily.SC, "tc": TaskFamily.TC, "qa": TaskFamily.QA, "ir": TaskFamily.IR}
@@ -48,10 +49,10 @@ def find(text: str, **options) -> Dataset:
         raise InputError(f"unknown data set `{text}`, expected sc1 or the like")
     family = FAMILIES[text[:2]]
     train_on, trained = ("pairs", "p" * 64) if family == TaskFamily.IR else (text, text * 8)
-    return Dataset(text, family, (), train_on, text * 8, trained, load=None)
+    return Dataset(text, family, (), train_on, text * 8, trained, read_split=None)
 
 
-def scores(job: Job, dataset: str, split: str) -> Scores:
+def scores(job: FinetuneJob, dataset: str, split: str) -> Scores:
     value = (hash_of(f"{job.model.name}{dataset}{split}{job.learning_rate}{job.seed}") % 1000) / 1000
     baseline = {"score": 0.5, "accuracy": 0.25}
     return Scores(value, {"accuracy": value}, None, baseline, [value] * 3 + [1.0], {"accuracy": [value]})
@@ -67,18 +68,18 @@ def calls(model: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def run(job: Job, report) -> None:
-    model, name = Path(job.model.where), f"lr{rate_name(job.learning_rate)}_sd{job.seed}"
+def run(job: FinetuneJob, report) -> None:
+    model, name = Path(job.model.location), f"lr{format_learning_rate(job.learning_rate)}_sd{job.seed}"
     with open(model / "calls", "a") as stream:
         stream.write(f"{job.train_on}_{name}\n")
     behaviour = json.loads((model / "behaviour.json").read_text())
     what = behaviour.get(name, behaviour.get("all", {}))
     (model / "environment").write_text(json.dumps(dict(os.environ)))
-    report(Progress("loading"))
+    report(RunProgress("loading"))
     if what.get("says"):
         print_rank_0(what["says"])
     for step in range(1, 11):
-        report(Progress("training", step, 10, {"loss": 1 / step}))
+        report(RunProgress("training", step, 10, {"loss": 1 / step}))
         time.sleep(what.get("seconds", 0) / 10)
     if calls(model).count(f"{job.train_on}_{name}") <= what.get("times", 1000):
         do(what.get("do"), job)
@@ -86,14 +87,14 @@ def run(job: Job, report) -> None:
         result_files.write_failure(job, "the loss is nan in step 3", step=3, protocol=job.protocol)
         return
     for dataset in job.evaluate_on:
-        report(Progress("test", 1, 1, {"data set": dataset.name}))
+        report(RunProgress("test", 1, 1, {"data set": dataset.name}))
         splits = {split: scores(job, dataset.name, split) for split in ("validation", "test")}
-        result_files.write(
+        result_files.write_result(
             job, dataset.name, splits, steps=10, protocol=job.protocol, trained="0" * 64, seconds={"training": 0.0}
         )
 
 
-def do(what: str | None, job: Job) -> None:
+def do(what: str | None, job: FinetuneJob) -> None:
     if what == "crash":
         raise ZeroDivisionError("this is what went wrong")
     if what == "kill":

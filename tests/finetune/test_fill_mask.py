@@ -74,26 +74,26 @@ def test_a_constant_guess_scores_what_the_baseline_says(tokenizer):
     counts = np.zeros(len(tokenizer), dtype=int)
     for token in range(2, len(tokenizer)):
         stub = Stub(lambda ids, token=token: torch.full_like(ids, token), len(tokenizer))
-        found = fill_mask.score(stub, tokenizer, iter(TEXTS[:6]), 0.4, 10_000)
-        counts[token] = round(found.accuracy * found.predicted)
-    assert counts.sum() == found.predicted and counts.max() / counts.sum() == pytest.approx(found.most_frequent)
+        found = fill_mask.compute_mask_score(stub, tokenizer, iter(TEXTS[:6]), 0.4, 10_000)
+        counts[token] = round(found.accuracy * found.token_count)
+    assert counts.sum() == found.token_count and counts.max() / counts.sum() == pytest.approx(found.most_frequent_accuracy)
 
 
 def test_masks_are_those_of_training_and_windows_those_of_the_documents(tokenizer):
     stub = Stub(lambda ids: ids, len(tokenizer))
-    found = fill_mask.score(stub, tokenizer, iter(TEXTS), 0.4, 10_000)
+    found = fill_mask.compute_mask_score(stub, tokenizer, iter(TEXTS), 0.4, 10_000)
     assert found.accuracy == 0  # it sees the mask, never what is under it
     # The first token of a window may be hidden too, but is not asked for.
     hidden = sum(int((row[1:] == tokenizer.mask_token_id).sum()) for row in stub.asked)
     lengths = [len(tokens) + 1 for tokens in encode_documents(tokenizer, TEXTS)]
-    assert hidden == found.predicted == pytest.approx(0.4 * sum(lengths) * 15 / 16, rel=0.1)
+    assert hidden == found.token_count == pytest.approx(0.4 * sum(lengths) * 15 / 16, rel=0.1)
     assert sorted(map(len, stub.asked)) == sorted(min(16, n - start) for n in lengths for start in range(0, n, 16))
     ends = sum(int((row == tokenizer.eos_token_id).sum()) for row in stub.asked)
     assert ends == len(TEXTS)  # one each, never hidden
 
 
 def test_batches_give_what_windows_alone_give(folder, tokenizer):
-    model, _ = fill_mask.load(folder)
+    model, _ = fill_mask.load_masked_lm(folder)
     asked = []
     original = model.forward
 
@@ -104,7 +104,7 @@ def test_batches_give_what_windows_alone_give(folder, tokenizer):
         return out
 
     model.forward = watched
-    fill_mask.score(model, tokenizer, iter(TEXTS), 0.4, 10_000)
+    fill_mask.compute_mask_score(model, tokenizer, iter(TEXTS), 0.4, 10_000)
     assert len({len(row) for row, _ in asked}) > 3
     for row, logits in asked[::5]:
         with torch.inference_mode():
@@ -114,7 +114,7 @@ def test_batches_give_what_windows_alone_give(folder, tokenizer):
 
 def test_the_limit_is_in_tokens(tokenizer):
     stub = Stub(lambda ids: ids, len(tokenizer))
-    fill_mask.score(stub, tokenizer, iter(TEXTS), 0.5, 100)
+    fill_mask.compute_mask_score(stub, tokenizer, iter(TEXTS), 0.5, 100)
     assert sum(map(len, stub.asked)) == 100
 
 
@@ -123,24 +123,24 @@ def test_windows_are_no_longer_than_the_tokenizer_cuts(tokenizer):
     stub.config = SimpleNamespace(max_position_embeddings=131_072)
     short = copy.deepcopy(tokenizer)
     short.model_max_length = 12
-    fill_mask.score(stub, short, iter(TEXTS), 0.4, 10_000)
+    fill_mask.compute_mask_score(stub, short, iter(TEXTS), 0.4, 10_000)
     assert max(map(len, stub.asked)) == 12
 
 
 def test_guesses_are_those_of_transformers_pipeline(folder, tokenizer):
     from transformers import pipeline
 
-    model, _ = fill_mask.load(folder)
-    asked = fill_mask.riddles(tokenizer, iter(TEXTS), 4)
+    model, _ = fill_mask.load_masked_lm(folder)
+    asked = fill_mask.choose_masked_sentences(tokenizer, iter(TEXTS), 4)
     fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, device=model.device)
-    for riddle, best in zip(asked, fill_mask.guess(model, tokenizer, asked), strict=True):
+    for riddle, best in zip(asked, fill_mask.predict_masked_words(model, tokenizer, asked), strict=True):
         expected = fill(riddle.before + tokenizer.mask_token + riddle.after, top_k=3)
         assert [word for word, _ in best] == [one["token_str"].strip() or repr(one["token_str"]) for one in expected]
         assert [share for _, share in best] == pytest.approx([one["score"] for one in expected], rel=1e-5)
 
 
 def test_a_decoder_that_reads_both_ways_fills_masks(decoder, tokenizer, tmp_path, capfd):
-    model, _ = fill_mask.load(decoder)
+    model, _ = fill_mask.load_masked_lm(decoder)
     tokens = torch.arange(2, 14)[None]
     moved = (model(tokens).logits - model(tokens.clone().index_fill_(1, torch.tensor([11]), 99)).logits)[0, 0]
     assert moved.abs().max() > 1e-4, "the first position sees the last token"
@@ -152,8 +152,8 @@ def test_a_decoder_that_reads_both_ways_fills_masks(decoder, tokenizer, tmp_path
 
 
 def test_riddles_hide_one_token_that_means_something(tokenizer):
-    asked = fill_mask.riddles(tokenizer, iter(TEXTS), 8)
-    assert asked == fill_mask.riddles(tokenizer, iter(TEXTS), 8) and len(asked) == 8
+    asked = fill_mask.choose_masked_sentences(tokenizer, iter(TEXTS), 8)
+    assert asked == fill_mask.choose_masked_sentences(tokenizer, iter(TEXTS), 8) and len(asked) == 8
     for riddle in asked:
         assert any(riddle.before + riddle.word + riddle.after in text for text in TEXTS)
         assert len(tokenizer.encode(" " + riddle.word)) == 1 and riddle.word not in ("with", "into")
@@ -162,7 +162,7 @@ def test_riddles_hide_one_token_that_means_something(tokenizer):
 
 @pytest.mark.parametrize("text", ["def f(x): return x", "Too short to say.", ":: Note that x = 3.", ""])
 def test_text_that_is_no_plain_sentence_makes_no_riddle(tokenizer, text):
-    assert fill_mask.riddles(tokenizer, iter([text]), 8) == []
+    assert fill_mask.choose_masked_sentences(tokenizer, iter([text]), 8) == []
 
 
 def test_the_command_shows_and_counts(folder, tmp_path, capsys):
@@ -182,7 +182,7 @@ def test_the_right_guess_is_marked():
     riddle = fill_mask.MaskedSentence("A ", "cat", " sat.")
     console = Console(width=80)
     with console.capture() as output:
-        console.print(fill_mask.table([riddle], [[("dog", 0.5), ("cat", 0.25)]]))
+        console.print(fill_mask.build_table([riddle], [[("dog", 0.5), ("cat", 0.25)]]))
     assert "✓ cat 25 %" in output.get() and "✓ dog" not in output.get()
 
 

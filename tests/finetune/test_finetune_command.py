@@ -19,7 +19,7 @@ CONFIGS = ROOT / "configs" / "finetune"
 
 
 def test_the_studys_file_says_what_the_defaults_are():
-    found = flags.from_yaml(GridConfig(), CONFIGS / "paper.yaml")
+    found = flags.read_config_file(GridConfig(), CONFIGS / "paper.yaml")
     assert set(found.datasets) == {name for name in DATASETS if not name.startswith("demo_")} and len(found.datasets) == 12
     assert dataclasses.replace(found, datasets=()) == GridConfig()
 
@@ -47,7 +47,7 @@ def test_what_is_missing_is_named(refusal):
 
 
 def test_each_family_says_what_its_scores_stand_beside():
-    assert set(command._WITHOUT_A_MODEL) == set(TaskFamily)
+    assert set(command._BASELINE_DESCRIPTIONS) == set(TaskFamily)
 
 
 def test_a_run_has_the_protocol_of_a_grid():

@@ -11,7 +11,7 @@ from transformers import Trainer, get_linear_schedule_with_warmup
 from megaenc.errors import InputError
 from megaenc.finetune import optimizer
 from megaenc.finetune.config import FinetuneConfig
-from megaenc.finetune.optimizer import Optimizer, check_schedule
+from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
 
 _STEPS, _PEAK = 20, 1e-2
 
@@ -58,7 +58,7 @@ def test_updates_are_those_of_the_trainer():
     expected = copy.deepcopy(model)
     norms = _reference(expected, _batches())
     assert min(norms) < 1 < max(norms)
-    updates = Optimizer(model, learning_rate=_PEAK, steps=_STEPS, protocol=FinetuneConfig(precision="fp32"))
+    updates = MasterWeightOptimizer(model, learning_rate=_PEAK, steps=_STEPS, protocol=FinetuneConfig(precision="fp32"))
     for number, batch in enumerate(_batches()):
         _backward(model, *batch, times=20.0 if number % 2 else 0.1)
         assert updates.step() == pytest.approx(norms[number], rel=1e-5)
@@ -70,7 +70,7 @@ def test_updates_are_those_of_the_trainer():
 def test_rates_rise_and_fall():
     """The first update of a warm-up has rate 0, as transformers has it."""
     model = nn.Linear(1, 1)
-    updates = Optimizer(model, learning_rate=_PEAK, steps=8, protocol=FinetuneConfig(precision="fp32", warmup=0.2))
+    updates = MasterWeightOptimizer(model, learning_rate=_PEAK, steps=8, protocol=FinetuneConfig(precision="fp32", warmup=0.2))
     rates = []
     for _ in range(8):
         rates.append(updates._adam.param_groups[0]["lr"])
@@ -88,7 +88,9 @@ def test_decay_spares_norms_and_biases_of_a_model_whose_norms_are_its_own():
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = Qwen3Model(Qwen3Config(vocab_size=20, num_hidden_layers=1, attention_bias=True, **sizes))
-    groups = Optimizer(model, learning_rate=1.0, steps=1, protocol=FinetuneConfig(precision="fp32"))._adam.param_groups
+    groups = MasterWeightOptimizer(
+        model, learning_rate=1.0, steps=1, protocol=FinetuneConfig(precision="fp32")
+    )._adam.param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0]
     spared = {name for name, parameter in model.named_parameters() if any(parameter is one for one in groups[1]["params"])}
     assert spared == {name for name, _ in model.named_parameters()} - set(Trainer.get_decay_parameter_names(None, model))
@@ -105,7 +107,7 @@ def test_masters_take_updates_that_bfloat16_would_lose():
             parameter.copy_(value)
     runs = {"fp32": exact, "bf16": rounded, "paper-bf16": lossy}
     for precision, model in runs.items():
-        updates = Optimizer(model, learning_rate=1e-4, steps=_STEPS, protocol=FinetuneConfig(precision=precision))
+        updates = MasterWeightOptimizer(model, learning_rate=1e-4, steps=_STEPS, protocol=FinetuneConfig(precision=precision))
         for batch in batches:
             _backward(model, *batch)
             updates.step()
@@ -126,7 +128,9 @@ def test_a_master_starts_from_what_was_loaded():
     model = nn.Linear(4, 4).bfloat16()
     model.weight.unrounded = model.weight.detach().float() + 1e-4
     loaded = model.weight.unrounded
-    weight, bias = Optimizer(model, learning_rate=1.0, steps=1, protocol=FinetuneConfig(precision="bf16"))._masters.values()
+    weight, bias = MasterWeightOptimizer(
+        model, learning_rate=1.0, steps=1, protocol=FinetuneConfig(precision="bf16")
+    )._masters.values()
     assert weight is loaded
     assert torch.equal(bias, model.bias.float())
     assert not hasattr(model.weight, "unrounded")  # held once
@@ -134,7 +138,7 @@ def test_a_master_starts_from_what_was_loaded():
 
 def test_gradients_of_several_passes_add_up_in_float32():
     model = nn.Linear(1, 1, bias=False).bfloat16()
-    updates = Optimizer(model, learning_rate=1.0, steps=2, protocol=FinetuneConfig(precision="bf16", clip_grad=0))
+    updates = MasterWeightOptimizer(model, learning_rate=1.0, steps=2, protocol=FinetuneConfig(precision="bf16", clip_grad=0))
     for value in (256.0, 1.0, 1.0, 1.0):  # 256 + 1 is 256 in bfloat16
         model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
     assert updates.step() == 259.0
@@ -143,7 +147,9 @@ def test_gradients_of_several_passes_add_up_in_float32():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_changes_nothing(precision):
     model = _model() if precision == "fp32" else _model().bfloat16()
-    updates = Optimizer(model, learning_rate=_PEAK, steps=_STEPS, protocol=FinetuneConfig(precision=precision, warmup=0.0))
+    updates = MasterWeightOptimizer(
+        model, learning_rate=_PEAK, steps=_STEPS, protocol=FinetuneConfig(precision=precision, warmup=0.0)
+    )
     batch = _batches(1)[0]
     before = copy.deepcopy(model.state_dict())
     _backward(model, *batch, times=math.nan)
@@ -156,15 +162,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(precision):
 
 def test_a_schedule_of_rates_that_are_all_0_is_refused():
     with pytest.raises(InputError, match=r"--warmup: found 0.1 and 1 update, whose rate is 0, expected more updates"):
-        check_schedule(1, 0.1)
+        check_warmup(1, 0.1)
     for steps, warmup in [(1, 0.0), (2, 0.1), (2, 0.99), (1000, 0.1)]:
-        check_schedule(steps, warmup)
+        check_warmup(steps, warmup)
 
 
 def test_a_closed_optimizer_is_freed_though_the_model_lives():
     """Parameters of 16 bits call it after each backward pass."""
     model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
-    made = optimizer.Optimizer(model, learning_rate=1e-3, steps=1, protocol=FinetuneConfig(precision="bf16"))
+    made = optimizer.MasterWeightOptimizer(model, learning_rate=1e-3, steps=1, protocol=FinetuneConfig(precision="bf16"))
     gone = weakref.ref(made)
     made.close()
     del made

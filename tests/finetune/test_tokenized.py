@@ -7,7 +7,7 @@ import pytest
 
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.errors import InputError
-from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, cached
+from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, load_or_compute
 
 TEXTS = [
     "The small garden behind the house was full of yellow flowers.",
@@ -30,18 +30,18 @@ def plain(tokenizer):
 
 def test_rows_are_plain_text_with_an_end(tokenizer, plain):
     encoded = TextEncoder(tokenizer, 1000).encode(TEXTS)
-    assert [row.tolist() for row in encoded.texts(np.arange(5))] == [[*ids, tokenizer.eos_token_id] for ids in plain]
+    assert [row.tolist() for row in encoded.gather_rows(np.arange(5))] == [[*ids, tokenizer.eos_token_id] for ids in plain]
     assert tokenizer.eos_token_id not in plain[2] and tokenizer.mask_token_id not in plain[2]
-    assert encoded.truncated == 0 and len(encoded) == 5 and encoded.tokens.dtype == np.int32
+    assert encoded.truncated_count == 0 and len(encoded) == 5 and encoded.tokens.dtype == np.int32
     assert encoded.lengths.tolist() == [len(ids) + 1 for ids in plain]
 
 
 def test_long_texts_are_cut_and_counted_and_keep_their_end(tokenizer, plain):
     encoded = TextEncoder(tokenizer, 12).encode(TEXTS)
-    assert [row.tolist() for row in encoded.texts(np.arange(5))] == [[*ids[:11], tokenizer.eos_token_id] for ids in plain]
-    assert encoded.truncated == sum(len(ids) > 11 for ids in plain) > 2
+    assert [row.tolist() for row in encoded.gather_rows(np.arange(5))] == [[*ids[:11], tokenizer.eos_token_id] for ids in plain]
+    assert encoded.truncated_count == sum(len(ids) > 11 for ids in plain) > 2
     exact = TextEncoder(tokenizer, len(plain[0]) + 1).encode(TEXTS[:1])
-    assert exact.truncated == 0 and exact.lengths.tolist() == [len(plain[0]) + 1]
+    assert exact.truncated_count == 0 and exact.lengths.tolist() == [len(plain[0]) + 1]
 
 
 def test_beginnings_and_ends_are_a_choice(tokenizer, plain):
@@ -65,14 +65,14 @@ def test_refusals(tokenizer):
 
 
 def test_offsets_say_the_characters_of_each_token(tokenizer, plain):
-    encoded = list(TextEncoder(tokenizer, 4).with_offsets(TEXTS))
+    encoded = list(TextEncoder(tokenizer, 4).encode_with_offsets(TEXTS))
     for text, ids, (tokens, offsets) in zip(TEXTS, plain, encoded, strict=True):
         assert tokens.tolist() == ids  # whole, whatever the model reads
         assert offsets.shape == (len(ids), 2)
         covered = {at for start, end in offsets for at in range(start, end)}
         assert covered == set(range(len(text)))
     # "\ud83d" alone is no character; a pair of halves is one.
-    [(_, offsets)] = TextEncoder(tokenizer, 4).with_offsets(["a\ud83d\udc4db\ud83d"])
+    [(_, offsets)] = TextEncoder(tokenizer, 4).encode_with_offsets(["a\ud83d\udc4db\ud83d"])
     assert offsets.max() == 4
 
 
@@ -80,7 +80,7 @@ def test_tokens_by_row_and_columns_by_token(tokenizer):
     encoded = TextEncoder(tokenizer, 50).encode(TEXTS)
     encoded.columns["twice"] = encoded.tokens * 2
     rows = np.array([4, 0])
-    assert np.array_equal(encoded.by_token("twice", rows), 2 * np.concatenate(encoded.texts(rows)))
+    assert np.array_equal(encoded.gather_token_column("twice", rows), 2 * np.concatenate(encoded.gather_rows(rows)))
 
 
 def test_the_cache_makes_once(tokenizer, tmp_path):
@@ -92,30 +92,30 @@ def test_the_cache_makes_once(tokenizer, tmp_path):
         both["queries"].columns["labels"] = np.arange(5)
         return both
 
-    key = {**encoder.key, "data": "abc", "split": "train"}
-    made = cached(tmp_path / "cache", key, make)
-    read = cached(tmp_path / "cache", key, make)
+    key = {**encoder.cache_key, "data": "abc", "split": "train"}
+    made = load_or_compute(tmp_path / "cache", key, make)
+    read = load_or_compute(tmp_path / "cache", key, make)
     assert len(calls) == 1 and list(read) == list(made)
     for name in made:
         assert np.array_equal(read[name].tokens, made[name].tokens) and read[name].tokens.dtype == np.int32
         assert np.array_equal(read[name].starts, made[name].starts)
-        assert read[name].truncated == made[name].truncated
+        assert read[name].truncated_count == made[name].truncated_count
     assert read["queries"].columns["labels"].tolist() == [0, 1, 2, 3, 4] and not read["documents"].columns
-    cached(tmp_path / "cache", {**key, "split": "test"}, make)
-    cached(tmp_path / "cache", {**key, **TextEncoder(tokenizer, 21).key}, make)
+    load_or_compute(tmp_path / "cache", {**key, "split": "test"}, make)
+    load_or_compute(tmp_path / "cache", {**key, **TextEncoder(tokenizer, 21).cache_key}, make)
     assert len(calls) == 3
-    one = cached(tmp_path / "cache", {"one": 1}, lambda: encoder.encode(TEXTS))
-    assert np.array_equal(cached(tmp_path / "cache", {"one": 1}, make).tokens, one.tokens) and len(calls) == 3
+    one = load_or_compute(tmp_path / "cache", {"one": 1}, lambda: encoder.encode(TEXTS))
+    assert np.array_equal(load_or_compute(tmp_path / "cache", {"one": 1}, make).tokens, one.tokens) and len(calls) == 3
 
 
 def test_a_broken_file_is_made_again(tokenizer, tmp_path):
     encoder = TextEncoder(tokenizer, 20)
-    made = cached(tmp_path, {}, lambda: encoder.encode(TEXTS))
+    made = load_or_compute(tmp_path, {}, lambda: encoder.encode(TEXTS))
     [file] = tmp_path.iterdir()
     whole = file.read_bytes()
     for broken in (b"", whole[:-30], whole.replace(made.tokens.tobytes(), made.tokens.tobytes()[::-1])):
         file.write_bytes(broken)
-        assert np.array_equal(cached(tmp_path, {}, lambda: encoder.encode(TEXTS)).tokens, made.tokens)
+        assert np.array_equal(load_or_compute(tmp_path, {}, lambda: encoder.encode(TEXTS)).tokens, made.tokens)
         assert file.read_bytes() == whole
 
 
@@ -130,12 +130,12 @@ def test_several_processes_make_it_once_together(tmp_path):
         begun.set()
         for _ in range(2):  # until both others have said that they wait
             assert all_wait.acquire(timeout=60)
-        return TokenizedTexts.of([np.arange(3)], 0)
+        return TokenizedTexts.from_rows([np.arange(3)], 0)
 
     def want(first: bool) -> None:
         assert first or begun.wait(60)
         said = []
-        found = cached(folder, {"one": 1}, make, lambda: said or (said.append(1), all_wait.release()))
+        found = load_or_compute(folder, {"one": 1}, make, lambda: said or (said.append(1), all_wait.release()))
         assert found.tokens.tolist() == [0, 1, 2] and len(said) == (not first)
 
     processes = [context.Process(target=want, args=(at == 0,)) for at in range(3)]
@@ -148,15 +148,15 @@ def test_several_processes_make_it_once_together(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_when_it_is_made_again(tmp_path):
-    cached(tmp_path, {}, lambda: TokenizedTexts.of([np.arange(3)], 0))
+    load_or_compute(tmp_path, {}, lambda: TokenizedTexts.from_rows([np.arange(3)], 0))
     [path] = tmp_path.iterdir()
     path.rename(tmp_path / f".{path.name}.123-0123abcd.tmp")
     (tmp_path / f".{path.stem}.lock").touch()
-    cached(tmp_path, {}, lambda: TokenizedTexts.of([np.arange(3)], 0))
+    load_or_compute(tmp_path, {}, lambda: TokenizedTexts.from_rows([np.arange(3)], 0))
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_fails_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        cached(tmp_path, {}, lambda: 1 / 0)
+        load_or_compute(tmp_path, {}, lambda: 1 / 0)
     assert not list(tmp_path.iterdir())

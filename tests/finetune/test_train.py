@@ -19,12 +19,12 @@ from megaenc.errors import InputError
 from megaenc.finetune.command import run_main
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.local import DatasetConfig
-from megaenc.finetune.datasets.registry import find
-from megaenc.finetune.grid.jobs import Progress, make_jobs
-from megaenc.finetune.tasks.retrieval import RetrievalTask as RetrievalTask
+from megaenc.finetune.datasets.registry import find_dataset
+from megaenc.finetune.grid.jobs import RunProgress, build_jobs
+from megaenc.finetune.tasks.retrieval import RetrievalTask
 from megaenc.finetune.tasks.token_classification import TokenClassification
 from megaenc.finetune.tokenized import TextEncoder
-from megaenc.finetune.train import _Reader, batches, number_of_steps, run, weights_digest
+from megaenc.finetune.train import _TokenizedSplitLoader, count_training_steps, hash_weights, iterate_batches, train_and_evaluate
 
 FEW = ["--max-steps", "6", "--batch-size", "8", "--precision", "fp32", "--epochs", "9"]
 CUT = [("train", 40), ("validation", 12), ("test", 12)]
@@ -134,11 +134,11 @@ def test_sets_of_the_same_pairs_are_evaluated_after_one_training(grid):
 
 def test_one_bit_of_one_weight_makes_another_digest():
     model = torch.nn.Linear(3, 2)
-    before = weights_digest(model)
-    assert weights_digest(copy.deepcopy(model)) == before
+    before = hash_weights(model)
+    assert hash_weights(copy.deepcopy(model)) == before
     with torch.no_grad():
         model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
-    assert weights_digest(model) != before
+    assert hash_weights(model) != before
 
 
 def test_seeds_matter(grid):
@@ -199,10 +199,10 @@ def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_pat
 
 def test_texts_are_told_as_they_are_read(model, data, tmp_path):
     """Silence is taken for a hang: tokenising and evaluation say how far they are, not training alone."""
-    told: list[Progress] = []
+    told: list[RunProgress] = []
     few = FinetuneConfig(max_steps=2, batch_size=8, tokens_per_forward=50, precision="fp32")
-    [job] = make_jobs([str(model)], [str(data / "sc")], [1e-3], [0], str(tmp_path), few, DatasetConfig(), find)
-    run(job, told.append)
+    [job] = build_jobs([str(model)], [str(data / "sc")], [1e-3], [0], str(tmp_path), few, DatasetConfig(), find_dataset)
+    train_and_evaluate(job, told.append)
     for stage, texts in (("validation", 12), ("test", 12)):
         done = [at.done for at in told if at.stage == stage and at.total == texts]
         assert done == sorted(done) and done[-1] == 12 and len(done) > 2
@@ -215,9 +215,9 @@ def test_what_is_wrong_with_a_test_split_costs_no_training(model, data, tmp_path
     shutil.copytree(data / "sc", tmp_path / "sc")
     with open(tmp_path / "sc" / "test.jsonl", "a") as file:
         file.write(json.dumps({"id": 12, "text": "mill", "label": 7}) + "\n")
-    told: list[Progress] = []
+    told: list[RunProgress] = []
     with pytest.raises(InputError, match=r"test.jsonl:13: label 7: outside the label set, expected one of 0, 1"):
-        run(planned(model, tmp_path / "sc", tmp_path / "out"), told.append)
+        train_and_evaluate(planned(model, tmp_path / "sc", tmp_path / "out"), told.append)
     assert {at.stage for at in told} == {"loading"}
 
 
@@ -242,7 +242,7 @@ def test_wrong_input_is_one_line(flags, words, model, data, tmp_path, refusal):
 
 def planned(model, dataset, output):
     few = FinetuneConfig(max_steps=6, batch_size=8, precision="fp32")
-    [job] = make_jobs([str(model)], [str(dataset)], [1e-3], [0], str(output), few, DatasetConfig(), find)
+    [job] = build_jobs([str(model)], [str(dataset)], [1e-3], [0], str(output), few, DatasetConfig(), find_dataset)
     return job
 
 
@@ -254,38 +254,38 @@ def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, 
     with open(tmp_path / changed, "a") as file:
         file.write("\n")
     with pytest.raises(InputError, match=r"(sc|the tokenizer in .*little): has changed since the run was planned; give the same"):
-        run(job)
+        train_and_evaluate(job)
     assert not (tmp_path / "out").exists()
 
 
 def reader(model, cache):
-    return _Reader(cache, TextEncoder(load_tokenizer(str(model)), 60), lambda progress: None)
+    return _TokenizedSplitLoader(cache, TextEncoder(load_tokenizer(str(model)), 60), lambda progress: None)
 
 
 def test_tokens_are_those_of_the_examples_that_are_scored(model, data, tmp_path):
     """As of a set of the Hub without a revision, which changes under one fingerprint."""
-    dataset = find(str(data / "tc"))
+    dataset = find_dataset(str(data / "tc"))
     task, read = TokenClassification(dataset, FinetuneConfig()), reader(model, tmp_path)
-    before, examples = read.evaluated(task, dataset, "test")
-    fewer = dataclasses.replace(dataset, load=lambda split: dataset.load(split)[:5])
-    tokens, five = read.evaluated(task, fewer, "test")
+    before, examples = read.load_evaluation(task, dataset, "test")
+    fewer = dataclasses.replace(dataset, read_split=lambda split: dataset.read_split(split)[:5])
+    tokens, five = read.load_evaluation(task, fewer, "test")
     assert (len(before), len(examples), len(tokens), len(five)) == (12, 12, 5, 5)
     assert np.array_equal(tokens.tokens, before.tokens[: tokens.starts[-1]])
 
 
 def test_training_examples_are_read_once_for_all_runs(model, data, tmp_path):
-    dataset = find(str(data / "ir"))
+    dataset = find_dataset(str(data / "ir"))
     task, calls = RetrievalTask(dataset, FinetuneConfig()), []
-    counted = dataclasses.replace(dataset, load=lambda split: calls.append(split) or dataset.load(split))
-    first, second = (reader(model, tmp_path).training(task, counted) for _ in range(2))
+    counted = dataclasses.replace(dataset, read_split=lambda split: calls.append(split) or dataset.read_split(split))
+    first, second = (reader(model, tmp_path).load_training(task, counted) for _ in range(2))
     assert calls == ["train"] and np.array_equal(first["documents"].tokens, second["documents"].tokens)
 
 
 def test_both_splits_share_the_tokens_of_their_documents(model, data, tmp_path):
-    dataset = find(str(data / "ir"))
+    dataset = find_dataset(str(data / "ir"))
     task, read = RetrievalTask(dataset, FinetuneConfig()), reader(model, tmp_path)
     for split in ("validation", "test"):
-        tokens, examples = read.evaluated(task, dataset, split)
+        tokens, examples = read.load_evaluation(task, dataset, split)
         whole = task.encode(examples, read.encoder)
         assert list(tokens) == list(whole)
         assert all(np.array_equal(tokens[name].tokens, whole[name].tokens) for name in whole)
@@ -293,13 +293,13 @@ def test_both_splits_share_the_tokens_of_their_documents(model, data, tmp_path):
 
 
 def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
-    made = list(batches(3, 10, 4, 7))
+    made = list(iterate_batches(3, 10, 4, 7))
     assert [len(rows) for rows in made] == [4, 4, 2, 4, 4, 2, 4]
     first, second = (np.concatenate(made[at : at + 3]) for at in (0, 3))
     assert sorted(first) == sorted(second) == list(range(10)) and (first != second).any()
-    assert (np.concatenate(list(batches(4, 10, 4, 3))) != first).any()
+    assert (np.concatenate(list(iterate_batches(4, 10, 4, 3))) != first).any()
 
 
 @pytest.mark.parametrize(("examples", "epochs", "steps"), [(67_349, 1, 1000), (956, 1, 30), (33, 1, 2), (33, 0.5, 1), (33, 3, 6)])
 def test_steps_are_an_epoch_or_a_thousand(examples, epochs, steps):
-    assert number_of_steps(FinetuneConfig(epochs=epochs), examples) == steps
+    assert count_training_steps(FinetuneConfig(epochs=epochs), examples) == steps

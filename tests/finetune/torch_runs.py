@@ -29,7 +29,7 @@ def train(seed: int, threads: int) -> str:
 def run(job, report) -> None:
     """Leave the hash beside the model, with the threads that the server had."""
     name = f"{job.train_on}_{job.seed}_{job.learning_rate}"
-    Path(job.model.where, name).write_text(f"{train(job.seed, job.protocol.threads)} {THREADS_OF_SERVER}")
+    Path(job.model.location, name).write_text(f"{train(job.seed, job.protocol.threads)} {THREADS_OF_SERVER}")
     import fake_runs
 
     fake_runs.run(job, report)

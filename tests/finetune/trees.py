@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from megaenc.finetune.grid.jobs import rate_name
+from megaenc.finetune.config import format_learning_rate
 
 
 def published(root: Path, model: str, place: str, rate: float, seed: int, validation, test, run: str = "") -> Path:
     """`place` is FAMILY/DATASET; `validation` and `test` are a score or a list of the examples' scores."""
-    path = root / model / place / f"{run}lr{rate_name(rate)}_sd{seed}" / "results.json"
+    path = root / model / place / f"{run}lr{format_learning_rate(rate)}_sd{seed}" / "results.json"
     path.parent.mkdir(parents=True)
     splits = {}
     for name, scores in (("validation", validation), ("test", test)):

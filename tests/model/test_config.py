@@ -6,7 +6,7 @@ import pytest
 
 from megaenc.errors import InputError
 from megaenc.model import PRESETS, ModelConfig, padded_vocab_size
-from megaenc.model.config import preset
+from megaenc.model.config import get_preset
 
 VOCABULARY = 128_256  # Llama 3's, as in the study
 
@@ -15,15 +15,15 @@ VOCABULARY = 128_256  # Llama 3's, as in the study
     ("name", "without_head", "with_head"), [("210m", 211.8e6, 310.3e6), ("610m", 607.9e6, 755.6e6), ("1b", 1.188e9, 1.409e9)]
 )
 def test_parameters_are_those_of_the_study(name, without_head, with_head):
-    model = preset(name)
-    assert model.parameters(VOCABULARY, lm_head=False) == pytest.approx(without_head, rel=5e-4)
-    assert model.parameters(VOCABULARY) == pytest.approx(with_head, rel=5e-4)
+    model = get_preset(name)
+    assert model.parameter_count(VOCABULARY, lm_head=False) == pytest.approx(without_head, rel=5e-4)
+    assert model.parameter_count(VOCABULARY) == pytest.approx(with_head, rel=5e-4)
 
 
 @pytest.mark.parametrize("prefix", [0, 300, 1000])
 def test_attention_is_counted_by_the_pairs_that_see_each_other(prefix):
     """Two products of 2 x width operations a pair, forward once and backward twice; half of the diagonal is left out."""
-    model, length = preset("210m"), 1000
+    model, length = get_preset("210m"), 1000
     pairs = sum(max(at + 1, prefix if at < prefix else 0) for at in range(length))
     counted = model.attention_flops(length, prefix=prefix)
     assert counted == pytest.approx(3 * 2 * 2 * model.hidden_size * model.num_layers * pairs, rel=1 / length)
@@ -40,7 +40,7 @@ def test_parameters_are_those_of_the_built_model(name, untied):
     model = dataclasses.replace(PRESETS[name], untie_embeddings_and_output_weights=untied)
     vocab_size = 128 * model.make_vocab_size_divisible_by  # no padding
     encoder = build_encoder(model, vocab_size, 32, ParallelConfig(), torch.float32, seed=None)
-    assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameters(vocab_size)
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameter_count(vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_shape_that_cannot_be(changes, tensor_parallel, complaint):
 
 
 def test_unknown_preset_lists_the_known():
-    assert preset("610M") is PRESETS["610m"]
+    assert get_preset("610M") is PRESETS["610m"]
     with pytest.raises(InputError, match="unknown preset 'huge', expected one of 210m, 610m, 1b, small, tiny"):
-        preset("huge")
+        get_preset("huge")
 
 
 def test_vocabulary_is_padded_for_each_rank():

@@ -59,7 +59,7 @@ def pair(request, one_process):
 def logits(encoder, tokens, positions, attention):
     from megaenc.model.packed_sequences import PackedSequences
 
-    packing = PackedSequences.of([0, len(tokens)], attention, torch.device("cpu"))
+    packing = PackedSequences.from_edges([0, len(tokens)], attention, torch.device("cpu"))
     return encoder(tokens[None], positions, packing, None)[:, :90]
 
 

@@ -34,7 +34,7 @@ def packing(attention, edges=EDGES, prefixes=PREFIXES):
     from megaenc.model.packed_sequences import PackedSequences
 
     prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
-    return PackedSequences.of(edges, attention, torch.device("cpu"), prefixes)
+    return PackedSequences.from_edges(edges, attention, torch.device("cpu"), prefixes)
 
 
 def forward(encoder, tokens, attention, predict_at=None, labels=None):
@@ -72,9 +72,9 @@ def query_key_value():
 
 
 def core_attention():
-    from megaenc.model.layer_spec import PackedAttention, transformer_config
+    from megaenc.model.layer_spec import PackedAttention, build_transformer_config
 
-    return PackedAttention(transformer_config(TINY, ParallelConfig(), torch.float32), 1, None, "self")
+    return PackedAttention(build_transformer_config(TINY, ParallelConfig(), torch.float32), 1, None, "self")
 
 
 @pytest.mark.parametrize("attention", Attention)
@@ -134,7 +134,7 @@ def test_prefixes_that_no_attention_can_use():
         from megaenc.model.packed_sequences import PackedSequences
 
         with pytest.raises(ValueError, match="prefixes"):
-            PackedSequences.of(EDGES, attention, torch.device("cpu"), None if prefixes is None else np.array(prefixes))
+            PackedSequences.from_edges(EDGES, attention, torch.device("cpu"), None if prefixes is None else np.array(prefixes))
 
 
 def test_sparse_head_gives_the_rows_of_the_full_one():

@@ -26,7 +26,7 @@ def executed(attention, predict_at):
     encoder = build_encoder(SHAPE, VOCABULARY, 32, ParallelConfig(), torch.float32, seed=3)
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
     prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
-    packing = PackedSequences.of(EDGES, attention, torch.device("cpu"), prefixes)
+    packing = PackedSequences.from_edges(EDGES, attention, torch.device("cpu"), prefixes)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         labels = torch.zeros(len(predict_at), dtype=torch.long)
         loss, _ = encoder(torch.arange(32)[None], positions, packing, torch.tensor(predict_at), labels)

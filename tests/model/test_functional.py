@@ -26,7 +26,7 @@ def slice_of_more(*shape):
 def rotation(angles):
     from megaenc.model.functional import Rotation
 
-    return Rotation.by(angles)
+    return Rotation.from_angles(angles)
 
 
 def swiglu(x):
@@ -60,7 +60,7 @@ def test_rotations_are_computed_in_the_numbers_that_come(angles):
 def in_parts(request, monkeypatch):
     from megaenc.model import functional
 
-    monkeypatch.setattr(functional, "_IN_CACHE", request.param)
+    monkeypatch.setattr(functional, "_CACHE_ELEMENTS", request.param)
 
 
 def normed(rms_norm, x, weight, upstream):

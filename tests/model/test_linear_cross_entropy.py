@@ -24,9 +24,9 @@ def work(one_process):
 def loss_of(hidden, weight, labels, **others):
     from megatron.core import parallel_state
 
-    from megaenc.model.linear_cross_entropy import summed_loss
+    from megaenc.model.linear_cross_entropy import linear_cross_entropy
 
-    return summed_loss(hidden, weight, labels, VOCABULARY, parallel_state.get_tensor_model_parallel_group(), **others)
+    return linear_cross_entropy(hidden, weight, labels, VOCABULARY, parallel_state.get_tensor_model_parallel_group(), **others)
 
 
 @pytest.mark.parametrize("widened", [PADDED * 3, PADDED * ROWS], ids=["widened by three rows", "widened at once"])
@@ -34,7 +34,7 @@ def loss_of(hidden, weight, labels, **others):
 def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, monkeypatch):
     from megaenc.model import linear_cross_entropy as loss_module
 
-    monkeypatch.setattr(loss_module, "_IN_CACHE", widened)
+    monkeypatch.setattr(loss_module, "_CACHE_ELEMENTS", widened)
     *weights, labels = work
     here, there = ([tensor.clone().requires_grad_() for tensor in weights] for _ in range(2))
     loss, correct = loss_of(*here, labels, at_once=at_once)

@@ -56,7 +56,7 @@ def stand_ins(monkeypatch):
         def layer_norm(self, rms_norm=False, for_qk=False):
             return TENorm
 
-    monkeypatch.setattr(transformer_engine, "_provider", Provider)
+    monkeypatch.setattr(transformer_engine, "_spec_provider", Provider)
 
 
 def build(kernels, seed=3):
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
     """On the disk nothing differs, and what one has saved the other loads."""
     from megatron.core import dist_checkpointing
 
-    from megaenc.training.checkpoint.loader import fill_module
+    from megaenc.training.checkpoint.loader import load_into_module
 
     for number, (saves, loads) in enumerate([(ENGINE, KernelConfig()), (KernelConfig(), ENGINE)]):
         saved, loaded = build(saves, seed=5), build(loads, seed=6)
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
         here, there = (encoder.sharded_state_dict(prefix="model.") for encoder in (saved, loaded))
         assert here.keys() == there.keys()
         dist_checkpointing.save({"model": here}, str(folder))
-        fill_module(loaded, dist_checkpointing.load({"model": there}, str(folder))["model"])
+        load_into_module(loaded, dist_checkpointing.load({"model": there}, str(folder))["model"])
         theirs = dict(saved.named_parameters())
         assert all(torch.equal(parameter, theirs[name]) for name, parameter in loaded.named_parameters())
 
@@ -107,22 +107,22 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
 @pytest.mark.parametrize("fp8_format", [None, "hybrid"])
 def test_float8_is_left_to_it(stand_ins, fp8_format):
     """megatron-core's configuration tells its classes; without it, the configuration stays as it was and layers are our own."""
-    from megaenc.model.layer_spec import transformer_config
+    from megaenc.model.layer_spec import build_transformer_config
 
     asked = KernelConfig(transformer_impl="transformer_engine", fp8_format=fp8_format)
-    config = transformer_config(TINY, ParallelConfig(), torch.float32, asked)
+    config = build_transformer_config(TINY, ParallelConfig(), torch.float32, asked)
     assert (config.transformer_impl, config.fp8, config.fp8_recipe) == ("transformer_engine", fp8_format, "tensorwise")
-    assert transformer_config(TINY, ParallelConfig(), torch.float32, KernelConfig(fp8_format="hybrid")).fp8 is None
+    assert build_transformer_config(TINY, ParallelConfig(), torch.float32, KernelConfig(fp8_format="hybrid")).fp8 is None
 
 
 def test_one_line_says_that_it_is_not_installed():
-    from megaenc.backend import detect
-    from megaenc.model.fp8.linear import check_linears
+    from megaenc.backend import detect_backend
+    from megaenc.model.fp8.linear import check_linear_layers
 
     with pytest.raises(
         InputError, match="--transformer-impl transformer_engine: transformer-engine is not installed; install it"
     ):
-        check_linears(ENGINE, detect(), [], torch.float32)
+        check_linear_layers(ENGINE, detect_backend(), [], torch.float32)
 
 
 def test_float8_needs_a_version_that_finds_scales_anew_and_a_machine_that_has_it(monkeypatch):
@@ -130,15 +130,15 @@ def test_float8_needs_a_version_that_finds_scales_anew_and_a_machine_that_has_it
     from megatron.core.extensions import transformer_engine as extension
     from packaging.version import Version
 
-    from megaenc.model.transformer_engine import check_installed
+    from megaenc.model.transformer_engine import check_transformer_engine
 
     answers = {"is_fp8_available": staticmethod(lambda: (False, "Device compute capability 8.9 or higher required"))}
     monkeypatch.setattr(extension, "HAVE_TE", True)
     monkeypatch.setattr(extension, "FP8GlobalStateManager", type("Manager", (), answers), raising=False)
     monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version("2.1.0"))
-    check_installed(None)
+    check_transformer_engine(None)
     with pytest.raises(InputError, match=r"--fp8-format hybrid: found transformer-engine 2\.1\.0, expected 2\.2\.0 or later"):
-        check_installed("hybrid")
+        check_transformer_engine("hybrid")
     monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version("2.4.0"))
     with pytest.raises(InputError, match=r"none on this machine \(Device compute capability 8.9 or higher required\)"):
-        check_installed("hybrid")
+        check_transformer_engine("hybrid")

@@ -12,7 +12,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.indexed.corpus import Corpus, split_documents
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.data.preprocess import command as preprocess
-from megaenc.data.tokenizer.tokenizer import vocabulary_of
+from megaenc.data.tokenizer.tokenizer import read_vocabulary
 from megaenc.objectives import MaskedLanguageModeling, inspect
 
 # With the end of document 4, 2, 7 and 3 tokens: sixteen together.
@@ -51,7 +51,7 @@ def figures(text: str) -> dict[str, str]:
 
 def test_figures_worked_out_by_hand(corpus, capsys):
     out = shown(capsys, corpus[0], "--seq-length", 5, "--split", "1,0,0")
-    fingerprint = vocabulary_of(small_tokenizer()).fingerprint[:12]
+    fingerprint = read_vocabulary(small_tokenizer()).fingerprint[:12]
     assert out.splitlines()[0].endswith("words_text_document")
     assert figures(out) == {
         "documents": "4",
@@ -96,7 +96,7 @@ def test_the_pack_is_the_one_that_a_run_reads(corpus, capsys, pack, seed):
     out = shown(capsys, prefix, *flags, "--objective", "mlm(mask=0.5)")
     read = ConcatPackedDataset(Corpus.open(prefix), np.arange(4), 5, seed)[pack]
     tokenizer = small_tokenizer()
-    objective = MaskedLanguageModeling(vocabulary_of(tokenizer), mask=0.5)
+    objective = MaskedLanguageModeling(read_vocabulary(tokenizer), mask=0.5)
     targets = objective.targets(read, SampleRandomness(seed, read.sample, read.epoch))
     assert len(targets.predict_at) > 0
     expected = []
@@ -176,4 +176,4 @@ def test_a_file_gets_no_colour_and_80_columns_and_a_terminal_colour(corpus, caps
 
 @pytest.mark.parametrize(("share", "drawn"), [(0, ""), (1, "████"), (0.5, "██"), (0.53, "██▏"), (1e-9, "▏")])
 def test_bars(share, drawn):
-    assert inspect.bar(share, 4) == drawn.ljust(4)
+    assert inspect.format_bar(share, 4) == drawn.ljust(4)

@@ -8,9 +8,9 @@ from text_helpers import TEXTS, reference_ids, small_tokenizer
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
-from megaenc.data.tokenizer.tokenizer import vocabulary_of
+from megaenc.data.tokenizer.tokenizer import read_vocabulary
 from megaenc.objectives import Attention, CausalLanguageModeling, MaskedLanguageModeling, Objective, Targets
-from megaenc.objectives.pack_view import AS_IS, HIDDEN, KEPT, REPLACED, decode, renderables
+from megaenc.objectives.pack_view import AS_IS, HIDDEN, KEPT, REPLACED, decode_pack, build_renderables
 
 EOS, MASK = 0, 1
 
@@ -44,7 +44,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer):
-    return vocabulary_of(tokenizer)
+    return read_vocabulary(tokenizer)
 
 
 def pack_of(tokenizer, *texts: str, sample: int = 0, epoch: int = 0) -> Pack:
@@ -62,7 +62,7 @@ def printed(decoded, width: int = 80) -> str:
 
     out = io.StringIO()
     console = Console(file=out, width=width, highlight=False, markup=False)
-    for part in renderables(decoded):
+    for part in build_renderables(decoded):
         console.print(part)
     return out.getvalue()
 
@@ -77,7 +77,7 @@ def test_marks_are_those_that_the_run_has(tokenizer, vocabulary, options, sample
     for at in targets.predict_at:
         before, after = pack.tokens[at], targets.inputs[at]
         expected[at] = KEPT if before == after else HIDDEN if after == MASK else REPLACED
-    decoded = decode(pack, objective, 9, tokenizer)
+    decoded = decode_pack(pack, objective, 9, tokenizer)
     assert "".join(stretch.marks for piece in decoded.pieces for stretch in piece) == "".join(expected)
     if "random" in options:
         assert set(expected) == {AS_IS, HIDDEN, KEPT, REPLACED}
@@ -87,7 +87,7 @@ def test_marks_are_those_that_the_run_has(tokenizer, vocabulary, options, sample
 
 def test_pieces_are_the_documents_and_their_text_is_whole(tokenizer, vocabulary):
     pack = pack_of(tokenizer, *TEXTS)
-    decoded = decode(pack, MaskedLanguageModeling(vocabulary), 0, tokenizer)
+    decoded = decode_pack(pack, MaskedLanguageModeling(vocabulary), 0, tokenizer)
     assert [(piece[0].start, piece[-1].stop) for piece in decoded.pieces] == [
         (int(start), int(stop)) for start, stop in zip(pack.edges[:-1], pack.edges[1:], strict=True)
     ]
@@ -100,7 +100,7 @@ def test_pieces_are_the_documents_and_their_text_is_whole(tokenizer, vocabulary)
 def test_a_hidden_word_is_in_brackets_with_what_the_model_reads_instead(tokenizer, vocabulary):
     """A token a word here."""
     pack = pack_of(tokenizer, "The dog fox dog")
-    shown = printed(decode(pack, Fixed(vocabulary, [1, 3]), 0, tokenizer)).splitlines()
+    shown = printed(decode_pack(pack, Fixed(vocabulary, [1, 3]), 0, tokenizer)).splitlines()
     assert "The [dog] fox [dog]<|eos|>" in shown
     assert "[word]     hidden: the model reads the mask token and predicts `word` here" in [line.rstrip() for line in shown]
     assert "2 tokens predicted (40.0 %), 2 not shown to the model" in shown
@@ -116,7 +116,7 @@ def test_kept_and_replaced_words_are_told_apart(tokenizer, vocabulary):
             inputs[1] = fox
             return Targets(inputs, np.array([1, 3]), np.array([dog, dog]))
 
-    shown = printed(decode(pack, Swapped(vocabulary, [1, 3]), 0, tokenizer))
+    shown = printed(decode_pack(pack, Swapped(vocabulary, [1, 3]), 0, tokenizer))
     assert "The [dog> fox] fox [dog=]<|eos|>" in shown
     assert "replaced: the model reads `dog`" in shown and "left as it is" in shown and "hidden" not in shown
 
@@ -125,7 +125,7 @@ def test_a_character_of_several_tokens_shows_which_are_hidden(tokenizer, vocabul
     """日 is three tokens, one a byte."""
     pack = pack_of(tokenizer, "日日日")
     assert len(pack.tokens) == 10
-    shown = printed(decode(pack, Fixed(vocabulary, [1, 6, 7, 8]), 0, tokenizer))
+    shown = printed(decode_pack(pack, Fixed(vocabulary, [1, 6, 7, 8]), 0, tokenizer))
     assert "[日:.#.]日[日:###]<|eos|>" in shown and "[é:.#]" in shown
     assert "\ufffd" not in shown
 
@@ -133,13 +133,13 @@ def test_a_character_of_several_tokens_shows_which_are_hidden(tokenizer, vocabul
 def test_what_the_edge_of_a_pack_cuts_is_a_replacement_character(tokenizer, vocabulary):
     whole = pack_of(tokenizer, "日x日")
     cut = Pack(0, 0, whole.tokens[1:6], np.array([0, 5], dtype=np.int32))
-    decoded = decode(cut, Fixed(vocabulary, [2]), 0, tokenizer)
+    decoded = decode_pack(cut, Fixed(vocabulary, [2]), 0, tokenizer)
     assert "".join(stretch.text for stretch in decoded.pieces[0]).strip("\ufffd") == "x"
     assert "[x]" in printed(decoded)
 
 
 def test_clm_marks_every_token_that_has_a_next_one(tokenizer, vocabulary):
-    decoded = decode(pack_of(tokenizer, "The dog dog", "é"), CausalLanguageModeling(vocabulary), 0, tokenizer)
+    decoded = decode_pack(pack_of(tokenizer, "The dog dog", "é"), CausalLanguageModeling(vocabulary), 0, tokenizer)
     shown = printed(decoded)
     assert "The› dog› dog›<|eos|>\n" in shown and "é››<|eos|>\n" in shown
     assert "predicts the next token" in shown and "hidden" not in shown
@@ -147,25 +147,25 @@ def test_clm_marks_every_token_that_has_a_next_one(tokenizer, vocabulary):
 
 
 def test_an_objective_that_predicts_a_hidden_token_from_the_one_before(tokenizer, vocabulary):
-    shown = printed(decode(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [1, 3], shift=1), 0, tokenizer))
+    shown = printed(decode_pack(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [1, 3], shift=1), 0, tokenizer))
     assert "The› [dog] fox› [dog]<|eos|>" in shown
     assert "hidden: the model reads the mask token where the text has `word`" in shown
 
 
 def test_a_label_that_is_neither_here_nor_next_is_spelled_out(tokenizer, vocabulary):
-    shown = printed(decode(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [3], shift=2), 0, tokenizer))
+    shown = printed(decode_pack(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [3], shift=2), 0, tokenizer))
     assert "The dog›“ dog” fox [dog]<|eos|>" in shown
 
 
 def test_no_control_character_reaches_the_terminal(tokenizer, vocabulary):
     text = "a\x1b[31mb\tc\nd\x07\x9b1m"
-    shown = printed(decode(pack_of(tokenizer, text), Fixed(vocabulary, [0]), 0, tokenizer))
+    shown = printed(decode_pack(pack_of(tokenizer, text), Fixed(vocabulary, [0]), 0, tokenizer))
     assert "[a]␛[31mb⇥c↵\nd␇\\x9b1m<|eos|>" in shown
     assert all(character == "\n" or character.isprintable() for character in shown)
 
 
 def test_lines_fit_and_documents_stand_apart(tokenizer, vocabulary):
-    decoded = decode(pack_of(tokenizer, *TEXTS), MaskedLanguageModeling(vocabulary), 0, tokenizer)
+    decoded = decode_pack(pack_of(tokenizer, *TEXTS), MaskedLanguageModeling(vocabulary), 0, tokenizer)
     lines = printed(decoded, width=60).splitlines()
     rules = [line for line in lines if line.startswith("document ")]
     assert [rule.split(" ─")[0] for rule in rules] == [

@@ -60,12 +60,12 @@ def test_phases(text, train_iters, expected):
 
 def test_at_every_step():
     schedule = Schedule.build("clm:0.25,mlm(mask=0.3):0.5,clm:0.25", 12, VOCABULARY)
-    assert [schedule.at(step).index for step in range(1, 13)] == [0] * 3 + [1] * 6 + [2] * 3
+    assert [schedule.phase_at(step).index for step in range(1, 13)] == [0] * 3 + [1] * 6 + [2] * 3
     assert schedule.objective(4) == MaskedLanguageModeling(VOCABULARY, mask=0.3)
     assert schedule.objective(12) == CausalLanguageModeling(VOCABULARY)
     for step in (0, 13, -1):
         with pytest.raises(ValueError, match=f"step {step} is not one of 1..12"):
-            schedule.at(step)
+            schedule.phase_at(step)
         with pytest.raises(ValueError, match=f"step {step} is not one of 1..12"):
             schedule.objective(step)
 

@@ -88,11 +88,11 @@ def test_what_is_no_number_cannot_change(toy, marked):
 
 def test_tables_of_the_vocabulary_are_made_once():
     schedule, pack = build("mlm(mask=0.4->0.15,random=0.1)", 50), random_pack(0)
-    masking.ordinary.cache_clear()
-    masking.ordinary_tokens.cache_clear()
+    masking.text_token_mask.cache_clear()
+    masking.text_token_ids.cache_clear()
     for step in range(1, 51):
         schedule.objective(step).targets(pack, SampleRandomness(0, step, 0))
-    assert masking.ordinary.cache_info().misses == masking.ordinary_tokens.cache_info().misses == 1
+    assert masking.text_token_mask.cache_info().misses == masking.text_token_ids.cache_info().misses == 1
 
 
 def test_a_mixture_draws_by_weight():
@@ -130,8 +130,8 @@ def test_what_is_said_of_a_step_is_what_it_trains():
 
 def test_every_objective_that_can_be_trained_is_listed_once_with_options_at_their_end():
     schedule = build("3x(clm:10,mlm(mask=0.4->0.2):10),mix(mlm(mask=0.2):1,prefix_lm:1):40", 100)
-    assert list(schedule.objectives()) == ["clm", "mlm(mask=0.2)", "prefix_lm"]
-    assert schedule.objectives()["mlm(mask=0.2)"] == MaskedLanguageModeling(VOCABULARY, mask=0.2)
+    assert list(schedule.final_objectives()) == ["clm", "mlm(mask=0.2)", "prefix_lm"]
+    assert schedule.final_objectives()["mlm(mask=0.2)"] == MaskedLanguageModeling(VOCABULARY, mask=0.2)
 
 
 def test_choices_say_what_a_phase_may_train():
@@ -149,7 +149,7 @@ def test_a_hundred_thousand_phases(text, train_iters):
     schedule, calls = counted(build, text, train_iters)
     assert len(schedule.phases) == 100_000 and schedule.phases[-1].last_step == train_iters
     assert calls < 50 * 100_000, "the work of a phase grows with their number"
-    assert len(schedule.canonical) < 200 and len(schedule.objectives()) == 2
+    assert len(schedule.canonical) < 200 and len(schedule.final_objectives()) == 2
 
 
 def test_canonical_of_many_phases_is_equal_where_they_are():

@@ -3,30 +3,30 @@
 import numpy as np
 import pytest
 
-from megaenc.objectives.inspect import Bin, lengths_of
+from megaenc.objectives.inspect import LengthBin, compute_length_stats
 
 
 def test_figures_worked_out_by_hand():
-    found = lengths_of(np.array([0, 1, 2, 3, 4, 7, 8, 100, 0, 25]))
+    found = compute_length_stats(np.array([0, 1, 2, 3, 4, 7, 8, 100, 0, 25]))
     assert (found.mean, found.median) == (15.0, 3.5)  # 150 tokens in ten documents; between 3 and 4
     assert (found.longest, found.longest_document, found.empty) == (100, 7, 2)
     # In order 0 0 1 2 3 4 7 8 25 100: a twentieth of the way from first to last is place 0.45, from the other end 8.55.
     assert found.p5 == 0.0 and found.p95 == pytest.approx(25 + 0.55 * 75)
     assert found.bins == (
-        Bin(0, 0, 2, 0),
-        Bin(1, 1, 1, 1),
-        Bin(2, 3, 2, 5),
-        Bin(4, 7, 2, 11),
-        Bin(8, 15, 1, 8),
-        Bin(16, 31, 1, 25),
-        Bin(32, 63, 0, 0),
-        Bin(64, 127, 1, 100),
+        LengthBin(0, 0, 2, 0),
+        LengthBin(1, 1, 1, 1),
+        LengthBin(2, 3, 2, 5),
+        LengthBin(4, 7, 2, 11),
+        LengthBin(8, 15, 1, 8),
+        LengthBin(16, 31, 1, 25),
+        LengthBin(32, 63, 0, 0),
+        LengthBin(64, 127, 1, 100),
     )
 
 
 def test_bins_begin_with_the_shortest_documents():
-    assert lengths_of(np.array([5, 6])).bins == (Bin(4, 7, 2, 11),)
-    assert lengths_of(np.array([1 << 40, (1 << 40) - 1])).bins == (
-        Bin(1 << 39, (1 << 40) - 1, 1, (1 << 40) - 1),
-        Bin(1 << 40, (1 << 41) - 1, 1, 1 << 40),
+    assert compute_length_stats(np.array([5, 6])).bins == (LengthBin(4, 7, 2, 11),)
+    assert compute_length_stats(np.array([1 << 40, (1 << 40) - 1])).bins == (
+        LengthBin(1 << 39, (1 << 40) - 1, 1, (1 << 40) - 1),
+        LengthBin(1 << 40, (1 << 41) - 1, 1, 1 << 40),
     )

@@ -18,7 +18,7 @@ class Fake:
     script: str = WELL
     processes: int = 1
     work: float = 1.0
-    planned: float | None = 10.0
+    planned_seconds: float | None = 10.0
     unit: str = "parts"
     wrong: str = ""
     """what `check` finds"""
@@ -34,15 +34,15 @@ class Fake:
     def prepare(self) -> None:
         pass
 
-    def command(self) -> list[str]:
+    def next_command(self) -> list[str]:
         names = f"MADE={self.made} CALLS={self.study / 'calls'}"
         return ["sh", "-c", f"{names}; echo begin {self.id} >> $CALLS; {self.script}\necho end {self.id} >> $CALLS"]
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.made.exists()
 
     def progress(self) -> tuple[float, float]:
-        return float(self.done()), 1
+        return float(self.is_done()), 1
 
     def check(self) -> None:
         if self.wrong:

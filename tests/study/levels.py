@@ -39,17 +39,17 @@ def differences(
 def ways(block: np.ndarray, draws: int = 400) -> dict[str, bool]:
     """Whether each way says that there is a difference."""
     scores, count = block.mean(1), len(block)
-    parts = inference.components(scores, [block])
+    parts = inference.variance_components(scores, [block])
     total = parts.total
     df = total**2 / (parts.seeds**2 / (count - 1)) if parts.seeds else np.inf
-    two_way = abs(scores.mean()) > inference._quantile(df) * total**0.5 if total else False
+    two_way = abs(scores.mean()) > inference._t_quantile(df) * total**0.5 if total else False
     found = {
-        "t over seeds alone": inference.contrast(scores).p < 0.05,
+        "t over seeds alone": inference.contrast_t_test(scores).p < 0.05,
         "t over both": two_way,
-        "the less certain": inference.contrast(scores, [block]).p < 0.05,
+        "the less certain": inference.contrast_t_test(scores, [block]).p < 0.05,
     }
     if draws:
-        percentile, studentised = inference.bootstrap(scores, [block], draws)
+        percentile, studentised = inference.bootstrap_intervals(scores, [block], draws)
         found["bootstrap, percentile"] = percentile[0] > 0 or percentile[1] < 0
         found["bootstrap, studentised"] = studentised[0] > 0 or studentised[1] < 0
     return found

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.grid.jobs import rate_name
-from megaenc.finetune.results.aggregate import STUDY
+from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import AVERAGE, Score
 from megaenc.study.results.published import published
@@ -47,7 +47,7 @@ def write(root: Path, examples: int = 10, models: list[str] | None = None) -> No
                         test = min(1.0, max(0.0, score + (0.0, -0.02, 0.01)[away]))
                         validation = (0.5, 0.4, 0.45)[away] + score / 10
                         train_on = "msmarco_pairs_" if family == TaskFamily.IR else ""
-                        folder = place / f"{train_on}lr{rate_name(rate)}_sd{seed}"
+                        folder = place / f"{train_on}lr{format_learning_rate(rate)}_sd{seed}"
                         folder.mkdir()
                         splits = {"validation": split(validation, examples), "test": split(test, examples)}
                         (folder / "results.json").write_text(json.dumps(splits))
@@ -62,11 +62,11 @@ def split(score: float, examples: int) -> dict:
 def seed_scores(setting: ModelKey, family: TaskFamily) -> tuple[str, dict[str, np.ndarray]]:
     """The model's name and by data set float[5]: scores that print as the tables do, their average by seed included if it can."""
     cells, average = _printed(setting, family)
-    means, spreads = np.array([(cell.mean, cell.half) for cell in cells]).T
+    means, spreads = np.array([(cell.mean, cell.half_width) for cell in cells]).T
     free = means > 0.001  # a model that never answers has no room below
     # Half of what the printed average lacks to be that of the printed means: both stay within their last digit.
     means = means + np.where(free, (average.mean - means.mean()) * 3 / free.sum() / 2, 0)
-    wanted = 3 * average.half
+    wanted = 3 * average.half_width
     largest = spreads == spreads.max()
     if (lacking := wanted - spreads.sum()) > 0:
         spreads = spreads + np.where(free, min(lacking / free.sum(), _SLACK), 0)
@@ -91,14 +91,14 @@ def reachable(setting: ModelKey, family: TaskFamily) -> bool:
     The sd of the average is between (largest - others) / 3, or 0, and the mean of the three, within what rounding leaves open.
     """
     cells, average = _printed(setting, family)
-    low, high = (np.array([cell.half for cell in cells]) + side * _SLACK for side in (-1, 1))
+    low, high = (np.array([cell.half_width for cell in cells]) + side * _SLACK for side in (-1, 1))
     low = np.maximum(low, 0)
     least = max(0.0, max(2 * low[at] - (high.sum() - high[at] + low[at]) for at in range(3)))
-    return least - 3 * _SLACK <= 3 * average.half <= high.sum() + 3 * _SLACK
+    return least - 3 * _SLACK <= 3 * average.half_width <= high.sum() + 3 * _SLACK
 
 
 def _printed(setting: ModelKey, family: TaskFamily) -> tuple[list[Score], Score]:
-    cells = [published().find(setting, dataset, family) for dataset in STUDY[family]]
+    cells = [published().find(setting, dataset, family) for dataset in STUDY_DATASETS[family]]
     return cells, published().find(setting, AVERAGE, family)
 
 

@@ -17,9 +17,9 @@ from dataclasses import replace
 import numpy as np
 
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.results.aggregate import interval
+from megaenc.finetune.results.aggregate import compute_interval
 from megaenc.study.claims.verdicts import Verdict, judge
-from megaenc.study.manifest.model_key import ModelKey, name_of
+from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.published import published
 
@@ -83,12 +83,12 @@ def study(
                 rate: dict(enumerate(means[at] - lost[steps] + (rough[at, steps] if steps else 0)))
                 for steps, rate in enumerate(RATES)
             }
-            made = interval(means[at].tolist())
+            made = compute_interval(means[at].tolist())
             of_seeds = dict(enumerate(means[at].tolist()))
             by_seed = dict(enumerate(found[at]))
             examples_of = functools.partial(dict, by_seed)
             numbers = (made.mean, made.half, of_seeds, rates, examples_of)
-            scores.append(Score(name_of(setting), setting, str(family), dataset, *numbers))
+            scores.append(Score(format_model_name(setting), setting, str(family), dataset, *numbers))
     return Evidence(scores)
 
 

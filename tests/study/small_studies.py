@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from megaenc.study.claims.verdicts import Verdict, judge
-from megaenc.study.manifest.model_key import ModelKey, name_of
+from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.results.evidence import Evidence, Score
 
 
@@ -35,7 +35,7 @@ def mini(seeds, pretrained=(1,), gain=0.05, examples=200, families=TWO):
                 means = {seed: float(block.mean()) for seed, block in by_seed.items()}
                 mean = float(blocks.mean())
                 numbers = (mean, 0.01, means, {1e-5: means}, lambda by_seed=by_seed: by_seed)
-                scores.append(Score(name_of(named), named, family, dataset, *numbers))
+                scores.append(Score(format_model_name(named), named, family, dataset, *numbers))
     return Evidence(scores)
 
 
@@ -47,5 +47,5 @@ def sized(size, pretrained, gap=0.0, runs=0.02, random=2):
             mean = 0.8 + above + runs * random.standard_normal()
             by_seed = {at: mean + 0.001 * random.standard_normal() for at in range(5)}
             named = dataclasses.replace(setting, seed=seed)
-            scores.append(Score(name_of(named), named, "SC", "sst2", mean, 0.001, by_seed))
+            scores.append(Score(format_model_name(named), named, "SC", "sst2", mean, 0.001, by_seed))
     return scores

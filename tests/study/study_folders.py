@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.study.manifest.model_key import ModelKey, name_of
+from megaenc.study.manifest.model_key import ModelKey, format_model_name
 
 RATES, SEEDS, EXAMPLES = (2e-4, 1e-3), 3, 40
 DATASETS = {"demo_sc": "SC", "demo_qa": "QA"}
@@ -25,7 +25,7 @@ def settings() -> dict[str, ModelKey]:
     models += [ModelKey("mini", 0, steps, more, 0.4) for more in (30, 150)]
     models += [ModelKey("mini", at, decayed=False, budget=steps) for at in (50, 150)]
     models += [ModelKey("mini", 0, at, mask_ratio=0.4, decayed=False, budget=steps) for at in (50, 150)]
-    return {name_of(one): one for one in models}
+    return {format_model_name(one): one for one in models}
 
 
 def ability(setting: ModelKey) -> float:
@@ -75,7 +75,9 @@ def write_runs(root: Path, models: Mapping[str, ModelKey]) -> Path:
             begun = one.clm_steps
             start = {"kind": "branch", "run": "/made/elsewhere/runs/mini-clm-300", "at": begun}
         elif one.cpt_mlm_steps:
-            parent = name_of(ModelKey(one.size, one.clm_steps, one.mlm_steps, mask_ratio=0.4 if one.mlm_steps else None))
+            parent = format_model_name(
+                ModelKey(one.size, one.clm_steps, one.mlm_steps, mask_ratio=0.4 if one.mlm_steps else None)
+            )
             start = {"kind": "weights", "run": f"/made/elsewhere/runs/{parent}", "at": 300}
         start |= _progress(begun)
         phases = [("clm", one.clm_steps)] * (one.clm_steps > 0 and not one.cpt_mlm_steps)

@@ -4,7 +4,7 @@ import json
 
 import runs
 
-from megaenc.training.logging.backends import flat
+from megaenc.training.logging.backends import flatten_row
 
 
 def numbers(folder) -> dict[str, dict[int, float]]:
@@ -12,7 +12,7 @@ def numbers(folder) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for group, rows in (("train", runs.metrics(folder)), ("validation", runs.validations(folder))):
         for row in rows:
-            for name, value in flat(row, group).items():
+            for name, value in flatten_row(row, group).items():
                 if not isinstance(value, str):
                     found.setdefault(name, {})[row["step"]] = value
     return found

@@ -48,5 +48,5 @@ def assert_only_step_4(folder: Path) -> None:
     """Its checkpoint is whole, and nothing is there of another."""
     checkpoints = CheckpointLoader(folder / "checkpoints")
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
-    assert checkpoints.latest() == 4
-    assert checkpoints.state(4)["step"] == 4
+    assert checkpoints.tracked_step() == 4
+    assert checkpoints.read_state(4)["step"] == 4

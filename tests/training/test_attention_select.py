@@ -16,9 +16,9 @@ WRONG = "values off by 0.5, where 0.06 is allowed"
 def choose(asked, backend, masks=tuple(Attention)):
     from megaenc.backend import ParallelConfig
     from megaenc.model import ModelConfig
-    from megaenc.training.attention_select import choose_attention
+    from megaenc.training.attention_select import select_attention
 
-    return choose_attention(asked, ModelConfig(), ParallelConfig(), torch.float32, masks, backend)
+    return select_attention(asked, ModelConfig(), ParallelConfig(), torch.float32, masks, backend)
 
 
 @pytest.fixture
@@ -88,12 +88,12 @@ def test_where_none_is_right(asked, message, machine, one_process):
 def test_what_is_checked_is_what_the_run_will_compute(machine, one_process):
     """Its heads and groups as a tensor-parallel rank has them, and its masks."""
     from megaenc.backend import ParallelConfig
-    from megaenc.model.config import preset
-    from megaenc.training.attention_select import choose_attention
+    from megaenc.model.config import get_preset
+    from megaenc.training.attention_select import select_attention
 
     asked = machine(flash="right")
     layout = ParallelConfig(tensor_model_parallel_size=2)
-    choose_attention("auto", preset("1b"), layout, torch.bfloat16, {Attention.PREFIX, Attention.CAUSAL}, one_process)
+    select_attention("auto", get_preset("1b"), layout, torch.bfloat16, {Attention.PREFIX, Attention.CAUSAL}, one_process)
     [(_, found)] = asked
     assert (found["heads"], found["groups"], found["head_dim"], found["dtype"]) == (9, 3, 96, torch.bfloat16)
     assert found["masks"] == [Attention.CAUSAL, Attention.PREFIX]
@@ -111,13 +111,13 @@ def test_what_is_checked_is_what_the_run_will_compute(machine, one_process):
     ],
 )
 def test_the_masks_of_a_run(schedule, more, masks, small_corpus, machine, one_process):
-    from megaenc.training.attention_select import attention_of
-    from megaenc.training.config import read_settings
-    from megaenc.training.planning import make_plan
+    from megaenc.training.attention_select import select_plan_attention
+    from megaenc.training.config import parse_config
+    from megaenc.training.planning import build_plan
 
     asked = machine(sdpa="right")
     flags = [*small_corpus.flags, "--seq-length", "64", "--objective-schedule", schedule, "--train-iters", "4", *more]
-    attention_of(make_plan(read_settings([*flags, "--micro-batch-size", "2"], "test")), one_process)
+    select_plan_attention(build_plan(parse_config([*flags, "--micro-batch-size", "2"], "test")), one_process)
     found = asked[-1][1]
     assert set(found["masks"]) == masks
     assert (found["seq_length"], found["packs"]) == (64, 2)

@@ -7,7 +7,7 @@ import runs
 
 from megaenc.backend import prepare_megatron
 from megaenc.training.command import main
-from megaenc.training.config import batch_sizes
+from megaenc.training.config import build_batch_sizes
 
 # 2 packs, then 4, 6 and 8, over the first 30: steps 1..5 of 2, 6..8 of 4, 9 and 10 of 6, then 8.
 SIZES = [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2
@@ -23,7 +23,7 @@ def test_sizes_are_those_of_megatron_core(rampup):
     from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
     full = 8 if rampup[0] == 2 else 128
-    sizes = batch_sizes(full, rampup)
+    sizes = build_batch_sizes(full, rampup)
     rule, read = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, *rampup), 0
     for step in range(1, 60):
         rule.update(read, consistency_check=False)
@@ -33,7 +33,7 @@ def test_sizes_are_those_of_megatron_core(rampup):
 
 @pytest.mark.parametrize("rampup", [None, (2, 2, 30)])
 def test_steps_that_read_so_many_samples(rampup):
-    sizes = batch_sizes(8, rampup)
+    sizes = build_batch_sizes(8, rampup)
     for samples in range(1, 100):
         steps = sizes.steps_for(samples)
         assert sizes.first_sample(steps) < samples <= sizes.first_sample(steps + 1)

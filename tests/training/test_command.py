@@ -13,26 +13,26 @@ import yaml
 
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.training.command import main
-from megaenc.training.config import read_settings
-from megaenc.training.planning import make_plan
+from megaenc.training.config import parse_config
+from megaenc.training.planning import build_plan
 
 
 def test_command_line_wins_over_yaml_and_yaml_over_the_preset(tmp_path):
     (tmp_path / "run.yaml").write_text("model: 610m\nnum-layers: 13\nlr: 5e-4\ntrain_iters: 7\n")
-    settings = read_settings(["--config", str(tmp_path / "run.yaml"), "--train-iters", "9"], "test")
+    settings = parse_config(["--config", str(tmp_path / "run.yaml"), "--train-iters", "9"], "test")
     assert (settings.model, settings.shape.num_layers, settings.shape.hidden_size) == ("610m", 13, 1152)
     assert (settings.optimizer.lr, settings.train_iters) == (5e-4, 9)
-    assert read_settings(["--model", "1B", "--num-layers", "4"], "test").shape.hidden_size == 1728
+    assert parse_config(["--model", "1B", "--num-layers", "4"], "test").shape.hidden_size == 1728
 
 
 def test_last_of_a_repeated_flag_counts_for_the_preset_too():
-    settings = read_settings(["--model", "tiny", "--model=610m"], "test")
+    settings = parse_config(["--model", "tiny", "--model=610m"], "test")
     assert (settings.model, settings.shape.num_layers) == ("610m", 26)
 
 
 def test_fraction_on_the_command_line_overrules_steps_in_yaml(tmp_path):
     (tmp_path / "run.yaml").write_text("lr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\n")
-    optimizer = read_settings(["--config", str(tmp_path / "run.yaml"), "--lr-warmup-fraction", "0.1"], "test").optimizer
+    optimizer = parse_config(["--config", str(tmp_path / "run.yaml"), "--lr-warmup-fraction", "0.1"], "test").optimizer
     assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.1, 1000)
 
 
@@ -48,7 +48,7 @@ def test_a_decay_may_be_a_fraction_of_the_run(small_corpus):
         "--lr-wsd-decay-fraction",
         "0.25",
     ]
-    rate = make_plan(read_settings(flags, "test")).learning_rate
+    rate = build_plan(parse_config(flags, "test")).learning_rate
     assert [rate(step) for step in range(15, 21)] == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
@@ -159,7 +159,7 @@ def test_what_one_rank_alone_finds_is_printed_too(small_corpus, tmp_path):
         "from megaenc.data.indexed.corpus import Corpus\n"
         "if __name__ == '__main__':\n"
         "    if os.environ['RANK'] == '1':\n"
-        "        Corpus.joined = lambda self, *_: self._check_ids(self.document_lengths + 400, 'document 7', LocalInputError)\n"
+        "        Corpus.read_spans = lambda self, *_: self._check_ids(self.document_lengths + 400, 'document 7', LocalInputError)\n"
         "    from megaenc.errors import LocalInputError\n"
         "    from megaenc.training.command import main\n"
         "    main()\n"

@@ -8,9 +8,9 @@ import runs
 
 from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
-from megaenc.training.config import read_settings
+from megaenc.training.config import parse_config
 from megaenc.training.micro_batches import DataParallelSampler
-from megaenc.training.planning import make_plan
+from megaenc.training.planning import build_plan
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def blend(small_corpus, tmp_path_factory) -> list[str]:
 
 
 def plan_of(*flags):
-    return make_plan(read_settings([*map(str, flags)], "test"))
+    return build_plan(parse_config([*map(str, flags)], "test"))
 
 
 @pytest.mark.parametrize("packing", ["concat", "random-length"])
@@ -83,14 +83,14 @@ def test_another_blend_is_another_run(blend, small_corpus, tmp_path, refusal):
 def test_a_budget_of_tokens_is_as_many_steps_as_it_takes():
     sizes = ["--global-batch-size", "4", "--seq-length", "100", "--micro-batch-size", "4"]
     for tokens, steps in ((1, 1), (400, 1), (401, 2), (40_000, 100)):
-        assert read_settings([*sizes, "--train-tokens", str(tokens)], "test").total_iters == steps
-    assert read_settings(sizes, "test").total_iters == 200
+        assert parse_config([*sizes, "--train-tokens", str(tokens)], "test").total_iters == steps
+    assert parse_config(sizes, "test").total_iters == 200
 
 
 def test_tokens_on_the_command_line_overrule_steps_in_yaml(tmp_path, small_corpus, refusal):
     (tmp_path / "run.yaml").write_text("train_iters: 9\nseq_length: 64\n")
-    settings = read_settings(["--config", str(tmp_path / "run.yaml"), "--train-tokens", "2048"], "test")
+    settings = parse_config(["--config", str(tmp_path / "run.yaml"), "--train-tokens", "2048"], "test")
     assert (settings.train_iters, settings.total_iters) == (None, 2)
-    assert read_settings(["--config", str(tmp_path / "run.yaml"), "--train_tokens=2048"], "test") == settings
+    assert parse_config(["--config", str(tmp_path / "run.yaml"), "--train_tokens=2048"], "test") == settings
     both = [*small_corpus.flags, "--train-tokens", "5", "--train-iters", "6"]
     assert "--train-tokens: found 5 beside --train-iters 6, expected one of them" in refusal(main, both)

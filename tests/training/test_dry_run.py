@@ -73,12 +73,12 @@ def test_the_demo_corpus_is_not_built_for_it(tmp_path, monkeypatch, refusal):
 
 
 def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):
-    from megaenc.training.config import read_settings
-    from megaenc.training.planning import make_plan
+    from megaenc.training.config import parse_config
+    from megaenc.training.planning import build_plan
 
     schedule = "mix(clm:0.3,mlm:0.7):1.0"
     lines = printed("--objective-schedule", schedule)
-    plan = make_plan(read_settings([*small_corpus.flags, *RUN, "--objective-schedule", schedule], "test"))
+    plan = build_plan(parse_config([*small_corpus.flags, *RUN, "--objective-schedule", schedule], "test"))
     drawn = [plan.schedule.text_at(step) for step in range(1, 201)]
     assert {line[0]: int(line[1]) for line in lines if line[0] in ("clm", "mlm")} == {
         text: drawn.count(text) for text in ("clm", "mlm")

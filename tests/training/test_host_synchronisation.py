@@ -118,10 +118,10 @@ def test_what_does_not_wait_is_not():
 def engine_of(flags):
     """The engine of a run in this process."""
     from megaenc import backend
-    from megaenc.training.config import read_settings
-    from megaenc.training.planning import make_plan
+    from megaenc.training.config import parse_config
+    from megaenc.training.planning import build_plan
 
-    plan = make_plan(read_settings(flags, "test"))
+    plan = build_plan(parse_config(flags, "test"))
     device = backend.init_distributed(plan.settings.layout, plan.settings.seed)
     from megaenc.training.engine import Engine
 
@@ -138,8 +138,8 @@ def forward_and_backward(engine, objective, watched):
 
     plan, [model] = engine.plan, engine.chunks
     objective = Schedule.build(objective, 1, plan.vocabulary, 1).objective(1)
-    engine.clear_gradient()
-    batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).made(engine.device)
+    engine.zero_grad()
+    batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).build(engine.device)
     with watched:
         output, loss_of = engine._forward_step({"predicted": 0, "flops": 0.0}, iter([batch]), model)
         loss, _, _ = loss_of(output)
@@ -202,17 +202,17 @@ class Copies(TorchDispatchMode):
 def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, small_corpus, monkeypatch):
     """All that it consists of; the device is torch's that holds no numbers, and pinning is noted instead of done."""
     from megaenc.objectives import Schedule
-    from megaenc.training.config import read_settings
-    from megaenc.training.planning import make_plan
+    from megaenc.training.config import parse_config
+    from megaenc.training.planning import build_plan
 
-    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN], "test"))
+    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN], "test"))
     from megaenc.training.micro_batches import MicroBatchSpec
 
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     objective = Schedule.build(objective, 1, plan.vocabulary, 1).objective(1)
     with Copies() as copies:
-        batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).made(torch.device("meta"))
+        batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).build(torch.device("meta"))
     rows = batch.packing.prefix_rows
     parts = [batch.tokens, batch.positions, batch.predict_at, batch.labels, batch.packing.cu_seqlens_q]
     parts += [rows.prefix, rows.suffix, rows.cu_seqlens_prefix, rows.cu_seqlens_suffix] if rows else []

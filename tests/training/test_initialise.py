@@ -63,10 +63,10 @@ def test_an_older_checkpoint_in_another_layout(small_corpus, parent, tmp_path):
 
 
 def plan_of(flags):
-    from megaenc.training.config import read_settings
-    from megaenc.training.planning import make_plan
+    from megaenc.training.config import parse_config
+    from megaenc.training.planning import build_plan
 
-    return make_plan(read_settings([str(flag) for flag in flags], "test"))
+    return build_plan(parse_config([str(flag) for flag in flags], "test"))
 
 
 @pytest.mark.multiprocess
@@ -84,7 +84,7 @@ def test_what_was_the_newest_at_first_stays_so(small_corpus, parent, tmp_path):
     (tmp_path / "run").mkdir()
     flags = [*small_corpus.flags, *CONTINUED, "--save", tmp_path / "run", "--init-from", parent]
     first = plan_of([*flags, "--init-at", 8])
-    (tmp_path / "run" / "run.json").write_text(json.dumps(first.facts))
+    (tmp_path / "run" / "run.json").write_text(json.dumps(first.run_metadata))
     assert plan_of(flags).identity == first.identity
 
 
@@ -95,7 +95,7 @@ def test_skip_samples_is_where_the_data_begins(small_corpus, parent, tmp_path):
     new, skipping = plan_of(flags), plan_of([*flags, "--skip-samples", 40])
     assert [new.first_sample(step) for step in (1, 2)] == [0, 4]
     assert [skipping.first_sample(step) for step in (1, 2)] == [40, 44]
-    assert sum(row.packs for row in skipping.reading) == 6 * 4
+    assert sum(row.packs for row in skipping.corpus_usage) == 6 * 4
     after = plan_of([*flags, "--init-from", parent, "--skip-samples", "parent"])
     assert (after.first_sample(1), after.identity["skip_samples"], after.settings.start.skip_samples) == (96, 96, 96)
     assert plan_of([*flags, "--init-from", parent, "--init-at", 8, "--skip-samples", "parent"]).first_sample(1) == 64
@@ -113,8 +113,8 @@ def test_rows_beyond_the_tokenizer_make_another_run(small_corpus):
     flags = [*small_corpus.flags, *CONTINUED]
     plain, same, more = plan_of(flags), plan_of([*flags, "--vocab-size", 400]), plan_of([*flags, "--vocab-size", 420])
     assert plain.identity == same.identity and plain.vocab_size == same.vocab_size == 400
-    assert (more.identity["vocab_size"], more.facts["vocab_size"]) == (420, 420)
-    assert more.facts["parameters"] - plain.facts["parameters"] == 2 * 20 * 64
+    assert (more.identity["vocab_size"], more.run_metadata["vocab_size"]) == (420, 420)
+    assert more.run_metadata["parameters"] - plain.run_metadata["parameters"] == 2 * 20 * 64
 
 
 @pytest.mark.multiprocess

@@ -13,7 +13,7 @@ from workers.bad_packs import spoil
 from megaenc.counter_rng import uniforms
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.command import main
-from megaenc.training.trainer import SHORTEST, WINDOW, RecentLosses, deviations
+from megaenc.training.trainer import MIN_RECENT_LOSSES, MAX_RECENT_LOSSES, RecentLosses, compute_deviations
 
 # Eight packs a step: step 40 reads packs 312 to 319.
 RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "48", "--objective-schedule", "clm", "--eval-interval", "20"]
@@ -27,19 +27,19 @@ def noise(count: int) -> list[float]:
 
 
 def test_deviations_are_those_of_normal_noise_and_a_spike_does_not_hide_the_next():
-    assert deviations(3.6, noise(2000)) == pytest.approx(6, rel=0.1)
-    assert deviations(2.4, noise(2000)) == pytest.approx(-6, rel=0.1)
-    assert deviations(3.6, noise(120) + [30.0] * 8) == pytest.approx(deviations(3.6, noise(128)), rel=0.25)
-    assert deviations(2.0, [2.0] * 50) == 0 and deviations(2.0 + 1e-6, [2.0] * 50) < 1 < deviations(2.1, [2.0] * 50)
+    assert compute_deviations(3.6, noise(2000)) == pytest.approx(6, rel=0.1)
+    assert compute_deviations(2.4, noise(2000)) == pytest.approx(-6, rel=0.1)
+    assert compute_deviations(3.6, noise(120) + [30.0] * 8) == pytest.approx(compute_deviations(3.6, noise(128)), rel=0.25)
+    assert compute_deviations(2.0, [2.0] * 50) == 0 and compute_deviations(2.0 + 1e-6, [2.0] * 50) < 1 < compute_deviations(2.1, [2.0] * 50)
 
 
 def test_each_objective_has_its_own_losses_and_comes_back_anew():
     losses = RecentLosses()
     found = [losses.add(step, "clm", 3.0 + 0.01 * (step % 7)) for step in range(1, 41)]
-    assert [step for step, number in enumerate(found, start=1) if number is None] == list(range(1, SHORTEST + 1))
+    assert [step for step, number in enumerate(found, start=1) if number is None] == list(range(1, MIN_RECENT_LOSSES + 1))
     assert losses.add(41, "mlm", 9.0) is None and losses.add(42, "clm", 9.0) > 6
     assert losses.add(43, "clm", None) is None and losses.add(44, "clm", float("nan")) is None
-    assert losses.add(42 + SHORTEST, "clm", 3.0) is not None and losses.add(43 + 2 * SHORTEST, "clm", 9.0) is None
+    assert losses.add(42 + MIN_RECENT_LOSSES, "clm", 3.0) is not None and losses.add(43 + 2 * MIN_RECENT_LOSSES, "clm", 9.0) is None
 
 
 def test_what_is_saved_is_all_there_is_and_stays_small():
@@ -48,7 +48,7 @@ def test_what_is_saved_is_all_there_is_and_stays_small():
     first = RecentLosses()
     for step in range(1, 301):
         first.add(step, "clm", values[step - 1])
-    assert len(first.state["clm"]["losses"]) == WINDOW
+    assert len(first.state["clm"]["losses"]) == MAX_RECENT_LOSSES
     second = RecentLosses(json.loads(json.dumps(first.state)))
     assert [second.add(step, "clm", values[step - 1]) for step in range(301, 401)] == found[300:]
 
@@ -108,7 +108,7 @@ def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_
     monkeypatch.setenv("KILLED", "1")
     runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)], expect=-signal.SIGKILL)
     checkpoints = CheckpointLoader(folder / "checkpoints")
-    assert checkpoints.latest() == 39 and runs.metrics(folder)[-1]["step"] == 40
+    assert checkpoints.tracked_step() == 39 and runs.metrics(folder)[-1]["step"] == 40
     monkeypatch.delenv("KILLED")
     said = runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)]).stdout
     assert "going on after step 36" in said and "25 packs left out: 296-319 900" in said

@@ -14,27 +14,27 @@ from megaenc.training.micro_batches import DEPTH, Prefetcher
 def test_results_come_in_order_and_the_next_are_begun():
     made = []
     ahead = Prefetcher(lambda key: made.append(key) or 10 * key)
-    assert list(ahead.over([1, 2, 3], following=[4, 5, 6, 7])) == [10, 20, 30]
+    assert list(ahead.iterate([1, 2, 3], following=[4, 5, 6, 7])) == [10, 20, 30]
     deadline = time.monotonic() + 10
     while len(made) < 3 + DEPTH and time.monotonic() < deadline:
         time.sleep(0.01)
     assert made == [1, 2, 3, 4, 5]  # two ahead, and no further
-    assert list(ahead.over([4, 5, 6], following=[])) == [40, 50, 60]
+    assert list(ahead.iterate([4, 5, 6], following=[])) == [40, 50, 60]
     assert made == [1, 2, 3, 4, 5, 6]  # none twice
 
 
 def test_a_wrong_guess_is_forgotten():
     ahead = Prefetcher(lambda key: 10 * key)
-    assert list(ahead.over([1], following=[2, 3])) == [10]
-    assert list(ahead.over([2, 9], following=[5])) == [20, 90]
-    assert list(ahead.over([7], following=[])) == [70]
-    assert list(ahead.over([])) == []
+    assert list(ahead.iterate([1], following=[2, 3])) == [10]
+    assert list(ahead.iterate([2, 9], following=[5])) == [20, 90]
+    assert list(ahead.iterate([7], following=[])) == [70]
+    assert list(ahead.iterate([])) == []
 
 
 def test_they_are_made_while_others_are_used():
     begun = threading.Event()
     ahead = Prefetcher(lambda key: begun.set() if key == 2 else key)
-    results = ahead.over([1, 2])
+    results = ahead.iterate([1, 2])
     assert next(results) == 1
     assert begun.wait(10)  # though nobody has asked for the second
 
@@ -45,7 +45,7 @@ def test_an_error_arrives_in_its_place():
             raise ValueError("no such document")
         return key
 
-    results = Prefetcher(make).over([1, 2, 3])
+    results = Prefetcher(make).iterate([1, 2, 3])
     assert next(results) == 1
     with pytest.raises(ValueError, match="no such document"):
         next(results)
@@ -54,7 +54,7 @@ def test_an_error_arrives_in_its_place():
 def test_the_thread_is_set_up_and_leaves_with_its_owner():
     threads = []
     ahead = Prefetcher(lambda key: key, set_up=lambda: threads.append(threading.current_thread()))
-    assert list(ahead.over([1, 2], following=[3, 4, 5])) == [1, 2]
+    assert list(ahead.iterate([1, 2], following=[3, 4, 5])) == [1, 2]
     assert len(threads) == 1 and threads[0].name.startswith("micro-batches")
     del ahead
     threads[0].join(60)
@@ -62,7 +62,7 @@ def test_the_thread_is_set_up_and_leaves_with_its_owner():
 
 
 def test_a_process_ends_though_more_was_begun_than_is_taken():
-    code = "from megaenc.training.micro_batches import Prefetcher\nprint(next(Prefetcher(abs).over(range(100), range(100, 200))))"
+    code = "from megaenc.training.micro_batches import Prefetcher\nprint(next(Prefetcher(abs).iterate(range(100), range(100, 200))))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and ended.stdout == "0\n", ended.stderr
 
@@ -74,8 +74,8 @@ if __name__ == '__main__':
     build = engine.Engine.__init__
     def with_a_thread(self, *arguments):
         build(self, *arguments)
-        assert self._ahead is None  # on processors
-        self._ahead = Prefetcher(self._make)
+        assert self._prefetcher is None  # on processors
+        self._prefetcher = Prefetcher(self._build_micro_batch)
     engine.Engine.__init__ = with_a_thread
     from megaenc.training.command import main
     main()

@@ -45,7 +45,7 @@ def test_fewer_activations_are_kept(way, one_process):
     from megaenc.model.encoder import build_encoder
     from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
-    from megaenc.training.config import read_settings
+    from megaenc.training.config import parse_config
 
     def kept(layout: ParallelConfig) -> int:
         encoder = build_encoder(ModelConfig(num_layers=4), 128, 256, layout, torch.float32, seed=1).train()
@@ -56,12 +56,12 @@ def test_fewer_activations_are_kept(way, one_process):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            packing = PackedSequences.of([0, 256], Attention.BIDIRECTIONAL, one_process.device, None)
+            packing = PackedSequences.from_edges([0, 256], Attention.BIDIRECTIONAL, one_process.device, None)
             logits = encoder(torch.zeros(1, 256, dtype=torch.int64), torch.arange(256), packing, torch.arange(4))
         del logits
         return sum(sizes.values()) - sum(parameter.nbytes for parameter in encoder.parameters())
 
-    assert kept(read_settings(WAYS[way], "test").layout) < 0.98 * kept(ParallelConfig())
+    assert kept(parse_config(WAYS[way], "test").layout) < 0.98 * kept(ParallelConfig())
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import runs
 from transformers import EuroBertForMaskedLM
 
 from megaenc.convert.to_hf import to_hf
-from megaenc.training.config import read_settings
-from megaenc.training.planning import make_plan
+from megaenc.training.config import parse_config
+from megaenc.training.planning import build_plan
 
 PEAK, WARMUP, DECAY, STEPS, CLIP = 3e-3, 4, 5, 20, 0.5  # what runs.SHORT_RUN asks for
 
@@ -28,7 +28,7 @@ def test_twenty_losses_equal_those_of_a_plain_loop(schedule, small_corpus, tmp_p
     to_hf(tmp_path / "start", tmp_path / "hf")
 
     model = EuroBertForMaskedLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
-    losses, norms = plain_loop.train(model, make_plan(read_settings(flags, "test")), STEPS, learning_rate, CLIP)
+    losses, norms = plain_loop.train(model, build_plan(parse_config(flags, "test")), STEPS, learning_rate, CLIP)
 
     rows = runs.metrics(tmp_path / "run")
     assert max(norms) > CLIP, "the clip never bit, so it was not tested"

@@ -13,8 +13,8 @@ from checkpoint_helpers import flip_a_bit
 from megaenc import backend
 from megaenc.errors import InputError
 from megaenc.training.command import main
-from megaenc.training.config import read_settings
-from megaenc.training.planning import make_plan
+from megaenc.training.config import parse_config
+from megaenc.training.planning import build_plan
 from megaenc.training.run_dir import RunDir
 
 
@@ -126,7 +126,7 @@ def test_a_run_json_that_is_a_pipe(refused, copy, tmp_path, monkeypatch):
 
 def test_a_disk_that_is_full_at_any_moment_of_the_start(small_corpus, small_disk):
     """Room for a number of blocks, from none to enough for all: refused in one line, and nothing is left but what was there."""
-    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN], "test"))
+    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN], "test"))
     size = 64 << 10
     subprocess.run(["mount", "-o", f"remount,size={size}", str(small_disk)], check=True)
     filler, complaints = small_disk / "filler", set()
@@ -140,7 +140,7 @@ def test_a_disk_that_is_full_at_any_moment_of_the_start(small_corpus, small_disk
             complaints.add(str(error).partition(":")[0].rpartition("/")[2])
             assert sorted(small_disk.iterdir()) == [filler]
         else:
-            folder.undo()
+            folder.restore()
             folder.lock.close()
             assert sorted(small_disk.iterdir()) == [filler]
             break

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from megaenc.errors import InputError, LocalInputError
-from megaenc.training.run_dir import METRICS, RunDir
+from megaenc.training.run_dir import METRICS_FILE, RunDir
 from megaenc.training.run_lock import RunLock
 
 
@@ -22,17 +22,17 @@ def opened(path) -> RunDir:
 def test_a_disk_that_is_full_when_rows_are_cut_is_told_to_the_other_ranks(tmp_path, monkeypatch):
     """Rank 0 alone notices: an error that all ranks are taken to have would leave them waiting for it."""
     folder = opened(tmp_path)
-    (tmp_path / METRICS).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("megaenc.atomic_io.os.fsync", full)
     with pytest.raises(LocalInputError, match="cannot be written to: No space left on device"):
-        folder.cut(2)
+        folder.drop_rows_after(2)
     monkeypatch.undo()
-    folder.cut(2)
-    assert [json.loads(row)["step"] for row in (tmp_path / METRICS).read_text().splitlines()] == [1, 2]
+    folder.drop_rows_after(2)
+    assert [json.loads(row)["step"] for row in (tmp_path / METRICS_FILE).read_text().splitlines()] == [1, 2]
 
 
 ODD = [
@@ -52,48 +52,48 @@ ODD = [
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd[:9]))
 def test_an_odd_row_is_refused_but_at_the_end_where_a_kill_may_have_left_it(odd, tmp_path):
-    folder, file = opened(tmp_path), tmp_path / METRICS
+    folder, file = opened(tmp_path), tmp_path / METRICS_FILE
     file.write_bytes(b'{"step": 1}\n' + odd + b'\n{"step": 3}\n')
     before = file.read_bytes()
     with pytest.raises(LocalInputError, match=r"metrics\.jsonl: line 2: found b'.*expected an object with a `step`") as error:
-        folder.cut(3)
+        folder.drop_rows_after(3)
     assert len(str(error.value)) < 500 and file.read_bytes() == before
-    folder.cut(2)
+    folder.drop_rows_after(2)
     assert file.read_bytes() == b'{"step": 1}\n'
     file.write_bytes(b'{"step": 1}\n' + odd)
-    folder.cut(3)
+    folder.drop_rows_after(3)
     assert file.read_bytes() == b'{"step": 1}\n'
 
 
 def test_rows_are_no_pipe(tmp_path):
-    os.mkfifo(tmp_path / METRICS)
+    os.mkfifo(tmp_path / METRICS_FILE)
     with pytest.raises(LocalInputError, match=r"metrics\.jsonl: not a regular file"):
-        opened(tmp_path).cut(3)
+        opened(tmp_path).drop_rows_after(3)
 
 
 def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
     folder = opened(tmp_path)
-    folder.log(METRICS, {"step": 1})
+    folder.append_row(METRICS_FILE, {"step": 1})
     (tmp_path / ".lock").unlink()
-    for write in (lambda: folder.log(METRICS, {"step": 2}), lambda: folder.cut(0), folder.sync):
+    for write in (lambda: folder.append_row(METRICS_FILE, {"step": 2}), lambda: folder.drop_rows_after(0), folder.sync):
         with pytest.raises(LocalInputError, match=r"\.lock: found it removed or replaced"):
             write()
     other = opened(tmp_path)
     with pytest.raises(LocalInputError, match=r"\.lock: found it removed or replaced"):
-        folder.log(METRICS, {"step": 2})
-    other.log(METRICS, {"step": 2})
-    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 2}\n'
+        folder.append_row(METRICS_FILE, {"step": 2})
+    other.append_row(METRICS_FILE, {"step": 2})
+    assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
     """As by a command that was refused: the file that it has locked is no longer the lock."""
     first = RunLock(tmp_path / "a" / "b")
-    threading.Timer(0.3, lambda: (first.undo(), first.close())).start()
+    threading.Timer(0.3, lambda: (first.remove_created(), first.close())).start()
     second = RunLock(tmp_path / "a" / "b", patience=20)
     second.check()
     with pytest.raises(InputError, match="another process is training in this folder"):
         RunLock(tmp_path / "a" / "b")
-    second.undo()
+    second.remove_created()
     # Empty folders stay if the second has its file in them before the first has removed them.
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 

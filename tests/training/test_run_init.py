@@ -5,15 +5,15 @@ from counting import counted
 
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
-from megaenc.training.parent_run import first_difference
-from megaenc.training.run_init import Ancestor, RunInit, digest
+from megaenc.training.parent_run import first_differing_step
+from megaenc.training.run_init import Ancestor, RunInit, identity_digest
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
 
 def difference(one, other, last, seeds=(1, 1)):
     schedules = [Schedule.build(text, steps, VOCABULARY, seed) for (text, steps), seed in zip((one, other), seeds, strict=True)]
-    return first_difference(*schedules, last)
+    return first_differing_step(*schedules, last)
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_start_is_read_back_and_says_nothing_where_there_is_nothing():
 
 
 def test_the_digest_tells_any_field_and_no_order():
-    assert digest({"a": 1, "b": 2.5}) == digest({"b": 2.5, "a": 1}) != digest({"a": 1, "b": 2.0})
+    assert identity_digest({"a": 1, "b": 2.5}) == identity_digest({"b": 2.5, "a": 1}) != identity_digest({"a": 1, "b": 2.0})

@@ -17,12 +17,12 @@ import torch
 )
 def test_fused_kernels_are_named_where_there_is_an_accelerator(machine, used, said, small_corpus, one_process, monkeypatch):
     from megaenc.backend import KernelConfig
-    from megaenc.training.config import read_settings
-    from megaenc.training.dry_run import run_header
-    from megaenc.training.planning import make_plan
+    from megaenc.training.config import parse_config
+    from megaenc.training.dry_run import format_run_header
+    from megaenc.training.planning import build_plan
 
-    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN], "test"))
+    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN], "test"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: machine)
     backend = replace(one_process, name=machine)
-    first = run_header(plan, backend, KernelConfig(attention_backend="flash"), used, resumed=0).splitlines()[0]
+    first = format_run_header(plan, backend, KernelConfig(attention_backend="flash"), used, resumed=0).splitlines()[0]
     assert said in first

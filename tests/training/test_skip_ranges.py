@@ -10,8 +10,8 @@ from workers.bad_packs import spoil
 from megaenc.counter_rng import uniforms
 from megaenc.errors import InputError
 from megaenc.training.command import main
-from megaenc.training.config import read_settings
-from megaenc.training.planning import make_plan
+from megaenc.training.config import parse_config
+from megaenc.training.planning import build_plan
 from megaenc.training.skip_ranges import SkippedPacks
 
 RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--lr-wsd-decay-iters", "2", "--eval-interval", "0"]
@@ -46,7 +46,7 @@ def test_two_lists_agree_where_the_samples_read_are_the_same(number):
     for first in (0, 9):
         for count in range(60):
             same = [one.sample(first, p) for p in range(count)] == [other.sample(first, p) for p in range(count)]
-            assert one.agrees(other, first, count) == other.agrees(one, first, count) == same
+            assert one.reads_same(other, first, count) == other.reads_same(one, first, count) == same
 
 
 def test_texts_are_put_in_order_and_what_is_no_range_is_refused():
@@ -58,7 +58,7 @@ def test_texts_are_put_in_order_and_what_is_no_range_is_refused():
 
 
 def plan_of(*flags):
-    return make_plan(read_settings([*map(str, flags)], "test"))
+    return build_plan(parse_config([*map(str, flags)], "test"))
 
 
 def test_plan_counts_on_over_what_is_left_out(small_corpus):
@@ -67,7 +67,7 @@ def test_plan_counts_on_over_what_is_left_out(small_corpus):
     assert [plan.sample(position) for position in range(9)] == [4, 5, 6, 7, 8, 9, 11, 14, 15]
     plain = plan_of(*small_corpus.flags, *RUN, "--skip-samples", "4")
     assert plan.identity == plain.identity and plan.step_tokens(1) == plain.step_tokens(1)
-    assert [row.packs for row in plan.reading] == [row.packs for row in plain.reading] == [96]
+    assert [row.packs for row in plan.corpus_usage] == [row.packs for row in plain.corpus_usage] == [96]
 
 
 @pytest.fixture(scope="module")

@@ -109,8 +109,8 @@ def test_what_no_pack_gives_alone_points_to_the_hardware(small_corpus, monkeypat
         monkeypatch.undo()
         return before(*arguments)
 
-    before = nonfinite.diagnose
-    monkeypatch.setattr(nonfinite, "diagnose", healed)
+    before = nonfinite.find_nonfinite_packs
+    monkeypatch.setattr(nonfinite, "find_nonfinite_packs", healed)
     flags = [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"]
     line = refusal(main, flags)
     assert "from none of its 8 packs when each is run alone, which points to the hardware; in the step itself the loss" in line
@@ -125,22 +125,22 @@ def test_weights_that_are_no_good_are_not_blamed_on_the_packs(small_corpus, monk
 
 def test_a_gradient_alone_is_never_reduced(small_corpus, one_process, monkeypatch):
     """Also where reductions are started by the backward pass itself, which needs an accelerator."""
-    from megaenc.training.config import read_settings
+    from megaenc.training.config import parse_config
     from megaenc.training.engine import Engine
-    from megaenc.training.planning import make_plan
+    from megaenc.training.planning import build_plan
 
-    engine = Engine(make_plan(read_settings([*small_corpus.flags, *RUN, "--no-bf16"], "test")), one_process)
+    engine = Engine(build_plan(parse_config([*small_corpus.flags, *RUN, "--no-bf16"], "test")), one_process)
     groups = [group for chunk in engine.chunks for group in chunk.bucket_groups]
-    seen, sums, finalize = [], engine._sums, engine.config.finalize_model_grads_func
+    seen, sums, finalize = [], engine._run_micro_batches, engine.config.finalize_model_grads_func
 
     def watched(*arguments, **named):
         seen.append(([group.is_last_microbatch for group in groups], engine.config.finalize_model_grads_func))
         return sums(*arguments, **named)
 
-    monkeypatch.setattr(engine, "_sums", watched)
+    monkeypatch.setattr(engine, "_run_micro_batches", watched)
     with engine.no_grad_reduction():
         alone = [engine.local_grad_norm([sample], engine.plan.schedule.objective(1)) for sample in (0, 1, 0)]
     assert seen == [([False] * len(groups), None)] * 3
     assert alone[0] == alone[2] != alone[1] and min(min(alone)) > 0
     assert engine.config.finalize_model_grads_func is finalize and all(group.is_last_microbatch for group in groups)
-    assert engine.update(1).made
+    assert engine.train_step(1).made

@@ -31,7 +31,7 @@ def folder_of(small_corpus, tmp_path_factory):
     """The folder of a run by what it is, layout and precision."""
     from whole_models import load_weights
 
-    from megaenc.convert.run_checkpoint import open_run
+    from megaenc.convert.run_checkpoint import open_run_checkpoint
 
     root = tmp_path_factory.mktemp("starts")
 
@@ -47,7 +47,7 @@ def folder_of(small_corpus, tmp_path_factory):
     jobs = []
     for way in WAYS:
         parent = folder("parent", *way)
-        torch.save(load_weights(open_run(parent), 12)[1], parent / "weights.pt")
+        torch.save(load_weights(open_run_checkpoint(parent), 12)[1], parent / "weights.pt")
         jobs.append(job("branch", *way, [*TWO_STAGES, "--branch-from", str(parent), "--branch-at", "8"]))
         jobs.append(job("initialised", *way, [*CONTINUED, "--init-from", str(parent)]))
         jobs.append(job("by hand", *way, CONTINUED, weights=parent / "weights.pt"))

@@ -10,7 +10,7 @@ import runs
 import torch
 
 from megaenc.backend import Backend
-from megaenc.training.timers import StepTimers, memory
+from megaenc.training.timers import StepTimers, memory_usage
 
 PARTS = ["data_seconds", "forward_backward_seconds", "optimizer_seconds"]
 
@@ -85,7 +85,7 @@ def sleepy():
 def test_the_stopwatch_knows_sleeping_from_computing():
     watch = StepTimers()
     with watch.measure("forward_backward"):
-        for _ in watch.over("data", sleepy()):
+        for _ in watch.measure_items("data", sleepy()):
             sum(range(10_000))
     assert watch.wall["data"] >= 0.15 > 0.1 > watch.processor["data"]
     assert watch.seconds()["forward_backward"] == watch.wall["forward_backward"] - watch.wall["data"]
@@ -95,9 +95,9 @@ def test_the_stopwatch_knows_sleeping_from_computing():
 def test_memory_of_a_host_and_of_an_accelerator(monkeypatch):
     resident = psutil.Process().memory_info().rss / 2**30
     host = Backend("cpu", torch.device("cpu"), "gloo", False)
-    assert memory(host)["memory_gib"] == pytest.approx(resident, rel=0.2)
+    assert memory_usage(host)["memory_gib"] == pytest.approx(resident, rel=0.2)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 2**30)
-    found = memory(Backend("rocm", torch.device("cuda", 0), "nccl", True))
+    found = memory_usage(Backend("rocm", torch.device("cuda", 0), "nccl", True))
     assert (found["memory_gib"], found["memory_reserved_gib"]) == (3, 4)
     assert found["host_memory_gib"] == pytest.approx(resident, rel=0.2)

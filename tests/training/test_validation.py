@@ -5,9 +5,9 @@ import runs
 
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
-from megaenc.training.config import read_settings
-from megaenc.training.plan import validated_objectives
-from megaenc.training.planning import make_plan
+from megaenc.training.config import parse_config
+from megaenc.training.plan import validation_objectives
+from megaenc.training.planning import build_plan
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
@@ -23,20 +23,20 @@ VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), finger
     ],
 )
 def test_clm_and_mlm_are_always_among_the_questions(schedule, texts):
-    assert list(validated_objectives(Schedule.build(schedule, 100, VOCABULARY), VOCABULARY)) == texts
+    assert list(validation_objectives(Schedule.build(schedule, 100, VOCABULARY), VOCABULARY)) == texts
 
 
 def test_without_a_mask_token_there_is_no_mlm():
     maskless = Vocabulary(size=64, eos_id=0, mask_id=None, special_ids=(0,), fingerprint="f" * 64)
-    assert list(validated_objectives(Schedule.build("clm", 100, maskless), maskless)) == ["clm"]
+    assert list(validation_objectives(Schedule.build("clm", 100, maskless), maskless)) == ["clm"]
 
 
 @pytest.mark.parametrize(
     ("change", "rows"), [([], 10), (["--objective-schedule", "600x(clm:1,mlm:1)"], 1), (["--log-interval", "7"], 7)]
 )
 def test_rows_of_metrics_show_every_phase(change, rows, small_corpus):
-    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "1200", *change], "test"))
-    assert plan.log_every == rows
+    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "1200", *change], "test"))
+    assert plan.log_interval == rows
 
 
 @pytest.mark.multiprocess

@@ -15,7 +15,7 @@ def runs(tmp_path):
 
 
 def curves(runs, against="step"):
-    return {run.name: run_metrics.curves_of(read_validations(run), against) for run in runs}
+    return {run.name: run_metrics.held_out_curves(read_validations(run), against) for run in runs}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def curves(runs, against="step"):
     ],
 )
 def test_a_panel_an_objective_and_a_line_a_run(runs, against, long, short):
-    picture, shown = plot.comparison(curves(runs, against), against)
+    picture, shown = plot.draw_comparison(curves(runs, against), against)
     assert shown == "the held-out losses of 2 runs under clm, mlm(mask=0.3)"
     assert [panel.get_title(loc="left") for panel in picture.axes] == ["clm", "mlm(mask=0.3)"]
     for panel, slope in zip(picture.axes, (0.05, 0.09), strict=True):
@@ -48,7 +48,7 @@ def test_an_objective_that_a_run_lacks_is_named(runs):
     for row in rows:
         row["objectives"]["mntp"] = row["objectives"].pop("clm")
     write_rows(runs[1] / "validation.jsonl", rows)
-    picture, shown = plot.comparison(curves(runs), "step")
+    picture, shown = plot.draw_comparison(curves(runs), "step")
     assert len(picture.axes) == 1
     assert shown == ("the held-out losses of 2 runs under mlm(mask=0.3); left out, as a run lacks it: clm (short), mntp (long)")
 
@@ -66,7 +66,7 @@ def test_no_objective_in_common_is_one_line(runs, refusal, tmp_path):
 def test_a_validation_without_a_target_has_no_point(runs):
     rows = read_validations(runs[0])
     rows[1]["objectives"]["clm"]["loss"] = None
-    assert run_metrics.curves_of(rows)["clm"][0] == [0, 20, 30, 40]
+    assert run_metrics.held_out_curves(rows)["clm"][0] == [0, 20, 30, 40]
 
 
 def test_a_run_without_validation_is_one_line(runs, refusal, tmp_path):
@@ -76,22 +76,22 @@ def test_a_run_without_validation_is_one_line(runs, refusal, tmp_path):
 
 
 def test_five_objectives_are_two_rows_without_an_empty_frame(runs):
-    each = run_metrics.curves_of(read_validations(runs[0]))
+    each = run_metrics.held_out_curves(read_validations(runs[0]))
     many = {f"mlm(mask=0.{digit})": each["clm"] for digit in range(1, 6)}
-    picture, _ = plot.comparison({"a": many, "b": many}, "step")
+    picture, _ = plot.draw_comparison({"a": many, "b": many}, "step")
     assert [panel.get_visible() for panel in picture.axes] == [True] * 5 + [False]
 
 
 def test_names_are_those_of_the_folders_and_as_much_before_as_it_takes(tmp_path, refusal):
-    assert list(plot.named(["runs/a", "runs/b/"])) == ["a", "b"]
-    assert list(plot.named(["x/run", "y/run", "y/other"])) == ["x/run", "y/run", "y/other"]
+    assert list(plot.name_runs(["runs/a", "runs/b/"])) == ["a", "b"]
+    assert list(plot.name_runs(["x/run", "y/run", "y/other"])) == ["x/run", "y/run", "y/other"]
     assert "b/../a: given twice" in refusal(plot.main, ["a", "b/../a", "--output", tmp_path / "runs.png"])
 
 
 def test_a_name_with_dollar_signs_is_written_as_it_is(tmp_path):
     """And not as a formula, which `$_$` is not one of."""
     runs = [write_run(tmp_path / name) for name in ("$a_1$", "$_$")]
-    picture, _ = plot.comparison(curves(runs), "step")
+    picture, _ = plot.draw_comparison(curves(runs), "step")
     picture.savefig(tmp_path / "runs.png")
     texts = picture.axes[0].get_legend().get_texts()
     assert [text.get_text().split()[0] for text in texts] == ["$a_1$", "$_$"]
@@ -107,5 +107,5 @@ def test_the_command_writes_a_picture(runs, tmp_path, capsys):
 def test_runs_on_different_held_out_text_are_told_apart(runs, tmp_path):
     path = runs[0] / "validation.jsonl"
     write_rows(path, [{**row, "held_out": "another"} for row in read_validations(runs[0])])
-    assert "NOT on the same held-out text" in plot.plot(runs, tmp_path / "x.png")
-    assert "NOT on the same" not in plot.plot(runs[1:], tmp_path / "y.png")
+    assert "NOT on the same held-out text" in plot.write_plot(runs, tmp_path / "x.png")
+    assert "NOT on the same" not in plot.write_plot(runs[1:], tmp_path / "y.png")

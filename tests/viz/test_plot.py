@@ -12,7 +12,7 @@ from megaenc.viz.run_metrics import read_steps, read_validations
 @pytest.fixture
 def picture(tmp_path):
     run = write_run(tmp_path / "run")
-    return plot.figure(read_steps(run), read_validations(run), "a run")
+    return plot.draw_run(read_steps(run), read_validations(run), "a run")
 
 
 def test_phases_are_shaded_and_labelled_where_they_are(picture):
@@ -48,7 +48,7 @@ def test_lines_are_the_losses_and_validations(picture):
 )
 def test_a_run_against_what_it_cost(tmp_path, against, label, ends):
     run = write_run(tmp_path / "run")
-    loss, rate = plot.figure(read_steps(run), read_validations(run), "a run", against).axes
+    loss, rate = plot.draw_run(read_steps(run), read_validations(run), "a run", against).axes
     spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in loss.patches]
     assert spans == [(0, ends[0]), ends]
     raw_mlm = loss.get_lines()[2]
@@ -82,12 +82,12 @@ def test_smoothing_damps_noise_and_does_not_look_across_phases():
         {"step": step, "objective": "clm" if step <= 50 else "mlm", "phase": int(step > 50), "loss": 1.0 if step <= 50 else 3.0}
         for step in range(1, 101)
     ]
-    assert [set(phase.smoothed) for phase in plot.phases_of(rows)] == [{1.0}, {3.0}]
+    assert [set(phase.smoothed) for phase in plot.split_phases(rows)] == [{1.0}, {3.0}]
 
 
 def test_a_step_without_a_target_leaves_no_point():
     rows = [{"step": step, "objective": "mlm", "phase": 0, "loss": loss} for step, loss in enumerate([3.0, None, 2.0], start=1)]
-    [phase] = plot.phases_of(rows)
+    [phase] = plot.split_phases(rows)
     assert phase.x.tolist() == [1, 3] and (phase.start, phase.end) == (0, 3)
 
 
@@ -104,21 +104,21 @@ def test_thousands_of_phases_are_one_stretch_with_a_curve_for_each_objective():
     rows = rows_of(["mntp"] * 1000 + ["clm", "mlm", "mlm", "mlm"] * 1000, 1)
     for row in rows[:1000]:
         row["phase"] = -1
-    alone, clm, mlm = plot.phases_of(rows)
+    alone, clm, mlm = plot.split_phases(rows)
     assert (alone.objective, alone.start, alone.end, alone.share) == ("mntp", 0, 1000, 1)
     assert [(one.objective, one.start, one.end, one.share) for one in (clm, mlm)] == [
         ("clm", 1000, 5000, 0.25),
         ("mlm", 1000, 5000, 0.75),
     ]
     assert set(clm.smoothed) == {2.0} and set(mlm.smoothed) == {3.0}
-    shades = plot.figure(rows, [], "many phases").axes[0].patches
+    shades = plot.draw_run(rows, [], "many phases").axes[0].patches
     assert [(shade.get_x(), shade.get_y(), shade.get_height()) for shade in shades] == [
         (0, 0, 1), (1000, 0.75, 0.25), (1000, 0, 0.75)
     ]  # fmt: skip
 
 
 def test_a_mixture_has_a_curve_for_each_objective():
-    clm, mlm = plot.phases_of(rows_of(["clm", "mlm"] * 50, 100))
+    clm, mlm = plot.split_phases(rows_of(["clm", "mlm"] * 50, 100))
     assert clm.x.tolist() == list(range(1, 101, 2)) and mlm.x.tolist() == list(range(2, 101, 2))
     assert (clm.start, clm.end, clm.share) == (mlm.start, mlm.end, mlm.share) == (0, 100, 0.5)
 
@@ -126,15 +126,15 @@ def test_a_mixture_has_a_curve_for_each_objective():
 def test_the_picture_of_a_branch_begins_where_it_left_its_parent():
     rows = [row | {"step": row["step"] + 60} for row in rows_of(["clm"] * 20 + ["mlm"] * 20, 20)]
     begun = {"step": 60}
-    assert [(phase.start, phase.end) for phase in plot.phases_of(rows, begun=begun)] == [(60, 80), (80, 100)]
-    assert plot.figure([row | {"tokens": row["step"]} for row in rows], [], "run", begun=begun).axes[0].get_xlim() == (60, 100)
+    assert [(phase.start, phase.end) for phase in plot.split_phases(rows, start_progress=begun)] == [(60, 80), (80, 100)]
+    assert plot.draw_run([row | {"tokens": row["step"]} for row in rows], [], "run", start_progress=begun).axes[0].get_xlim() == (60, 100)
 
 
 def test_long_phases_beside_short_ones_stay_by_themselves():
     rows = rows_of(["clm"] * 50 + ["mlm"] * 50, 50) + [
         row | {"step": row["step"] + 100, "phase": row["phase"] + 2} for row in rows_of(["clm", "mlm"] * 50, 1)
     ]
-    found = [(phase.objective, phase.start, phase.end) for phase in plot.phases_of(rows)]
+    found = [(phase.objective, phase.start, phase.end) for phase in plot.split_phases(rows)]
     assert found == [("clm", 0, 50), ("mlm", 50, 100), ("clm", 100, 200), ("mlm", 100, 200)]
 
 
@@ -191,7 +191,7 @@ def test_a_label_that_does_not_fit_is_in_the_legend():
             (step, "clm" if step <= 90 else "mlm(mask=0.4->0.15)", int(step > 90)) for step in range(1, 101)
         ]
     ]
-    loss = plot.figure(rows, [], "run").axes[0]
+    loss = plot.draw_run(rows, [], "run").axes[0]
     assert [text.get_text() for text in loss.texts] == ["clm"]
     assert "mlm(mask=0.4->0.15)" in [text.get_text() for text in loss.get_legend().get_texts()]
 
@@ -202,6 +202,6 @@ def test_a_phase_of_one_row_is_a_point():
         for step, text, phase in [(1, "clm", 0), (2, "mlm", 1), (3, "mlm", 1)]
     ]
     first = next(
-        line for line in plot.figure(rows, [], "run").axes[0].lines if len(line.get_xdata()) == 1 and line.get_alpha() is None
+        line for line in plot.draw_run(rows, [], "run").axes[0].lines if len(line.get_xdata()) == 1 and line.get_alpha() is None
     )
     assert first.get_marker() == "."

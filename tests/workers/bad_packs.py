@@ -19,7 +19,7 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
     from megaenc.model import encoder
     from megaenc.training import micro_batches
 
-    make, loss_of = micro_batches.micro_batch, encoder.summed_loss
+    make, loss_of = micro_batches.build_micro_batch, encoder.summed_loss
 
     def marked(data, samples, *arguments):
         batch = make(data, samples, *arguments)
@@ -35,7 +35,7 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
             return loss, correct
         return loss * (float("nan") if how == "loss" else how), correct
 
-    put(micro_batches, "micro_batch", marked)
+    put(micro_batches, "build_micro_batch", marked)
     put(encoder, "summed_loss", spoiled)
 
 

@@ -20,9 +20,9 @@ import time
 import traceback
 from pathlib import Path
 
-from megaenc.console import quiet
+from megaenc.console import silence_libraries
 
-quiet()  # as a command does, before the first import of torch
+silence_libraries()  # as a command does, before the first import of torch
 
 from megaenc import cli  # noqa: E402
 from megaenc.backend import prepare_megatron  # noqa: E402

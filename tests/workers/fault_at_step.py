@@ -38,7 +38,7 @@ def lose_launcher() -> None:
 def strike(fault: str, step: int, mark: Path) -> None:
     """Let `fault` happen where this rank reads its packs for `step`, unless it has happened before."""
     now = []
-    update, read = engine.Engine.update, micro_batches.micro_batch
+    update, read = engine.Engine.train_step, micro_batches.build_micro_batch
 
     def update_and_tell(self, number, *rest):
         now[:] = [number]
@@ -50,7 +50,7 @@ def strike(fault: str, step: int, mark: Path) -> None:
             globals()[fault]()
         return read(*arguments)
 
-    engine.Engine.update, micro_batches.micro_batch = update_and_tell, read_or_fail
+    engine.Engine.train_step, micro_batches.build_micro_batch = update_and_tell, read_or_fail
 
 
 if __name__ == "__main__":

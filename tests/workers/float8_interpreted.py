@@ -3,14 +3,14 @@
 import torch
 import triton
 
-from megaenc.model.fp8.tensor import Float8
+from megaenc.model.fp8.tensor import Float8Recipe
 
 torch.manual_seed(0)
 TYPES = [(torch.float8_e4m3fn, torch.float8_e5m2)]
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):  # whose interpreter knows AMD's
     TYPES.append((torch.float8_e4m3fnuz, torch.float8_e5m2fnuz))
 for forward, gradient in TYPES:
-    own, plain = Float8(forward, gradient, triton=True), Float8(forward, gradient)
+    own, plain = Float8Recipe(forward, gradient, triton=True), Float8Recipe(forward, gradient)
     for to in (forward, gradient):
         for dtype in (torch.float32, torch.bfloat16):
             # What float8 holds already, times a power of two: nothing is rounded.
@@ -19,18 +19,18 @@ for forward, gradient in TYPES:
             held[held.abs() < torch.finfo(to).smallest_normal] = 0.0
             x = (held / 16).to(dtype)[:, 208:416]  # columns of more
             assert torch.equal(x.float() * 16, held[:, 208:416])
-            top = own.highest(x)
-            assert torch.equal(top, plain.highest(x))
-            mine, theirs = own.scaled(x, top, to), plain.scaled(x, top, to)
+            top = own.amax(x)
+            assert torch.equal(top, plain.amax(x))
+            mine, theirs = own.quantize(x, top, to), plain.quantize(x, top, to)
             assert torch.equal(mine[0].float(), theirs[0].float())
             assert torch.equal(mine[1], theirs[1])
             for rows in (1, 64, 100):
-                turned = own.turned(theirs[0][:rows])
-                assert torch.equal(turned.view(torch.uint8), plain.turned(theirs[0][:rows]).view(torch.uint8))
+                turned = own.transpose(theirs[0][:rows])
+                assert torch.equal(turned.view(torch.uint8), plain.transpose(theirs[0][:rows]).view(torch.uint8))
     for wrong in (float("nan"), float("inf"), -float("inf")):
         x = torch.randn(40, 48)
         x[3, 4] = wrong
-        assert own.highest(x) == plain.highest(x)
-        assert own.scaled(x, own.highest(x), forward)[1].isnan()
+        assert own.amax(x) == plain.amax(x)
+        assert own.quantize(x, own.amax(x), forward)[1].isnan()
     for x in (torch.zeros(16, 16), torch.full((16, 16), 1e-38), torch.full((16, 16), 3e38)):
-        assert own.scaled(x, own.highest(x), forward)[1] == plain.scaled(x, plain.highest(x), forward)[1]
+        assert own.quantize(x, own.amax(x), forward)[1] == plain.quantize(x, plain.amax(x), forward)[1]

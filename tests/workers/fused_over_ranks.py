@@ -22,7 +22,7 @@ def main() -> None:
 
     def outcome(kernels: KernelConfig) -> tuple[bool, list[torch.Tensor]]:
         encoder = build_encoder(shape, 150, 32, layout, torch.float32, seed=3, kernels=kernels)
-        packing = PackedSequences.of([0, 5, 32], Attention.BIDIRECTIONAL, torch.device("cpu"))
+        packing = PackedSequences.from_edges([0, 5, 32], Attention.BIDIRECTIONAL, torch.device("cpu"))
         loss, correct = encoder(tokens[None], torch.arange(32), packing, torch.arange(0, 32, 3), labels)
         loss.backward()
         return encoder.fused.loss, [loss.detach(), correct, *(weight.grad for weight in encoder.parameters())]

@@ -5,11 +5,11 @@ import sys
 import fake_runs
 
 from megaenc import flags
-from megaenc.errors import one_line_errors
+from megaenc.errors import handle_command_errors
 from megaenc.finetune.grid.command import GridConfig, run_grid
 
 
-@one_line_errors
+@handle_command_errors
 def main() -> None:
     model, output, *rest = sys.argv[1:]
     argv = ["--model", model, "--output", output, *rest]

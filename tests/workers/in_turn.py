@@ -27,7 +27,7 @@ def beginning_with(weights: str | None) -> Iterator[None]:
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
-    from megaenc.model.encoder import global_names
+    from megaenc.model.encoder import named_global_parameters
     from megaenc.training import engine
 
     given, build = torch.load(weights), engine.build_chunks
@@ -36,7 +36,7 @@ def beginning_with(weights: str | None) -> Iterator[None]:
     def build_with_given_weights(*arguments, **options):
         chunks = build(*arguments, **options)
         for chunk in chunks:
-            for name, parameter in global_names(chunk):
+            for name, parameter in named_global_parameters(chunk):
                 parameter.copy_(given[name])
         return chunks
 

@@ -19,7 +19,7 @@ from faults.ends import damaged_checkpoints
 from faults.moments import SavedRun
 from fork_server import import_all
 
-from megaenc.backend import detect
+from megaenc.backend import detect_backend
 from megaenc.training.command import main
 
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -62,7 +62,7 @@ def start(flags: list[str], folder: str, below: str, known: set[str], report: in
 def run(below: str, flags: list[str]) -> None:
     """Until a start comes to the end."""
     import_all()
-    detect().peak_flops(torch.float32)  # measured once, for all starts
+    detect_backend().peak_flops(torch.float32)  # measured once, for all starts
     folder, known = flags[flags.index("--save") + 1], set()
     with open(f"{folder}.kills", "w", encoding="utf-8") as kills:
         while True:

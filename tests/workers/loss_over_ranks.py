@@ -13,16 +13,16 @@ ROWS, HIDDEN, VOCABULARY = 50, 16, 45
 def main(file: str) -> None:
     from megaenc import backend
     from megaenc.backend import ParallelConfig, prepare_megatron
-    from megaenc.dist_env import world_size
+    from megaenc.dist_env import get_world_size
 
     prepare_megatron()
-    backend.init_distributed(ParallelConfig(tensor_model_parallel_size=world_size()), 0)
+    backend.init_distributed(ParallelConfig(tensor_model_parallel_size=get_world_size()), 0)
     from megatron.core import parallel_state
 
-    from megaenc.model.linear_cross_entropy import summed_loss
+    from megaenc.model.linear_cross_entropy import linear_cross_entropy
 
     torch.manual_seed(0)
-    share = 64 // world_size()
+    share = 64 // get_world_size()
     hidden, weight = torch.randn(ROWS, HIDDEN, requires_grad=True), torch.randn(64, HIDDEN, requires_grad=True)
     logits = hidden @ weight[:VOCABULARY].T
     labels = torch.randint(0, VOCABULARY, (ROWS,))
@@ -35,9 +35,9 @@ def main(file: str) -> None:
     part = weight.detach()[mine].clone().requires_grad_()
     here = hidden.detach().clone().requires_grad_()
     columns = min(max(VOCABULARY - mine.start, 0), share)
-    loss, correct = summed_loss(here, part, labels, columns, group, at_once=7 * share)
+    loss, correct = linear_cross_entropy(here, part, labels, columns, group, at_once=7 * share)
     loss.backward()
-    gathered = [torch.empty_like(part) for _ in range(world_size())]
+    gathered = [torch.empty_like(part) for _ in range(get_world_size())]
     dist.all_gather(gathered, part.grad, group=group)
     if group.rank() == 0:
         found = {

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from megaenc.errors import InputError
-from megaenc.training.config import read_settings
+from megaenc.training.config import parse_config
 from megaenc.training.plan import Plan
-from megaenc.training.planning import make_plan
+from megaenc.training.planning import build_plan
 from megaenc.training.run_dir import RunDir
 
 
@@ -29,7 +29,7 @@ def enter(folder: Path, plan: Plan, together, answers) -> None:
 
 def main(processes: int, races: int, flags: list[str]) -> None:
     """Fork them with the plan ready: only the folder is left to do."""
-    plan = make_plan(read_settings(flags, "race_for_folder.py"))
+    plan = build_plan(parse_config(flags, "race_for_folder.py"))
     root, forked = Path(plan.settings.output.save), multiprocessing.get_context("fork")
     for race in range(races):
         folder = root / str(race // 2)  # a new one, then one that is a run's already

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from megaenc.data.packing.shared_memory import shared
+from megaenc.data.packing.shared_memory import share_arrays
 
 
 def make() -> tuple[np.ndarray, ...]:
@@ -16,7 +16,7 @@ def make() -> tuple[np.ndarray, ...]:
 
 
 if __name__ == "__main__":
-    arrays = shared(("arrays", 1), make)
+    arrays = share_arrays(("arrays", 1), make)
     with open("/proc/self/maps") as maps:
         [inode] = {line.split()[4] for line in maps if "/memfd:" in line}
     writeable = "writeable" if any(array.flags.writeable for array in arrays) else "read-only"

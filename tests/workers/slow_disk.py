@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megaenc.dist_env import rank
+from megaenc.dist_env import get_rank
 from megaenc.training.command import main
 
 made = 0
@@ -18,7 +18,7 @@ made = 0
 def count_updates() -> None:
     from megaenc.training.engine import Engine
 
-    update = Engine.update
+    update = Engine.train_step
 
     def counted(self, step, *arguments, **named):
         global made
@@ -26,7 +26,7 @@ def count_updates() -> None:
         made = step
         return result
 
-    Engine.update = counted
+    Engine.train_step = counted
 
 
 def slow_down(updates: int, seconds: float) -> None:
@@ -36,7 +36,7 @@ def slow_down(updates: int, seconds: float) -> None:
         step, deadline = int(Path(bucket[0]).parent.name.split("_")[1].split(".")[0]), time.monotonic() + seconds
         while made < step + updates and time.monotonic() < deadline:
             time.sleep(0.01)
-        if rank() == 0 and number == 0:
+        if get_rank() == 0 and number == 0:
             print(f"shards of step {step} are written after update {made}", flush=True)
         return write(transforms, number, bucket, *arguments)
 

@@ -15,13 +15,13 @@ from megaenc.training.command import main
 
 
 def slow_data(seconds: float) -> None:
-    quick = micro_batches.micro_batch
+    quick = micro_batches.build_micro_batch
 
     def micro_batch(*arguments):
         time.sleep(seconds)
         return quick(*arguments)
 
-    micro_batches.micro_batch = micro_batch
+    micro_batches.build_micro_batch = micro_batch
 
 
 def slow_compute(seconds: float) -> None:

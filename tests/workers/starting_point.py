@@ -9,28 +9,28 @@ import torch
 
 def main(folder: Path, flags: list[str]) -> None:
     from megaenc import backend
-    from megaenc.dist_env import rank
-    from megaenc.training.config import read_settings
-    from megaenc.training.planning import make_plan
+    from megaenc.dist_env import get_rank
+    from megaenc.training.config import parse_config
+    from megaenc.training.planning import build_plan
 
-    plan = make_plan(read_settings([*flags, "--save", str(folder)], "starting_point.py"))
+    plan = build_plan(parse_config([*flags, "--save", str(folder)], "starting_point.py"))
     layout = plan.settings.layout
-    device = backend.init_distributed(layout, plan.settings.seed, layout.chunks(plan.settings.shape.num_layers))
+    device = backend.init_distributed(layout, plan.settings.seed, layout.chunks_per_stage(plan.settings.shape.num_layers))
     from megaenc.training.checkpoint.manager import CheckpointManager
     from megaenc.training.engine import Engine
-    from megaenc.training.micro_batches import micro_batch
+    from megaenc.training.micro_batches import build_micro_batch
     from megaenc.training.run_dir import RunDir
 
     engine = Engine(plan, device)
-    if rank() == 0:
+    if get_rank() == 0:
         RunDir(folder, plan)
     torch.distributed.barrier()  # it takes no folder that holds something else
     for step in (1, plan.settings.train_iters):  # one of each phase
         objective = plan.schedule.objective(step)
         for samples in engine.share.samples(plan.first_sample(step)):
-            batch = micro_batch(plan.packs, samples, objective, plan.settings.seed, device.device)
+            batch = build_micro_batch(plan.packs, samples, objective, plan.settings.seed, device.device)
             np.savez(
-                folder / f"batch_{samples.start}_rank{rank()}.npz",
+                folder / f"batch_{samples.start}_rank{get_rank()}.npz",
                 **{name: getattr(batch, name).numpy() for name in ("tokens", "positions", "predict_at", "labels")},
             )
     CheckpointManager(folder / "checkpoints").save(engine, 0, {})

@@ -2,10 +2,10 @@
 
 import sys
 
-from megaenc.dist_env import rank, world_size
+from megaenc.dist_env import get_rank, get_world_size
 from megaenc.training.command import main
 
 if __name__ == "__main__":
     at = sys.argv.index("--last-rank")
-    more = sys.argv[at + 1 :] if rank() == world_size() - 1 else []
+    more = sys.argv[at + 1 :] if get_rank() == get_world_size() - 1 else []
     main([*sys.argv[1:at], *more])

@@ -37,18 +37,18 @@ class Watched(Engine):
         super().__init__(*args, **others)
         head = synthetic.encoder_of(self).output_layer
         head.forward = self._window(kernel_groups.LOSS)(head.forward)
-        self.clear_gradient = self._window(kernel_groups.BUFFERS)(self.clear_gradient)
-        self._step = self._window(kernel_groups.OPTIMIZER)(self._step)
+        self.zero_grad = self._window(kernel_groups.BUFFERS)(self.zero_grad)
+        self._optimizer_step = self._window(kernel_groups.OPTIMIZER)(self._optimizer_step)
 
     def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: Objective) -> None:
         """Run one micro-batch of the packs of each of `rows`, nothing else; the gradients stay."""
         seed = self.plan.settings.seed
-        self._sums([MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
+        self._run_micro_batches([MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
 
     def attention_flops(self, step: int) -> int:
         """Return those of attention in update number `step`, as training counts them."""
         shape = self.plan.settings.shape
-        packings = [wanted.made(torch.device("cpu")).packing for wanted in self._wanted(step)]
+        packings = [wanted.build(torch.device("cpu")).packing for wanted in self._micro_batch_specs(step)]
         spans = [span for packing in packings for span in packing.spans()]
         return sum(shape.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in spans)
 
@@ -71,7 +71,7 @@ def breakdown(engine: Watched, steps: Iterator[int], timed: dict[str, Any]) -> d
     engine.windows = windows = []
     with profile(activities=[ProfilerActivity.CPU if host else ProfilerActivity.CUDA]) as profiled:
         for _ in range(UPDATES):
-            engine.update(next(steps))
+            engine.train_step(next(steps))
         wait()
     engine.windows = None
     return summed(list(ran_on(host, profiled)), windows, timed)
@@ -126,11 +126,11 @@ def synchronisations(engine: Watched, objective: Objective) -> dict[str, Any]:
 
 def _waits(engine: Watched, objective: Objective, micro_batches: int) -> Counter[str]:
     """Return how often it waits by place in the source, of which the last three parts of the path are shown."""
-    packs = engine.share.micro_batch_size
+    packs = engine.sampler.micro_batch_size
     rows = [range(number * packs, (number + 1) * packs) for number in range(micro_batches)]
-    engine.clear_gradient()
+    engine.zero_grad()
     engine.forward_and_backward(rows, objective)  # what is made once is made here
-    engine.clear_gradient()
+    engine.zero_grad()
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -139,6 +139,6 @@ def _waits(engine: Watched, objective: Objective, micro_batches: int) -> Counter
             engine.forward_and_backward(rows, objective)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    engine.clear_gradient()
+    engine.zero_grad()
     waits = [one for one in told if "called a synchronizing" in str(one.message)]
     return Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in waits)

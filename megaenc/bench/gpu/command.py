@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaenc import flags
-from megaenc.atomic_io import atomic_write, stopped_by_sigterm
+from megaenc.atomic_io import atomic_write, exit_on_sigterm
 from megaenc.bench import report
 from megaenc.bench.gpu import variants
 from megaenc.bench.gpu.presets import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS, BenchPreset
@@ -21,9 +21,9 @@ from megaenc.bench.gpu.worker import JobFailed
 from megaenc.bench.gpu.worker_pool import WorkerPool
 from megaenc.bench.synthetic_docs import Setup
 from megaenc.bench.train_worker import TrainingJob
-from megaenc.console import print_rank_0, quiet
-from megaenc.errors import InputError, one_line_errors
-from megaenc.output_paths import check_output_file, make_parent
+from megaenc.console import print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.output_paths import check_output_file, create_parent_dir
 
 DESCRIPTION = """Is what an accelerator computes right, and how fast is it? One accelerator, under nine minutes.
 
@@ -243,9 +243,9 @@ def run(settings: GpuBenchConfig) -> dict[str, Any]:
     log = output.with_suffix(".log")
     for path in (output, output.with_suffix(".md"), log):
         check_output_file(path, "--output")
-    make_parent(output, "--output")
+    create_parent_dir(output, "--output")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(stopped_by_sigterm())
+        stack.enter_context(exit_on_sigterm())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         log.write_bytes(b"")
         device = stack.enter_context(WorkerPool(HOST if host else unset(DEVICE), fresh=not host, log=log))
@@ -264,10 +264,10 @@ def run(settings: GpuBenchConfig) -> dict[str, Any]:
     return benchmark.found
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """`benchmarks/gpu.sh`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(GpuBenchConfig, argv, prog="benchmarks/gpu.sh", description=DESCRIPTION)
     found = run(settings)
     print(table(found))

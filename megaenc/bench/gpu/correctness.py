@@ -43,7 +43,7 @@ def gradients(engine: Engine, setup: Setup, text: str, packs: int) -> Found:
         loss, _ = engine.local_grad_norm(range(packs), objective)
         parameters = synthetic.encoder_of(engine).named_parameters()
         found = {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in parameters}
-    batch = MicroBatchSpec(engine.plan.packs, tuple(range(packs)), objective, seed).made(torch.device("cpu"))
+    batch = MicroBatchSpec(engine.plan.packs, tuple(range(packs)), objective, seed).build(torch.device("cpu"))
     return loss / batch.labels.numel(), found
 
 
@@ -59,7 +59,7 @@ def compared(setups: dict[str, Setup], packs: int, folder: Path, deadline: float
     rows: list[dict[str, Any]] = []
     for file, setup, text, engine, found in _each(setups, packs, folder):
         here = row(setup, text, found, torch.load(file, weights_only=True))
-        rows.append(here | {"kernels": dataclasses.asdict(engine.kernels), "fused": engine.fused})
+        rows.append(here | {"kernels": dataclasses.asdict(engine.kernels), "fused": engine.fused_kernels})
         yield ["correctness", "rows"], rows
 
 
@@ -111,6 +111,6 @@ def run_losses(setups: dict[str, Setup], packs: int, updates: int, deadline: flo
         for step in range(1, updates + 1):
             if (step - 1) % max(1, updates // 2) == 0:
                 synthetic.configure_batches(engine, setup, CLM if step <= updates // 2 else MLM, packs, 2)
-            found.append(engine.update(step).result.loss)
+            found.append(engine.train_step(step).result.loss)
         synthetic.end()
         yield ["parity", name], found

@@ -18,7 +18,7 @@ from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.synthetic_docs import Setup
 from megaenc.bench.train_worker import clock, peak_memory
 from megaenc.objectives import Objective
-from megaenc.training.engine import StepMetrics, Update
+from megaenc.training.engine import StepMetrics, TrainStepResult
 
 FILLED = 0.92  # of the memory that is free, how much tensors may take; the rest is lost between them
 LARGEST = 2**31 - 1  # numbers of one tensor: kernels that count in 32 bits go no further
@@ -49,10 +49,10 @@ class Timing:
             _forget(self.engine)
             self.packs = min(self.packs - 1, int(0.9 * self.packs))
 
-    def _update(self) -> tuple[Update, float]:
+    def _update(self) -> tuple[TrainStepResult, float]:
         """Make one more; return it and its seconds."""
         with clock(found := {}):
-            update = self.engine.update(next(self.steps))
+            update = self.engine.train_step(next(self.steps))
         return update, found["seconds"]
 
     def _row(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Timing:
             timed.append(self._update())
             spent += timed[-1][1]
         updates, taken = zip(*timed, strict=True)
-        total = sum((update.result for update in updates), StepMetrics())
+        total = sum((update.metrics for update in updates), StepMetrics())
         tokens = len(taken) * self.micro_batches * self.packs * self.setup.seq_length
         peak = self.backend.peak_flops(torch.bfloat16 if self.setup.bf16 else torch.float32)
         return {
@@ -77,8 +77,8 @@ class Timing:
             "peak_flops": peak,
             "mfu": total.flops / spent / peak if peak else None,
             "peak_memory": peak_memory(),
-            "reserved_memory": None if self.backend.is_host else torch.cuda.max_memory_reserved(),
-            "num_alloc_retries": None if self.backend.is_host else _retries() - retries,
+            "reserved_memory": None if self.backend.is_cpu else torch.cuda.max_memory_reserved(),
+            "num_alloc_retries": None if self.backend.is_cpu else _retries() - retries,
             "packs": self.packs,
             "micro_batches": self.micro_batches,
             "updates": len(taken),
@@ -86,9 +86,9 @@ class Timing:
             "first_seconds": first,
             "predicted_share": total.predicted / tokens,
             "loss": total.loss,
-            "finite": all(update.made for update in updates),
+            "finite": all(update.is_applied for update in updates),
             "kernels": dataclasses.asdict(self.engine.kernels),
-            "fused": self.engine.fused,
+            "fused": self.engine.fused_kernels,
         }
 
 
@@ -132,7 +132,7 @@ def _retries() -> int:
 def fitting(engine: Watched, setup: Setup, objectives: Sequence[str], steps: Iterator[int]) -> int:
     """Return the packs of the largest micro-batch that the accelerator's memory holds; one without an accelerator."""
     synthetic.configure_batches(engine, setup, objectives[0], 1, 1)
-    engine.update(next(steps))  # the optimizer's state is made here
+    engine.train_step(next(steps))  # the optimizer's state is made here
     if engine.device.type == "cpu":
         return 1
     free, _ = torch.cuda.mem_get_info()
@@ -160,5 +160,5 @@ def _peak(engine: Watched, objective: Objective, packs: int) -> float:
 
 def _forget(engine: Watched) -> None:
     """Give back what a micro-batch that did not fit has left."""
-    engine.clear_gradient()
+    engine.zero_grad()
     synthetic.clean()

@@ -52,7 +52,7 @@ def configure_batches(engine: Engine, setup: Setup, objective: str, packs: int, 
     sizes = {"micro_batch_size": packs, "global_batch_size": packs * micro_batches}
     settings = dataclasses.replace(engine.plan.settings, **sizes)
     engine.plan = dataclasses.replace(engine.plan, settings=settings, schedule=setup.schedule(objective))
-    engine.share = dataclasses.replace(engine.share, **sizes)
+    engine.sampler = dataclasses.replace(engine.sampler, **sizes)
 
 
 def encoder_of(engine: Engine) -> torch.nn.Module:
@@ -66,7 +66,7 @@ def encoder_of(engine: Engine) -> torch.nn.Module:
 @torch.no_grad()
 def fill(encoder: torch.nn.Module, deviation: float) -> None:
     """Put in random weights made on the device, the same each time: drawing a billion by counters on the host takes a minute."""
-    device = processes.detect().device
+    device = processes.detect_backend().device
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in encoder.named_parameters():
         if parameter.dim() == 1:
@@ -77,7 +77,7 @@ def fill(encoder: torch.nn.Module, deviation: float) -> None:
 
 def filled(plan: Plan, backend: Backend, kind: type[Engine] = Engine) -> Engine:
     """Return an engine for `plan` with the weights of `fill`."""
-    engine = kind(plan, backend, drawn=False)
+    engine = kind(plan, backend, init_weights=False)
     fill(encoder_of(engine), plan.settings.shape.init_method_std)
     engine.optimizer.reload_model_params()
     return engine

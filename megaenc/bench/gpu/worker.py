@@ -20,18 +20,18 @@ class JobFailed(Exception):
 
 
 def machine(deadline: float) -> Iterator[Finding]:
-    """Yield what figures depend on; `lacking`: by FIELD=VALUE of Kernels, what cannot be had here and why."""
+    """Yield what figures depend on; `missing_requirement`: by FIELD=VALUE of Kernels, what cannot be had here and why."""
     import torch
     from megatron.core.extensions import transformer_engine
 
-    from megaenc.backend import detect
-    from megaenc.backend.device import host_has_bf16
+    from megaenc.backend import detect_backend
+    from megaenc.backend.device import cpu_has_bf16
     from megaenc.bench import report
-    from megaenc.model.attention.backends import ORDER, lacking
+    from megaenc.model.attention.backends import BACKENDS, missing_requirement
 
-    backend = detect()
+    backend = detect_backend()
     yield ["machine"], report.machine()
-    missing = {f"attention_backend={name}": lacking(name, backend.device, torch.bfloat16) for name in ORDER}
+    missing = {f"attention_backend={name}": missing_requirement(name, backend.device, torch.bfloat16) for name in BACKENDS}
     if not transformer_engine.HAVE_TE:
         missing["transformer_impl=transformer_engine"] = "transformer-engine is not installed"
     about = {
@@ -39,13 +39,13 @@ def machine(deadline: float) -> Iterator[Finding]:
         "name": backend.description,
         "bf16": backend.has_bf16,
         "torch": torch.__version__,
-        "peak_bf16": None if backend.is_host else backend.peak_flops(torch.bfloat16),
-        "host_bf16": host_has_bf16(),
+        "peak_bf16": None if backend.is_cpu else backend.peak_flops(torch.bfloat16),
+        "host_bf16": cpu_has_bf16(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "lacking": {name: why for name, why in missing.items() if why},
     }
-    if not backend.is_host:
+    if not backend.is_cpu:
         about["memory"] = torch.cuda.get_device_properties(0).total_memory
         about["compute_capability"] = list(torch.cuda.get_device_capability(0))
     yield ["device"], about

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megaenc.bench.gpu.worker import JobFailed, findings
-from megaenc.processes import Worker, WorkerEnded, python_environment
+from megaenc.processes import Worker, WorkerDied, python_environment
 
 
 class WorkerPool:
@@ -61,7 +61,7 @@ class WorkerPool:
             self._keep(worker)
         except TimeoutError:
             raise JobFailed("its time was over") from None
-        except WorkerEnded as error:
+        except WorkerDied as error:
             raise JobFailed(f"its process {error}") from None
         finally:
             if self._working:

@@ -1,4 +1,4 @@
-"""A tokenised corpus on disk, PREFIX.bin and PREFIX.idx in Megatron's format, with the JSON that says how it was made."""
+"""A tokenized corpus on disk: PREFIX.bin and PREFIX.idx in Megatron's format, with metadata in PREFIX.json."""
 
 import glob
 import hashlib
@@ -12,39 +12,40 @@ import numpy as np
 
 from megaenc import counter_rng
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays
-from megaenc.data.indexed.metadata import CorpusMetadata, read_sidecar, sidecar_path
-from megaenc.data.packing.shared_memory import shared
+from megaenc.data.indexed.metadata import CorpusMetadata, read_corpus_metadata, metadata_path
+from megaenc.data.packing.shared_memory import share_arrays
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
 
-_FIRST_LOOK = 1 << 22  # tokens that `check_vocabulary` reads: some milliseconds, and enough to notice a wrong tokenizer
-_FEW = 16  # documents of a pack that are read faster one by one than by a place for each token
+_CHECKED_TOKENS = 1 << 22  # read by `check_vocabulary`: milliseconds, and enough to detect a wrong tokenizer
+_MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per token
 
 
 class Corpus:
-    """The documents of one corpus. A document is a span of the index's document indices, however many sequences it has.
+    """The documents of one corpus on disk, each a range of one or more sequences of the .idx.
 
-    prefix: path without extension; sidecar: the JSON beside it, None for a corpus that Megatron's own tool wrote;
+    prefix: path without extension; metadata: contents of PREFIX.json, None for a corpus written by Megatron's own tool;
     document_lengths: int64[D] in tokens, zeros allowed; sequence_lengths: int32[S] in tokens; first_sequences: int64[D + 1],
-    document d being the sequences first_sequences[d] up to first_sequences[d + 1].
+    document d holds the sequences first_sequences[d] to first_sequences[d + 1] - 1.
     """
 
-    def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], sidecar: CorpusMetadata | None):
+    def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], metadata: CorpusMetadata | None):
         self.prefix = prefix
-        self.sidecar = sidecar
+        self.metadata = metadata
         self.first_sequences = np.asarray(index.documents)  # memory-mapped, as are the lengths
         self.sequence_lengths = np.asarray(index.lengths)
         status = os.stat(f"{prefix}.idx")
         self.key = (os.path.realpath(prefix), status.st_size, status.st_mtime_ns)
-        """What is made of this corpus is `shared` under it."""
-        self._starts: np.ndarray  # int64[D + 1]: of the documents in .bin, in tokens
+        """What is made of this corpus is `share_arrays` under it."""
+        self._starts: np.ndarray  # int64[D + 1]: document offsets in the .bin, in tokens
         self.document_lengths: np.ndarray
-        self._starts, self.document_lengths = shared((*self.key, "documents"), self._measured)
-        # Pages of the file itself: whatever ranks of a machine read, it is in memory once.
+        self._starts, self.document_lengths = share_arrays((*self.key, "documents"), self._compute_document_bounds)
+        # Memory-mapped, so that all ranks of a machine share one copy.
         self._tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype=token_type, mode="r"))
         self._id_limit: int | None = None
 
-    def _measured(self) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_document_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Compute int64[D + 1] document offsets in the .bin and int64[D] document lengths, both in tokens."""
         ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
         np.cumsum(self.sequence_lengths, out=ends[1:])
         starts = ends[self.first_sequences]
@@ -52,29 +53,29 @@ class Corpus:
 
     @classmethod
     def open(cls, prefix: str | Path) -> "Corpus":
-        """Open PREFIX.bin and PREFIX.idx without reading the tokens.
+        """Open PREFIX.bin and PREFIX.idx and return the corpus, without reading its tokens.
 
-        Raises InputError for a missing, foreign or truncated file, and for a PREFIX.json that does not describe the two.
+        Raises InputError for a missing, foreign or truncated file, and for a PREFIX.json that does not match the two.
         """
         prefix = str(prefix)
         token_type = check_index(prefix)
         index = IndexArrays.map(f"{prefix}.idx")
-        check_contents(prefix, index, token_type)
-        sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
-        if sidecar is not None:
+        check_index_arrays(prefix, index, token_type)
+        metadata = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
+        if metadata is not None:
             counts = {"documents": len(index.documents) - 1, "sequences": len(index.lengths)}
             tokens = int(index.lengths.sum(dtype=np.int64))
-            check_sidecar(prefix, sidecar, **counts, tokens=tokens, token_type=token_type)
-        return cls(prefix, index, token_type, sidecar)
+            check_metadata(prefix, metadata, **counts, tokens=tokens, token_type=token_type)
+        return cls(prefix, index, token_type, metadata)
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal corpora, wherever they are: the sidecar's sha256 of the tokens.
+        """Return a hash that identifies the corpus wherever it is stored: the sha256 of the .bin from its metadata.
 
-        Without a sidecar it is a hash of the index and of the first and last megabyte of tokens.
+        Without metadata: a hash of the .idx and of the first and last megabyte of tokens.
         """
-        if self.sidecar is not None:
-            return self.sidecar.sha256["bin"]
+        if self.metadata is not None:
+            return self.metadata.sha256["bin"]
         digest = hashlib.sha256(Path(f"{self.prefix}.idx").read_bytes())
         with open(f"{self.prefix}.bin", "rb") as tokens:
             digest.update(tokens.read(1 << 20))
@@ -83,105 +84,108 @@ class Corpus:
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return len(self.document_lengths)
 
     @property
     def sequences(self) -> int:
-        """Number of sequences; as many as documents unless these are cut, say into sentences."""
+        """Return the number of sequences; equals the number of documents unless documents are split into sentences."""
         return len(self.sequence_lengths)
 
     @property
     def dtype(self) -> str:
-        """How the .bin stores a token id, say `uint16`."""
+        """Return the name of the token dtype of the .bin, such as `uint16`."""
         return self._tokens.dtype.name
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int64[stop - start]: tokens start..stop-1 of `document`, a copy.
+        """Return tokens start..stop-1 of one document as int64[stop - start], a copy.
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
         if start == stop:
             return np.empty(0, dtype=np.int64)
-        return self.joined(np.array([document]), np.array([start]), np.array([stop]))
+        return self.read_spans(np.array([document]), np.array([start]), np.array([stop]))
 
-    def joined(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """int64[sum(stops - starts)]: of each of `documents` its tokens starts..stops-1, at least one, end to end, a copy.
+    def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Return tokens starts..stops-1 (at least one each) of `documents`, concatenated, as int64[sum(stops - starts)], a copy.
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
-        # The sequences of a document lie one after the other in .bin, so that one read may run across them.
+        # The sequences of a document are contiguous in the .bin: one read may cross them.
         begins, counts = self._starts[documents] + starts, stops - starts
-        if len(documents) <= _FEW:
+        if len(documents) <= _MAX_SLICED_DOCUMENTS:
             slices = zip(begins.tolist(), (begins + counts).tolist(), strict=True)
-            found = np.concatenate([self._tokens[begin:end] for begin, end in slices], dtype=np.int64)
+            tokens = np.concatenate([self._tokens[begin:end] for begin, end in slices], dtype=np.int64)
         else:
             places = np.repeat(begins - np.cumsum(counts) + counts, counts)
             places += np.arange(len(places))
-            found = self._tokens[places].astype(np.int64)
-        if self._id_limit is not None and int(found.view(np.uint64).max()) >= self._id_limit:
-            for document, piece in zip(documents, np.split(found, np.cumsum(counts)[:-1]), strict=True):
+            tokens = self._tokens[places].astype(np.int64)
+        if self._id_limit is not None and int(tokens.view(np.uint64).max()) >= self._id_limit:
+            for document, piece in zip(documents, np.split(tokens, np.cumsum(counts)[:-1]), strict=True):
                 self._check_ids(piece, f"document {document}", LocalInputError)
-        return found
+        return tokens
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raise InputError unless the corpus was made with the tokenizer behind `vocabulary` and its ids are within it.
+        """Raise InputError unless the corpus was tokenized with the tokenizer of `vocabulary` and its ids are within it.
 
-        The start of the corpus is looked through here; every id handed out later is checked as it is read.
+        Only the start of the corpus is read now; later ids are checked as they are read.
         """
-        if self.sidecar is not None:
-            check_tokenizer(self.prefix, self.sidecar, vocabulary)
+        if self.metadata is not None:
+            check_tokenizer(self.prefix, self.metadata, vocabulary)
         self._id_limit = vocabulary.size
-        count = min(_FIRST_LOOK, int(self.document_lengths.sum()))
+        count = min(_CHECKED_TOKENS, int(self.document_lengths.sum()))
         self._check_ids(self._tokens[:count].astype(np.int64), "the start")
 
-    def _check_ids(self, found: np.ndarray, where: str, error: type[InputError] = InputError) -> None:
-        # As unsigned numbers negative ids are huge: one comparison finds both kinds.
-        if int(found.view(np.uint64).max()) >= self._id_limit:
-            wrong = found[(found < 0) | (found >= self._id_limit)]
+    def _check_ids(self, tokens: np.ndarray, where: str, error: type[InputError] = InputError) -> None:
+        # Negative ids are huge as unsigned numbers: one comparison detects both kinds.
+        """Raise `error` if `tokens` holds an id outside the vocabulary; `where` names their place in the corpus."""
+        if int(tokens.view(np.uint64).max()) >= self._id_limit:
+            invalid = tokens[(tokens < 0) | (tokens >= self._id_limit)]
             raise error(
-                f"{self.prefix}.bin: {where} holds token id {wrong[0]}, "
+                f"{self.prefix}.bin: {where} holds token id {invalid[0]}, "
                 f"expected 0 to {self._id_limit - 1} (the model's vocabulary)"
             )
 
 
 def check_index(prefix: str) -> type[np.number]:
-    """The token type of a corpus whose .idx has a sound header and the size that follows from it, and whose .bin is not empty.
+    """Check the .idx header and the file sizes of a corpus and return its token dtype.
 
-    Raises InputError. Cheap: it reads the header and asks for sizes.
+    Raises InputError. Cheap: reads only the header.
     """
     for extension in (".idx", ".bin"):
         if not os.path.isfile(prefix + extension):  # unlike Path's, False for a name that is too long
             raise InputError(
-                f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_nearby(prefix)}"
+                f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_suggest_prefix(prefix)}"
             )
     try:
-        found_bytes, bin_bytes = (os.stat(prefix + extension).st_size for extension in (".idx", ".bin"))
+        index_bytes, bin_bytes = (os.stat(prefix + extension).st_size for extension in (".idx", ".bin"))
         with open(f"{prefix}.idx", "rb") as stream:
             header = stream.read(HEADER.size)
     except OSError as error:
         raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
-    if found_bytes < HEADER.size:
-        raise InputError(f"{prefix}.idx: truncated: found {found_bytes} bytes, expected a header of {HEADER.size}")
+    if index_bytes < HEADER.size:
+        raise InputError(f"{prefix}.idx: truncated: found {index_bytes} bytes, expected a header of {HEADER.size}")
     magic, version, code, sequences, indices = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
         raise InputError(f"{prefix}.idx: found header {magic!r}, version {version}; expected {MAGIC!r}, version {VERSION}")
     if code not in TOKEN_TYPES:
         raise InputError(f"{prefix}.idx: found dtype code {code}, expected one of an integer type ({sorted(TOKEN_TYPES)})")
     expected_bytes = HEADER.size + 12 * sequences + 8 * indices  # int32 lengths, int64 pointers, int64 document indices
-    if found_bytes != expected_bytes:
-        wrong = "truncated" if found_bytes < expected_bytes else "too long for a text corpus"
-        raise InputError(f"{prefix}.idx: {wrong}: found {found_bytes} bytes, expected {expected_bytes} for {sequences} sequences")
+    if index_bytes != expected_bytes:
+        problem = "truncated" if index_bytes < expected_bytes else "too long for a text corpus"
+        raise InputError(
+            f"{prefix}.idx: {problem}: found {index_bytes} bytes, expected {expected_bytes} for {sequences} sequences"
+        )
     if bin_bytes == 0 or indices < 2 or sequences < 1:
         raise InputError(f"{prefix}.bin: found no tokens, expected at least one document with text")
     return TOKEN_TYPES[code]
 
 
-def check_contents(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
-    """Raise InputError unless the sequences in `index`, which `check_index` passed, lie end to end and fill the .bin."""
+def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
+    """Raise InputError unless the sequences in `index`, which passed `check_index`, are contiguous and fill the .bin."""
     size = np.dtype(token_type).itemsize
     lengths, indices, pointers = index.lengths, index.documents, index.pointers
-    # Differences of numbers from 0 on cannot overflow.
+    # Differences of non-negative numbers cannot overflow.
     if lengths.min() < 0 or indices[0] != 0 or indices.min() < 0 or np.diff(indices).min() < 0:
         raise InputError(f"{prefix}.idx: found sequences or documents of negative length; the file is damaged")
     if indices[-1] != len(lengths):
@@ -193,18 +197,20 @@ def check_contents(prefix: str, index: IndexArrays, token_type: type[np.number])
 
 
 def check_bin_size(prefix: str, expected_bytes: int) -> None:
-    """Raise InputError unless the .bin has the size that follows from the lengths in the .idx."""
+    """Raise InputError unless the .bin has the size that follows from the sequence lengths in the .idx."""
     found_bytes = Path(f"{prefix}.bin").stat().st_size
     if found_bytes != expected_bytes:
-        wrong = "truncated" if found_bytes < expected_bytes else "too long"
-        raise InputError(f"{prefix}.bin: {wrong}: found {found_bytes} bytes, expected {expected_bytes} (by the lengths in .idx)")
+        problem = "truncated" if found_bytes < expected_bytes else "too long"
+        raise InputError(
+            f"{prefix}.bin: {problem}: found {found_bytes} bytes, expected {expected_bytes} (by the lengths in .idx)"
+        )
 
 
-def check_sidecar(
-    prefix: str, sidecar: CorpusMetadata, *, documents: int, sequences: int, tokens: int, token_type: type[np.number]
+def check_metadata(
+    prefix: str, metadata: CorpusMetadata, *, documents: int, sequences: int, tokens: int, token_type: type[np.number]
 ) -> None:
-    """Raise InputError unless the sidecar's counts and sizes are those of the .bin and .idx beside it."""
-    found = {
+    """Raise InputError unless the counts and sizes in the metadata match the .bin and .idx."""
+    actual = {
         "documents": documents,
         "sequences": sequences,
         "tokens": tokens,
@@ -212,31 +218,31 @@ def check_sidecar(
         "bin_bytes": Path(f"{prefix}.bin").stat().st_size,
         "idx_bytes": Path(f"{prefix}.idx").stat().st_size,
     }
-    for field, value in found.items():
-        if getattr(sidecar, field) != value:
+    for field, value in actual.items():
+        if getattr(metadata, field) != value:
             raise InputError(
-                f"{prefix}.json: field `{field}`: found {getattr(sidecar, field)}, expected {value} "
-                "(what the .bin and .idx beside it hold); the three files do not belong together"
+                f"{prefix}.json: field `{field}`: found {getattr(metadata, field)}, expected {value} "
+                "(from the .bin and .idx next to it); the three files do not belong together, run `megaenc preprocess` again"
             )
 
 
-def check_tokenizer(prefix: str, sidecar: CorpusMetadata, vocabulary: Vocabulary) -> None:
-    """Raise InputError unless the tokenizer behind `vocabulary` is the one that the sidecar names and has ids for all."""
-    made_with = sidecar.tokenizer
-    if made_with.fingerprint != vocabulary.fingerprint:
+def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabulary) -> None:
+    """Raise InputError unless `metadata` names the tokenizer of `vocabulary`, and all its ids fit into that vocabulary."""
+    identity = metadata.tokenizer
+    if identity.fingerprint != vocabulary.fingerprint:
         raise InputError(
-            f"{prefix}.json: corpus was made with another tokenizer: found `{made_with.name}` "
-            f"({made_with.fingerprint[:12]}), expected the one given with --tokenizer ({vocabulary.fingerprint[:12]})"
+            f"{prefix}.json: corpus was made with another tokenizer: found `{identity.name}` "
+            f"({identity.fingerprint[:12]}), expected the one given with --tokenizer ({vocabulary.fingerprint[:12]})"
         )
-    if sidecar.vocab_size > vocabulary.size:
+    if metadata.vocab_size > vocabulary.size:
         raise InputError(
-            f"{prefix}.json: field `vocab_size`: found {sidecar.vocab_size}, "
+            f"{prefix}.json: field `vocab_size`: found {metadata.vocab_size}, "
             f"expected at most the model's vocabulary of {vocabulary.size}"
         )
 
 
-def _nearby(prefix: str) -> str:
-    """A hint for a prefix that misses: an extension too much, or without the `_KEY_document` that preprocessing appends."""
+def _suggest_prefix(prefix: str) -> str:
+    """Return a `did you mean` hint for a prefix with an extension or without the `_KEY_document` suffix, else an empty string."""
     path = Path(prefix)
     if path.suffix in (".bin", ".idx", ".json") and path.with_suffix(".idx").is_file():
         return f"; did you mean `{path.with_suffix('')}`?"
@@ -245,9 +251,9 @@ def _nearby(prefix: str) -> str:
 
 
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
-    """`99,1,0` as the weights of training, validation and test documents. Raises InputError."""
+    """Parse `99,1,0` into the weights of training, validation and test documents. Raises InputError."""
     try:
-        # An exponent of many digits would make a number that fills the memory.
+        # A number with an exponent of many digits would fill the memory.
         weights = () if re.search(r"[eE][+-]?\d{4}", text) else tuple(Fraction(part.strip()) for part in text.split(","))
     except (ValueError, ZeroDivisionError):
         weights = ()
@@ -257,10 +263,10 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def split_documents(count: int, fractions: tuple[Any, Any, Any] = (99, 1, 0)) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Documents 0..count-1 as (training, validation, test): int64 arrays, each sorted, together every document once.
+    """Split documents 0..count-1 into (training, validation, test), sorted int64 arrays that hold every document once.
 
-    `fractions` are weights in any unit. The split belongs to the corpus, not to the run: no seed changes it. A part whose
-    weight is not zero gets at least one document as long as there are enough.
+    `fractions` are weights in any unit. The split depends only on the corpus, not on the run's seed. Each part with a nonzero
+    weight gets at least one document if there are enough.
     """
     weights = [Fraction(str(fraction)) for fraction in fractions]
     half = Fraction(1, 2)

@@ -1,7 +1,7 @@
-"""The .bin and .idx that megatron-core's IndexedDataset opens: writing them, and the arrays of an .idx.
+"""Writer and memory-mapped arrays of the .bin and .idx format of megatron-core's IndexedDataset.
 
-megatron-core's own builder keeps the lengths and pointers as Python lists and walks them one by one: 100 bytes and a
-microsecond a document, and an import of torch. Here it is one array each; the tests open the result with megatron-core.
+megatron-core's own builder keeps lengths and pointers as Python lists (100 bytes and a microsecond per document) and imports
+torch. This one uses arrays; the tests open its files with megatron-core.
 """
 
 import contextlib
@@ -23,24 +23,27 @@ TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8
 
 
 def token_dtype(vocab_size: int) -> str:
-    """`uint16` below 65,500 ids, else `int32`: the rule of megatron-core."""
+    """Return the name of the token dtype: `uint16` below 65,500 ids, else `int32` (megatron-core's rule)."""
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
 @dataclass(frozen=True)
 class IndexArrays:
-    """The arrays of an .idx, memory-mapped and unaligned: take slices of them, for NumPy copies them whole in many places."""
+    """The arrays of an .idx, memory-mapped.
+
+    They are unaligned, and many NumPy functions copy unaligned arrays: pass slices.
+    """
 
     lengths: np.ndarray
-    """int32[S], of the sequences in tokens."""
+    """int32[S], length of each sequence in tokens."""
     pointers: np.ndarray
-    """int64[S], the byte of the .bin at which each sequence starts."""
+    """int64[S], byte offset of each sequence in the .bin."""
     documents: np.ndarray
-    """int64[D + 1], the sequence with which each document starts, and S."""
+    """int64[D + 1], first sequence of each document, then S."""
 
     @classmethod
     def map(cls, path: str | Path) -> "IndexArrays":
-        """Map the arrays of an .idx whose header and size are known to be sound."""
+        """Memory-map the arrays of an .idx whose header and size have been checked."""
         with open(path, "rb") as stream:
             *_, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
         arrays, offset = [], HEADER.size
@@ -51,7 +54,7 @@ class IndexArrays:
 
 
 class IndexedWriter:
-    """Writes one corpus: documents of one or more sequences."""
+    """Writer of the .bin and .idx of one corpus, whose documents have one or more sequences."""
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:
         self._bin_path, self._idx_path, self._dtype = bin_path, idx_path, np.dtype(dtype)
@@ -63,38 +66,40 @@ class IndexedWriter:
         self.sequences = 0
         self.tokens = 0
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
-        """Append documents laid end to end.
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
+        """Append documents to the corpus.
 
-        `tokens` dtype[sum(lengths)]; `lengths` int32[sequences], each at least 1; `counts` int32[documents], the sequences of
-        each document, at least 1.
+        tokens: dtype[sum(lengths)], the documents concatenated; lengths: int32[sequences], each at least 1; counts:
+        int32[documents], number of sequences of each document, at least 1.
         """
         self._write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
-        self._index(lengths, counts)
+        self._record_lengths(lengths, counts)
 
-    def extend(self, bin_path: Path, idx_path: Path, sha256: dict[str, str]) -> None:
-        """Append a corpus that another writer finished; `sha256` is what its `finish` returned.
+    def append_corpus(self, bin_path: Path, idx_path: Path, sha256: dict[str, str]) -> None:
+        """Append a finished corpus; `sha256` is the return value of its writer's `finish`.
 
-        Raises InputError when a file is not the one that was written.
+        Raises InputError if a file does not have its sha256.
         """
         index = idx_path.read_bytes()
-        _check(idx_path, hashlib.sha256(index), sha256["idx"])
+        _check_sha256(idx_path, hashlib.sha256(index), sha256["idx"])
         _, _, _, sequences, indices = HEADER.unpack_from(index)
-        lengths = np.frombuffer(index, np.int32, sequences, HEADER.size).copy()  # a view would keep all of `index`
+        lengths = np.frombuffer(index, np.int32, sequences, HEADER.size).copy()  # a view would keep all of `index` alive
         edges = np.frombuffer(index, np.int64, indices, HEADER.size + 12 * sequences)
         hashed = hashlib.sha256()
         with open(bin_path, "rb") as stream:
             while data := stream.read(1 << 24):
                 hashed.update(data)
                 self._write(data)
-        _check(bin_path, hashed, sha256["bin"])
-        self._index(lengths, np.diff(edges))
+        _check_sha256(bin_path, hashed, sha256["bin"])
+        self._record_lengths(lengths, np.diff(edges))
 
     def _write(self, data: memoryview | bytes) -> None:
+        """Append bytes to the .bin and update its hash."""
         self._stream.write(data)
         self._hash.update(data)
 
-    def _index(self, lengths: np.ndarray, counts: np.ndarray) -> None:
+    def _record_lengths(self, lengths: np.ndarray, counts: np.ndarray) -> None:
+        """Record the sequence lengths and per-document sequence counts of appended documents."""
         self._lengths.append(np.asarray(lengths, dtype=np.int32))
         self._counts.append(np.asarray(counts, dtype=np.int32))
         self.documents += len(counts)
@@ -102,11 +107,11 @@ class IndexedWriter:
         self.tokens += int(lengths.sum(dtype=np.int64))
 
     def finish(self) -> dict[str, str]:
-        """Close the .bin, write the .idx; return the sha256 of both under `bin` and `idx`."""
+        """Close the .bin, write the .idx and return the sha256 of each file under `bin` and `idx`."""
         self.close()
         lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         pointers = np.cumsum(lengths, dtype=np.int64)
-        pointers = (pointers - lengths) * self._dtype.itemsize  # of the starts
+        pointers = (pointers - lengths) * self._dtype.itemsize
         edges = np.zeros(self.documents + 1, dtype=np.int64)
         np.cumsum(np.concatenate([np.empty(0, np.int32), *self._counts]), out=edges[1:])
         code = next(code for code, kind in TOKEN_TYPES.items() if self._dtype == kind)
@@ -119,13 +124,13 @@ class IndexedWriter:
         return {"bin": self._hash.hexdigest(), "idx": hashed.hexdigest()}
 
     def close(self) -> None:
-        """Close the .bin; harmless when it is closed."""
+        """Close the .bin; does nothing if it is closed."""
         self._stream.close()
 
 
 @contextlib.contextmanager
 def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
-    """Give a writer for each corpus, of whose `files` all .bin come first, then all .idx; close them after the block."""
+    """Yield a writer for each corpus and close them afterwards; `files` lists every .bin, then every .idx."""
     with contextlib.ExitStack() as stack:
         writers = [IndexedWriter(*pair, dtype) for pair in zip(files[: len(files) // 2], files[len(files) // 2 :], strict=True)]
         for writer in writers:
@@ -133,6 +138,9 @@ def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWrit
         yield writers
 
 
-def _check(path: Path, found: Any, expected: str) -> None:
-    if found.hexdigest() != expected:
-        raise InputError(f"{path}: sha256 is {found.hexdigest()[:12]}, expected {expected[:12]}; the file has changed since")
+def _check_sha256(path: Path, actual: Any, expected: str) -> None:
+    """Raise InputError if the hash object `actual` of the file at `path` does not have the digest `expected`."""
+    if actual.hexdigest() != expected:
+        raise InputError(
+            f"{path}: sha256 is {actual.hexdigest()[:12]}, expected {expected[:12]}; the file has changed since it was written"
+        )

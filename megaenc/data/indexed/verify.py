@@ -15,12 +15,12 @@ import numpy as np
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import ProgressLine, print_rank_0, quiet
-from megaenc.data.indexed.corpus import check_bin_size, check_index, check_sidecar, check_tokenizer
+from megaenc.console import ProgressLine, print_rank_0, silence_libraries
+from megaenc.data.indexed.corpus import check_bin_size, check_index, check_metadata, check_tokenizer
 from megaenc.data.indexed.indexed_dataset import IndexArrays
-from megaenc.data.indexed.metadata import CorpusMetadata, read_sidecar, sidecar_path
+from megaenc.data.indexed.metadata import CorpusMetadata, read_corpus_metadata, metadata_path
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, handle_command_errors
 
 _CHUNK = 1 << 23  # bytes of a file that are looked at together
 _ENTRIES = 1 << 20  # entries of the index that are looked at together
@@ -50,7 +50,7 @@ class VerifiedCorpus:
     """What could not be checked, for want of a sidecar or a tokenizer."""
 
 
-def verify(
+def verify_corpus(
     prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None
 ) -> VerifiedCorpus:
     """Read all of a corpus. `vocabulary` is that of the tokenizer it must have been made with; `tick` is told the bytes read.
@@ -58,42 +58,42 @@ def verify(
     Raises InputError for the first damage: file, place, what was found and what was expected.
     """
     try:
-        return _verify(str(prefix), vocabulary, tick)
+        return _verify_files(str(prefix), vocabulary, tick)
     except OSError as error:  # a bad disk answers in the middle of a file
         raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
 
 
-def _verify(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], None]) -> VerifiedCorpus:
+def _verify_files(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], None]) -> VerifiedCorpus:
     dtype = np.dtype(check_index(prefix))
     index = IndexArrays.map(f"{prefix}.idx")
     tokens = _check_sequences(prefix, index, dtype.itemsize)
     _check_documents(prefix, index)
     check_bin_size(prefix, tokens * dtype.itemsize)
     documents, sequences = len(index.documents) - 1, len(index.lengths)
-    sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
+    sidecar = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
     if sidecar:
         counts = {"documents": documents, "sequences": sequences, "tokens": tokens}
-        check_sidecar(prefix, sidecar, **counts, token_type=dtype.type)
+        check_metadata(prefix, sidecar, **counts, token_type=dtype.type)
         if sidecar.append_eod and sidecar.eod is None:
             raise InputError(f"{prefix}.json: field `eod`: found null, expected the id that ends each document (`append_eod`)")
         if vocabulary:
             check_tokenizer(prefix, sidecar, vocabulary)
 
     digest = hashlib.sha256()
-    for _ in _pieces(f"{prefix}.idx", digest, tick):
+    for _ in _read_chunks(f"{prefix}.idx", digest, tick):
         pass
-    if wrong := _other_hash(digest, sidecar, "idx"):
+    if wrong := _compare_hash(digest, sidecar, "idx"):
         raise InputError(f"{prefix}.idx: {wrong}")
 
-    look, digest = _Look(index, dtype, tokens, sidecar, vocabulary), hashlib.sha256()
+    look, digest = _TokenChecker(index, dtype, tokens, sidecar, vocabulary), hashlib.sha256()
     complaint, start = "", 0
-    for piece in _pieces(f"{prefix}.bin", digest, tick):
+    for piece in _read_chunks(f"{prefix}.bin", digest, tick):
         complaint = complaint or look(piece.view(dtype), start)
         start += len(piece) // dtype.itemsize
     if start != tokens:
         raise InputError(f"{prefix}.bin: found {start} tokens, expected {tokens}; it changed while it was read")
     # The token says where something is wrong and the hash that it was not always so: both tell a bad disk from bad preprocessing.
-    if complaints := [*filter(None, (complaint, _other_hash(digest, sidecar, "bin")))]:
+    if complaints := [*filter(None, (complaint, _compare_hash(digest, sidecar, "bin")))]:
         raise InputError(f"{prefix}.bin: {'; '.join(complaints)}")
 
     unchecked = [] if sidecar else ["sha256", "ends of documents"]
@@ -141,7 +141,7 @@ def _check_documents(prefix: str, index: IndexArrays) -> None:
         raise InputError(f"{prefix}.idx: the last document index is {before}, expected {len(index.lengths)}, the sequences")
 
 
-class _Look:
+class _TokenChecker:
     """Looks at pieces of the .bin in their order; each call returns what is wrong in its piece, empty where nothing is."""
 
     def __init__(
@@ -205,7 +205,7 @@ class _Look:
         return f"document {documents}, token {token - begin} (token {token:,} of the corpus)"
 
 
-def _pieces(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.ndarray]:
+def _read_chunks(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.ndarray]:
     """Yield a file in pieces, uint8[n], each of which the next one overwrites; `digest` is given them all."""
     buffer = np.empty(_CHUNK, np.uint8)
     with open(path, "rb") as stream:
@@ -215,29 +215,29 @@ def _pieces(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.
             tick(count)
 
 
-def _other_hash(digest: Any, sidecar: CorpusMetadata | None, extension: str) -> str:
+def _compare_hash(digest: Any, sidecar: CorpusMetadata | None, extension: str) -> str:
     """Describe how the hash differs from the one in the .json; empty where it does not."""
     if not sidecar or (found := digest.hexdigest()) == (expected := sidecar.sha256[extension]):
         return ""
     return f"found sha256 {found[:12]}, expected {expected[:12]} (by the .json); the file has changed since it was written"
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc data verify`: a line for each whole corpus; damage is one line in the end."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(VerifyConfig, argv, prog="megaenc data verify", description=__doc__)
     if not settings.prefix:
         raise InputError("PREFIX: missing, expected one corpus or more (see megaenc data verify --help)")
     vocabulary = None
     if settings.tokenizer:
-        from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
+        from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 
-        vocabulary = vocabulary_of(load_tokenizer(settings.tokenizer))
+        vocabulary = read_vocabulary(load_tokenizer(settings.tokenizer))
     damaged: dict[str, InputError] = {}
     for prefix in settings.prefix:
         try:
-            _report(prefix, vocabulary)
+            _verify_and_report(prefix, vocabulary)
         except InputError as error:  # the others are looked at all the same
             damaged[prefix] = error
     if damaged:
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"{first}{more}")
 
 
-def _report(prefix: str, vocabulary: Vocabulary | None) -> None:
+def _verify_and_report(prefix: str, vocabulary: Vocabulary | None) -> None:
     """Verify one corpus behind a progress bar and print that it is whole."""
     started, done = time.monotonic(), 0
     total = sum(os.path.getsize(path) for path in (f"{prefix}.bin", f"{prefix}.idx") if os.path.isfile(path))
@@ -257,7 +257,7 @@ def _report(prefix: str, vocabulary: Vocabulary | None) -> None:
             done += count
             progress.update(done, **{"MB/s": round(done / 1e6 / max(time.monotonic() - started, 1e-9))})
 
-        found = verify(prefix, vocabulary, tick)
+        found = verify_corpus(prefix, vocabulary, tick)
     rate = found.bytes / 1e6 / max(time.monotonic() - started, 1e-9)
     told = f"whole as far as can be told without {Path(prefix).name}.json" if found.unchecked else "whole"
     missing = f"; not checked: {', '.join(found.unchecked)}" if found.unchecked else ""

@@ -17,10 +17,10 @@ PERIOD = 1 << 16  # samples after which an order repeats at the latest; weights 
 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     """`A`, `0.3 A 0.7 B` or `A B` as (weight, prefix) of each corpus; None where no weights are given. Raises InputError."""
-    weights = [weight_of(word) for word in words[::2]]
+    weights = [parse_weight(word) for word in words[::2]]
     if None not in weights and len(words) % 2 == 0:
         pairs = list(zip(weights, words[1::2], strict=True))
-    elif all(weight_of(word) is None for word in words):
+    elif all(parse_weight(word) is None for word in words):
         pairs = [(None, word) for word in words]
     else:
         raise InputError(f"--data-path {' '.join(words)}: expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B")
@@ -32,7 +32,7 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     return pairs
 
 
-def weight_of(word: str) -> Fraction | None:
+def parse_weight(word: str) -> Fraction | None:
     """A word of --data-path as a weight; None where it is a corpus."""
     if re.search(r"[eE][+-]?\d{4}", word):
         return None  # not a weight: its digits would fill the memory
@@ -42,7 +42,7 @@ def weight_of(word: str) -> Fraction | None:
         return None
 
 
-def whole_shares(weights: Sequence[Fraction]) -> list[int]:
+def compute_sample_counts(weights: Sequence[Fraction]) -> list[int]:
     """How many of some number of samples (at most PERIOD) each corpus gives: exact where the weights allow it.
 
     Raises InputError, with the number of the corpus, for a weight that rounds to no part in PERIOD.
@@ -64,7 +64,7 @@ def whole_shares(weights: Sequence[Fraction]) -> list[int]:
     return counts
 
 
-def interleave(counts: Sequence[int]) -> np.ndarray:
+def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
     """uint16[sum(counts)]: which corpus gives each sample, corpus c being there counts[c] times.
 
     After any number of samples each corpus has given its share of them but for less than one sample. The rule is Tijdeman's
@@ -74,7 +74,7 @@ def interleave(counts: Sequence[int]) -> np.ndarray:
     corpora, period = len(counts), sum(counts)
     if corpora == 1:
         return np.zeros(period, dtype=np.uint16)
-    owed = [0] * corpora  # what each corpus is behind, in samples times `parts`, so that all is whole numbers
+    owed = [0] * corpora  # what each corpus is behind, in samples times `datasets`, so that all is whole numbers
     parts = period * (2 * corpora - 2)
     steps = [count * (2 * corpora - 2) for count in counts]
     order = np.empty(period, dtype=np.uint16)
@@ -95,11 +95,11 @@ class BlendedDataset:
     """
 
     def __init__(self, parts: Sequence[PackedDataset], weights: Sequence[Fraction]):
-        """One weight above 0, in any unit, for each of `parts`. Raises InputError for one that is too small to be kept."""
-        self.parts = list(parts)
+        """One weight above 0, in any unit, for each of `datasets`. Raises InputError for one that is too small to be kept."""
+        self.datasets = list(parts)
         self.seq_length = parts[0].seq_length
-        self._counts = whole_shares(weights)
-        self._turns = interleave(self._counts)
+        self._counts = compute_sample_counts(weights)
+        self._turns = interleave_corpora(self._counts)
         self._before = np.empty(len(self._turns), dtype=np.int32)  # turns that the corpus had earlier in the period
         for corpus, count in enumerate(self._counts):
             self._before[self._turns == corpus] = np.arange(count)
@@ -110,21 +110,21 @@ class BlendedDataset:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         period, place = divmod(sample, len(self._turns))
         corpus = int(self._turns[place])
-        pack = self.parts[corpus][period * self._counts[corpus] + int(self._before[place])]
+        pack = self.datasets[corpus][period * self._counts[corpus] + int(self._before[place])]
         return replace(pack, sample=sample)
 
     def corpus_of_sample(self, sample: int) -> int:
-        """Which of `parts` gives the pack of sample number `sample`."""
+        """Which of `datasets` gives the pack of sample number `sample`."""
         return int(self._turns[sample % len(self._turns)])
 
-    def samples_of(self, corpus: int, samples: int) -> int:
-        """How many of the first `samples` samples come from one of `parts`."""
+    def count_samples(self, corpus: int, samples: int) -> int:
+        """How many of the first `samples` samples come from one of `datasets`."""
         periods, rest = divmod(samples, len(self._turns))
         return periods * self._counts[corpus] + int(np.count_nonzero(self._turns[:rest] == corpus))
 
     @property
     def samples_before_repeat(self) -> int:
-        return min(self._sample_of(corpus, part.samples_before_repeat) for corpus, part in enumerate(self.parts))
+        return min(self._sample_of(corpus, part.samples_before_repeat) for corpus, part in enumerate(self.datasets))
 
     def _sample_of(self, corpus: int, number: int) -> int:
         """The sample that is pack `number` (0, 1, ...) of a corpus."""

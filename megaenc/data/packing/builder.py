@@ -11,11 +11,11 @@ from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
 from megaenc.data.packing.blended_dataset import BlendedDataset, parse_data_path
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, CorpusPackedDataset, RandomLengthPackedDataset
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
-from megaenc.data.packing.shared_memory import shared
+from megaenc.data.packing.shared_memory import share_arrays
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
-_AT_ONCE = 1 << 20  # documents that are looked at together; the first of them answer, as a rule
+_DOCUMENTS_PER_CHECK = 1 << 20  # documents that are looked at together; the first of them answer, as a rule
 
 PACKINGS: dict[str, type[CorpusPackedDataset]] = {
     "concat": ConcatPackedDataset,
@@ -46,7 +46,7 @@ class RunData:
     """
 
     corpora: tuple[Corpus, ...]
-    train_parts: tuple[CorpusPackedDataset, ...]
+    train_datasets: tuple[CorpusPackedDataset, ...]
     shares: tuple[Fraction, ...]
     train: BlendedDataset
     held_out: BlendedDataset | None
@@ -66,7 +66,7 @@ class RunData:
         for _, prefix in pairs:
             corpus = Corpus.open(prefix)
             corpus.check_vocabulary(vocabulary)
-            train, held_out, _ = parts_of(corpus, fractions)
+            train, held_out, _ = split_corpus(corpus, fractions)
             if not _has_tokens(corpus, train):
                 raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
             corpora.append(corpus)
@@ -90,27 +90,27 @@ class RunData:
             return self.corpora[0].fingerprint
         return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
 
-    def reading(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[CorpusUsage]:
+    def corpus_usage(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[CorpusUsage]:
         """What samples `first` to `end` - 1 read of each corpus, but for the ranges `without`, each its first and last sample."""
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         rows = []
-        for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_parts, self.shares, strict=True)):
+        for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_datasets, self.shares, strict=True)):
             packs, epochs = 0, 0.0
             for start, stop, sign in spans:
-                before, after = (self.train.samples_of(number, samples) for samples in (start, stop))
+                before, after = (self.train.count_samples(number, samples) for samples in (start, stop))
                 packs += sign * (after - before)
                 epochs += sign * (part.epochs_after(after) - part.epochs_after(before))
             rows.append(CorpusUsage(corpus.prefix, float(share), packs, epochs, part.dropped))
         return rows
 
 
-def parts_of(corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def split_corpus(corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`split_documents` of a corpus, shared by the processes of a machine."""
     key = (*corpus.key, "split", [str(fraction) for fraction in fractions])
-    train, held_out, test = shared(key, partial(split_documents, len(corpus), fractions))
+    train, held_out, test = share_arrays(key, partial(split_documents, len(corpus), fractions))
     return train, held_out, test
 
 
 def _has_tokens(corpus: Corpus, documents: np.ndarray) -> bool:
-    some = (documents[start : start + _AT_ONCE] for start in range(0, len(documents), _AT_ONCE))
+    some = (documents[start : start + _DOCUMENTS_PER_CHECK] for start in range(0, len(documents), _DOCUMENTS_PER_CHECK))
     return any(corpus.document_lengths[numbers].any() for numbers in some)

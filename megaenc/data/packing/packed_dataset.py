@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.packing.token_stream import DocumentSource, TokenStream, narrow
+from megaenc.data.packing.token_stream import DocumentSource, TokenStream, narrow_to_int32
 from megaenc.errors import InputError
 
 LONGEST_PACK = 1 << 24
@@ -34,10 +34,10 @@ class Pack:
     @property
     def positions(self) -> np.ndarray:
         """int64[T]: place within the document or piece, 0 at each edge."""
-        return places(self.edges)
+        return position_ids(self.edges)
 
 
-def places(edges: np.ndarray) -> np.ndarray:
+def position_ids(edges: np.ndarray) -> np.ndarray:
     """int64[T]: from 0 on between neighbouring `edges`, which begin with 0 and end with T."""
     starts = edges[:-1].astype(np.int64)
     return np.arange(edges[-1]) - np.repeat(starts, np.diff(edges))
@@ -83,7 +83,7 @@ class CorpusPackedDataset(ABC):
         epoch = self.epoch_of_sample(sample)
         first = self.first_sample_of_epoch(epoch)
         pack = first + int(self._visits(epoch)[sample - first])
-        tokens, edges = self.stream.cut(self.start_of_pack(pack), self.seq_length)
+        tokens, edges = self.stream.read(self.start_of_pack(pack), self.seq_length)
         return Pack(sample, epoch, tokens, edges)
 
     @property
@@ -110,7 +110,7 @@ class CorpusPackedDataset(ABC):
         """The order in which the packs that start in `epoch` are visited, counted from the first of them."""
         count = self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch)
         make = partial(counter_rng.permutation, self.seed, "packs", count, counters=(epoch,))
-        return self.stream.shared(("visits", count, epoch), lambda: (narrow(make()),))[0]
+        return self.stream.shared(("visits", count, epoch), lambda: (narrow_to_int32(make()),))[0]
 
 
 class ConcatPackedDataset(CorpusPackedDataset):
@@ -131,7 +131,7 @@ class ConcatPackedDataset(CorpusPackedDataset):
 SHORTEST_CHUNK = 12  # tokens; the study's
 
 
-def check_two_chunks(seq_length: int) -> None:
+def check_two_chunks_fit(seq_length: int) -> None:
     """InputError where a pack of --packing random-length has no room for two chunks."""
     if seq_length < 2 * SHORTEST_CHUNK:
         raise InputError(
@@ -140,7 +140,7 @@ def check_two_chunks(seq_length: int) -> None:
         )
 
 
-def mean_squares_of_chunks(seq_length: int) -> float:
+def mean_squared_chunk_lengths(seq_length: int) -> float:
     """Return the mean, over all places of the cut, of the sum of the squared lengths of a pack's two chunks."""
     shortest, longest = SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK
     to_longest, below = (end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1))  # 1 + 4 + 9 + ... + end^2
@@ -155,7 +155,7 @@ class RandomLengthPackedDataset(ConcatPackedDataset):
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seq_length: int, seed: int):
         """See CorpusPacks. Raises InputError when a pack has no room for two chunks."""
-        check_two_chunks(seq_length)
+        check_two_chunks_fit(seq_length)
         super().__init__(corpus, documents, seq_length, seed)
 
     def __getitem__(self, sample: int) -> Pack:

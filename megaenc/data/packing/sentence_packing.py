@@ -12,7 +12,7 @@ from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError
 
 
-def check_sentences(prefix: str, sidecar: CorpusMetadata | None, *, sequences: int, documents: int) -> None:
+def check_has_sentences(prefix: str, sidecar: CorpusMetadata | None, *, sequences: int, documents: int) -> None:
     """InputError where every document of the corpus is one sequence.
 
     A corpus of one sentence a document looks like one of whole documents: its sidecar tells.
@@ -31,7 +31,7 @@ class SentencePackedDataset(CorpusPackedDataset):
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_length: int, seed: int):
         """See CorpusPacks. Raises InputError when every document of the corpus is one sequence."""
-        check_sentences(
+        check_has_sentences(
             getattr(corpus, "prefix", "the corpus"),
             getattr(corpus, "sidecar", None),
             sequences=len(corpus.sequence_lengths),

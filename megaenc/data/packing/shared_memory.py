@@ -18,50 +18,50 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.dist_env import local_world_size
+from megaenc.dist_env import get_local_world_size
 from megaenc.json_files import parse_json
 
 Arrays = tuple[np.ndarray, ...]
 
-_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # what processes of one run have in common, and no others have
-_ALIGNED = 64  # bytes
+_RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # what processes of one run have in common, and no others have
+_ALIGNMENT = 64  # bytes
 
 
-def shared(key: tuple[object, ...], make: Callable[[], Arrays]) -> Arrays:
+def share_arrays(key: tuple[object, ...], make: Callable[[], Arrays]) -> Arrays:
     """The arrays that `make` makes, read-only where there are several processes; `key` says which they are, in plain values.
 
     One process makes them while the others wait; if it is killed meanwhile, the next one does. A process that cannot get at
     another's, or that asks when nobody has them any more, makes its own; those of a container share among themselves.
     """
-    if not sharing():
+    if not has_local_peers():
         return make()
     try:
-        folder = _folder()
+        folder = _user_folder()
         visible = os.readlink("/proc/self/ns/pid")  # processes see each other if theirs is the same
     except OSError:
         return make()
-    common = key, [os.environ.get(part) for part in _RUN], visible
+    common = key, [os.environ.get(part) for part in _RUN_VARIABLES], visible
     name = hashlib.blake2b(repr(common).encode(), digest_size=16).hexdigest()
-    with contextlib.suppress(PermissionError), _turn(folder / name) as note:  # another's memory may be closed to us
-        found = _of_another(note, name)
+    with contextlib.suppress(PermissionError), _lock_note(folder / name) as note:  # another's memory may be closed to us
+        found = _open_published(note, name)
         if found is not None:
             return found
-        _tidy(folder)
-        return _given_out(note, folder / name, make())
+        _remove_stale_notes(folder)
+        return _publish(note, folder / name, make())
     return make()
 
 
-def sharing() -> bool:
+def has_local_peers() -> bool:
     """Whether there is anybody on this machine to share with."""
-    return local_world_size() > 1
+    return get_local_world_size() > 1
 
 
-def digest(array: np.ndarray) -> str:
+def hash_array(array: np.ndarray) -> str:
     """Of the numbers in a contiguous array: a key for what is made of it."""
     return hashlib.blake2b(array.data, digest_size=16, person=str(array.dtype).encode()).hexdigest()
 
 
-def _folder() -> Path:
+def _user_folder() -> Path:
     """This user's own; OSError if there can be none."""
     folder = Path(tempfile.gettempdir()) / f"megaenc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -72,7 +72,7 @@ def _folder() -> Path:
 
 
 @contextlib.contextmanager
-def _turn(path: Path) -> Iterator[int]:
+def _lock_note(path: Path) -> Iterator[int]:
     """Wait for the note at `path`, and have it to oneself: its descriptor."""
     while True:
         note = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -88,7 +88,7 @@ def _turn(path: Path) -> Iterator[int]:
         os.close(note)
 
 
-def _of_another(note: int, name: str) -> Arrays | None:
+def _open_published(note: int, name: str) -> Arrays | None:
     """What the process has that wrote the note; None where nothing is written or it has gone. PermissionError: it is not ours."""
     try:
         written = parse_json(os.pread(note, 1 << 16, 0))
@@ -102,18 +102,18 @@ def _of_another(note: int, name: str) -> Arrays | None:
         is_named = os.readlink(f"/proc/self/fd/{memory}").startswith(f"/memfd:{name} ")
         if not (is_named and fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE):
             return None
-        return _mapped(memory, written["arrays"])[1]
+        return _map_arrays(memory, written["arrays"])[1]
     except (ValueError, KeyError, TypeError, OSError):
         return None
     finally:
         os.close(memory)
 
 
-def _given_out(note: int, path: Path, arrays: Arrays) -> Arrays:
+def _publish(note: int, path: Path, arrays: Arrays) -> Arrays:
     """Put `arrays` where others find them, as long as this process has them; `note` is open at `path`."""
     places, size = [], 0
     for array in arrays:
-        size = -(-size // _ALIGNED) * _ALIGNED
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
         places.append({"start": size, "dtype": array.dtype.str, "shape": array.shape})
         size += array.nbytes
     if not size:
@@ -127,20 +127,20 @@ def _given_out(note: int, path: Path, arrays: Arrays) -> Arrays:
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         readable = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)  # before Linux 6.7 no other may be mapped
         try:
-            pages, found = _mapped(readable, places)
+            pages, found = _map_arrays(readable, places)
         finally:
             os.close(readable)
     except OSError:
         os.close(memory)
         return arrays
-    weakref.finalize(pages, _forget, os.getpid(), memory, path, os.fstat(note).st_ino)
+    weakref.finalize(pages, _withdraw, os.getpid(), memory, path, os.fstat(note).st_ino)
     written = {"process": os.getpid(), "descriptor": memory, "arrays": places}
     os.ftruncate(note, 0)
     os.pwrite(note, json.dumps(written).encode(), 0)
     return found
 
 
-def _mapped(memory: int, places: list[dict]) -> tuple[mmap.mmap, Arrays]:
+def _map_arrays(memory: int, places: list[dict]) -> tuple[mmap.mmap, Arrays]:
     pages = mmap.mmap(memory, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     arrays = []
     for place in places:
@@ -149,7 +149,7 @@ def _mapped(memory: int, places: list[dict]) -> tuple[mmap.mmap, Arrays]:
     return pages, tuple(arrays)
 
 
-def _forget(process: int, memory: int, path: Path, inode: int) -> None:
+def _withdraw(process: int, memory: int, path: Path, inode: int) -> None:
     """The process that made the arrays has no more use for them: nobody else is told of them."""
     if os.getpid() != process:  # a copy of the process, made by fork
         return
@@ -159,7 +159,7 @@ def _forget(process: int, memory: int, path: Path, inode: int) -> None:
             path.unlink()
 
 
-def _tidy(folder: Path) -> None:
+def _remove_stale_notes(folder: Path) -> None:
     """Remove the notes of processes that were killed."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

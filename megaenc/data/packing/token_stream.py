@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.packing.shared_memory import Arrays, digest, shared, sharing
+from megaenc.data.packing.shared_memory import Arrays, hash_array, share_arrays, has_local_peers
 from megaenc.errors import InputError
 
 
@@ -17,7 +17,7 @@ class DocumentSource(Protocol):
     document_lengths: np.ndarray
     """int64[D] in tokens."""
 
-    def joined(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """int64[sum(stops - starts)]: of each of `documents` its tokens starts..stops-1, at least one, end to end."""
 
 
@@ -31,11 +31,11 @@ class TokenStream:
         """`documents`: int64[D], the numbers of those to use. Raises InputError when they hold no token."""
         self.corpus = corpus
         self.seed = seed
-        self._key = (*corpus.key, digest(documents), seed) if sharing() and hasattr(corpus, "key") else None
+        self._key = (*corpus.key, hash_array(documents), seed) if has_local_peers() and hasattr(corpus, "key") else None
 
         def with_tokens() -> tuple[np.ndarray, np.ndarray]:
             lengths = corpus.document_lengths[documents]
-            return narrow(documents[lengths > 0]), narrow(lengths[lengths > 0])
+            return narrow_to_int32(documents[lengths > 0]), narrow_to_int32(lengths[lengths > 0])
 
         self.documents, self._lengths = self.shared(("documents",), with_tokens)
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
@@ -48,9 +48,9 @@ class TokenStream:
 
     def shared(self, what: tuple[object, ...], make: Callable[[], Arrays]) -> Arrays:
         """Return `make()`, computed once for all processes of a machine under the key `what`; see `shared_memory`."""
-        return make() if self._key is None else shared((*self._key, *what), make)
+        return make() if self._key is None else share_arrays((*self._key, *what), make)
 
-    def cut(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int64[count] from position `start` on, and the edges int32[D + 1] of the documents, 0 first, `count` last."""
         tokens, edges, done = [], [np.zeros(1, dtype=np.int64)], 0
         while done < count:
@@ -61,7 +61,7 @@ class TokenStream:
             at, theirs = order[first : last + 1], ends[first : last + 1]
             offsets = theirs - self._lengths[at]  # of each document's first token within the epoch
             starts, stops = np.maximum(begin - offsets, 0), np.minimum(end, theirs) - offsets
-            tokens.append(self.corpus.joined(self.documents[at], starts, stops))
+            tokens.append(self.corpus.read_spans(self.documents[at], starts, stops))
             edges.append(done + np.cumsum(stops - starts))
             done += end - begin
         return tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(edges, dtype=np.int32)
@@ -70,13 +70,13 @@ class TokenStream:
         """Which of `documents` lies at each place of the epoch, and int64[D] where it ends, in tokens from the epoch's start."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
-            order = narrow(counter_rng.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
+            order = narrow_to_int32(counter_rng.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
             return order, np.cumsum(self._lengths[order], dtype=np.int64)
 
         order, ends = self.shared(("order", epoch), make)
         return order, ends
 
 
-def narrow(values: np.ndarray) -> np.ndarray:
+def narrow_to_int32(values: np.ndarray) -> np.ndarray:
     """Numbers from 0 on as int32 where that suffices: of a hundred million documents 400 MB less."""
     return values.astype(np.int32) if not len(values) or values.max() < 2**31 else values

@@ -11,28 +11,28 @@ from pathlib import Path
 
 import megaenc
 from megaenc import flags
-from megaenc.atomic_io import atomic_files, stopped_by_sigterm
-from megaenc.console import ProgressLine, print_rank_0, quiet
+from megaenc.atomic_io import atomic_files, exit_on_sigterm
+from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, open_writers, token_dtype
 from megaenc.data.indexed.metadata import FORMAT, CorpusMetadata, TokenizerIdentity
 from megaenc.data.preprocess.outputs import (
     output_files,
     output_prefixes,
-    refuse_outputs,
-    sha256_of,
-    tell_left_behind,
-    with_hashes,
+    refuse_existing_outputs,
+    compute_sha256,
+    report_stale_files,
+    find_outputs_by_hash,
 )
-from megaenc.data.preprocess.resumable import ShardStore, noted_outputs, work_folder
-from megaenc.data.preprocess.sentence_splitter import Punkt, installed_punkt, learnt_punkt
+from megaenc.data.preprocess.resumable import PartitionStore, read_merge_record, open_work_folder
+from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed_punkt, train_punkt
 from megaenc.data.preprocess.worker import BlockTokenizer
 from megaenc.data.sources import resolve
 from megaenc.data.sources.base import LineFile
-from megaenc.errors import InputError, one_line_errors
-from megaenc.output_paths import check_parent, created_parent, remove_new_parents_on_error
-from megaenc.processes import Threads, Workers, check_process_count, usable_cores
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, remove_new_parents_on_error
+from megaenc.processes import ThreadPool, ProcessPool, check_process_count, usable_core_count
 
-_MOST_PARTITIONS = 100_000  # each is a few files
+_MAX_PARTITIONS = 100_000  # each is a few files
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PreprocessConfig(resolve.InputConfig):
     """Make a sequence of the .idx of every sentence instead of every document; documents stay what they are."""
     punkt_language: str = "english"
     """Language of nltk's Punkt model for --split-sentences; where it is not installed, one is learnt from the input."""
-    workers: int = field(default_factory=usable_cores)
+    workers: int = field(default_factory=usable_core_count)
     """Processes that tokenise; up to four threads, where JSONL or lines of text go through gigatoken."""
     partitions: int = 1
     """Cut the input into so many parts: after a stop the same command goes on with the parts that are missing."""
@@ -64,7 +64,7 @@ _Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
-class _Job:
+class _PreprocessJob:
     """One run: what to read, what to do with it, and where it goes."""
 
     settings: PreprocessConfig
@@ -116,50 +116,50 @@ def preprocess(settings: PreprocessConfig) -> list[Path]:
     the kind of file that a text came in. Raises InputError for input, tokenizer or output that cannot be used, for input that
     changes while it is read, and when a worker dies.
     """
-    return prepare(settings)()
+    return prepare_preprocessing(settings)()
 
 
-def prepare(settings: PreprocessConfig) -> Callable[[], list[Path]]:
+def prepare_preprocessing(settings: PreprocessConfig) -> Callable[[], list[Path]]:
     """The part of `preprocess` that looks at flags and input and loads the tokenizer; calling what it returns does the rest."""
-    if settings.partitions > _MOST_PARTITIONS:
-        raise InputError(f"--partitions {settings.partitions}: expected at most {_MOST_PARTITIONS:,}")
+    if settings.partitions > _MAX_PARTITIONS:
+        raise InputError(f"--partitions {settings.partitions}: expected at most {_MAX_PARTITIONS:,}")
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
     folder = Path(f"{settings.output_prefix}_parts")
-    tell_left_behind(*output_files(prefixes), folder)
-    noted = noted_outputs(folder) if settings.partitions > 1 else {}  # whether they are what was noted is seen under the lock
-    refuse_outputs(prefixes, but=[prefixes[0].with_name(name) for name in noted])
+    report_stale_files(*output_files(prefixes), folder)
+    noted = read_merge_record(folder) if settings.partitions > 1 else {}  # whether they are what was noted is seen under the lock
+    refuse_existing_outputs(prefixes, but=[prefixes[0].with_name(name) for name in noted])
     for name in ("workers", "partitions"):
         if getattr(settings, name) < 1:
             raise InputError(f"--{name} {getattr(settings, name)}: expected at least 1")
     check_process_count("--workers", settings.workers)
     if settings.punkt_language != "english" and not settings.split_sentences:
         raise InputError(f"--punkt-language {settings.punkt_language}: expected --split-sentences with it")
-    found = resolve.find_inputs(settings, settings.json_keys)
-    for remark in found.remarks:
+    found = resolve.resolve_inputs(settings, settings.json_keys)
+    for remark in found.messages:
         print_rank_0(remark)
-    check_parent(prefixes[0], "--output-prefix")
-    return partial(_run, _job(settings, prefixes, found), folder)
+    check_parent_writable(prefixes[0], "--output-prefix")
+    return partial(_run_job, _build_job(settings, prefixes, found), folder)
 
 
-def _run(job: _Job, folder: Path) -> list[Path]:
+def _run_job(job: _PreprocessJob, folder: Path) -> list[Path]:
     started = time.monotonic()
-    with created_parent(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):
+    with create_parent_with_rollback(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):
         if job.settings.partitions > 1:
-            made = _write_in_parts(job, folder)
+            made = _write_in_partitions(job, folder)
         else:
-            with _workers(job, job.settings.workers) as workers:
-                made = _write(job, partial(_tokenise, job, workers), lambda hashes: refuse_outputs(job.prefixes))
+            with _start_workers(job, job.settings.workers) as workers:
+                made = _write_corpora(job, partial(_tokenize_ranges, job, workers), lambda hashes: refuse_existing_outputs(job.prefixes))
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, made, strict=True):
-        print_rank_0(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
+        print_rank_0(f"{prefix}: {_format_summary(corpus)}, in {seconds:.1f} s")
     return job.prefixes
 
 
-def _job(settings: PreprocessConfig, prefixes: list[Path], found: resolve.ResolvedInputs) -> _Job:
-    from megaenc.data.tokenizer.tokenizer import encoder_of, load_tokenizer, vocabulary_of
+def _build_job(settings: PreprocessConfig, prefixes: list[Path], found: resolve.ResolvedInputs) -> _PreprocessJob:
+    from megaenc.data.tokenizer.tokenizer import get_encoder, load_tokenizer, read_vocabulary
 
     tokenizer = load_tokenizer(settings.tokenizer)
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = read_vocabulary(tokenizer)
     if settings.append_eod and vocabulary.eos_id is None:
         raise InputError(
             f"--append-eod: tokenizer {settings.tokenizer} has no end-of-sequence token to append; expected an eos_token"
@@ -172,23 +172,23 @@ def _job(settings: PreprocessConfig, prefixes: list[Path], found: resolve.Resolv
         mask_id=vocabulary.mask_id,
     )
     work = BlockTokenizer(
-        encoder=encoder_of(tokenizer),
+        encoder=get_encoder(tokenizer),
         keys=settings.json_keys,
         eod=vocabulary.eos_id if settings.append_eod else None,
         dtype=token_dtype(vocabulary.size),
         skip_bad=settings.skip_bad_lines,
-        punkt=_punkt(settings, found) if settings.split_sentences else None,
+        punkt=_load_or_train_punkt(settings, found) if settings.split_sentences else None,
     )
-    return _Job(settings, prefixes, found, work, identity, vocabulary.size)
+    return _PreprocessJob(settings, prefixes, found, work, identity, vocabulary.size)
 
 
-def _punkt(settings: PreprocessConfig, found: resolve.ResolvedInputs) -> Punkt:
-    punkt = installed_punkt(settings.punkt_language)
+def _load_or_train_punkt(settings: PreprocessConfig, found: resolve.ResolvedInputs) -> PunktModel:
+    punkt = load_installed_punkt(settings.punkt_language)
     if punkt is not None:
         print_rank_0(f"sentences: Punkt's model of {punkt.language}, as installed")
         return punkt
     pieces = (block.documents(settings.json_keys, settings.skip_bad_lines) for block in resolve.read_blocks(found))
-    punkt = learnt_punkt(text for piece in pieces for texts in piece.texts for text in texts)
+    punkt = train_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     print_rank_0(
         f"sentences: nltk's data hold no Punkt model of {settings.punkt_language} (punkt_tab); learnt one from the beginning of "
         f"the input, {len(punkt.parameters.abbrev_types):,} abbreviations"
@@ -196,8 +196,8 @@ def _punkt(settings: PreprocessConfig, found: resolve.ResolvedInputs) -> Punkt:
     return punkt
 
 
-def _write(
-    job: _Job, fill: Callable[[list[IndexedWriter]], _Counts], last_look: Callable[[dict[str, str]], None]
+def _write_corpora(
+    job: _PreprocessJob, fill: Callable[[list[IndexedWriter]], _Counts], last_look: Callable[[dict[str, str]], None]
 ) -> list[CorpusMetadata]:
     """Have `fill` write every corpus to temporary names; rename them when all are whole.
 
@@ -220,31 +220,31 @@ def _write(
             made = [job.sidecar(writer, counts, files) for writer, *files in zip(writers, bins, indices, strict=True)]
         for corpus, path in zip(made, notes, strict=True):
             corpus.write(path)
-        told = [corpus.sha256["bin"] for corpus in made], map(sha256_of, notes), [corpus.sha256["idx"] for corpus in made]
+        told = [corpus.sha256["bin"] for corpus in made], map(compute_sha256, notes), [corpus.sha256["idx"] for corpus in made]
         hashes.update(zip([path.name for path in finals], chain(*told), strict=True))
     return made
 
 
 # So many threads have the interpreter's lock, which parsing takes, to themselves most of the time; more wait for each other.
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 
 
-def _workers(job: _Job, count: int) -> Workers | Threads:
+def _start_workers(job: _PreprocessJob, count: int) -> ProcessPool | ThreadPool:
     """Threads where they do as well as processes, which take a second to start, and each a copy of the tokenizer in memory."""
     in_lines = all(isinstance(source, LineFile) for source in job.found.sources)  # blocks of which are small, whatever they hold
-    threads = in_lines and count <= _MOST_THREADS and job.work.encoder.fast and job.work.punkt is None
-    return (Threads if threads else Workers)(job.work, count)
+    threads = in_lines and count <= _MAX_THREADS and job.work.encoder.is_fast and job.work.punkt is None
+    return (ThreadPool if threads else ProcessPool)(job.work, count)
 
 
-def _write_in_parts(job: _Job, folder: Path) -> list[CorpusMetadata]:
-    """As `_write`, part by part: those that `folder` holds already are not made again."""
-    spans = resolve.cut(job.found, job.settings.partitions)
-    with work_folder(folder, job.plan()):
-        parts = ShardStore(folder, job.settings.json_keys, job.work.dtype, len(spans))
-        missing = parts.missing()
+def _write_in_partitions(job: _PreprocessJob, folder: Path) -> list[CorpusMetadata]:
+    """As `_write_corpora`, part by part: those that `folder` holds already are not made again."""
+    spans = resolve.partition_inputs(job.found, job.settings.partitions)
+    with open_work_folder(folder, job.plan()):
+        parts = PartitionStore(folder, job.settings.json_keys, job.work.dtype, len(spans))
+        missing = parts.missing_partitions()
         # What these parts have made may be made again; anything else may be by a process that has just left the folder.
-        ours = with_hashes(job.prefixes, noted_outputs(folder))
-        refuse_outputs(job.prefixes, but=ours)
+        ours = find_outputs_by_hash(job.prefixes, read_merge_record(folder))
+        refuse_existing_outputs(job.prefixes, but=ours)
         if len(missing) < len(spans):
             print_rank_0(f"{folder}: {len(spans) - len(missing)} of {len(spans)} parts are there; goes on with the others")
         elif len(spans) < job.settings.partitions:
@@ -255,25 +255,25 @@ def _write_in_parts(job: _Job, folder: Path) -> list[CorpusMetadata]:
             return {name: sum(counts[name] for counts in noted) for name in noted[0]}
 
         def last_look(hashes: dict[str, str]) -> None:
-            parts.merged(hashes)
-            refuse_outputs(job.prefixes, but=ours)
+            parts.record_merge(hashes)
+            refuse_existing_outputs(job.prefixes, but=ours)
 
         try:
-            with _workers(job, job.settings.workers if missing else 0) as workers:
+            with _start_workers(job, job.settings.workers if missing else 0) as workers:
                 for number in missing:
-                    fill = partial(_tokenise, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
+                    fill = partial(_tokenize_ranges, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
                     parts.write(number, fill, last_look=partial(job.found.check_unchanged, spans[number]))
-            return _write(job, merge, last_look)
+            return _write_corpora(job, merge, last_look)
         except BaseException:
-            if done := len(spans) - len(parts.missing()):
+            if done := len(spans) - len(parts.missing_partitions()):
                 also = "" if done < len(spans) else ", or remove the folder"
                 print_rank_0(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there{also}")
             raise
 
 
-def _tokenise(
-    job: _Job,
-    workers: Workers | Threads,
+def _tokenize_ranges(
+    job: _PreprocessJob,
+    workers: ProcessPool | ThreadPool,
     writers: list[IndexedWriter],
     spans: Sequence[resolve.DocumentRange] | None = None,
     label: str = "tokenising",
@@ -285,7 +285,7 @@ def _tokenise(
         with ProgressLine(label, job.found.known_size) as progress:
             for block in workers.map(resolve.read_blocks(job.found, spans)):
                 for writer, *columns in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
-                    writer.add(*columns)
+                    writer.add_documents(*columns)
                 for name in counts:
                     counts[name] += getattr(block, name)
                 speed = counts["size"] / 1e6 / max(time.monotonic() - started, 1e-9)
@@ -298,7 +298,7 @@ def _tokenise(
     return counts
 
 
-def _summary(corpus: CorpusMetadata) -> str:
+def _format_summary(corpus: CorpusMetadata) -> str:
     parts = [f"{corpus.documents:,} documents"]
     if corpus.sentences is not None:
         parts.append(f"{corpus.sequences:,} sentences")
@@ -310,10 +310,10 @@ def _summary(corpus: CorpusMetadata) -> str:
     return ", ".join(parts)
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc preprocess`, also known as tools/preprocess_data.py."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(PreprocessConfig, argv, prog="megaenc preprocess", description=__doc__)
-    with stopped_by_sigterm():
+    with exit_on_sigterm():
         preprocess(settings)

@@ -14,13 +14,13 @@ from megaenc.console import ProgressLine
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, open_writers
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
-from megaenc.output_paths import make_parent
+from megaenc.output_paths import create_parent_dir
 
 _PLAN, _LOCK, _MERGED = "plan.json", "lock", "merged"
-_OURS = re.compile(r"plan\.json|lock|merged|part-\d{5,}(-.*\.(bin|idx)|\.json)|\..*\.tmp")
+_OWN_FILES = re.compile(r"plan\.json|lock|merged|part-\d{5,}(-.*\.(bin|idx)|\.json)|\..*\.tmp")
 
 
-def noted_outputs(folder: Path) -> dict[str, str]:
+def read_merge_record(folder: Path) -> dict[str, str]:
     """The sha256, by name, of the files that the parts in `folder` were joined into, where these were perhaps not all renamed.
 
     What bears such a name and has that sha256 is their work; nothing is noted before they are joined.
@@ -31,14 +31,14 @@ def noted_outputs(folder: Path) -> dict[str, str]:
         return {}
 
 
-class ShardStore:
+class PartitionStore:
     """`count` parts, numbered from 0, each a corpus a key: part-00001-KEY.bin and .idx, and part-00001.json, written last."""
 
     def __init__(self, folder: Path, keys: Sequence[str], dtype: str, count: int) -> None:
         self.folder, self.count = folder, count
         self._keys, self._dtype = keys, dtype
 
-    def missing(self) -> list[int]:
+    def missing_partitions(self) -> list[int]:
         """The parts that are not there, or not as their notes tell."""
         return [number for number in range(self.count) if self._note(number) is None]
 
@@ -67,7 +67,7 @@ class ShardStore:
                 count = len(writers)
                 for *pair, writer, hashes in zip(files[:count], files[count:], writers, note["sha256"], strict=True):
                     try:
-                        writer.extend(*pair, hashes)
+                        writer.append_corpus(*pair, hashes)
                     except InputError as error:
                         again = f"remove {self._note_path(number)} and start the same command again"
                         raise InputError(f"{error}; {again}") from None
@@ -75,7 +75,7 @@ class ShardStore:
                 progress.update(done)
         return [note["counts"] for note in notes]
 
-    def merged(self, hashes: dict[str, str]) -> None:
+    def record_merge(self, hashes: dict[str, str]) -> None:
         """Note that the parts are joined into files of these sha256, by name, which are about to be renamed."""
         atomic_write(self.folder / _MERGED, json.dumps(hashes) + "\n")
 
@@ -98,14 +98,14 @@ class ShardStore:
 
 
 @contextlib.contextmanager
-def work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
+def open_work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
     """Have `folder` to oneself; it is removed when the block ends well, or holds no part.
 
     `plan` is what the parts depend on, a field a flag. Raises InputError when another process works in the folder, or when it
     holds parts of another plan or something else.
     """
     try:
-        foreign = sorted(name for name in os.listdir(folder) if not _OURS.fullmatch(name))
+        foreign = sorted(name for name in os.listdir(folder) if not _OWN_FILES.fullmatch(name))
     except FileNotFoundError:
         foreign = []
     except OSError as error:
@@ -114,7 +114,7 @@ def work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
         raise InputError(
             f"{folder}: holds `{foreign[0]}`, expected nothing but parts of a corpus; choose another --output-prefix"
         )
-    lock = _lock(folder)
+    lock = _lock_folder(folder)
     try:
         for path in folder.glob(".*.tmp"):  # of an attempt that was killed
             with contextlib.suppress(OSError):  # where nothing can be written the plan says so
@@ -125,20 +125,20 @@ def work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
         except BaseException:
             if not any(folder.glob("part-*.json")):
                 with contextlib.suppress(OSError):  # the first error is to be told
-                    _remove(folder)
+                    _remove_folder(folder)
             raise
         try:
-            _remove(folder)
+            _remove_folder(folder)
         except OSError as error:
             raise InputError(f"{folder}: cannot be removed: {error.strerror}; the corpus is whole without it") from None
     finally:
         lock.close()
 
 
-def _lock(folder: Path) -> FileLock:
+def _lock_folder(folder: Path) -> FileLock:
     lock = FileLock(folder / _LOCK)
     while True:
-        make_parent(lock.path, "--output-prefix")
+        create_parent_dir(lock.path, "--output-prefix")
         try:
             if lock.take():
                 return lock
@@ -164,7 +164,7 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
     atomic_write(path, json.dumps(plan, indent=2) + "\n")
 
 
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     """Under another name first, so that no half of it can be mistaken for the whole."""
     rubbish = temporary_path(folder)
     os.rename(folder, rubbish)

@@ -13,14 +13,14 @@ from megaenc.errors import InputError
 if TYPE_CHECKING:
     from nltk.tokenize.punkt import PunktParameters
 
-LEARNT_FROM = 4_000_000
+TRAINING_CHARACTERS = 4_000_000
 """Characters of the input that a model is learnt from where none is installed: some seconds' work."""
 _WINDOW = 100_000  # characters that Punkt sees at a time
 _CONTEXT = 1_000  # characters after a break that it must have seen for the break to count
 
 
 @dataclass(frozen=True)
-class Punkt:
+class PunktModel:
     """What Punkt knows of a language; it pickles."""
 
     language: str
@@ -36,7 +36,7 @@ class Punkt:
         return {"method": "punkt", "language": self.language, "fingerprint": fingerprint}
 
 
-def installed_punkt(language: str) -> Punkt | None:
+def load_installed_punkt(language: str) -> PunktModel | None:
     """The model of nltk's `punkt_tab` for `language`, None where it is not installed. Nothing is downloaded.
 
     Raises InputError for a name that no language has.
@@ -44,19 +44,19 @@ def installed_punkt(language: str) -> Punkt | None:
     from nltk.tokenize.punkt import PunktTokenizer
 
     try:
-        return Punkt(language, PunktTokenizer(language)._params)
+        return PunktModel(language, PunktTokenizer(language)._params)
     except LookupError:
         return None
     except ValueError:
         raise InputError(f"--punkt-language {language}: expected the name of a language, such as english") from None
 
 
-def learnt_punkt(texts: Iterable[str]) -> Punkt:
+def train_punkt(texts: Iterable[str]) -> PunktModel:
     """A model learnt from the first LEARNT_FROM characters of `texts`; the same texts give the same model."""
     from nltk.tokenize.punkt import PunktTrainer
 
-    _no_time_limits()
-    trainer, left = PunktTrainer(), LEARNT_FROM
+    _disable_regex_timeouts()
+    trainer, left = PunktTrainer(), TRAINING_CHARACTERS
     for text in texts:
         text = text[:left]
         left -= len(text)
@@ -65,17 +65,17 @@ def learnt_punkt(texts: Iterable[str]) -> Punkt:
         if left <= 0:
             break
     trainer.finalize_training()
-    return Punkt("learnt", trainer.get_params())
+    return PunktModel("learnt", trainer.get_params())
 
 
-def splitter(punkt: Punkt) -> Callable[[str], list[str]]:
+def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
     """A function from a text to its sentences; one after the other they are the text.
 
     White space between two sentences belongs to the second.
     """
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
-    _no_time_limits()
+    _disable_regex_timeouts()
     tokenizer = PunktSentenceTokenizer()
     tokenizer._params = copy.copy(punkt.parameters)
     tokenizer._params.ortho_context = _Orthography(punkt.parameters.ortho_context)
@@ -108,7 +108,7 @@ class _Orthography(dict):
         return 0
 
 
-def _no_time_limits() -> None:
+def _disable_regex_timeouts() -> None:
     """Let nltk's regular expressions take the time they need: with a limit, what comes out would depend on the machine's load."""
     try:
         from nltk import redos

@@ -6,9 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megaenc.data.preprocess.sentence_splitter import Punkt, splitter
+from megaenc.data.preprocess.sentence_splitter import PunktModel, build_sentence_splitter
 from megaenc.data.sources.text_files import TextBlock
-from megaenc.data.tokenizer.fast_encode import FastEncoder, well_formed
+from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BlockTokenizer:
     eod: int | None
     dtype: str
     skip_bad: bool
-    punkt: Punkt | None
+    punkt: PunktModel | None
 
     def __call__(self, block: TextBlock) -> TokenizedBlock:
         documents = block.documents(self.keys, self.skip_bad)
@@ -47,16 +47,16 @@ class BlockTokenizer:
 
     @cached_property
     def _sentences(self) -> Callable[[str], list[str]]:
-        return splitter(self.punkt)
+        return build_sentence_splitter(self.punkt)
 
     def _column(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens, length of each sequence, sequences of each document)."""
         if self.punkt is None:
-            tokens, lengths = self.encoder.joined(texts)
+            tokens, lengths = self.encoder.encode_concatenated(texts)
             pieces = np.ones(len(texts), np.int64)
         else:
-            cut = [self._sentences(well_formed(text)) for text in texts]
-            tokens, lengths = self.encoder.joined([piece for document in cut for piece in document])
+            cut = [self._sentences(replace_surrogates(text)) for text in texts]
+            tokens, lengths = self.encoder.encode_concatenated([piece for document in cut for piece in document])
             pieces = np.array([*map(len, cut)], np.int64)
         owners = np.repeat(np.arange(len(texts)), pieces)[lengths > 0]
         lengths = lengths[lengths > 0].astype(np.int32)

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 
 from megaenc.console import print_rank_0
 from megaenc.data.sources import text_files
-from megaenc.data.sources.base import TextSource, look
-from megaenc.data.sources.text_files import TextBlock, listed, texts_of
-from megaenc.errors import InputError, first_line
+from megaenc.data.sources.base import TextSource, stat_files
+from megaenc.data.sources.text_files import TextBlock, format_names, extract_texts
+from megaenc.errors import InputError, first_error_line
 
 _BATCH_BYTES = 1 << 20  # of text that is decoded at a time
 _ROW_BYTES = 8  # what a row takes besides its text
@@ -25,7 +25,7 @@ _HUB_FILE_BYTES = 1 << 28  # what a file of the Hub counts where parts are to be
 
 
 @dataclass(frozen=True)
-class Rows(TextBlock):
+class TableBlock(TextBlock):
     """Rows of a table, a document each."""
 
     name: str
@@ -38,11 +38,11 @@ class Rows(TextBlock):
     def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         numbers = count(self.first_row)
         for batch in pa.ipc.open_stream(self.data):
-            columns = [_values(batch.column(key)) for key in keys]
+            columns = [_read_column(batch.column(key)) for key in keys]
             for values, number in zip(zip(*columns, strict=True), numbers, strict=False):
                 try:
                     is_text = all([type(value) is str for value in values])
-                    yield number, values if is_text else texts_of(dict(zip(keys, values, strict=True)), keys)
+                    yield number, values if is_text else extract_texts(dict(zip(keys, values, strict=True)), keys)
                 except InputError as error:
                     yield number, error
 
@@ -55,24 +55,24 @@ class ParquetFile(TextSource):
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
         """Read the footer. Raises InputError for another file, or one that lacks a column of text for one of `keys`."""
-        self.name, self._keys, self.seen = path, keys, look([path])
+        self.name, self._keys, self.file_stats = path, keys, stat_files([path])
         try:
             self._footer = pq.read_metadata(path)
             schema = self._footer.schema.to_arrow_schema()
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{path}: cannot be read as Parquet ({first_line(error)})") from None
-        check_columns(path, schema, keys)
-        self.size, self.end = self.seen[0][1], self._footer.num_row_groups
+            raise InputError(f"{path}: cannot be read as Parquet ({first_error_line(error)})") from None
+        check_text_columns(path, schema, keys)
+        self.size, self.end = self.file_stats[0][1], self._footer.num_row_groups
         rows = (self._footer.row_group(group).num_rows for group in range(self.end))
         self._starts = [0, *accumulate(rows)]
 
-    def place(self, offset: int) -> int:
+    def find_split_point(self, offset: int) -> int:
         return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
 
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
+    def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
         """Yield the rows of row groups start..stop-1, which are never in memory whole."""
         rows = max(self._starts[-1], 1)
-        return _blocks(
+        return _group_into_blocks(
             self.name, self._batches(start, stop), 1 + self._starts[start], lambda row: before + self.size * row // rows
         )
 
@@ -92,7 +92,7 @@ class ParquetFile(TextSource):
                     yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
                     row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{self.name}: row {row}: cannot be read as Parquet ({first_line(error)})") from None
+            raise InputError(f"{self.name}: row {row}: cannot be read as Parquet ({first_error_line(error)})") from None
 
     def _batch_rows(self, group: pq.RowGroupMetaData) -> int:
         """Return how many rows of a row group are decoded at a time."""
@@ -104,47 +104,47 @@ class ParquetFile(TextSource):
         return min(rows, _REPEATING_ROWS) if repeating else rows
 
 
-class SavedFile(TextSource):
+class SavedDatasetFile(TextSource):
     """One Arrow file of a data set that `save_to_disk` wrote; a document a row, which is a place."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
-        self.name, self._keys, self.seen = path, keys, look([path])
-        self.size, self.end = self.seen[0][1], self._table().num_rows
+        self.name, self._keys, self.file_stats = path, keys, stat_files([path])
+        self.size, self.end = self.file_stats[0][1], self._table().num_rows
 
     def _table(self) -> pa.Table:
         """Map the table into memory rather than read it. Raises InputError for another file."""
         try:
             return pa.ipc.open_stream(pa.memory_map(self.name)).read_all()
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{self.name}: cannot be read as a saved data set ({first_line(error)})") from None
+            raise InputError(f"{self.name}: cannot be read as a saved data set ({first_error_line(error)})") from None
 
-    def place(self, offset: int) -> int:
+    def find_split_point(self, offset: int) -> int:
         return -(-offset * self.end // self.size)
 
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
+    def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
         batches = self._table().select(list(self._keys)).slice(start, stop - start).to_batches(max_chunksize=1 << 16)
-        return _blocks(self.name, batches, start + 1, lambda row: before + self.size * row // self.end)
+        return _group_into_blocks(self.name, batches, start + 1, lambda row: before + self.size * row // self.end)
 
 
-def saved_files(folder: str, split: str, keys: Sequence[str]) -> list[SavedFile]:
+def find_saved_dataset_files(folder: str, split: str, keys: Sequence[str]) -> list[SavedDatasetFile]:
     """Find the Arrow files of a data set that `save_to_disk` wrote, in order; `split` chooses among those of a DatasetDict."""
     import datasets
 
     try:
         data = datasets.load_from_disk(folder)
     except Exception as error:  # whatever is wrong inside the folder
-        raise InputError(f"{folder}: cannot be read as a saved data set ({first_line(error)})") from None
+        raise InputError(f"{folder}: cannot be read as a saved data set ({first_error_line(error)})") from None
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
-            raise InputError(f"{folder}: no split `{split}` (--dataset-split); found {listed(list(data))}")
+            raise InputError(f"{folder}: no split `{split}` (--dataset-split); found {format_names(list(data))}")
         data = data[split]
     elif split != "train":
         raise InputError(f"{folder}: has no splits, expected one named `{split}` (--dataset-split)")
-    check_columns(folder, data.features.arrow_schema, keys)
-    return [SavedFile(file["filename"], keys) for file in data.cache_files]
+    check_text_columns(folder, data.features.arrow_schema, keys)
+    return [SavedDatasetFile(file["filename"], keys) for file in data.cache_files]
 
 
-class HubStream(TextSource):
+class HubDataset(TextSource):
     """A data set of the Hub, streamed; a document a row, a place one of its files. Its progress is not known."""
 
     is_size_known = False
@@ -153,7 +153,7 @@ class HubStream(TextSource):
         """Ask the Hub. Raises InputError where there is no such data set, or no answer."""
         import datasets
 
-        self.name, self._keys, self.seen = name, keys, []
+        self.name, self._keys, self.file_stats = name, keys, []
         print_rank_0(
             f"{name}: no file or folder here; asking the Hugging Face Hub for it"
         )  # which may take half a minute not to answer
@@ -163,21 +163,21 @@ class HubStream(TextSource):
             where = f"config {config}, split {split}" if config else f"split {split}"
             raise InputError(
                 f"{name}: neither a file or folder here nor a data set that the Hugging Face Hub answers to ({where}): "
-                f"{first_line(error)}"
+                f"{first_error_line(error)}"
             ) from None
         if data.column_names is not None:
             for key in keys:
                 if key not in data.column_names:
-                    raise InputError(f"{name}: no column `{key}`; found {listed(data.column_names)}")
+                    raise InputError(f"{name}: no column `{key}`; found {format_names(data.column_names)}")
             data = data.select_columns(list(keys))
         self._data, self.end = data, data.num_shards
         self.size = self.end * _HUB_FILE_BYTES
 
-    def place(self, offset: int) -> int:
+    def find_split_point(self, offset: int) -> int:
         return -(-offset // _HUB_FILE_BYTES)
 
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
-        return _blocks(self.name, self._batches(start, stop), 1, lambda row: before)
+    def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
+        return _group_into_blocks(self.name, self._batches(start, stop), 1, lambda row: before)
 
     def _batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         rows = 0
@@ -185,20 +185,20 @@ class HubStream(TextSource):
             for shard in range(start, stop):
                 part = self._data.shard(self._data.num_shards, shard, contiguous=True).with_format("arrow")
                 for table in part.iter(batch_size=100):
-                    check_columns(self.name, table.schema, self._keys)
+                    check_text_columns(self.name, table.schema, self._keys)
                     yield from table.select(list(self._keys)).to_batches()
                     rows += table.num_rows
         except InputError:
             raise
         except Exception as error:  # the network, or a damaged file at the other end
-            raise InputError(f"{self.name}: no more rows after {rows}: {first_line(error)}") from None
+            raise InputError(f"{self.name}: no more rows after {rows}: {first_error_line(error)}") from None
 
 
-def check_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
+def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
     """Raise InputError unless each of `keys` is a column of text."""
     for key in keys:
         if key not in schema.names:
-            raise InputError(f"{name}: no column `{key}`; found {listed(schema.names)}")
+            raise InputError(f"{name}: no column `{key}`; found {format_names(schema.names)}")
         if schema.names.count(key) > 1:
             raise InputError(f"{name}: found {schema.names.count(key)} columns `{key}`, expected one")
         kind = schema.field(key).type
@@ -207,11 +207,11 @@ def check_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
             raise InputError(f"{name}: column `{key}`: found {kind}, expected text")
 
 
-def _blocks(name: str, batches: Iterable[pa.RecordBatch], first_row: int, position: Callable[[int], int]) -> Iterator[Rows]:
+def _group_into_blocks(name: str, batches: Iterable[pa.RecordBatch], first_row: int, position: Callable[[int], int]) -> Iterator[TableBlock]:
     """Cut the rows of `batches` into blocks of about BLOCK_BYTES or one long row; `position` is told the rows read so far."""
     parts, size = [], 0
     for batch in batches:
-        ends, here = np.cumsum(_row_bytes(batch)), 0
+        ends, here = np.cumsum(_compute_row_sizes(batch)), 0
         while here < batch.num_rows:
             done = ends[here - 1] if here else 0
             there = int(np.searchsorted(ends, done + text_files.BLOCK_BYTES - size, side="right"))
@@ -220,22 +220,22 @@ def _blocks(name: str, batches: Iterable[pa.RecordBatch], first_row: int, positi
                 parts.append(batch.slice(here, there - here))
                 size, here = size + ends[there - 1] - done, there
             if here < batch.num_rows:
-                yield _block(name, first_row, parts, position)
+                yield _build_block(name, first_row, parts, position)
                 first_row, parts, size = first_row + sum(part.num_rows for part in parts), [], 0
     if parts:
-        yield _block(name, first_row, parts, position)
+        yield _build_block(name, first_row, parts, position)
 
 
-def _block(name: str, first_row: int, parts: list[pa.RecordBatch], position: Callable[[int], int]) -> Rows:
+def _build_block(name: str, first_row: int, parts: list[pa.RecordBatch], position: Callable[[int], int]) -> TableBlock:
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, parts[0].schema) as writer:
         for part in parts:
             writer.write_batch(part)
     rows = sum(part.num_rows for part in parts)
-    return Rows(name, first_row, stream.getvalue().to_pybytes(), position(first_row + rows - 1))
+    return TableBlock(name, first_row, stream.getvalue().to_pybytes(), position(first_row + rows - 1))
 
 
-def _row_bytes(batch: pa.RecordBatch) -> np.ndarray:
+def _compute_row_sizes(batch: pa.RecordBatch) -> np.ndarray:
     """Return int64[rows]: the bytes that each row takes when it is decoded."""
     sizes = np.full(batch.num_rows, _ROW_BYTES, np.int64)
     for column in batch.columns:
@@ -247,16 +247,16 @@ def _row_bytes(batch: pa.RecordBatch) -> np.ndarray:
     return sizes
 
 
-def _values(column: pa.Array) -> list[str | bytes | None]:
+def _read_column(column: pa.Array) -> list[str | bytes | None]:
     """Return the texts of a column; the bytes of those that are not UTF-8."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
         column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-        return [_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
+        return [_decode_or_keep(value) for value in column.cast(pa.large_binary()).to_pylist()]
 
 
-def _text(value: bytes | None) -> str | bytes | None:
+def _decode_or_keep(value: bytes | None) -> str | bytes | None:
     try:
         return value and value.decode()
     except UnicodeDecodeError:

@@ -25,23 +25,23 @@ class TextSource(ABC):
     is_size_known = True
     end: int
     """The last place, after all documents."""
-    seen: Sequence[tuple[str, int, int]]
+    file_stats: Sequence[tuple[str, int, int]]
     """(path, bytes, time of the last change in ns) of each file before any of it was read; none for the Hub."""
 
-    def seen_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
-        """Those of `seen` that the documents between two places come from."""
-        return self.seen
+    def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
+        """Those of `file_stats` that the documents between two places come from."""
+        return self.file_stats
 
     @abstractmethod
-    def place(self, offset: int) -> int:
+    def find_split_point(self, offset: int) -> int:
         """Return the first place at or after `offset` of the `size` bytes, where a part may begin. Grows with `offset`."""
 
     @abstractmethod
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
+    def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         """Yield the documents between two places; `before` (bytes) is added to the blocks' positions."""
 
 
-def look(paths: Sequence[str]) -> list[tuple[str, int, int]]:
+def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
     """(path, bytes, time of the last change in ns) of each file. Raises InputError for one that is not there."""
     found = []
     for path in paths:
@@ -59,36 +59,36 @@ class LineFile(TextSource):
     def __init__(self, path: str, sample_by: str | None) -> None:
         """`sample_by`: line or paragraph for a text file, None for JSONL."""
         self.name, self._sample_by = path, sample_by
-        self.seen = look([path])
-        self.size = self.seen[0][1]
+        self.file_stats = stat_files([path])
+        self.size = self.file_stats[0][1]
         self._whole = is_compressed(path) or sample_by == "paragraph"
         self.end = 1 if self._whole else self.size
 
-    def place(self, offset: int) -> int:
-        return min(offset, 1) if self._whole else text_files.line_start(self.name, offset)
+    def find_split_point(self, offset: int) -> int:
+        return min(offset, 1) if self._whole else text_files.find_line_start(self.name, offset)
 
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
+    def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         between = (0, None) if self._whole else (start, stop)
-        return text_files.read_lines(self.name, *between, before, self._sample_by) if start < stop else iter(())
+        return text_files.read_line_blocks(self.name, *between, before, self._sample_by) if start < stop else iter(())
 
 
 class TextGroup(TextSource):
     """Text files, each a document."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self.name, self._paths, self.seen = paths[0], paths, look(paths)
-        self._ends = list(accumulate(size for _, size, _ in self.seen))
+        self.name, self._paths, self.file_stats = paths[0], paths, stat_files(paths)
+        self._ends = list(accumulate(size for _, size, _ in self.file_stats))
         self.size, self.end = self._ends[-1], len(paths)
 
-    def seen_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
-        return self.seen[start:stop]
+    def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
+        return self.file_stats[start:stop]
 
-    def place(self, offset: int) -> int:
+    def find_split_point(self, offset: int) -> int:
         return 0 if offset <= 0 else bisect.bisect_left(self._ends, offset) + 1
 
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
+    def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         while start < stop:
             done = self._ends[start - 1] if start else 0
             there = max(start + 1, min(stop, bisect.bisect_right(self._ends, done + text_files.BLOCK_BYTES), start + 1000))
-            yield text_files.TextFiles(tuple(self._paths[start:there]), before + self._ends[there - 1])
+            yield text_files.FileBlock(tuple(self._paths[start:there]), before + self._ends[there - 1])
             start = there

@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 20
 LINES_BYTES = 1 << 22  # of lines at a time: gigatoken is a third slower with a megabyte
 
 # What is often taken for text, by its first bytes.
-_FOREIGN = {
+_FOREIGN_FORMATS = {
     b"\xfd7zXZ\x00": "xz-compressed data",
     b"BZh": "bzip2-compressed data",
     b"PK\x03\x04": "a zip archive",
@@ -32,10 +32,10 @@ _FOREIGN = {
     b"\xfe\xff": "UTF-16 text",
     b"\x04\x22\x4d\x18": "lz4-compressed data",
 }
-_BROKEN = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # of compressed data, damaged or cut short
+_COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # of compressed data, damaged or cut short
 
 
-class TextBatch(NamedTuple):
+class ParsedDocuments(NamedTuple):
     """The documents of one block."""
 
     texts: list[tuple[str, ...]]
@@ -56,7 +56,7 @@ class TextBlock(ABC):
         """Bytes to parse, decompressed."""
         return len(self.data)
 
-    def documents(self, keys: Sequence[str], skip_bad: bool) -> TextBatch:
+    def documents(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
         """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
         texts, skipped = [], 0
         for number, found in self._parsed(keys):
@@ -66,7 +66,7 @@ class TextBlock(ABC):
                 skipped += 1
             else:
                 raise InputError(f"{self._place(number)}: {found}")
-        return TextBatch(texts, skipped)
+        return ParsedDocuments(texts, skipped)
 
     @abstractmethod
     def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
@@ -78,7 +78,7 @@ class TextBlock(ABC):
 
 
 @dataclass(frozen=True)
-class Lines(TextBlock):
+class LineBlock(TextBlock):
     """Whole lines of one JSONL file; or lines or paragraphs of a text file, whose text is the same under every key."""
 
     path: str
@@ -93,11 +93,11 @@ class Lines(TextBlock):
 
     def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         for number, line in self._pieces():
-            if self.sample_by is None and (found := _quick_texts(line, keys)) is not None:
+            if self.sample_by is None and (found := _parse_json_fast(line, keys)) is not None:
                 yield number, found
             elif line and not line.isspace():
                 try:
-                    yield number, _json_texts(line, keys) if self.sample_by is None else (self._text(number, line),) * len(keys)
+                    yield number, _parse_json(line, keys) if self.sample_by is None else (self._text(number, line),) * len(keys)
                 except InputError as error:
                     yield number, error
 
@@ -112,14 +112,14 @@ class Lines(TextBlock):
 
     def _text(self, number: int, line: bytes) -> str:
         first = number == 1 and not self.range_start
-        return _decoded(line.removesuffix(b"\r"), "utf-8-sig" if first else "utf-8")
+        return _decode(line.removesuffix(b"\r"), "utf-8-sig" if first else "utf-8")
 
     def _place(self, number: int) -> str:
-        return f"{self.path}:{number + _lines_before(self.path, self.range_start)}"
+        return f"{self.path}:{number + _count_lines_before(self.path, self.range_start)}"
 
 
 @dataclass(frozen=True)
-class TextFiles(TextBlock):
+class FileBlock(TextBlock):
     """Some text files, each a document with the same text under every key; opened where they are parsed."""
 
     paths: tuple[str, ...]
@@ -129,7 +129,7 @@ class TextFiles(TextBlock):
     def _contents(self) -> list[bytes]:
         contents = []
         for path in self.paths:
-            with opened(path) as (_, stream):
+            with open_decompressed(path) as (_, stream):
                 contents.append(stream.read())
         return contents
 
@@ -140,7 +140,7 @@ class TextFiles(TextBlock):
     def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         for number, content in enumerate(self._contents):
             try:
-                yield number, (_decoded(content),) * len(keys)  # exactly as it is, but for a byte order mark at its start
+                yield number, (_decode(content),) * len(keys)  # exactly as it is, but for a byte order mark at its start
             except InputError as error:
                 yield number, error
 
@@ -149,7 +149,7 @@ class TextFiles(TextBlock):
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open the file at `path`: (the file itself, whose `tell` is bytes on disk; its decompressed bytes).
 
     Raises InputError from inside the block for a file that cannot be read, or whose compression is broken or cut short.
@@ -164,7 +164,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 yield raw, zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
             else:
                 yield raw, raw
-    except _BROKEN as error:
+    except _COMPRESSION_ERRORS as error:
         raise InputError(f"{path}: broken compressed data: {error}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -172,20 +172,20 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def is_compressed(path: str) -> bool:
     """Return whether the file begins as gzip or Zstandard do. Raises InputError for one that cannot be read."""
-    with opened(path) as (raw, content):
+    with open_decompressed(path) as (raw, content):
         return content is not raw
 
 
-def read_lines(
+def read_line_blocks(
     path: str, start: int = 0, stop: int | None = None, before: int = 0, sample_by: str | None = None
-) -> Iterator[Lines]:
+) -> Iterator[LineBlock]:
     """Yield the lines of a file that begin in bytes start..stop-1, in blocks of about LINES_BYTES or one long line.
 
     `start` is the beginning of a line; only a file that is not compressed can be read in part. `before` is added to positions.
     `sample_by`: as of Lines; blocks are of whole paragraphs (which blank lines part) if these are documents.
     """
     first_line = 1
-    with opened(path) as (raw, stream):
+    with open_decompressed(path) as (raw, stream):
         if start:
             stream.seek(start)
         left = None if stop is None else stop - start
@@ -197,7 +197,7 @@ def read_lines(
                 if not data.endswith(b"\n"):
                     data += stream.readline()
                 if sample_by == "paragraph":
-                    data += _rest_of_paragraph(stream)
+                    data += _read_rest_of_paragraph(stream)
                 if left is not None:
                     left -= len(data)
                     if left < 0 or not data:  # `stop` was the file's end or the start of a line
@@ -205,29 +205,29 @@ def read_lines(
                         raise InputError(
                             f"{path}: changed while it was read: found {found} byte {stop}; start again when nothing writes to it"
                         )
-                yield Lines(path, start, first_line, data, before + (raw.tell() if left is None else stop - left), sample_by)
+                yield LineBlock(path, start, first_line, data, before + (raw.tell() if left is None else stop - left), sample_by)
                 first_line += data.count(b"\n")
-        except _BROKEN as error:
+        except _COMPRESSION_ERRORS as error:
             where = f" after line {first_line - 1}" if first_line > 1 else ""
             raise InputError(f"{path}: broken compressed data{where}: {error}; expected a whole file") from None
 
 
-def line_start(path: str, offset: int) -> int:
+def find_line_start(path: str, offset: int) -> int:
     """The first byte at or after `offset` of a file, uncompressed, where a line begins (or the file's end)."""
     if offset <= 0:
         return 0
-    with opened(path) as (raw, _):
+    with open_decompressed(path) as (raw, _):
         raw.seek(offset - 1)
         while (piece := raw.readline(BLOCK_BYTES)) and not piece.endswith(b"\n"):
             pass  # a line may be longer than memory should hold
         return raw.tell()
 
 
-def texts_of(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
+def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
     """The texts under `keys` in one record (a mapping). Raises InputError for a missing key or another type."""
     for key in keys:
         if key not in record:
-            raise InputError(f"no key `{key}`; found {listed(record)}")
+            raise InputError(f"no key `{key}`; found {format_names(record)}")
         if not isinstance(record[key], str):
             value = record[key]
             shown = json.dumps(value) if isinstance(value, (int, float, list, dict, bool, type(None))) else repr(value)
@@ -235,12 +235,12 @@ def texts_of(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(record[key] for key in keys)
 
 
-def listed(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """The first names of a record's keys or a table's columns, for an error message."""
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
 
 
-def _rest_of_paragraph(stream: BinaryIO) -> bytes:
+def _read_rest_of_paragraph(stream: BinaryIO) -> bytes:
     lines = []
     while line := stream.readline():
         lines.append(line)
@@ -249,7 +249,7 @@ def _rest_of_paragraph(stream: BinaryIO) -> bytes:
     return b"".join(lines)
 
 
-def _lines_before(path: str, start: int) -> int:
+def _count_lines_before(path: str, start: int) -> int:
     if not start:
         return 0
     count = 0
@@ -260,8 +260,8 @@ def _lines_before(path: str, start: int) -> int:
     return count
 
 
-def _quick_texts(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None:
-    """What `_json_texts` finds, in a third of the time; None where it has to be asked, as for everything that is wrong.
+def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None:
+    """What `_parse_json` finds, in a third of the time; None where it has to be asked, as for everything that is wrong.
 
     What this parser takes Python's own takes too, and to the same effect; besides, that one takes a byte order mark and half a
     surrogate pair.
@@ -274,26 +274,26 @@ def _quick_texts(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None:
     return texts if all([type(text) is str for text in texts]) and type(record) is dict else None
 
 
-def _json_texts(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
+def _parse_json(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     try:
-        record = json.loads(_decoded(line))
+        record = json.loads(_decode(line))
     except json.JSONDecodeError as error:
-        raise InputError(f"not JSON ({error.msg} at column {error.colno}): {_excerpt(line)}") from None
+        raise InputError(f"not JSON ({error.msg} at column {error.colno}): {_format_excerpt(line)}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested thousands deep
-        raise InputError(f"not JSON that can be read ({type(error).__name__}): {_excerpt(line)}") from None
+        raise InputError(f"not JSON that can be read ({type(error).__name__}): {_format_excerpt(line)}") from None
     if not isinstance(record, dict):
         raise InputError(f"found a JSON {type(record).__name__}, expected an object with the key `{keys[0]}`")
-    return texts_of(record, keys)
+    return extract_texts(record, keys)
 
 
-def _decoded(data: bytes, encoding: str = "utf-8-sig") -> str:
+def _decode(data: bytes, encoding: str = "utf-8-sig") -> str:
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
-        kind = next((kind for start, kind in _FOREIGN.items() if data.startswith(start)), None)
+        kind = next((kind for start, kind in _FOREIGN_FORMATS.items() if data.startswith(start)), None)
         found = f"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zstandard: " if kind else ""
         raise InputError(f"{found}not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
 
 
-def _excerpt(line: bytes) -> str:
+def _format_excerpt(line: bytes) -> str:
     return repr(line[:40].decode("utf-8", "replace").strip())

@@ -39,7 +39,7 @@ PROBES = (
 class FastEncoder:
     """Encodes documents with one tokenizer; small to pickle, so that worker processes need no transformers.
 
-    `tokenizer_json` is the serialised backend of a Hugging Face fast tokenizer. `fast` says whether gigatoken may be used for
+    `tokenizer_json` is the serialised backend of a Hugging Face fast tokenizer. `is_fast` says whether gigatoken may be used for
     it; None finds out.
     """
 
@@ -57,34 +57,34 @@ class FastEncoder:
         findable = config.get("normalizer") is None or not any(token.get("normalized") for token in added)
         self._quick: Any = None  # a tokenizer of gigatoken
         if findable if fast is None else fast:
-            self._quick = _gigatoken(json.dumps({**config, "added_tokens": added, "post_processor": None}))
+            self._quick = _load_gigatoken(json.dumps({**config, "added_tokens": added, "post_processor": None}))
         if fast is None and self._quick is not None and not self._agrees(self._quick):
             self._quick = None
         self._json = tokenizer_json
 
     @property
-    def fast(self) -> bool:
+    def is_fast(self) -> bool:
         """Whether documents go through gigatoken (except those that spell an added token which is not special)."""
         return self._quick is not None
 
     def __reduce__(self):
-        return FastEncoder, (self._json, self.fast)
+        return FastEncoder, (self._json, self.is_fast)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each document: uint32[tokens], in the order given; an empty document gives an empty array."""
-        texts = [well_formed(text) for text in texts]
+        texts = [replace_surrogates(text) for text in texts]
         if self._quick is None:
             return self._encode_reference(texts)
         spells = self._spells_added_token or (lambda text: False)
         slow = iter(self._encode_reference([text for text in texts if spells(text)]))
         return [next(slow) if spells(text) else self._quick.encode(text.encode()) for text in texts]
 
-    def joined(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_concatenated(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The documents end to end: token ids uint32[tokens], and int64[documents] how many each has. Other threads go on."""
         if self._quick is None or self._spells_added_token is not None:
             rows = self(texts)
             return np.concatenate([np.empty(0, np.uint32), *rows]), np.array([len(row) for row in rows], np.int64)
-        return _batch(self._quick, texts)
+        return _encode_batch(self._quick, texts)
 
     def _encode_reference(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
@@ -96,12 +96,12 @@ class FastEncoder:
         size = self._reference.get_vocab_size()
         words = [self._reference.decode([token]) for token in range(0, size, max(1, size // 4000))]
         texts = [*PROBES, *(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)), "".join(words)]
-        texts = [*map(well_formed, texts)]
+        texts = [*map(replace_surrogates, texts)]
         if self._spells_added_token is not None:
             texts = [text for text in texts if not self._spells_added_token(text)]
         rows = self._encode_reference(texts)
         try:
-            tokens, lengths = _batch(quick, texts)
+            tokens, lengths = _encode_batch(quick, texts)
             alone = [quick.encode(text.encode()) for text in texts]
             if not np.array_equal(tokens, np.concatenate(rows)) or lengths.tolist() != [*map(len, rows)]:
                 return False
@@ -110,7 +110,7 @@ class FastEncoder:
             return False
 
 
-def well_formed(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """`text` with each half of a surrogate pair replaced by U+FFFD (two halves that meet become the character they spell)."""
     try:
         text.encode()
@@ -119,7 +119,7 @@ def well_formed(text: str) -> str:
     return text
 
 
-def _gigatoken(tokenizer_json: str) -> Any:
+def _load_gigatoken(tokenizer_json: str) -> Any:
     try:
         from gigatoken.gigatoken_rs import load_hf_json
 
@@ -128,10 +128,10 @@ def _gigatoken(tokenizer_json: str) -> Any:
         return None
 
 
-def _batch(quick: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def _encode_batch(quick: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     try:
         # In this thread alone: whoever calls decides how many there are.
         made = quick.encode_batch(list(texts), parallel=False).layout
     except TypeError:  # half a surrogate pair
-        made = quick.encode_batch([well_formed(text) for text in texts], parallel=False).layout
+        made = quick.encode_batch([replace_surrogates(text) for text in texts], parallel=False).layout
     return np.asarray(made.content.data, np.uint32), np.diff(made.offsets.data)

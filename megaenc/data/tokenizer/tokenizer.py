@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaenc.data.tokenizer.fast_encode import FastEncoder, well_formed
+from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.errors import InputError, first_line
+from megaenc.errors import InputError, first_error_line
 from megaenc.json_files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EOS, MASK = "<|eos|>", "<|mask|>"
-SMALLEST_VOCABULARY = 258  # 256 bytes and the two special tokens
-LARGEST_VOCABULARY = 2**31 - 1
-LONGEST_TEXT = 2048  # tokens: the context of the encoders, where `truncation=True` cuts
+MIN_VOCABULARY = 258  # 256 bytes and the two special tokens
+MAX_VOCABULARY = 2**31 - 1
+MAX_TEXT_LENGTH = 2048  # tokens: the context of the encoders, where `truncation=True` cuts
 
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of the files that transformers reads for a tokenizer
 # The pad role is not here: no corpus holds padding, and giving a tokenizer a pad token for fine-tuning does not make it another
@@ -41,7 +41,7 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
         raise InputError(f"--tokenizer {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
     from transformers import AutoTokenizer
 
-    local = {"config": _config_for_class(folder), "local_files_only": True} if is_folder else {}
+    local = {"config": _build_class_config(folder), "local_files_only": True} if is_folder else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **local)
     except BaseException as error:  # nearly anything: OSError, KeyError, JSON and HTTP errors, panics of tokenizers' Rust
@@ -52,14 +52,14 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
                 f"--tokenizer {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
             ) from None
         what = "tokenizer.json cannot be loaded" if is_folder else "neither a folder nor a name that the Hub answers to"
-        reason = first_line(error, 160)
+        reason = first_error_line(error, 160)
         raise InputError(f"--tokenizer {name}: {what}; expected a Hugging Face fast tokenizer ({reason})") from None
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(f"--tokenizer {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
     return tokenizer
 
 
-def _config_for_class(folder: Path) -> Any:
+def _build_class_config(folder: Path) -> Any:
     """Build the model config by which transformers chooses a tokenizer's class, of what config.json says on that and no more.
 
     InputError for a file of the folder that could block or lead to another folder.
@@ -97,7 +97,7 @@ def _config_for_class(folder: Path) -> Any:
     return config
 
 
-def vocabulary_of(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
+def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
     """The size, special ids and fingerprint of a tokenizer."""
     ids = tokenizer.get_vocab().values()
     special = {token for token in tokenizer.all_special_ids if token is not None}
@@ -107,11 +107,11 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
         eos_id=tokenizer.eos_token_id,
         mask_id=tokenizer.mask_token_id,
         special_ids=tuple(sorted(special)),
-        fingerprint=_fingerprint(tokenizer),
+        fingerprint=_compute_fingerprint(tokenizer),
     )
 
 
-def encoder_of(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
+def get_encoder(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
     """The encoder of plain text that belongs to `tokenizer` (see megaenc.data.tokenizer.fast_encode)."""
     return _encoder(tokenizer.backend_tokenizer.to_str())
 
@@ -121,10 +121,10 @@ _encoder = lru_cache(maxsize=4)(FastEncoder)
 
 def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[np.ndarray]:
     """Token ids of each text as plain text, uint32[tokens]; which ids, megaenc.data.tokenizer.fast_encode says."""
-    return encoder_of(tokenizer)(texts)
+    return get_encoder(tokenizer)(texts)
 
 
-def decode_in_runs(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> list[tuple[int, str]]:
+def decode_in_spans(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> list[tuple[int, str]]:
     """`ids` as runs of (how many, their text): the shortest that cut no character in two, for one may take several tokens.
 
     The texts joined are the text of all ids. A character of which `ids` holds only a part is U+FFFD. For a pack's worth of ids:
@@ -155,13 +155,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     `<|eos|>` (id 0) ends a document and pads, `<|mask|>` (id 1) hides a token. Any text survives encoding and decoding
     unchanged. A small corpus may give fewer ids. Raises InputError when `vocab_size` has no room for the bytes.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
+    if vocab_size < MIN_VOCABULARY:
         raise InputError(
-            f"--vocab-size {vocab_size}: expected at least {SMALLEST_VOCABULARY}, the 256 bytes and two special tokens"
+            f"--vocab-size {vocab_size}: expected at least {MIN_VOCABULARY}, the 256 bytes and two special tokens"
         )
-    if vocab_size > LARGEST_VOCABULARY:
+    if vocab_size > MAX_VOCABULARY:
         raise InputError(
-            f"--vocab-size {vocab_size}: expected at most {LARGEST_VOCABULARY}, as many as token ids of 32 bits can be"
+            f"--vocab-size {vocab_size}: expected at most {MAX_VOCABULARY}, as many as token ids of 32 bits can be"
         )
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -180,19 +180,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(map(well_formed, texts), trainer)
+    backend.train_from_iterator(map(replace_surrogates, texts), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=eos,
         pad_token=eos,
         mask_token=mask,
-        model_max_length=LONGEST_TEXT,
+        model_max_length=MAX_TEXT_LENGTH,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
 
 
-def _fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
+def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     del backend["padding"], backend["truncation"]
     backend["added_tokens"].sort(key=lambda token: token["id"])

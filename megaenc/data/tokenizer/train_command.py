@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import atomic_dir, stopped_by_sigterm
-from megaenc.console import ProgressLine, print_rank_0, quiet
-from megaenc.data.sources.resolve import InputConfig, find_inputs, read_blocks
-from megaenc.errors import InputError, one_line_errors
-from megaenc.output_paths import check_parent, created_parent, refuse_existing
+from megaenc.atomic_io import atomic_dir, exit_on_sigterm
+from megaenc.console import ProgressLine, print_rank_0, silence_libraries
+from megaenc.data.sources.resolve import InputConfig, resolve_inputs, read_blocks
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class TrainTokenizerConfig(InputConfig):
     """Key of the text in each JSON object, column of a table."""
 
 
-def make_tokenizer(settings: TrainTokenizerConfig) -> None:
+def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
     """Train and save a tokenizer, all or nothing. Raises InputError for input or output that cannot be used."""
     output = Path(settings.output)
     refuse_existing(output, "--output")
-    inputs = find_inputs(settings, [settings.json_key])
-    for remark in inputs.remarks:
+    inputs = resolve_inputs(settings, [settings.json_key])
+    for remark in inputs.messages:
         print_rank_0(remark)
-    check_parent(output, "--output")
+    check_parent_writable(output, "--output")
     from megaenc.data.tokenizer.tokenizer import train_tokenizer
 
     documents = 0
@@ -47,17 +47,17 @@ def make_tokenizer(settings: TrainTokenizerConfig) -> None:
             raise InputError(f"{inputs.origins[0]['path']}: holds no document to learn from")
         progress.update(block.position, description="merging into a vocabulary")
 
-    with created_parent(output, "--output"), atomic_dir(output) as folder:
+    with create_parent_with_rollback(output, "--output"), atomic_dir(output) as folder:
         with ProgressLine("reading for the tokenizer", inputs.known_size) as progress:
             tokenizer = train_tokenizer(texts(), settings.vocab_size)
         tokenizer.save_pretrained(folder)
     print_rank_0(f"{output}: a byte-level BPE of {len(tokenizer):,} ids, learnt from {documents:,} documents")
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc tokenizer`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__)
-    with stopped_by_sigterm():
-        make_tokenizer(settings)
+    with exit_on_sigterm():
+        train_and_save_tokenizer(settings)

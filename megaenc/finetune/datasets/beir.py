@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from megaenc.data.preprocess.outputs import sha256_of
+from megaenc.data.preprocess.outputs import compute_sha256
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.examples import (
@@ -17,60 +17,60 @@ from megaenc.finetune.examples import (
     RetrievalExamples,
     SplitName,
     TaskFamily,
-    digest,
-    say_once,
-    too_few,
-    validation_half,
-    validation_share,
+    choose_validation_queries,
+    format_too_few_error,
+    hash_json,
+    print_once,
+    split_validation_rows,
 )
 
-Judgements = dict[str, dict[str, int]]
+Qrels = dict[str, dict[str, int]]
 """Grades by query and document; 0 is looked at and found irrelevant."""
-Line = tuple[str, str, str, int]
+QrelLine = tuple[str, str, str, int]
 """Place, query, document and grade of a line of a file of judgements."""
 _GRADE = re.compile(r"-?\d{1,9}")
-_QRELS = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
+_QRELS_FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
 
 
-def is_beir(folder: Path) -> bool:
+def is_beir_folder(folder: Path) -> bool:
     """Return whether a folder has BEIR's files."""
-    return _data_file(folder, "corpus") is not None and _data_file(folder, "queries") is not None
+    return _find_data_file(folder, "corpus") is not None and _find_data_file(folder, "queries") is not None
 
 
-def load(name: str, folder: Path, whole_corpus: bool) -> Dataset:
+def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
     """Return the data set in `folder`, searched among the documents that validation and test judge, or among all."""
     qrels = {
         split: path
-        for split, words in _QRELS.items()
-        if (path := _first(folder / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz"))) is not None
+        for split, words in _QRELS_FILES.items()
+        if (path := _find_first_file(folder / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz"))) is not None
     }
     if not qrels:
         raise InputError(f"{folder / 'qrels'}: found no train.tsv, dev.tsv or test.tsv, expected BEIR's layout")
-    texts = {name: _data_file(folder, name) for name in ("corpus", "queries")}
-    content = {key: sha256_of(path) for key, path in (texts | qrels).items()}
-    fingerprint = digest({"files": content, "rules": ["BEIR", whole_corpus]})
+    texts = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
+    content = {key: compute_sha256(path) for key, path in (texts | qrels).items()}
+    fingerprint = hash_json({"files": content, "rules": ["BEIR", whole_corpus]})
 
     @functools.cache
-    def judged() -> tuple[list[Line], dict[SplitName, Judgements]]:
-        lines = {split: _lines(path) for split, path in qrels.items()}
-        of_splits: dict[SplitName, Judgements] = {split: {} for split in lines}
+    def judged() -> tuple[list[QrelLine], dict[SplitName, Qrels]]:
+        lines = {split: _read_qrels(path) for split, path in qrels.items()}
+        of_splits: dict[SplitName, Qrels] = {split: {} for split in lines}
         for split, some in lines.items():
             for _, query, document, grade in some:
                 of_splits[split].setdefault(query, {})[document] = grade
-        return [line for some in lines.values() for line in some], _with_validation(name, qrels, of_splits)
+        return [line for some in lines.values() for line in some], _add_validation_split(name, qrels, of_splits)
 
     @functools.cache
     def read() -> tuple[dict[str, str], dict[str, str]]:
         lines, _ = judged()
-        queries = _judged_texts("query", texts["queries"], {line[1]: line[0] for line in reversed(lines)})
+        queries = _read_judged_texts("query", texts["queries"], {line[1]: line[0] for line in reversed(lines)})
         named = {line[2]: line[0] for line in reversed(lines)}
-        return queries, _judged_texts("document", texts["corpus"], named, titles=True, everything=whole_corpus)
+        return queries, _read_judged_texts("document", texts["corpus"], named, titles=True, everything=whole_corpus)
 
     def split_of(split: SplitName) -> Examples:
         _, of_splits = judged()
         if split not in of_splits:
             raise InputError(
-                f"{folder / 'qrels'}: no {split} split, expected {_QRELS[split][0]}.tsv"
+                f"{folder / 'qrels'}: no {split} split, expected {_QRELS_FILES[split][0]}.tsv"
                 + ("; --train-on names another data set to train on" if split == "train" else "")
             )
         queries, documents = read()
@@ -84,23 +84,23 @@ def load(name: str, folder: Path, whole_corpus: bool) -> Dataset:
         evaluated = [of_splits[name] for name in ("validation", "test") if name in of_splits]
         labelled = {document for judgements in evaluated for grades in judgements.values() for document in grades}
         kept = {key: text for key, text in documents.items() if whole_corpus or key in labelled}
-        return retrieval(of_splits[split], queries, kept)
+        return build_retrieval_examples(of_splits[split], queries, kept)
 
     return Dataset(name, TaskFamily.IR, (), name, fingerprint, fingerprint, split_of)
 
 
-def _judged_texts(
+def _read_judged_texts(
     kind: str, path: Path, judged: dict[str, str], *, titles: bool = False, everything: bool = False
 ) -> dict[str, str]:
     """Return the texts of a file whose ids are `judged`, each at a place, or all. Raises InputError if one is missing."""
     found: dict[str, str] = {}
     seen: dict[str, str] = {}
-    for place, row in formats.objects(path):
-        key = f"{formats.value_of(row, '_id', place)}"
+    for place, row in formats.read_jsonl(path):
+        key = f"{formats.get_value(row, '_id', place)}"
         if everything or key in judged:
-            formats.check_new(seen, key, place, "_id")
-            title = formats.value_of(row, "title", place, str) if titles and row.get("title") else ""
-            text = formats.value_of(row, "text", place, str)
+            formats.register_id(seen, key, place, "_id")
+            title = formats.get_value(row, "title", place, str) if titles and row.get("title") else ""
+            text = formats.get_value(row, "text", place, str)
             found[key] = f"{title}. {text}" if title and text else title or text
     for key, place in judged.items():
         if key not in found:
@@ -108,35 +108,35 @@ def _judged_texts(
     return found
 
 
-def _with_validation(
-    name: str, qrels: Mapping[SplitName, Path], judged: dict[SplitName, Judgements]
-) -> dict[SplitName, Judgements]:
+def _add_validation_split(name: str, qrels: Mapping[SplitName, Path], judged: dict[SplitName, Qrels]) -> dict[SplitName, Qrels]:
     """Return the judgements of each split; where none are for validation, part of the others is, by the study's rules."""
     if "test" not in judged and "validation" in judged:
-        say_once(f"{name}: no test judgements: those of {qrels['validation'].name} are the test split")
+        print_once(f"{name}: no test judgements: those of {qrels['validation'].name} are the test split")
         judged["test"] = judged.pop("validation")
     if "validation" in judged or "test" not in judged:
         return judged
     source = "train" if "train" in judged else "test"
     queries = list(judged[source])
     part = "5 % of the training queries validate" if source == "train" else "half of the test queries validate"
-    say_once(f"{name}: no validation judgements: {part} (seed 42)")
+    print_once(f"{name}: no validation judgements: {part} (seed 42)")
     if len(queries) < 2:
-        raise InputError(f"{qrels[source]}: {too_few(len(queries), 'queries', 'qrels/dev.tsv')}")
-    share = validation_half(queries) if source == "test" else {queries[at] for at in validation_share(len(queries))[1]}
-    give_to_validation(judged, source, share)
+        raise InputError(f"{qrels[source]}: {format_too_few_error(len(queries), 'queries', 'qrels/dev.tsv')}")
+    share = (
+        choose_validation_queries(queries) if source == "test" else {queries[at] for at in split_validation_rows(len(queries))[1]}
+    )
+    move_to_validation(judged, source, share)
     return judged
 
 
-def give_to_validation(judged: dict[SplitName, Judgements], source: SplitName, queries: Collection[str]) -> None:
+def move_to_validation(judged: dict[SplitName, Qrels], source: SplitName, queries: Collection[str]) -> None:
     """Move the judgements of some queries from the split `source` to `validation`."""
     judged["validation"] = {query: found for query, found in judged[source].items() if query in queries}
     judged[source] = {query: found for query, found in judged[source].items() if query not in queries}
 
 
-def _lines(path: Path) -> list[Line]:
-    lines: dict[tuple[str, str], Line] = {}
-    for number, line in formats.lines(path):
+def _read_qrels(path: Path) -> list[QrelLine]:
+    lines: dict[tuple[str, str], QrelLine] = {}
+    for number, line in formats.read_lines(path):
         cells = line.split("\t")
         if not line.strip() or (number == 1 and cells[-1].strip() == "score"):
             continue
@@ -150,7 +150,7 @@ def _lines(path: Path) -> list[Line]:
     return list(lines.values())
 
 
-def retrieval(judged: Judgements, queries: Mapping[str, str], documents: Mapping[str, str]) -> RetrievalExamples:
+def build_retrieval_examples(judged: Qrels, queries: Mapping[str, str], documents: Mapping[str, str]) -> RetrievalExamples:
     """Return the queries that a document is relevant to, and all documents to be searched, with their prefixes."""
     positive = {query: {key: grade for key, grade in grades.items() if grade > 0} for query, grades in judged.items()}
     relevant = {query: grades for query, grades in positive.items() if grades}
@@ -161,9 +161,9 @@ def retrieval(judged: Judgements, queries: Mapping[str, str], documents: Mapping
     )
 
 
-def _data_file(folder: Path, name: str) -> Path | None:
-    return _first(folder / f"{name}.jsonl{end}" for end in ("", ".gz", ".zst"))
+def _find_data_file(folder: Path, name: str) -> Path | None:
+    return _find_first_file(folder / f"{name}.jsonl{end}" for end in ("", ".gz", ".zst"))
 
 
-def _first(paths: Iterable[Path]) -> Path | None:
+def _find_first_file(paths: Iterable[Path]) -> Path | None:
     return next((path for path in paths if path.is_file()), None)

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm
-from megaenc.console import capture_messages, clock, print_rank_0, quiet
-from megaenc.errors import InputError, one_line_errors
-from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig, check_least
+from megaenc.atomic_io import exit_on_sigterm
+from megaenc.console import capture_messages, format_duration, print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig, check_minimums
 from megaenc.finetune.datasets.local import DatasetConfig
-from megaenc.finetune.grid.executor import Failed, LocalExecution, execute
-from megaenc.finetune.grid.jobs import Find, Job, check_rate, make_jobs, remaining
-from megaenc.finetune.grid.slurm import SlurmConfig, submit
-from megaenc.finetune.grid.worker import RUN, log_path
-from megaenc.finetune.model.fingerprint import keep_fingerprints
-from megaenc.output_paths import check_parent, make_parent, remove_new_parents_on_error
+from megaenc.finetune.grid.executor import FailedJob, LocalExecution, execute_jobs
+from megaenc.finetune.grid.jobs import DatasetFinder, FinetuneJob, build_jobs, check_learning_rate, select_remaining_work
+from megaenc.finetune.grid.slurm import SlurmConfig, submit_jobs
+from megaenc.finetune.grid.worker import RUN_FUNCTION, log_path
+from megaenc.finetune.model.fingerprint import save_fingerprints
+from megaenc.output_paths import check_parent_writable, create_parent_dir, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
 
@@ -48,102 +48,104 @@ class GridConfig:
 class GridPlan(NamedTuple):
     """What is to be done for a grid, and what has been."""
 
-    jobs: list[Job]
+    jobs: list[FinetuneJob]
     """Every training, in the order of the work."""
-    todo: list[Job]
+    pending: list[FinetuneJob]
     """Those not finished, with the data sets that they have still to be evaluated on."""
-    failed: list[tuple[Job, Path]]
+    failed: list[tuple[FinetuneJob, Path]]
     """Failed trainings that are not tried again, with the file that says why."""
 
 
-def plan(settings: GridConfig, find: Find) -> GridPlan:
+def plan_grid(settings: GridConfig, find: DatasetFinder) -> GridPlan:
     """Look at every model, data set and finished result. Raises InputError for what no run could be made of."""
     settings.protocol.check()
     settings.slurm.check()
     for name in ("model", "datasets", "learning_rates"):
         if not getattr(settings, name):
             raise InputError(f"--{name.replace('_', '-')}: found none, expected at least one")
-    check_least(settings, seeds=1)
-    check_least(settings.local, jobs=0, jobs_per_gpu=1, hang_minutes=0)
+    check_minimums(settings, seeds=1)
+    check_minimums(settings.local, jobs=0, jobs_per_gpu=1, hang_minutes=0)
     if not settings.slurm.slurm:  # whose machines have other cores
         check_process_count("--jobs", settings.local.jobs)
         check_process_count("--jobs-per-gpu", settings.local.jobs_per_gpu)
         check_process_count("--threads", settings.protocol.threads)
     for rate in settings.learning_rates:
-        check_rate("--learning-rates", rate)
-    check_parent(Path(settings.output, "model"), "--output")
+        check_learning_rate("--learning-rates", rate)
+    check_parent_writable(Path(settings.output, "model"), "--output")
     rates, seeds = settings.learning_rates, range(settings.seeds)
-    jobs = make_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
-    states = [(job, *remaining(job, again=settings.local.retry_failed)) for job in jobs]
+    jobs = build_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
+    states = [(job, *select_remaining_work(job, retry_failed=settings.local.retry_failed)) for job in jobs]
     todo = [left for _, left, _ in states if left is not None]
     return GridPlan(jobs, todo, [(job, why) for job, _, why in states if why is not None])
 
 
-def announce(settings: GridConfig, planned: GridPlan) -> None:
+def print_grid_size(settings: GridConfig, planned: GridPlan) -> None:
     """Print how large the grid is, in results and trainings, and what of it is left."""
     trainings, evaluations = len(planned.jobs), sum(len(job.evaluate_on) for job in planned.jobs)
     sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
-    size = " x ".join(count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
+    size = " x ".join(format_count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
     once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
-    print_rank_0(f"{count(evaluations, 'result')} from {count(trainings, 'training')}: {size}{once}")
+    print_rank_0(f"{format_count(evaluations, 'result')} from {format_count(trainings, 'training')}: {size}{once}")
     before = f", {len(planned.failed):,} failed before" if planned.failed else ""
-    print_rank_0(f"{trainings - len(planned.todo) - len(planned.failed):,} finished{before}, {len(planned.todo):,} to do")
+    print_rank_0(f"{trainings - len(planned.pending) - len(planned.failed):,} finished{before}, {len(planned.pending):,} to do")
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Format `1 model`, `50 models`."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
-def conclude(output: str, failed: Sequence[Failed], before: Sequence[tuple[Job, Path]], seconds: float) -> None:
+def print_grid_result(
+    output: str, failed: Sequence[FailedJob], before: Sequence[tuple[FinetuneJob, Path]], seconds: float
+) -> None:
     """Print what has no result and what to do about it. Ends with exit code 1 if there is any, 2 if all of it is wrong input."""
-    by_reason: dict[str, list[Job]] = defaultdict(list)
+    by_reason: dict[str, list[FinetuneJob]] = defaultdict(list)
     for one in failed:
-        by_reason[one.why].append(one.job)
+        by_reason[one.reason].append(one.job)
     for why, jobs in by_reason.items():
         more = f" and {len(jobs) - 1:,} more" if len(jobs) > 1 else ""
         print_rank_0(f"without result: {jobs[0].name}{more}: {why}")
     for job, where in before:
         print_rank_0(f"without result: {job.name}: failed before; {where} says why")
-    print_rank_0(f"done in {clock(seconds)}; see them with `megaenc finetune summary {output}`")
+    print_rank_0(f"done in {format_duration(seconds)}; see them with `megaenc finetune summary {output}`")
     if failed or before:
         print_rank_0(
-            f"without result: {count(len(failed) + len(before), 'training')}; the same command tries those that crashed again, "
+            f"without result: {format_count(len(failed) + len(before), 'training')}; the same command tries those that crashed again, "
             "with --retry-failed those with a failed.json too"
         )
-        sys.exit(2 if not before and all(one.refused for one in failed) else 1)
+        sys.exit(2 if not before and all(one.is_input_error for one in failed) else 1)
 
 
-@one_line_errors
+@handle_command_errors
 def grid_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune grid`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse_with_config(GridConfig, argv, prog="megaenc finetune grid", description=__doc__)
-    from megaenc.finetune.datasets.registry import find
+    from megaenc.finetune.datasets.registry import find_dataset
 
-    run_grid(settings, find)
+    run_grid(settings, find_dataset)
 
 
-def run_grid(settings: GridConfig, find: Find, run: str = RUN) -> None:
+def run_grid(settings: GridConfig, find: DatasetFinder, run: str = RUN_FUNCTION) -> None:
     """Plan, say, and do a grid here or on a cluster; ends with exit code 1 (wrong input: 2) if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     heard: list[str] = []
     with capture_messages(heard.append):
-        planned, began = plan(settings, find), time.monotonic()
-    announce(settings, planned)
+        planned, began = plan_grid(settings, find), time.monotonic()
+    print_grid_size(settings, planned)
     if settings.slurm.slurm:
-        submit(planned.todo, run, settings.slurm, settings.local, settings.output)
+        submit_jobs(planned.pending, run, settings.slurm, settings.local, settings.output)
         return
-    logs = [log_path(job) for job in planned.todo]
-    with remove_new_parents_on_error(*logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in planned.todo)):
-        make_parent(Path(settings.output, "model"), "--output")
-        with stopped_by_sigterm():
+    logs = [log_path(job) for job in planned.pending]
+    with remove_new_parents_on_error(*logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in planned.pending)):
+        create_parent_dir(Path(settings.output, "model"), "--output")
+        with exit_on_sigterm():
             try:
-                failed = execute(planned.todo, run, settings.local, heard)
+                failed = execute_jobs(planned.pending, run, settings.local, heard)
             except (KeyboardInterrupt, SystemExit):
                 print_rank_0("what is finished is kept; the same command goes on with the rest")
                 raise
             finally:
                 if any(path.is_file() for path in Path(settings.output).rglob("*")):
-                    keep_fingerprints(settings.output)
-        conclude(settings.output, failed, planned.failed, time.monotonic() - began)
+                    save_fingerprints(settings.output)
+        print_grid_result(settings.output, failed, planned.failed, time.monotonic() - began)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megaenc.console import print_rank_0
-from megaenc.finetune.grid.jobs import Job, is_locked
+from megaenc.finetune.grid.jobs import FinetuneJob, is_run_locked
 from megaenc.finetune.grid.progress import GridProgress
-from megaenc.finetune.grid.worker import ForkedRun, Outcome, fork_server, log_path, slots, wait_for_news
+from megaenc.finetune.grid.worker import ForkedRun, JobOutcome, build_slots, log_path, start_fork_server, wait_for_messages
 
-_TRIES = 2
-_LOOK = 0.5  # seconds between looks at what waits and what is under way
+_MAX_ATTEMPTS = 2
+_POLL_SECONDS = 0.5  # seconds between looks at what waits and what is under way
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class LocalExecution:
     """try runs again that are written down as failed, as their loss became NaN"""
 
 
-class Failed(NamedTuple):
+class FailedJob(NamedTuple):
     """A job without result."""
 
-    job: Job
-    why: str
-    refused: bool
+    job: FinetuneJob
+    reason: str
+    is_input_error: bool
     """for wrong input: trying again changes nothing"""
 
 
-def execute(jobs: Sequence[Job], run: str, local: LocalExecution, heard: Iterable[str] = ()) -> list[Failed]:
+def execute_jobs(jobs: Sequence[FinetuneJob], run: str, local: LocalExecution, heard: Iterable[str] = ()) -> list[FailedJob]:
     """Do `jobs`, each in a process of its own, and return those without results, with the reason.
 
     A crashed run is tried once more when the others have had their turn; one that another process is at is waited for. However
@@ -45,12 +45,12 @@ def execute(jobs: Sequence[Job], run: str, local: LocalExecution, heard: Iterabl
     """
     if not jobs:
         return []
-    context = fork_server(run)
-    free = slots(local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
+    context = start_fork_server(run)
+    free = build_slots(local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
     print_rank_0(f"{len(free)} at a time; the first begin when torch is loaded")
     waiting, tries = list(jobs), defaultdict(int)
     running: list[ForkedRun] = []
-    failed: list[Failed] = []
+    failed: list[FailedJob] = []
     finished, told = 0, set(heard)
     with GridProgress(len(jobs)) as screen:
         try:
@@ -58,33 +58,33 @@ def execute(jobs: Sequence[Job], run: str, local: LocalExecution, heard: Iterabl
                 for job in list(waiting):
                     if not free:
                         break
-                    if not is_locked(job):  # by another process, which is waited for
+                    if not is_run_locked(job):  # by another process, which is waited for
                         waiting.remove(job)
-                        running.append(ForkedRun(context, run, job, free.pop(0), again=local.retry_failed))
-                wait_for_news(running, _LOOK)
+                        running.append(ForkedRun(context, run, job, free.pop(0), retry_failed=local.retry_failed))
+                wait_for_messages(running, _POLL_SECONDS)
                 for worker in list(running):
                     outcome, job = worker.poll(60 * local.hang_minutes), worker.job
-                    for notice in worker.notices():
+                    for notice in worker.take_messages():
                         if notice not in told:
                             told.add(notice)
                             screen.say(notice)
                     if outcome is None:
                         continue
                     running.remove(worker)
-                    free.append(worker.place)
+                    free.append(worker.environment)
                     tries[job] += outcome.kind != "busy"
                     if outcome.kind == "finished":
                         finished += 1
                     elif outcome.kind == "busy":
                         waiting.append(job)
-                    elif outcome.kind == "crashed" and tries[job] < _TRIES:
-                        screen.say(f"{job.name}: {outcome.why}; is tried once more when the others have had their turn")
+                    elif outcome.kind == "crashed" and tries[job] < _MAX_ATTEMPTS:
+                        screen.say(f"{job.name}: {outcome.reason}; is tried once more when the others have had their turn")
                         waiting.append(job)
                     else:
-                        why = _told(job, outcome)
-                        if why not in [one.why for one in failed]:
+                        why = _describe_failure(job, outcome)
+                        if why not in [one.reason for one in failed]:
                             screen.say(f"{job.name}: {why.splitlines()[0]}")
-                        failed.append(Failed(job, why, outcome.kind == "refused"))
+                        failed.append(FailedJob(job, why, outcome.kind == "refused"))
                 screen.show({worker.job: worker.progress for worker in running}, finished, len(failed))
         finally:
             for worker in running:
@@ -93,8 +93,8 @@ def execute(jobs: Sequence[Job], run: str, local: LocalExecution, heard: Iterabl
     return sorted(failed, key=lambda one: order[one.job])
 
 
-def _told(job: Job, outcome: Outcome) -> str:
+def _describe_failure(job: FinetuneJob, outcome: JobOutcome) -> str:
     if outcome.kind in ("failed", "refused"):
-        return outcome.why
-    last = f":\n    {outcome.log.replace(chr(10), chr(10) + '    ')}" if outcome.log else ""
-    return f"crashed twice, {outcome.why}; {log_path(job)}{last}"
+        return outcome.reason
+    last = f":\n    {outcome.log_tail.replace(chr(10), chr(10) + '    ')}" if outcome.log_tail else ""
+    return f"crashed twice, {outcome.reason}; {log_path(job)}{last}"

@@ -6,11 +6,11 @@ The server has torch and transformers imported and no thread started; each run i
 import os
 import signal
 
-from megaenc.console import quiet
-from megaenc.processes import begin_child
+from megaenc.console import silence_libraries
+from megaenc.processes import set_up_child
 
 PROCESS = os.getpid()
 
-begin_child(os.getppid())
+set_up_child(os.getppid())
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the grid decides. Forks keep this.
-quiet()
+silence_libraries()

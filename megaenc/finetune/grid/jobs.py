@@ -7,26 +7,31 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megaenc.atomic_io import locked
+from megaenc.atomic_io import try_lock
 from megaenc.errors import InputError
-from megaenc.finetune.config import FinetuneConfig, rate_name
+from megaenc.finetune.config import FinetuneConfig, format_learning_rate
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import Dataset, TaskFamily
-from megaenc.finetune.model.fingerprint import check_model_folder, model_fingerprints, model_stamp, tokenizer_fingerprint
+from megaenc.finetune.model.fingerprint import (
+    check_model_folder,
+    compute_model_fingerprints,
+    compute_model_stamp,
+    compute_tokenizer_fingerprint,
+)
 from megaenc.finetune.results import files as result_files
 
-CACHE = ".tokenised"
+TOKENIZED_CACHE = ".tokenised"
 """Folder of tokenised data next to the results."""
-Find = Callable[..., Dataset]
-"""As `megaenc.finetune.datasets.registry.find`: takes what the command line calls a data set, and the fields of DataFlags."""
+DatasetFinder = Callable[..., Dataset]
+"""As `megaenc.finetune.datasets.registry.find_dataset`: takes what the command line calls a data set, and the fields of DataFlags."""
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedSource:
     """A model or data set: its name in results, and where it is: a folder, or what `datasets.find` takes."""
 
     name: str
-    where: str
+    location: str
 
 
 @dataclass(frozen=True)
@@ -38,23 +43,23 @@ class Fingerprints:
     train_on: str
     datasets: Mapping[str, str] = field(hash=False)
     """By name, of each data set that is evaluated on."""
-    model_stamp: str
+    compute_model_stamp: str
     """Changes when a file of the model does; not recorded."""
 
-    def of(self, dataset: str) -> dict[str, str]:
+    def for_dataset(self, dataset: str) -> dict[str, str]:
         """What the results of one data set record."""
         of_training = {"model": self.model, "tokenizer": self.tokenizer, "train_on": self.train_on}
         return of_training | {"dataset": self.datasets[dataset]}
 
 
 @dataclass(frozen=True)
-class Job:
+class FinetuneJob:
     """One training, and the data sets that its model is evaluated on: several in retrieval, else the one it was trained on."""
 
-    model: Named
+    model: NamedSource
     family: TaskFamily
     train_on: str
-    evaluate_on: tuple[Named, ...]
+    evaluate_on: tuple[NamedSource, ...]
     learning_rate: float
     seed: int
     output: str
@@ -66,11 +71,11 @@ class Job:
     @property
     def name(self) -> str:
         """For the eye: `toy sst2 2e-05 sd0`."""
-        return f"{self.model.name} {self.train_on} {rate_name(self.learning_rate)} sd{self.seed}"
+        return f"{self.model.name} {self.train_on} {format_learning_rate(self.learning_rate)} sd{self.seed}"
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run is in a stage; `total` is 0 where that is not known."""
 
     stage: Literal["loading", "training", "validation", "test"]
@@ -81,7 +86,7 @@ class Progress:
     """Shown as they are: loss, data set."""
 
 
-def make_jobs(
+def build_jobs(
     models: Sequence[str],
     datasets: Sequence[str],
     rates: Sequence[float],
@@ -89,14 +94,14 @@ def make_jobs(
     output: str,
     protocol: FinetuneConfig,
     data: DatasetConfig,
-    find: Find,
-) -> list[Job]:
+    find: DatasetFinder,
+) -> list[FinetuneJob]:
     """Return every training of a grid, or the one of a single run; retrieval sets with the same training pairs share one.
 
     Data set after data set, on each model after model, seed after seed with all rates: the cells of a summary fill one by one.
     Models and data sets are looked at. Raises InputError for what no run could be made of.
     """
-    named = [named_model(text) for text in models]
+    named = [parse_model(text) for text in models]
     found = [(text, find(text, **asdict(data))) for text in datasets]
     hint = "; name one of them otherwise, NAME=FOLDER"
     for flag, values, advice in (
@@ -109,33 +114,33 @@ def make_jobs(
     trainings: dict[tuple[TaskFamily, str], list[tuple[str, Dataset]]] = defaultdict(list)
     for text, dataset in found:
         trainings[dataset.family, dataset.train_on].append((text, dataset))
-    weights_of = model_fingerprints([model.where for model in named], output)
+    weights_of = compute_model_fingerprints([model.location for model in named], output)
     jobs = []
     for (family, train_on), members in trainings.items():
         first = members[0][1]
         for _, other in members:
             if other.train_fingerprint != first.train_fingerprint:
                 raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {first.name} has")
-        evaluate_on = tuple(Named(dataset.name, text) for text, dataset in members)
+        evaluate_on = tuple(NamedSource(dataset.name, text) for text, dataset in members)
         by_name = {dataset.name: dataset.fingerprint for _, dataset in members}
         for model, weights in zip(named, weights_of, strict=True):
-            tokenizer, stamp = tokenizer_fingerprint(model.where), model_stamp(model.where)
+            tokenizer, stamp = compute_tokenizer_fingerprint(model.location), compute_model_stamp(model.location)
             fingerprints = Fingerprints(weights, tokenizer, first.train_fingerprint, by_name, stamp)
             jobs += [
-                Job(model, family, train_on, evaluate_on, rate, seed, output, protocol, data, fingerprints)
+                FinetuneJob(model, family, train_on, evaluate_on, rate, seed, output, protocol, data, fingerprints)
                 for seed in seeds
                 for rate in rates
             ]
     return jobs
 
 
-def check_rate(flag: str, rate: float) -> None:
+def check_learning_rate(flag: str, rate: float) -> None:
     """Raise InputError for a learning rate that trains nothing."""
     if not 0 < rate < float("inf"):
         raise InputError(f"{flag}: found {rate}, expected more than 0")
 
 
-def named_model(text: str) -> Named:
+def parse_model(text: str) -> NamedSource:
     """Return the model `FOLDER`, named by its last part, or `NAME=FOLDER`. Raises InputError if none can be loaded from there."""
     name, equals, folder = text.partition("=")
     if not equals or "/" in name:
@@ -145,33 +150,33 @@ def named_model(text: str) -> Named:
     name = name or path.name
     if not name or name.startswith(".") or not name.isprintable():
         raise InputError(f"--model {text}: found the name {name!r}, expected one for a folder; say NAME=FOLDER")
-    return Named(name, str(path))
+    return NamedSource(name, str(path))
 
 
-def remaining(job: Job, *, again: bool) -> tuple[Job | None, Path | None]:
+def select_remaining_work(job: FinetuneJob, *, retry_failed: bool) -> tuple[FinetuneJob | None, Path | None]:
     """Return `job` with the data sets that it has still to be evaluated on, or the file that says why it failed, or neither.
 
     A training that failed has failed for every set: it is to be done only if it is tried `again`. Raises InputError for results
     of another protocol.
     """
-    states = [(dataset, result_files.state(job, dataset.name)) for dataset in job.evaluate_on]
+    states = [(dataset, result_files.read_job_state(job, dataset.name)) for dataset in job.evaluate_on]
     failed = next((dataset for dataset, state in states if state == "failed"), None)
-    if failed is not None and not again:
-        return None, result_files.folder(job, failed.name) / result_files.FAILED
+    if failed is not None and not retry_failed:
+        return None, result_files.job_folder(job, failed.name) / result_files.FAILED
     missing = tuple(dataset for dataset, state in states if state != "finished")
     return replace(job, evaluate_on=missing) if missing else None, None
 
 
-def is_locked(job: Job) -> bool:
+def is_run_locked(job: FinetuneJob) -> bool:
     """Return whether some process is at this run."""
-    with lock(job) as mine:
+    with try_lock_run(job) as mine:
         return not mine
 
 
-def lock(job: Job) -> AbstractContextManager[bool]:
-    """Try to have a training to oneself, whatever it is to be evaluated on (see `megaenc.atomic_io.locked`).
+def try_lock_run(job: FinetuneJob) -> AbstractContextManager[bool]:
+    """Try to have a training to oneself, whatever it is to be evaluated on (see `megaenc.atomic_io.try_lock`).
 
     On a file system without locks the work may be done twice, with the same results, each written whole.
     """
-    name = f"{job.family}_{job.train_on}_lr{rate_name(job.learning_rate)}_sd{job.seed}"
-    return locked(Path(job.output, job.model.name, ".locks", name))
+    name = f"{job.family}_{job.train_on}_lr{format_learning_rate(job.learning_rate)}_sd{job.seed}"
+    return try_lock(Path(job.output, job.model.name, ".locks", name))

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
-from megaenc.finetune.config import check_least
-from megaenc.finetune.grid.executor import LocalExecution, execute
-from megaenc.finetune.grid.jobs import Job
-from megaenc.processes import environment_for_children, python_environment
+from megaenc.finetune.config import check_minimums
+from megaenc.finetune.grid.executor import LocalExecution, execute_jobs
+from megaenc.finetune.grid.jobs import FinetuneJob
+from megaenc.processes import python_environment, set_child_environment
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterConfig:
     """How work is given to a cluster."""
 
     slurm: bool = False
@@ -37,9 +37,9 @@ class Cluster:
 
     def check(self) -> None:
         """Raise InputError for a number that is too small."""
-        check_least(self, slurm_minutes=1, slurm_gpus=0, slurm_cpus=1, slurm_parallel=1)
+        check_minimums(self, slurm_minutes=1, slurm_gpus=0, slurm_cpus=1, slurm_parallel=1)
 
-    def asked(self) -> dict[str, Any]:
+    def build_submitit_parameters(self) -> dict[str, Any]:
         """Return Slurm's parameters for submitit's executor; none for its own executors. Raises InputError."""
         if self.slurm_cluster != "slurm":
             return {}
@@ -66,7 +66,7 @@ def import_submitit() -> Any:
 
 
 @dataclass(frozen=True)
-class SlurmConfig(Cluster):
+class SlurmConfig(ClusterConfig):
     """How the grid is given to a cluster: as one array."""
 
     jobs_per_task: int = 30
@@ -75,23 +75,23 @@ class SlurmConfig(Cluster):
     def check(self) -> None:
         """Raise InputError for a number that is too small."""
         super().check()
-        check_least(self, jobs_per_task=1)
+        check_minimums(self, jobs_per_task=1)
 
 
 @dataclass(frozen=True)
 class SlurmTask:
     """What a task does. It is pickled; `run` and this class go by their names."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[FinetuneJob, ...]
     run: str
     local: LocalExecution
 
     def __call__(self) -> int:
         """Do the runs that are not finished yet as a grid on this machine; return how many have no result."""
-        from megaenc.console import quiet
+        from megaenc.console import silence_libraries
 
-        quiet()
-        return len(execute(self.jobs, self.run, self.local))
+        silence_libraries()
+        return len(execute_jobs(self.jobs, self.run, self.local))
 
     def checkpoint(self) -> Any:
         """Return what submitit queues when the time of a task is over: the same again, which resumes."""
@@ -100,18 +100,18 @@ class SlurmTask:
         return DelayedSubmission(self)
 
 
-def submit(jobs: Sequence[Job], run: str, settings: SlurmConfig, local: LocalExecution, output: str) -> list[Any]:
+def submit_jobs(jobs: Sequence[FinetuneJob], run: str, settings: SlurmConfig, local: LocalExecution, output: str) -> list[Any]:
     """Submit `jobs` as one array and say its ids; return submitit's jobs. Raises InputError where that cannot be."""
     if not jobs:
         print_rank_0("nothing to submit")
         return []
     submitit, size = import_submitit(), settings.jobs_per_task
     parts = [SlurmTask(tuple(jobs[at : at + size]), run, local) for at in range(0, len(jobs), size)]
-    logs, asked = Path(output, ".slurm"), settings.asked()
+    logs, asked = Path(output, ".slurm"), settings.build_submitit_parameters()
     try:
         executor = submitit.AutoExecutor(folder=logs / "%j", cluster=settings.slurm_cluster)
         executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **asked)
-        with environment_for_children(python_environment()), executor.batch():
+        with set_child_environment(python_environment()), executor.batch():
             submitted = [executor.submit(part) for part in parts]
         ids = [job.job_id for job in submitted]
     except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-Attention = Literal["bidirectional", "causal"]
+AttentionDirection = Literal["bidirectional", "causal"]
 
 # torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-_NAME = "megaenc_packed"
+_GQA_OPTIONS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_ATTENTION_NAME = "megaenc_packed"
 """Name of packed attention in transformers, which has no mask function of that name, so that models build no mask."""
-_READING: ContextVar[tuple["Backbone", "Packed"]] = ContextVar("reading")
+_ACTIVE_PACK: ContextVar[tuple["Backbone", "PackedTexts"]] = ContextVar("reading")
 """The reader and its texts: not every model passes unknown arguments on to its attention."""
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTexts:
     """Texts end to end, the shortest first: those of one length are a rectangle without padding."""
 
     tokens: Tensor
@@ -37,7 +37,7 @@ class Packed:
     """int64[T]: 0, 1, ... in each text"""
 
     @cached_property
-    def groups(self) -> list[tuple[int, int]]:
+    def length_groups(self) -> list[tuple[int, int]]:
         """(texts, tokens of each) of each length."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
 
@@ -47,17 +47,17 @@ class Packed:
         return torch.tensor(np.cumsum([0, *self.lengths]), dtype=torch.int32, device=self.tokens.device)
 
 
-def pack(texts: Sequence[np.ndarray], device: torch.device | str) -> Packed:
+def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> PackedTexts:
     """Lay `texts` (integer[tokens]) end to end. Raises ValueError for an empty one, and for one longer than the next."""
     lengths = [len(text) for text in texts]
     if not lengths or not lengths[0] or lengths != sorted(lengths):
         raise ValueError("found no text or an empty one, expected at least one token in each, and the shortest text first")
     tokens = torch.from_numpy(np.concatenate(texts).astype(np.int64))
     places = torch.cat([torch.arange(length) for length in lengths])
-    return Packed(tokens.to(device), tuple(lengths), places.to(device))
+    return PackedTexts(tokens.to(device), tuple(lengths), places.to(device))
 
 
-def forwards(lengths: np.ndarray, tokens_per_forward: int) -> list[np.ndarray]:
+def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.ndarray]:
     """Return which rows a model reads at once: int64 rows in groups of at most so many tokens, the shortest texts first.
 
     A longer text is alone. Every row is in one group; equal lengths keep their order. Within a group lengths differ little.
@@ -78,26 +78,26 @@ class Backbone(nn.Module):
     `packed`: texts are read end to end. Else, for a model that cannot do that, in padded rectangles of texts of like length.
     """
 
-    def __init__(self, model: Any, attention: Attention):
+    def __init__(self, model: Any, attention: AttentionDirection):
         super().__init__()
         self.model = model
-        self.attention: Attention = attention
-        self.packed = False
-        self.one_kernel = True
+        self.attention: AttentionDirection = attention
+        self.is_packed = False
+        self.use_varlen_kernel = True
         """Whether packed attention may use an accelerator's kernel for all texts."""
         self.hidden_size: int = model.config.hidden_size
         # In models like RoBERTa learned positions are an embedding with a padding index, and begin after that.
         tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
         padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
-        self.first_position = next((index + 1 for index in padding if index is not None), 0)
-        self.context: int = model.config.max_position_embeddings - self.first_position
+        self.position_offset = next((index + 1 for index in padding if index is not None), 0)
+        self.context_length: int = model.config.max_position_embeddings - self.position_offset
         """The longest text, in tokens."""
-        self.windows: set[int] = set()
+        self.sliding_windows: set[int] = set()
         """The sliding windows that layers have asked packed attention for."""
-        self.wide_window = any(getattr(module, "is_causal", False) for module in model.modules())
+        self.has_wide_window = any(getattr(module, "is_causal", False) for module in model.modules())
         """Whether a bidirectional window of w has w tokens to each side, not w - 1: so transformers reads a decoder with
         `is_causal: false`. (An encoder's own window arrives one too large, as some kernels want it.)"""
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
         self._own_attention = model.config._attn_implementation
         self._padding = model.config.pad_token_id or 0
 
@@ -106,44 +106,46 @@ class Backbone(nn.Module):
         """The device of the weights."""
         return self.model.device
 
-    def states(self, packed: Packed) -> Tensor:
+    def compute_states(self, packed: PackedTexts) -> Tensor:
         """Compute the last layer's states after the final norm, [T, hidden_size]."""
-        if not self.packed:
-            shapes = rectangles(packed.groups)
+        if not self.is_packed:
+            shapes = group_padded_lengths(packed.length_groups)
             rows = packed.tokens.split([sum(lengths) for lengths in shapes])
-            return torch.cat([self._rectangle(*shape, positions=True) for shape in zip(rows, shapes, strict=True)])
-        before = _READING.set((self, packed))
+            return torch.cat([self._forward_padded(*shape, positions=True) for shape in zip(rows, shapes, strict=True)])
+        before = _ACTIVE_PACK.set((self, packed))
         try:
-            out = self.model(input_ids=packed.tokens[None], position_ids=packed.position_ids[None] + self.first_position)
+            out = self.model(input_ids=packed.tokens[None], position_ids=packed.position_ids[None] + self.position_offset)
         finally:
-            _READING.reset(before)
+            _ACTIVE_PACK.reset(before)
         return out.last_hidden_state[0]
 
-    def read_own_way(self, packed: Packed) -> Tensor:
+    def compute_padded_states(self, packed: PackedTexts) -> Tensor:
         """Compute states to compare with: all texts in one rectangle, positions left to the model. [T, hidden]"""
-        return self._rectangle(packed.tokens, packed.lengths, positions=False)
+        return self._forward_padded(packed.tokens, packed.lengths, positions=False)
 
-    def _rectangle(self, tokens: Tensor, lengths: Sequence[int], *, positions: bool) -> Tensor:
+    def _forward_padded(self, tokens: Tensor, lengths: Sequence[int], *, positions: bool) -> Tensor:
         """Compute states of texts that are padded and masked at their ends, [T, hidden]; `positions`: pass them to the model."""
         columns = torch.arange(lengths[-1], device=tokens.device)
         seen = columns < torch.tensor(lengths, device=tokens.device)[:, None]
         ids = torch.full(seen.shape, self._padding, device=tokens.device).masked_scatter(seen, tokens)
-        told = {"position_ids": (columns + self.first_position).expand_as(ids)} if positions and self.takes_positions else {}
+        told = (
+            {"position_ids": (columns + self.position_offset).expand_as(ids)} if positions and self.accepts_position_ids else {}
+        )
         return self.model(input_ids=ids, attention_mask=seen.long(), **told).last_hidden_state[seen]
 
-    def read_packed(self, packed: bool) -> None:
+    def set_packed(self, packed: bool) -> None:
         """Make the model read packed texts, by the attention below, or padded ones by its own."""
-        self.model.set_attn_implementation(_NAME if packed else self._own_attention)
-        self.packed = packed
+        self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._own_attention)
+        self.is_packed = packed
 
-    def point(self, attention: Attention) -> None:
+    def set_direction(self, attention: AttentionDirection) -> None:
         """Make the model itself read that way, as far as transformers lets it; packed attention does not ask it."""
         for holder in (self.model.config, *self.model.modules()):
             if hasattr(holder, "is_causal") or holder is self.model.config:  # which attention without a mask goes by
                 holder.is_causal = attention == "causal"
 
 
-def rectangles(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
+def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Group lengths, shortest first, into rectangles that are padded: at most 8 tokens or a tenth longer than its first."""
     found: list[list[int]] = []
     for texts, length in groups:
@@ -153,7 +155,7 @@ def rectangles(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
     return found
 
 
-def packed_attention(
+def packed_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -169,30 +171,30 @@ def packed_attention(
     query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. NotImplementedError for a score bias, a
     cap, sinks, more than one row, and other keys than those of the row.
     """
-    backbone, packed = _READING.get()
+    backbone, packed = _ACTIVE_PACK.get()
     asked = [name for name in ("position_bias", "softcap", "s_aux", "cache") if others.get(name) is not None]
     if asked or attention_mask is not None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"packed attention: found {asked or 'another mask or shape'}, expected plain self-attention")
     causal, before = backbone.attention == "causal", -1
     if sliding_window is not None:
-        backbone.windows.add(sliding_window)
-        before = sliding_window if backbone.wide_window and not causal else sliding_window - 1
+        backbone.sliding_windows.add(sliding_window)
+        before = sliding_window if backbone.has_wide_window and not causal else sliding_window - 1
     reach = (before, 0 if causal else before)  # how many tokens before and behind itself a token sees; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
-    if backbone.one_kernel and query.is_cuda and query.dtype != torch.float32 and not dropout:
+    if backbone.use_varlen_kernel and query.is_cuda and query.dtype != torch.float32 and not dropout:
         # One kernel over all texts; it takes 16-bit numbers on an accelerator and drops nothing.
         ends, longest = packed.cu_seqlens, packed.lengths[-1]
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GROUPED)
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GQA_OPTIONS)
     else:
-        out = _by_length(q, k, v, packed, reach, scaling, dropout)
+        out = _sdpa_by_length(q, k, v, packed, reach, scaling, dropout)
     return out.unsqueeze(0), None
 
 
-AttentionInterface.register(_NAME, packed_attention)
+AttentionInterface.register(_ATTENTION_NAME, packed_attention_forward)
 
 
-def _by_length(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: tuple[int, int], scaling: float | None, dropout: float
+def _sdpa_by_length(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedTexts, reach: tuple[int, int], scaling: float | None, dropout: float
 ) -> Tensor:
     """Compute torch's scaled dot product over the texts of each length at once: views of the row, without padding or masks.
 
@@ -200,9 +202,9 @@ def _by_length(
     text by text 109, rectangles padded by at most a quarter 142, one padded rectangle 148).
     """
     before, after = reach
-    sizes = [texts * length for texts, length in packed.groups]
+    sizes = [texts * length for texts, length in packed.length_groups]
     parts = []
-    for (texts, length), *states in zip(packed.groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+    for (texts, length), *states in zip(packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         q_, k_, v_ = (x.unflatten(0, (texts, length)).transpose(1, 2) for x in states)  # [texts, heads, length, dim]
         mask = None  # or bool[length, length]: which keys (columns) each query sees
         if 0 <= before < length - 1:

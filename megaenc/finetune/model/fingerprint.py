@@ -10,15 +10,15 @@ from pathlib import Path
 from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine
 from megaenc.errors import InputError
-from megaenc.json_files import read_json, read_json_object
+from megaenc.json_files import read_json_object, read_json_or_empty
 
-KNOWN = ".fingerprints.json"
+FINGERPRINT_FILE = ".fingerprints.json"
 """Beside the results: the digests of weights that were read before."""
-_NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
-_OF_MODEL = ("config.json", "*.safetensors")
-_OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_READ: dict[str, str] = {}
-"""Digests that this process has computed, by `_mark`."""
+_REQUIRED_FILES = ("config.json", "*.safetensors", "tokenizer.json")
+_MODEL_FILES = ("config.json", "*.safetensors")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_COMPUTED_DIGESTS: dict[str, str] = {}
+"""Digests that this process has computed, by `_compute_file_key`."""
 
 
 def check_model_folder(folder: str) -> None:
@@ -29,73 +29,77 @@ def check_model_folder(folder: str) -> None:
             f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it, or "
             "`hf download NAME --local-dir FOLDER` fetches it"
         )
-    if missing := [needed for needed in _NEEDED if not _files(path, (needed,))]:
-        raise InputError(f"--model {folder}: no {missing[0]} there, expected {', '.join(_NEEDED[:-1])} and {_NEEDED[-1]}")
+    if missing := [needed for needed in _REQUIRED_FILES if not _list_files(path, (needed,))]:
+        raise InputError(
+            f"--model {folder}: no {missing[0]} there, expected {', '.join(_REQUIRED_FILES[:-1])} and {_REQUIRED_FILES[-1]}"
+        )
     read_json_object(path / "config.json", "the configuration of a model")
 
 
-def model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = True) -> list[str]:
+def compute_model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = True) -> list[str]:
     """Return SHA-256 of the configuration and the weights of each folder, which takes about a second for each new gigabyte.
 
     A file of the folder `results`, if there is one, has the digests of weights that were read before, by place, sizes and times
     of their files. `keep` adds to it what is read.
     """
-    known, marks = _known(results) | _READ, [_mark(folder) for folder in folders]
+    known, marks = _read_fingerprint_file(results) | _COMPUTED_DIGESTS, [_compute_file_key(folder) for folder in folders]
     new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
     if not new:
         return [known[mark] for mark in marks]
-    sizes = {mark: sum(file.stat().st_size for file in _files(Path(folder), _OF_MODEL)) for mark, folder in new.items()}
+    sizes = {mark: sum(file.stat().st_size for file in _list_files(Path(folder), _MODEL_FILES)) for mark, folder in new.items()}
     before = 0
     with ProgressLine("reading the models' weights once", total=sum(sizes.values()), closing=False) as line:
         for mark, folder in new.items():
             line.update(before, model=Path(folder).name)
-            known[mark] = _digest(Path(folder), _OF_MODEL, lambda done, before=before: line.update(before + done))
+            known[mark] = _hash_files(Path(folder), _MODEL_FILES, lambda done, before=before: line.update(before + done))
             before += sizes[mark]
-            if _mark(folder) == mark:
-                _READ[mark] = known[mark]
+            if _compute_file_key(folder) == mark:
+                _COMPUTED_DIGESTS[mark] = known[mark]
     if keep:
-        keep_fingerprints(results)
+        save_fingerprints(results)
     return [known[mark] for mark in marks]
 
 
-def keep_fingerprints(results: str) -> None:
+def save_fingerprints(results: str) -> None:
     """Add the digests that this process has computed to the file of them in the folder `results`, if there is such a folder."""
-    known = _known(results)
-    if Path(results).is_dir() and not _READ.items() <= known.items():
+    known = _read_fingerprint_file(results)
+    if Path(results).is_dir() and not _COMPUTED_DIGESTS.items() <= known.items():
         with contextlib.suppress(InputError):  # without it the weights are read again, and that is all
-            atomic_write(Path(results, KNOWN), json.dumps(known | _READ))
+            atomic_write(Path(results, FINGERPRINT_FILE), json.dumps(known | _COMPUTED_DIGESTS))
 
 
-def _known(results: str) -> dict[str, str]:
-    return {mark: digest for mark, digest in read_json(Path(results, KNOWN)).items() if isinstance(digest, str)}
+def _read_fingerprint_file(results: str) -> dict[str, str]:
+    return {
+        mark: digest for mark, digest in read_json_or_empty(Path(results, FINGERPRINT_FILE)).items() if isinstance(digest, str)
+    }
 
 
-def _mark(folder: str) -> str:
+def _compute_file_key(folder: str) -> str:
     """Return what changes with each change of the files: unlike the time of their content, their ctime cannot be set."""
-    files = [(path, path.stat()) for path in _files(Path(folder), _OF_MODEL)]
+    files = [(path, path.stat()) for path in _list_files(Path(folder), _MODEL_FILES)]
     about = [(str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in files]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
-def model_stamp(folder: str) -> str:
+def compute_model_stamp(folder: str) -> str:
     """Return a digest of names, sizes and times of a model's and tokenizer's files: fast, unlike a fingerprint."""
-    files = [(path.name, path.stat()) for path in _files(Path(folder), (*_OF_MODEL, *_OF_TOKENIZER))]
+    files = [(path.name, path.stat()) for path in _list_files(Path(folder), (*_MODEL_FILES, *_TOKENIZER_FILES))]
     return hashlib.sha256(str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
 
 
-def tokenizer_fingerprint(folder: str) -> str:
+def compute_tokenizer_fingerprint(folder: str) -> str:
     """Return SHA-256 of the tokenizer's files."""
-    return _digest(Path(folder), _OF_TOKENIZER)
+    return _hash_files(Path(folder), _TOKENIZER_FILES)
 
 
-def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def _digest(folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None) -> str:
+def _hash_files(folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None) -> str:
     """Return SHA-256 of the names and the contents; `progress` is told how many bytes are read."""
     whole, done = hashlib.sha256(), 0
-    for path in _files(folder, patterns):
+    for path in _list_files(folder, patterns):
         content = hashlib.sha256()
         try:
             with open(path, "rb") as stream:

@@ -10,9 +10,9 @@ from typing import Literal
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results.files import Result
 
-Kind = Literal["normal", "t"]
+IntervalKind = Literal["normal", "t"]
 
-STUDY = {
+STUDY_DATASETS = {
     TaskFamily.SC: ("sst2", "qqp", "mnli_m"),
     TaskFamily.TC: ("conll2003_en", "ontonotes", "uner_en"),
     TaskFamily.QA: ("squad", "squad_v2", "record"),
@@ -27,10 +27,10 @@ class Interval:
 
     mean: float
     half: float
-    scores: int
+    read_chosen_scores: int
 
 
-def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
+def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> Interval:
     """Return the mean of at least one score with q * sd(ddof=1) / sqrt(n).
 
     q is 1.96, as in the study, or the 97.5 % point of Student's t with n - 1 degrees of freedom.
@@ -68,28 +68,28 @@ class ScoreCell:
     seeds: tuple[int, ...]
     """Every seed that a rate needs before it can be chosen."""
 
-    def at(self, rate: float) -> list[Result]:
+    def runs_at_rate(self, rate: float) -> list[Result]:
         """Return the finished runs of a rate, by seed."""
         return sorted((run for run in self.runs if run.learning_rate == rate and run.test is not None), key=lambda run: run.seed)
 
     @property
-    def complete(self) -> tuple[float, ...]:
+    def complete_rates(self) -> tuple[float, ...]:
         """The rates with a finished run of every seed: only these can be chosen."""
-        return tuple(rate for rate in self.rates if len(self.at(rate)) == len(self.seeds))
+        return tuple(rate for rate in self.rates if len(self.runs_at_rate(rate)) == len(self.seeds))
 
     @property
-    def planned(self) -> int:
+    def planned_run_count(self) -> int:
         """How many runs were asked for."""
         return len(self.rates) * len(self.seeds)
 
     @property
-    def chosen(self) -> float | None:
+    def chosen_rate(self) -> float | None:
         """The complete rate with the best mean validation score, of equals the lower; None where none is complete."""
-        means = {rate: interval([run.validation.score for run in self.at(rate)]).mean for rate in self.complete}
+        means = {rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean for rate in self.complete_rates}
         return max(means, key=lambda rate: (means[rate], -rate), default=None)
 
 
-def cells(results: Iterable[Result], asked: GridSpec | None = None) -> list[ScoreCell]:
+def group_cells(results: Iterable[Result], asked: GridSpec | None = None) -> list[ScoreCell]:
     """Group results by model, data set and set trained on, in the order in which they come up.
 
     Results outside the grid `asked` are left out. By default it is every rate and seed that any model has on that data set.
@@ -106,46 +106,46 @@ def cells(results: Iterable[Result], asked: GridSpec | None = None) -> list[Scor
     return [ScoreCell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in found.items()]
 
 
-Read = Callable[[Result], float | None]
+ScoreReader = Callable[[Result], float | None]
 """Takes a number out of a run: the paper's score or a metric of test; None where the run has none such."""
 
 
-def scores(cell: ScoreCell, read: Read) -> dict[int, float] | None:
+def read_chosen_scores(cell: ScoreCell, read: ScoreReader) -> dict[int, float] | None:
     """Return the numbers of the chosen rate by seed; None where no rate can be chosen or a number is missing."""
-    return by_rate(cell, read).get(cell.chosen)
+    return read_scores_by_rate(cell, read).get(cell.chosen_rate)
 
 
-def averaged(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
+def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
     """Return the cells of a model that each average in `family` is over: the study's three where all are there, else all.
 
     There is one average; one for each set trained on where some set has been evaluated after several trainings.
     """
     groups: dict[str, list[ScoreCell]] = defaultdict(list)
-    apart = trained_apart(members)
+    apart = has_repeated_datasets(members)
     for cell in members:
         groups[cell.train_on if apart else ""].append(cell)
     found = []
     for group in groups.values():
-        of_study = [cell for name in STUDY.get(family, ()) for cell in group if cell.dataset == name]
+        of_study = [cell for name in STUDY_DATASETS.get(family, ()) for cell in group if cell.dataset == name]
         found.append(of_study if len(of_study) == 3 else group)
     return [group for group in found if len(group) > 1]
 
 
-def trained_apart(members: Sequence[ScoreCell]) -> bool:
+def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
     """Return whether some set of a model's cells in a family has been evaluated after several trainings."""
     return len({cell.dataset for cell in members}) < len(members)
 
 
-def average(members: Sequence[ScoreCell], read: Read) -> dict[int, float] | None:
+def average_by_seed(members: Sequence[ScoreCell], read: ScoreReader) -> dict[int, float] | None:
     """Return the mean over data sets by seed, each at its own chosen rate; None where their scores are not of the same seeds."""
-    by_set = [scores(cell, read) for cell in members]
+    by_set = [read_chosen_scores(cell, read) for cell in members]
     if not by_set or None in by_set or len({frozenset(found) for found in by_set}) != 1:
         return None
     return {seed: math.fsum(found[seed] for found in by_set) / len(by_set) for seed in by_set[0]}
 
 
 @dataclass(frozen=True)
-class Sensitivity:
+class RateSensitivity:
     """The mean score of a cell at each complete learning rate."""
 
     means: dict[float, float]
@@ -155,19 +155,19 @@ class Sensitivity:
         """Best mean less worst."""
         return max(self.means.values()) - min(self.means.values())
 
-    def near_best(self, within: float = 0.01) -> int:
+    def count_near_best(self, within: float = 0.01) -> int:
         """Return how many rates have a mean that is at most one point (of a hundred) below the best."""
         return sum(max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values())
 
 
-def by_rate(cell: ScoreCell, read: Read) -> dict[float, dict[int, float]]:
+def read_scores_by_rate(cell: ScoreCell, read: ScoreReader) -> dict[float, dict[int, float]]:
     """Return the numbers of the finished runs by rate and seed, without rates that lack a number in one of their runs."""
-    found = {rate: {run.seed: read(run) for run in cell.at(rate)} for rate in cell.rates}
+    found = {rate: {run.seed: read(run) for run in cell.runs_at_rate(rate)} for rate in cell.rates}
     return {rate: of_seeds for rate, of_seeds in found.items() if of_seeds and None not in of_seeds.values()}
 
 
-def sensitivity(found: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> Sensitivity | None:
+def compute_sensitivity(found: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> RateSensitivity | None:
     """Return the means of numbers by rate and seed at each rate that has all `seeds`; None where there is none."""
     whole = {rate: of_seeds for rate, of_seeds in found.items() if of_seeds.keys() >= set(seeds)}
-    means = {rate: interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in whole.items()}
-    return Sensitivity(means) if means else None
+    means = {rate: compute_interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in whole.items()}
+    return RateSensitivity(means) if means else None

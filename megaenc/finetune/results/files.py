@@ -15,28 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaenc.atomic_io import atomic_write, remove, stale_temp_files
+from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path
 from megaenc.errors import InputError
-from megaenc.finetune.config import FinetuneConfig, rate_name
+from megaenc.finetune.config import FinetuneConfig, format_learning_rate
 from megaenc.finetune.examples import TaskFamily
-from megaenc.json_files import parse_json, read_regular
-from megaenc.output_paths import make_parent
+from megaenc.json_files import parse_json, read_regular_file
+from megaenc.output_paths import create_parent_dir
 
 if TYPE_CHECKING:
-    from megaenc.finetune.grid.jobs import Job
+    from megaenc.finetune.grid.jobs import FinetuneJob
     from megaenc.finetune.tasks.base import Scores
 
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
 
-_FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
+_RUN_FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
 # Choices that stand for "what fits the model and the machine": whatever a run found to fit is what was asked for.
-_WHATEVER_FITS = {"max_length": 0, "precision": ""}
+_AUTOMATIC_VALUES = {"max_length": 0, "precision": ""}
 _MISSING = object()
-_MOST_BYTES = 2 << 30  # of a results.json, which holds the scores of each example
+_MAX_RESULT_BYTES = 2 << 30  # of a results.json, which holds the scores of each example
 # In a string the quotes of the keys would be escaped. Looking for brackets takes a fraction of the time of parsing.
-_LISTS = re.compile(rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})')
+_SCORE_LISTS = re.compile(rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})')
 # What a model that predicts the same for every example scores on test: for published results, which do not tell.
-_CONSTANT = {
+_CONSTANT_PREDICTION_SCORES = {
     "sst2": ("constant prediction", 428 / 872, 444 / 872),
     "qqp": ("constant prediction", 25545 / 40430, 14885 / 40430),
     "mnli_m": ("constant prediction", 3479 / 9815, 3123 / 9815, 3213 / 9815),
@@ -45,7 +45,7 @@ _CONSTANT = {
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitScores:
     """The scores of a run on one split, without those of single examples. All are fractions."""
 
     score: float
@@ -69,24 +69,24 @@ class Result:
     learning_rate: float
     seed: int
     path: Path
-    validation: Split | None
-    test: Split | None
+    validation: SplitScores | None
+    test: SplitScores | None
     failure: str | None = None
 
 
-def folder(job: "Job", dataset: str) -> Path:
+def job_folder(job: "FinetuneJob", dataset: str) -> Path:
     """Return where the results of `job` on `dataset` are."""
     return run_folder(Path(job.output, job.model.name), job.family, dataset, job.train_on, job.learning_rate, job.seed)
 
 
 def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int) -> Path:
     """Return where the results of one run are in the `tree` of its model."""
-    run = f"lr{rate_name(rate)}_sd{seed}"
+    run = f"lr{format_learning_rate(rate)}_sd{seed}"
     return tree / family / dataset / (f"{train_on}_{run}" if family == TaskFamily.IR else run)
 
 
-def write(
-    job: "Job",
+def write_result(
+    job: "FinetuneJob",
     dataset: str,
     scores: Mapping[str, "Scores"],
     *,
@@ -99,21 +99,21 @@ def write(
 
     `trained` is the digest of the trained weights; `seconds`, by stage, go into a file of their own.
     """
-    place = folder(job, dataset)
-    _write(place / TIMING, {name: round(value, 3) for name, value in seconds.items()})
+    place = job_folder(job, dataset)
+    _write_json(place / TIMING, {name: round(value, 3) for name, value in seconds.items()})
     splits = {name: dataclasses.asdict(split) for name, split in scores.items()}
-    _write(place / RESULTS, _identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | splits)
+    _write_json(place / RESULTS, _build_identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | splits)
     (place / FAILED).unlink(missing_ok=True)
 
 
-def write_failure(job: "Job", reason: str, *, step: int, protocol: FinetuneConfig) -> None:
+def write_failure(job: "FinetuneJob", reason: str, *, step: int, protocol: FinetuneConfig) -> None:
     """Write that `job` cannot be finished, for each data set it was to be evaluated on."""
     for dataset in job.evaluate_on:
-        values = _identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
-        _write(folder(job, dataset.name) / FAILED, values)
+        values = _build_identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
+        _write_json(job_folder(job, dataset.name) / FAILED, values)
 
 
-def _identity(job: "Job", dataset: str, protocol: FinetuneConfig) -> dict[str, Any]:
+def _build_identity(job: "FinetuneJob", dataset: str, protocol: FinetuneConfig) -> dict[str, Any]:
     return {
         "model": job.model.name,
         "family": str(job.family),
@@ -122,40 +122,40 @@ def _identity(job: "Job", dataset: str, protocol: FinetuneConfig) -> dict[str, A
         "learning_rate": job.learning_rate,
         "seed": job.seed,
         "protocol": dataclasses.asdict(protocol),
-        "fingerprints": job.fingerprints.of(dataset),
+        "fingerprints": job.fingerprints.for_dataset(dataset),
     }
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: dict[str, Any]) -> None:
     """Write JSON without NaN, with a line for each field, and for each field of a split."""
     fields = {}
     for key, value in values.items():
         dump = functools.partial(json.dumps, allow_nan=False)
         is_split = key in ("validation", "test")
-        fields[key] = _object({name: dump(part) for name, part in value.items()}, "  ") if is_split else dump(value)
-    make_parent(path, "--output")
-    atomic_write(path, _object(fields, "") + "\n")
+        fields[key] = _format_object({name: dump(part) for name, part in value.items()}, "  ") if is_split else dump(value)
+    create_parent_dir(path, "--output")
+    atomic_write(path, _format_object(fields, "") + "\n")
 
 
-def _object(fields: Mapping[str, str], indent: str) -> str:
+def _format_object(fields: Mapping[str, str], indent: str) -> str:
     lines = [f"{indent}  {json.dumps(key)}: {value}" for key, value in fields.items()]
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def sweep(job: "Job") -> None:
+def remove_partial_files(job: "FinetuneJob") -> None:
     """Remove what killed runs left half written. Only for the process that has locked the run."""
-    for path in (folder(job, dataset.name) for dataset in job.evaluate_on):
-        for left in stale_temp_files(path / RESULTS, path / FAILED, path / TIMING):
-            remove(left)
+    for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
+        for left in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING):
+            remove_path(left)
 
 
-def state(job: "Job", dataset: str) -> Literal["finished", "failed", "missing"]:
+def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "failed", "missing"]:
     """Return whether `job` has been done on `dataset`; InputError names the field in which its protocol or data differ."""
     for name, found in ((RESULTS, "finished"), (FAILED, "failed")):
-        path = folder(job, dataset) / name
+        path = job_folder(job, dataset) / name
         if (values := read_fields(path)) is None:
             continue
-        for field, was, value in _differences(values, job.protocol, job.fingerprints.of(dataset)):
+        for field, was, value in _compare_with_file(values, job.protocol, job.fingerprints.for_dataset(dataset)):
             if "." not in field:
                 raise InputError(f"{path}: field `{field}`: not there, so it cannot go on here; choose another --output")
             said = "none" if was is _MISSING else repr(was)
@@ -167,7 +167,7 @@ def state(job: "Job", dataset: str) -> Literal["finished", "failed", "missing"]:
     return "missing"
 
 
-def other_origin(file: Path, asked: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
+def find_protocol_difference(file: Path, asked: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
     """Return the first choice of the protocol, or fingerprint, in which a run's file differs, with both values.
 
     None where all agree, or the file does not say. Its scores, megabytes of them, are not read.
@@ -178,7 +178,7 @@ def other_origin(file: Path, asked: FinetuneConfig, fingerprints: Mapping[str, s
         values = parse_json(head + b"}" if scores else head)
     except (OSError, ValueError):
         return None
-    for field, was, value in _differences(values, asked, fingerprints) if isinstance(values, dict) else ():
+    for field, was, value in _compare_with_file(values, asked, fingerprints) if isinstance(values, dict) else ():
         section, _, name = field.partition(".")
         if name and was is not _MISSING:
             length = 12 if section == "fingerprints" else None
@@ -186,7 +186,9 @@ def other_origin(file: Path, asked: FinetuneConfig, fingerprints: Mapping[str, s
     return None
 
 
-def _differences(found: dict[str, Any], asked: FinetuneConfig, fingerprints: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
+def _compare_with_file(
+    found: dict[str, Any], asked: FinetuneConfig, fingerprints: Mapping[str, str]
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield (`protocol.batch_size`, or `protocol` where the file has no such section; value there or _MISSING; value asked)."""
     for section, wanted in (("protocol", dataclasses.asdict(asked)), ("fingerprints", fingerprints)):
         there = found.get(section)
@@ -195,18 +197,18 @@ def _differences(found: dict[str, Any], asked: FinetuneConfig, fingerprints: Map
             continue
         for field, value in wanted.items():
             was = there.get(field, _MISSING)
-            if was != value and _WHATEVER_FITS.get(field, _MISSING) != value:
+            if was != value and _AUTOMATIC_VALUES.get(field, _MISSING) != value:
                 yield f"{section}.{field}", was, value
 
 
-def scan(root: str | Path) -> list[Result]:
+def read_result_tree(root: str | Path) -> list[Result]:
     """Return every run below `root`, in the order of the names; other folders are passed by.
 
     Raises InputError for a file that no run wrote. Examples' own scores, gigabytes in the study's tree, are not parsed.
     """
     found: dict[tuple, Result] = {}
-    for path in _run_folders(Path(root)):
-        if (result := read(path)) is not None:
+    for path in _iterate_run_folders(Path(root)):
+        if (result := read_result(path)) is not None:
             first = found.setdefault((path.parent, result.train_on, result.learning_rate, result.seed), result)
             if first is not result:
                 raise InputError(f"{path}: the same run as {first.path.name}; expected one of them, remove the other")
@@ -215,7 +217,7 @@ def scan(root: str | Path) -> list[Result]:
     return list(found.values())
 
 
-def _run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
+def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
     """Yield the folders `levels` below (MODEL/FAMILY/DATASET/RUN), in the order of their names."""
     try:
         with os.scandir(path) as entries:
@@ -228,12 +230,12 @@ def _run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
         if levels == 1:
             yield path / name
         elif levels != 3 or name in list(TaskFamily):
-            yield from _run_folders(path / name, levels - 1)
+            yield from _iterate_run_folders(path / name, levels - 1)
 
 
-def read(path: Path) -> Result | None:
+def read_result(path: Path) -> Result | None:
     """Return the run of one folder; None for a folder that is no run's. Raises InputError for a file that no run wrote."""
-    name = _FOLDER.fullmatch(path.name)
+    name = _RUN_FOLDER.fullmatch(path.name)
     try:
         rate = float(name["rate"]) if name else 0
     except ValueError:
@@ -243,9 +245,9 @@ def read(path: Path) -> Result | None:
     *_, model, family, dataset, _ = path.parts
     run = (model, family, dataset, name["train_on"] or dataset, rate, int(name["seed"]))
     if (values := read_fields(path / RESULTS)) is not None:
-        return Result(*run, path, *(_split(path / RESULTS, dataset, values, name) for name in ("validation", "test")))
+        return Result(*run, path, *(_parse_split(path / RESULTS, dataset, values, name) for name in ("validation", "test")))
     if (values := read_fields(path / FAILED)) is not None:
-        return Result(*run, path, None, None, _text(path / FAILED, "reason", values.get("reason", "no reason given")))
+        return Result(*run, path, None, None, _check_text(path / FAILED, "reason", values.get("reason", "no reason given")))
     return None
 
 
@@ -255,7 +257,7 @@ def read_fields(path: Path) -> dict[str, Any] | None:
     Raises InputError for a file that holds no JSON object, or a key twice.
     """
     try:
-        values = parse_json(without_lists(_content(path)), unique_keys=True)
+        values = parse_json(drop_score_lists(_read_bytes(path)), unique_keys=True)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -265,22 +267,22 @@ def read_fields(path: Path) -> dict[str, Any] | None:
     return values
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
-        return read_regular(path, _MOST_BYTES)
+        return read_regular_file(path, _MAX_RESULT_BYTES)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
 
 
-def without_lists(content: bytes) -> bytes:
+def drop_score_lists(content: bytes) -> bytes:
     """Replace each list of scores in `content` by "equal" or null, and each object of them by null."""
 
     def short(found: re.Match[bytes]) -> bytes:
         return found[1] + (b'"equal"' if found[2] is not None and _all_equal(found[2]) else b"null")
 
-    return _LISTS.sub(short, content)
+    return _SCORE_LISTS.sub(short, content)
 
 
 def _all_equal(numbers: bytes) -> bool:
@@ -291,13 +293,13 @@ def _all_equal(numbers: bytes) -> bool:
     return bool(few) and len({float(number) for number in numbers.split(b",")}) == 1
 
 
-def read_examples(path: Path, metric: str | None) -> list[float]:
+def read_example_scores(path: Path, metric: str | None) -> list[float]:
     """Return the score of each example of `test`, by a metric or by the study's own; none if their mean is not the result's.
 
     A standard metric may not be the mean of the examples' numbers: span F1, say. Raises InputError.
     """
     try:
-        test = parse_json(_content(path))["test"]
+        test = parse_json(_read_bytes(path))["test"]
         mean = test["score"] if metric is None else test["metrics"][metric]
         listed = test.get("scores_i") if metric is None else (test.get("metrics_i") or {}).get(metric)
         numbers = [float(number) for number in listed or ()]
@@ -310,42 +312,42 @@ def read_examples(path: Path, metric: str | None) -> list[float]:
         raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
 
 
-def _split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> Split:
+def _parse_split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> SplitScores:
     """Return the scores of `validation` or `test`, each of them checked."""
     split = values.get(name)
     if not isinstance(split, dict) or "score" not in split:
-        raise _wrong(path, f"{name}.score", "none", "a number")
-    score = _fractions(path, name, {"score": split["score"]})["score"]
-    metrics, baseline = (_fractions(path, f"{name}.{part}", split.get(part)) for part in ("metrics", "baseline"))
-    collapsed = split["collapsed"] if "collapsed" in split else _looks_collapsed(dataset, score, name, split)
-    return Split(score, metrics, None if collapsed is None else _text(path, f"{name}.collapsed", collapsed), baseline)
+        raise _build_field_error(path, f"{name}.score", "none", "a number")
+    score = _check_fractions(path, name, {"score": split["score"]})["score"]
+    metrics, baseline = (_check_fractions(path, f"{name}.{part}", split.get(part)) for part in ("metrics", "baseline"))
+    collapsed = split["collapsed"] if "collapsed" in split else _detect_collapse(dataset, score, name, split)
+    return SplitScores(score, metrics, None if collapsed is None else _check_text(path, f"{name}.collapsed", collapsed), baseline)
 
 
-def _looks_collapsed(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:
+def _detect_collapse(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:
     if split.get("scores_i") == "equal" and score < 1:
         return "every example scores the same"
-    why, *scores = _CONSTANT.get(dataset, (None,))
+    why, *scores = _CONSTANT_PREDICTION_SCORES.get(dataset, (None,))
     return why if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores) else None
 
 
-def _fractions(path: Path, field: str, values: Any) -> dict[str, float]:
+def _check_fractions(path: Path, field: str, values: Any) -> dict[str, float]:
     """Return scores by name. Raises InputError for NaN and all else that is no number from 0 to 1, rounding errors aside."""
     if values is not None and not isinstance(values, dict):
-        raise _wrong(path, field, f"a {type(values).__name__}", "an object")
+        raise _build_field_error(path, field, f"a {type(values).__name__}", "an object")
     for name, value in (values or {}).items():
         if not name.isprintable():
-            raise _wrong(path, field, f"the name {name!r}", "one in one line")
+            raise _build_field_error(path, field, f"the name {name!r}", "one in one line")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -1e-6 <= value <= 1 + 1e-6:
-            raise _wrong(path, f"{field}.{name}", repr(value)[:40], "a number from 0 to 1")
+            raise _build_field_error(path, f"{field}.{name}", repr(value)[:40], "a number from 0 to 1")
     return {name: float(value) for name, value in (values or {}).items()}
 
 
-def _text(path: Path, field: str, value: Any) -> str:
+def _check_text(path: Path, field: str, value: Any) -> str:
     """Return a text in one line. Raises InputError for another kind."""
     if not isinstance(value, str):
-        raise _wrong(path, field, f"a {type(value).__name__}", "a text")
+        raise _build_field_error(path, field, f"a {type(value).__name__}", "a text")
     return " ".join(value.encode("utf-8", "replace").decode().split())
 
 
-def _wrong(path: Path, field: str, found: str, expected: str) -> InputError:
+def _build_field_error(path: Path, field: str, found: str, expected: str) -> InputError:
     return InputError(f"{path}: field `{field}`: found {found}, expected {expected}; remove the file")

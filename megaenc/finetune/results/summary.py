@@ -16,16 +16,16 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags, markdown
 from megaenc.atomic_io import atomic_write
-from megaenc.console import print_rank_0, quiet, rich_console
-from megaenc.errors import InputError, one_line_errors
-from megaenc.finetune.config import rate_name
+from megaenc.console import build_rich_console, print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results import aggregate
-from megaenc.finetune.results.aggregate import Kind, Read, ScoreCell
-from megaenc.finetune.results.files import Result, scan
-from megaenc.output_paths import check_output_file, created_parent
+from megaenc.finetune.results.aggregate import IntervalKind, ScoreCell, ScoreReader
+from megaenc.finetune.results.files import Result, read_result_tree
+from megaenc.output_paths import check_output_file, create_parent_with_rollback
 
-PAPER = "paper's"
+PAPER_METRIC = "paper's"
 _WIDTH = 80
 
 
@@ -37,7 +37,7 @@ class GridSummaryConfig:
     """folder of results, the --output of a grid; what the study has published can be read too"""
     metrics: Literal["paper", "standard", "both"] = "both"
     """the paper's scores, those that are standard in the field, or both; learning rates are chosen by the paper's"""
-    interval: Kind = "normal"
+    interval: IntervalKind = "normal"
     """half width: 1.96 standard errors, as in the paper, or Student's t, which is honest about five seeds"""
     output: str = ""
     """also write all numbers to this file, as .json, .csv or .md"""
@@ -94,40 +94,40 @@ class GridSummary:
     rates: list[RateRow]
     collapsed: list[Result]
     failed: list[Result]
-    apart: set[tuple[str, str]]
+    repeated_families: set[tuple[str, str]]
     """Models and families with a set that was evaluated after several trainings."""
 
-    def place(self, of: SummaryRow | RateRow | Result) -> str:
+    def format_dataset(self, of: SummaryRow | RateRow | Result) -> str:
         """Return the data set, with the set trained on where that tells rows apart."""
-        return f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.apart and of.train_on else of.dataset
+        return f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.repeated_families and of.train_on else of.dataset
 
     @property
-    def every_rate(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         """The learning rates of all models and data sets."""
         return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
 
 
-def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "normal") -> GridSummary:
+def build_summary(results: Sequence[Result], metrics: str = "both", kind: IntervalKind = "normal") -> GridSummary:
     """Make the tables of a tree: families in the study's order, models and data sets in the order of their names."""
     order = list(TaskFamily)
     by_model: dict[tuple[TaskFamily, str], list[ScoreCell]] = defaultdict(list)
-    for cell in aggregate.cells(results):
+    for cell in aggregate.group_cells(results):
         by_model[TaskFamily(cell.family), cell.model].append(cell)
     collapsed = [result for result in results if result.test is not None and result.test.collapsed]
     summary = GridSummary([], [], collapsed, [result for result in results if result.failure is not None], set())
     for family, model in sorted(by_model, key=lambda key: (order.index(key[0]), key[1])):
         members = sorted(by_model[family, model], key=lambda cell: (cell.dataset, cell.train_on))
-        if aggregate.trained_apart(members):
-            summary.apart.add((model, str(family)))
-        for over in [*([cell] for cell in members), *aggregate.averaged(family, members)]:
-            summary.rows.extend(_row(over, name, read, kind) for name, read in _metrics(over, metrics))
-        summary.rates.extend(row for cell in members if (row := _rates(cell)) is not None)
+        if aggregate.has_repeated_datasets(members):
+            summary.repeated_families.add((model, str(family)))
+        for over in [*([cell] for cell in members), *aggregate.group_for_averages(family, members)]:
+            summary.rows.extend(_build_row(over, name, read, kind) for name, read in _select_metrics(over, metrics))
+        summary.rates.extend(row for cell in members if (row := _build_rate_row(cell)) is not None)
     return summary
 
 
-def _metrics(members: Sequence[ScoreCell], which: str) -> list[tuple[str, Read]]:
+def _select_metrics(members: Sequence[ScoreCell], which: str) -> list[tuple[str, ScoreReader]]:
     """Return the numbers that every finished run of `members` has, by name; in percent later."""
-    found: list[tuple[str, Read]] = [(PAPER, lambda run: run.test.score)] if which != "standard" else []
+    found: list[tuple[str, ScoreReader]] = [(PAPER_METRIC, lambda run: run.test.score)] if which != "standard" else []
     if which != "paper":
         finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
         common = [name for name in (finished[0] if finished else ()) if all(name in metrics for metrics in finished)]
@@ -135,84 +135,86 @@ def _metrics(members: Sequence[ScoreCell], which: str) -> list[tuple[str, Read]]
     return found
 
 
-def _row(members: Sequence[ScoreCell], name: str, read: Read, kind: Kind) -> SummaryRow:
+def _build_row(members: Sequence[ScoreCell], name: str, read: ScoreReader, kind: IntervalKind) -> SummaryRow:
     first, dataset, rate, runs, collapsed = members[0], f"average of {len(members)}", None, "", ""
     if len(members) == 1:
-        dataset, rate = first.dataset, first.chosen
-        runs = f"{sum(run.test is not None for run in first.runs)}/{first.planned}"
-        at_rate = first.at(rate) if rate is not None else []
+        dataset, rate = first.dataset, first.chosen_rate
+        runs = f"{sum(run.test is not None for run in first.runs)}/{first.planned_run_count}"
+        at_rate = first.runs_at_rate(rate) if rate is not None else []
         if reasons := [run.test.collapsed for run in at_rate if run.test.collapsed]:
             collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}"
     train_on = first.train_on if len({cell.train_on for cell in members}) == 1 else ""
-    by_seed = aggregate.average(members, read) or {}
+    by_seed = aggregate.average_by_seed(members, read) or {}
     mean = half = None
     if by_seed:
-        found = aggregate.interval(list(by_seed.values()), kind)
+        found = aggregate.compute_interval(list(by_seed.values()), kind)
         mean, half = 100 * found.mean, None if math.isnan(found.half) else 100 * found.half
     # Every run on a data set has the same baseline.
-    key = "score" if name == PAPER else name
+    key = "score" if name == PAPER_METRIC else name
     bases = [next((run.test.baseline.get(key) for run in cell.runs if run.test is not None), None) for cell in members]
     base = None if None in bases else 100 * math.fsum(bases) / len(bases)
     return SummaryRow(first.model, first.family, dataset, train_on, name, rate, mean, half, base, len(by_seed), runs, collapsed)
 
 
-def _rates(cell: ScoreCell) -> RateRow | None:
-    incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete)
+def _build_rate_row(cell: ScoreCell) -> RateRow | None:
+    incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete_rates)
     where = (cell.model, cell.family, cell.dataset, cell.train_on)
-    found = aggregate.sensitivity(aggregate.by_rate(cell, lambda run: run.test.score), cell.seeds)
+    found = aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds)
     if found is None:
         return RateRow(*where, None, {}, math.nan, 0, incomplete) if incomplete else None
     means = {rate: 100 * mean for rate, mean in found.means.items()}
-    return RateRow(*where, cell.chosen, means, 100 * found.spread, found.near_best(), incomplete)
+    return RateRow(*where, cell.chosen_rate, means, 100 * found.spread, found.count_near_best(), incomplete)
 
 
-def shown(mean: float | None, half: float | None = None) -> str:
+def format_interval(mean: float | None, half: float | None = None) -> str:
     """Format `91.65 (0.45)`, as the study prints it; a dash where there is none."""
     if mean is None:
         return "-"
     return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
 
 
-def tables(summary: GridSummary) -> list[Any]:
+def build_tables(summary: GridSummary) -> list[Any]:
     """Return rich's tables of scores and of learning rates. They fit 80 columns; long names are folded."""
     made = []
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
         compared = ["baseline"] if any(row.baseline is not None for row in rows) else []
         names, numbers = ("model", "data set", "metric"), ("mean (half)", *compared, "rate", "runs")
-        table = _table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
+        table = _build_empty_table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
         before: tuple[str, str] = ("", "")
         for row in rows:
-            place = summary.place(row)
+            place = summary.format_dataset(row)
             first = (row.model, place) != before
             mark = " !" if row.collapsed and row.metric == rows[0].metric else ""
             table.add_row(
                 row.model if row.model != before[0] else "",
                 place if first else "",
                 row.metric,
-                shown(row.mean, row.half) + mark,
-                *(shown(row.baseline) for _ in compared),
-                _rate(row) if first else "",
+                format_interval(row.mean, row.half) + mark,
+                *(format_interval(row.baseline) for _ in compared),
+                _format_rate(row) if first else "",
                 row.runs if first else "",
             )
             before = (row.model, place)
         made.append(table)
     if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
         title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
-        table = _table(title, ("model", "data set"), (*map(rate_name, summary.every_rate), "spread", "near"))
+        table = _build_empty_table(
+            title, ("model", "data set"), (*map(format_learning_rate, summary.learning_rates), "spread", "near")
+        )
         model = ""
         for row in summary.rates:
             means = {rate: f"{mean:.1f}{'*' * (rate == row.chosen)}" for rate, mean in row.means.items()}
             means |= dict.fromkeys(row.incomplete, "x")
-            found = [means.get(rate, "") for rate in summary.every_rate]
+            found = [means.get(rate, "") for rate in summary.learning_rates]
             ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
-            table.add_row(row.model if row.model != model else "", summary.place(row), *found, *ends)
+            table.add_row(row.model if row.model != model else "", summary.format_dataset(row), *found, *ends)
             model = row.model
         made.append(table)
     return made
 
 
-def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
+def _build_empty_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
     from rich import box
     from rich.table import Table
 
@@ -224,36 +226,36 @@ def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
     return table
 
 
-def _rate(row: SummaryRow) -> str:
-    return rate_name(row.learning_rate) if row.learning_rate is not None else ""
+def _format_rate(row: SummaryRow) -> str:
+    return format_learning_rate(row.learning_rate) if row.learning_rate is not None else ""
 
 
-def _unusable(summary: GridSummary) -> Iterator[tuple[str, Result, str]]:
+def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, str]]:
     """Yield ("collapsed" or "failed", result, why) of each run that is worthless or has no result."""
     yield from (("collapsed", result, result.test.collapsed) for result in summary.collapsed)
     yield from (("failed", result, result.failure) for result in summary.failed)
 
 
-def notes(summary: GridSummary) -> list[str]:
+def format_notes(summary: GridSummary) -> list[str]:
     """Return a line for each model and data set with collapsed or failed runs: which, and why."""
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
-    for what, result, why in _unusable(summary):  # those that failed did so in different steps
-        groups[what, result.model, summary.place(result), why if what == "collapsed" else ""].append((result, why))
+    for what, result, why in _iterate_unusable_runs(summary):  # those that failed did so in different steps
+        groups[what, result.model, summary.format_dataset(result), why if what == "collapsed" else ""].append((result, why))
     lines = []
     for (what, model, place, _), runs in groups.items():
-        which = ", ".join(dict.fromkeys(f"{rate_name(run.learning_rate)} sd{run.seed}" for run, _ in runs))
+        which = ", ".join(dict.fromkeys(f"{format_learning_rate(run.learning_rate)} sd{run.seed}" for run, _ in runs))
         lines.append(" ".join(f"{what}: {model} {place}: {runs[0][1]}: {which}".split()))
     return lines
 
 
-def as_text(summary: GridSummary, suffix: str) -> str:
+def format_summary(summary: GridSummary, suffix: str) -> str:
     """Return all numbers as .json, .csv (the scores alone) or .md."""
     if suffix == ".json":
         values: dict[str, list] = {"rows": [vars(row) for row in summary.rows], "rates": [], "collapsed": [], "failed": []}
         for row in summary.rates:
-            means = {rate_name(rate): mean for rate, mean in row.means.items()}
+            means = {format_learning_rate(rate): mean for rate, mean in row.means.items()}
             values["rates"].append(vars(row) | {"means": means, "spread": None if math.isnan(row.spread) else row.spread})
-        for what, result, why in _unusable(summary):
+        for what, result, why in _iterate_unusable_runs(summary):
             names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
             values[what].append({name: getattr(result, name) for name in names} | {"why": why})
         return json.dumps(values, indent=1) + "\n"
@@ -268,39 +270,39 @@ def as_text(summary: GridSummary, suffix: str) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in summary.rows:
-        numbers = (shown(row.mean, row.half), shown(row.baseline), _rate(row), row.runs, row.collapsed)
+        numbers = (format_interval(row.mean, row.half), format_interval(row.baseline), _format_rate(row), row.runs, row.collapsed)
         fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
-        lines.append("| " + " | ".join(map(markdown.text, fields)) + " |")
+        lines.append("| " + " | ".join(map(markdown.escape, fields)) + " |")
     lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]
     for row in summary.rates:
-        means = ", ".join(f"{rate_name(rate)}: {mean:.2f}" for rate, mean in row.means.items())
-        names = f"{markdown.text(row.model)} | {markdown.text(summary.place(row))}"
+        means = ", ".join(f"{format_learning_rate(rate)}: {mean:.2f}" for rate, mean in row.means.items())
+        names = f"{markdown.escape(row.model)} | {markdown.escape(summary.format_dataset(row))}"
         lines.append(f"| {names} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
-    return "\n".join([*lines, "", *(f"- {markdown.text(line)}" for line in notes(summary))]).rstrip() + "\n"
+    return "\n".join([*lines, "", *(f"- {markdown.escape(line)}" for line in format_notes(summary))]).rstrip() + "\n"
 
 
-@one_line_errors
+@handle_command_errors
 def summary_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune summary`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(GridSummaryConfig, argv, prog="megaenc finetune summary", description=__doc__)
     output = Path(settings.output)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:
         check_output_file(output, "--output")
-    with created_parent(output, "--output") if settings.output else contextlib.nullcontext():
-        found = scan(settings.results)
-        summary = summarise(found, settings.metrics, settings.interval)
+    with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
+        found = read_result_tree(settings.results)
+        summary = build_summary(found, settings.metrics, settings.interval)
         if settings.output:
-            atomic_write(output, as_text(summary, output.suffix))
+            atomic_write(output, format_summary(summary, output.suffix))
     # Columns that the table of rates takes with names of 16 letters, which are folded where they are longer.
-    width = max(_WIDTH, 42 + 6 * len(summary.every_rate))
+    width = max(_WIDTH, 42 + 6 * len(summary.learning_rates))
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
-    console = rich_console(**plain, width=None if sys.stdout.isatty() else width)
-    for table in tables(summary):
+    console = build_rich_console(**plain, width=None if sys.stdout.isatty() else width)
+    for table in build_tables(summary):
         console.print(table)
-    for line in notes(summary):
+    for line in format_notes(summary):
         print_rank_0(line)
     if any(row.collapsed for row in summary.rows):
         print_rank_0("! marks a mean of which a run has collapsed: its predictions are worthless, whatever its score")

@@ -1,7 +1,7 @@
 """The four families of tasks; what they share is in base.py."""
 
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.tasks.base import FinetuneTask, NotFinite, Scores, TaskModel
+from megaenc.finetune.tasks.base import FinetuneTask, NonFinitePredictionError, Scores, TaskModel
 from megaenc.finetune.tasks.classification import Classification
 from megaenc.finetune.tasks.question_answering import QuestionAnswering
 from megaenc.finetune.tasks.retrieval import RetrievalTask
@@ -11,4 +11,4 @@ TASKS: dict[TaskFamily, type[FinetuneTask]] = {
     task.family: task for task in (Classification, TokenClassification, QuestionAnswering, RetrievalTask)
 }
 
-__all__ = ["TASKS", "FinetuneTask", "NotFinite", "Scores", "TaskModel"]
+__all__ = ["TASKS", "FinetuneTask", "NonFinitePredictionError", "Scores", "TaskModel"]

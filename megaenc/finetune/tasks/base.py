@@ -12,19 +12,19 @@ from torch.nn.functional import cross_entropy
 
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Examples, TaskFamily
-from megaenc.finetune.model.backbone import Backbone, Packed, forwards, pack
-from megaenc.finetune.results.files import Split
-from megaenc.finetune.tokenized import Parts, TextEncoder, TokenizedTexts
+from megaenc.finetune.model.backbone import Backbone, PackedTexts, batch_by_tokens, pack_texts
+from megaenc.finetune.results.files import SplitScores
+from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts
 
 if TYPE_CHECKING:
     from megaenc.finetune.datasets.registry import Dataset
 
-NO_LABEL = -100
+IGNORE_INDEX = -100
 """The target of what is not learned, as cross_entropy has it."""
 
 
 @dataclass(frozen=True)
-class Scores(Split):
+class Scores(SplitScores):
     """Scores of one split, in the order in which results have them, with those of the examples."""
 
     scores_i: list[float]
@@ -33,7 +33,7 @@ class Scores(Split):
     """What the standard metrics are made of, by example."""
 
     @classmethod
-    def of(
+    def from_examples(
         cls,
         scores_i: Sequence[float],
         metrics_i: Mapping[str, Sequence[float]],
@@ -48,7 +48,7 @@ class Scores(Split):
         return cls(float(np.mean(scores_i)), metrics, collapsed, baseline, [float(score) for score in scores_i], by_example)
 
 
-class NotFinite(ArithmeticError):
+class NonFinitePredictionError(ArithmeticError):
     """A prediction that is nan or inf: the last update was one too many."""
 
 
@@ -65,7 +65,7 @@ class TaskModel(nn.Module):
         """Where the weights are."""
         return next(self.parameters()).device
 
-    def logits(self, states: Tensor) -> Tensor:
+    def compute_logits(self, states: Tensor) -> Tensor:
         """float32[..., labels] of states [..., hidden]; the head computes in the type of its own weights."""
         return self.head(states.to(self.head.weight.dtype)).float()
 
@@ -82,55 +82,55 @@ class FinetuneTask(ABC):
         """Is told how many texts of an evaluation are read, and of how many."""
 
     @abstractmethod
-    def encode(self, examples: Examples, encoder: TextEncoder) -> Parts:
+    def encode(self, examples: Examples, encoder: TextEncoder) -> TokenizedSplit:
         """Tokenise `examples` for the other methods; a pure function of them, the encoder and the task's labels."""
 
     @abstractmethod
-    def evaluate(self, model: TaskModel, data: Parts, examples: Examples) -> Scores:
+    def evaluate(self, model: TaskModel, data: TokenizedSplit, examples: Examples) -> Scores:
         """Predict all of a split in one pass and score it; `data` is what `encode` made of `examples`."""
 
-    def head(self, hidden_size: int) -> nn.Module:
+    def build_head(self, hidden_size: int) -> nn.Module:
         """Draw a new head in float32 by torch's own generator: weights from N(0, 0.02), zero bias."""
-        head = nn.Linear(hidden_size, self.outputs_of_head)
+        head = nn.Linear(hidden_size, self.output_count)
         nn.init.normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
         return head
 
     @property
-    def outputs_of_head(self) -> int:
+    def output_count(self) -> int:
         """The numbers that the head gives: one for each label."""
         return len(self.dataset.labels)
 
-    def count(self, data: Parts) -> int:
+    def count_examples(self, data: TokenizedSplit) -> int:
         """Return the number of training examples."""
         return len(data)
 
-    def outputs(self, model: TaskModel, packed: Packed) -> Tensor:
+    def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
         """Compute the logits of each token of a pack, float32[tokens, labels]; in some families, an output of each text."""
-        return model.logits(model.backbone.states(packed))
+        return model.compute_logits(model.backbone.compute_states(packed))
 
-    def targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
+    def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return int64: the label of each output of these rows, or NO_LABEL."""
         raise NotImplementedError
 
-    def backward(self, model: TaskModel, data: Parts, rows: np.ndarray) -> float:
+    def backward(self, model: TaskModel, data: TokenizedSplit, rows: np.ndarray) -> float:
         """Add the gradients of the mean loss over all that the batch `rows` (int[batch]) predicts, and return that loss."""
-        count = max(1, int((self.targets(data, rows) != NO_LABEL).sum()))
+        count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
         total = torch.zeros((), device=model.device)
-        for part in self.forwards(data.lengths[rows]):
-            outputs = self.outputs(model, pack(data.texts(rows[part]), model.device))
-            targets = torch.from_numpy(self.targets(data, rows[part])).to(outputs.device)
-            loss = cross_entropy(outputs, targets, ignore_index=NO_LABEL, reduction="sum") / count
+        for part in self.split_into_forwards(data.lengths[rows]):
+            outputs = self.compute_outputs(model, pack_texts(data.gather_rows(rows[part]), model.device))
+            targets = torch.from_numpy(self.get_targets(data, rows[part])).to(outputs.device)
+            loss = cross_entropy(outputs, targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
             loss.backward()
             total += loss.detach()
         return total.item()
 
-    def forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
+    def split_into_forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
         """Return the places in `lengths` of the texts of each forward pass."""
-        return forwards(lengths, self.protocol.tokens_per_forward)
+        return batch_by_tokens(lengths, self.protocol.tokens_per_forward)
 
     @torch.inference_mode()
-    def predictions(
+    def predict(
         self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, *, before: int = 0, after: int = 0
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield (places in `rows`, their `outputs`) of each forward pass over `rows`, without dropout.
@@ -139,25 +139,25 @@ class FinetuneTask(ABC):
         """
         model.eval()
         done = before
-        for part in self.forwards(data.lengths[rows]):
-            outputs = self.outputs(model, pack(data.texts(rows[part]), model.device))
+        for part in self.split_into_forwards(data.lengths[rows]):
+            outputs = self.compute_outputs(model, pack_texts(data.gather_rows(rows[part]), model.device))
             if not bool(torch.isfinite(outputs).all()):
-                raise NotFinite("what the model predicts is nan or inf")
+                raise NonFinitePredictionError("what the model predicts is nan or inf")
             yield part, outputs
             self.progress(done := done + len(part), before + len(rows) + after)
 
-    def by_text(self, model: TaskModel, data: TokenizedTexts) -> Iterator[tuple[int, np.ndarray]]:
+    def predict_texts(self, model: TaskModel, data: TokenizedTexts) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (row, float32[tokens, labels]) of every text, where outputs are of tokens."""
-        for rows, outputs in self.predictions(model, data, np.arange(len(data))):
+        for rows, outputs in self.predict(model, data, np.arange(len(data))):
             yield from zip(rows, np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]), strict=True)
 
-    def constant(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
+    def describe_constant_prediction(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
         """Word what is wrong with predictions that are one label for everything; None if they are not, or that is right."""
         collapsed = (predicted == predicted[0]).all() and not (gold == gold[0]).all()
         return f"constant prediction {self.dataset.labels[predicted[0]]}" if collapsed else None
 
 
-def mean_states(states: Tensor, packed: Packed) -> Tensor:
+def mean_pool(states: Tensor, packed: PackedTexts) -> Tensor:
     """Return float32[texts, hidden]: the mean state of each text's tokens. Its sums have one order, on an accelerator too."""
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)

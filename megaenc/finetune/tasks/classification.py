@@ -6,8 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from megaenc.finetune.examples import LabelledText, TaskFamily
-from megaenc.finetune.model.backbone import Packed
-from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_states
+from megaenc.finetune.model.backbone import PackedTexts
+from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_pool
 from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 
@@ -22,20 +22,22 @@ class Classification(FinetuneTask):
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
         return rows
 
-    def outputs(self, model: TaskModel, packed: Packed) -> Tensor:
+    def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
         """Compute the logits of each text."""
-        return model.logits(mean_states(model.backbone.states(packed), packed))
+        return model.compute_logits(mean_pool(model.backbone.compute_states(packed), packed))
 
-    def targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
+    def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return the classes."""
         return data.columns["labels"][rows]
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]) -> Scores:
         """See Task. The baseline is the class that is most frequent in these very examples."""
         gold, predicted = data.columns["labels"], np.zeros(len(data), dtype=np.int64)
-        for rows, logits in self.predictions(model, data, np.arange(len(data))):
+        for rows, logits in self.predict(model, data, np.arange(len(data))):
             predicted[rows] = logits.argmax(1).cpu().numpy()
         right = gold == predicted
         majority = float((gold == np.bincount(gold).argmax()).mean())
         baseline = {"score": majority, "accuracy": majority}
-        return Scores.of(right, {"accuracy": right}, collapsed=self.constant(predicted, gold), baseline=baseline)
+        return Scores.from_examples(
+            right, {"accuracy": right}, collapsed=self.describe_constant_prediction(predicted, gold), baseline=baseline
+        )

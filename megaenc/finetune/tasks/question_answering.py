@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from megaenc.console import print_rank_0
-from megaenc.data.tokenizer.fast_encode import well_formed
+from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.finetune.examples import Answer, Question, TaskFamily
 from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel
-from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, flat
+from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, concatenate_rows
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -30,7 +30,7 @@ class QuestionAnswering(FinetuneTask):
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.QA
-    outputs_of_head = 2
+    output_count = 2
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> TokenizedTexts:
         """Return rows of the texts.
@@ -41,16 +41,16 @@ class QuestionAnswering(FinetuneTask):
         """
         prefixes = [f"Question: {example.question}\nContext: " for example in examples]
         contexts = dict.fromkeys(example.context for example in examples)  # a paragraph has several questions
-        contexts = dict(zip(contexts, encoder.with_offsets(list(contexts)), strict=True))
+        contexts = dict(zip(contexts, encoder.encode_with_offsets(list(contexts)), strict=True))
         rows, bounds, golds, offsets, inside, truncated, questions_cut = [], [], [], [], [], 0, 0
-        for example, (prefix, _) in zip(examples, encoder.with_offsets(prefixes), strict=True):
+        for example, (prefix, _) in zip(examples, encoder.encode_with_offsets(prefixes), strict=True):
             tokens, characters = contexts[example.context]
-            first = encoder.add_bos + min(len(prefix), encoder.room)
-            past = encoder.add_bos + min(len(prefix) + len(tokens), encoder.room)
-            gold = first + _touched(example, characters) if example.answers else np.zeros(2, np.int64)
-            truncated += len(prefix) + len(tokens) > encoder.room
-            questions_cut += len(prefix) > encoder.room
-            row = encoder.row(np.concatenate([prefix, tokens]))
+            first = encoder.add_bos + min(len(prefix), encoder.max_text_tokens)
+            past = encoder.add_bos + min(len(prefix) + len(tokens), encoder.max_text_tokens)
+            gold = first + _find_answer_tokens(example, characters) if example.answers else np.zeros(2, np.int64)
+            truncated += len(prefix) + len(tokens) > encoder.max_text_tokens
+            questions_cut += len(prefix) > encoder.max_text_tokens
+            row = encoder.add_special_tokens(np.concatenate([prefix, tokens]))
             places, where = np.zeros((len(row), 2), dtype=np.int32), np.arange(len(row))
             places[first:past] = characters[: past - first]
             rows.append(row)
@@ -61,18 +61,18 @@ class QuestionAnswering(FinetuneTask):
         if questions_cut:
             longer = f"{questions_cut:,} questions are longer than {encoder.max_length:,} tokens"
             print_rank_0(f"{longer}: their ends and contexts are left out")
-        return TokenizedTexts.of(
+        return TokenizedTexts.from_rows(
             rows,
             truncated,
             context=np.array(bounds, dtype=np.int32).reshape(-1, 2),
             gold=np.array(golds, dtype=np.int32).reshape(-1, 2),
-            offsets=flat(offsets, np.int32, 2),
-            inside=flat(inside, np.int64),
+            offsets=concatenate_rows(offsets, np.int32, 2),
+            inside=concatenate_rows(inside, np.int64),
         )
 
-    def targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
+    def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return 1 for what is inside, 0 for what is outside."""
-        return data.by_token("inside", rows)
+        return data.gather_token_column("inside", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[Question]) -> Scores:
         """See Task."""
@@ -80,10 +80,10 @@ class QuestionAnswering(FinetuneTask):
         bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
         positions = [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
         overlap, answers = np.zeros(len(data)), [""] * len(data)
-        for row, logits in self.by_text(model, data):
+        for row, logits in self.predict_texts(model, data):
             log_odds = logits[:, 1] - logits[:, 0]
             overlap[row] = position_f1(positions[row], np.flatnonzero(log_odds > 0).tolist())
-            answers[row] = _answer(examples[row].context, log_odds, data, row)
+            answers[row] = _extract_answer(examples[row].context, log_odds, data, row)
         golds = [[answer.text for answer in example.answers] for example in examples]
         found, never = (
             {name: list(map(metric, golds, given)) for name, metric in (("exact_match", exact_match), ("f1", token_f1))}
@@ -92,25 +92,25 @@ class QuestionAnswering(FinetuneTask):
         baseline = {"score": float(np.mean([position_f1(gold, ()) for gold in positions]))}
         baseline |= {name: float(np.mean(values)) for name, values in never.items()}
         collapsed = "never answers" if not any(answers) and any(golds) else None
-        return Scores.of(overlap, found, collapsed=collapsed, baseline=baseline)
+        return Scores.from_examples(overlap, found, collapsed=collapsed, baseline=baseline)
 
 
-def _touched(example: Question, characters: np.ndarray) -> np.ndarray:
+def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray:
     """Return int64[2]: the first token of the context that has a character of the first answer, and one past the last."""
     answer: Answer = example.answers[0]
-    start = len(well_formed(example.context[: answer.start]))
-    end = start + len(well_formed(answer.text))
+    start = len(replace_surrogates(example.context[: answer.start]))
+    end = start + len(replace_surrogates(answer.text))
     touched = np.flatnonzero((characters[:, 0] < end) & (characters[:, 1] > start))
     return np.array([touched[0], touched[-1] + 1]) if len(touched) else np.zeros(2, np.int64)
 
 
-def _answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
+def _extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
     first, past = data.columns["context"][row]
-    span = best_span(log_odds[first:past])
+    span = find_best_span(log_odds[first:past])
     if span is None:
         return ""
     offsets = data.columns["offsets"][data.starts[row] + first : data.starts[row] + past]
-    return well_formed(context)[offsets[span[0], 0] : offsets[span[1] - 1, 1]].strip()
+    return replace_surrogates(context)[offsets[span[0], 0] : offsets[span[1] - 1, 1]].strip()
 
 
 def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
@@ -122,14 +122,14 @@ def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
     return 2 * len(right & found) / (len(right) + len(found))
 
 
-def normalised(answer: str) -> str:
+def normalize_answer(answer: str) -> str:
     """As SQuAD's script compares answers: lower case, no ASCII punctuation, no articles, words joined by single spaces."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(golds: Sequence[str], predicted: str) -> float:
     """1 if `predicted` is one of `golds` once both are normalised; without golds, 1 if it is empty. SQuAD v2's rules."""
-    return float(normalised(predicted) in [normalised(gold) for gold in _comparable(golds)])
+    return float(normalize_answer(predicted) in [normalize_answer(gold) for gold in _filter_gold_answers(golds)])
 
 
 def token_f1(golds: Sequence[str], predicted: str) -> float:
@@ -137,21 +137,24 @@ def token_f1(golds: Sequence[str], predicted: str) -> float:
 
     Where either has no words, 1 if both have none, else 0.
     """
-    return max(_token_f1(normalised(gold).split(), normalised(predicted).split()) for gold in _comparable(golds))
+    return max(
+        _compute_word_f1(normalize_answer(gold).split(), normalize_answer(predicted).split())
+        for gold in _filter_gold_answers(golds)
+    )
 
 
-def _comparable(golds: Sequence[str]) -> Sequence[str]:
-    return [gold for gold in golds if normalised(gold)] or [""]
+def _filter_gold_answers(golds: Sequence[str]) -> Sequence[str]:
+    return [gold for gold in golds if normalize_answer(gold)] or [""]
 
 
-def _token_f1(gold: list[str], predicted: list[str]) -> float:
+def _compute_word_f1(gold: list[str], predicted: list[str]) -> float:
     if not gold or not predicted:
         return float(gold == predicted)
     shared = (Counter(gold) & Counter(predicted)).total()
     return 2 * shared / (len(gold) + len(predicted))
 
 
-def best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
+def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
     """(first, one past the last) of the run of sub-tokens that are inside with the largest mean log-odds; None if none is inside.
 
     `log_odds` is float[sub-tokens of the context]: the score of inside less that of outside, so inside is above 0. Of equals the

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from megaenc.finetune.examples import Pair, TaskFamily
-from megaenc.finetune.examples import RetrievalExamples as Queries
-from megaenc.finetune.model.backbone import Packed, pack
-from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_states
+from megaenc.finetune.examples import Pair, RetrievalExamples, TaskFamily
+from megaenc.finetune.model.backbone import PackedTexts, pack_texts
+from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_pool
 from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
-_DEPTH = 100
-_COSINES = 1 << 24  # of a block of queries with all documents: 64 MiB
-_ALIKE = 1e-4
+_RANKING_DEPTH = 100
+_MAX_COSINES = 1 << 24  # of a block of queries with all documents: 64 MiB
+_MIN_COSINE_SPREAD = 1e-4
 
 
 class RetrievalTask(FinetuneTask):
@@ -34,31 +33,31 @@ class RetrievalTask(FinetuneTask):
 
     _documents: tuple[TaskModel, bytes, Tensor] | None = None
 
-    def encode(self, examples: list[Pair] | Queries, encoder: TextEncoder) -> dict[str, TokenizedTexts]:
+    def encode(self, examples: list[Pair] | RetrievalExamples, encoder: TextEncoder) -> dict[str, TokenizedTexts]:
         """Return `queries` and `documents`: of pairs, row by row; of a split, in the order of its dictionaries."""
-        if isinstance(examples, Queries):
+        if isinstance(examples, RetrievalExamples):
             texts = {"queries": list(examples.queries.values()), "documents": list(examples.documents.values())}
         else:
             texts = {"queries": [pair.query for pair in examples], "documents": [pair.document for pair in examples]}
         return {name: encoder.encode(some) for name, some in texts.items()}
 
-    def head(self, hidden_size: int) -> nn.Module:
+    def build_head(self, hidden_size: int) -> nn.Module:
         """Return the identity: embeddings are states."""
         return nn.Identity()
 
-    def count(self, data: dict[str, TokenizedTexts]) -> int:
+    def count_examples(self, data: dict[str, TokenizedTexts]) -> int:
         """Return the number of training pairs."""
         return len(data["queries"])
 
     def backward(self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray) -> float:
         """See Task. Where dropout is active, a part drops the same both times."""
         self._documents = None  # the weights are about to change
-        texts = data["queries"].texts(rows) + data["documents"].texts(rows)
-        parts = self.forwards(np.array([len(text) for text in texts]))
-        packs = [pack([texts[at] for at in part], model.device) for part in parts]
+        texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
+        parts = self.split_into_forwards(np.array([len(text) for text in texts]))
+        packs = [pack_texts([texts[at] for at in part], model.device) for part in parts]
         order = np.argsort(np.concatenate(parts))
         if len(packs) == 1:
-            loss = self._loss(self.outputs(model, packs[0])[order])
+            loss = self._loss(self.compute_outputs(model, packs[0])[order])
             loss.backward()
             return loss.item()
         on_gpu = model.device.type == "cuda"
@@ -66,7 +65,7 @@ class RetrievalTask(FinetuneTask):
         with torch.no_grad():
             for packed in packs:
                 random_states.append((torch.get_rng_state(), torch.cuda.get_rng_state(model.device) if on_gpu else None))
-                embedded.append(self.outputs(model, packed))
+                embedded.append(self.compute_outputs(model, packed))
         vectors = torch.cat(embedded).requires_grad_()
         loss = self._loss(vectors[order])
         loss.backward()
@@ -76,34 +75,34 @@ class RetrievalTask(FinetuneTask):
                 torch.set_rng_state(state)
                 if on_gpu:
                     torch.cuda.set_rng_state(gpu_state, model.device)
-                self.outputs(model, packed).backward(gradient)
+                self.compute_outputs(model, packed).backward(gradient)
         return loss.item()
 
-    def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: Queries) -> Scores:
+    def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples) -> Scores:
         """See Task. Queries without a relevant document are left out, as trec_eval does."""
         asked = np.flatnonzero([bool(examples.relevant.get(query)) for query in examples.queries])
         relevant = [examples.relevant[query] for query in np.array(list(examples.queries), dtype=object)[asked]]
         names = list(examples.documents)
-        order = in_trec_order(names)
+        order = compute_trec_order(names)
         names = [names[at] for at in order]
         values: dict[str, list[float]] = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
         spread = 0.0
         documents = self._all_documents(model, data["documents"], order, queries=len(asked))
         queries = self._embed_all(model, data["queries"], asked, before=len(order))
-        for start in range(0, len(asked), block := max(1, _COSINES // len(names))):
+        for start in range(0, len(asked), block := max(1, _MAX_COSINES // len(names))):
             cosines = (queries[start : start + block] @ documents.T).cpu().numpy()
             spread = max(spread, float((cosines.max(axis=1) - cosines.min(axis=1)).max()))
             for scores, grade_of in zip(cosines, relevant[start : start + block], strict=True):
-                best = best_first(scores, _DEPTH)
+                best = rank_top_documents(scores, _RANKING_DEPTH)
                 grades = np.array([grade_of.get(names[at], 0) for at in best])
                 values["score"].append(retrieved_ndcg(grades > 0, scores[best]))
                 values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
                 values["mrr@10"].append(reciprocal_rank(grades))
                 values["recall@100"].append(recall(grades, len(grade_of)))
-        chance = [expected_by_chance(len(names), tuple(sorted(grade_of.values()))) for grade_of in relevant]
+        chance = [compute_random_baseline(len(names), tuple(sorted(grade_of.values()))) for grade_of in relevant]
         baseline = {name: float(np.mean([one[name] for one in chance])) for name in values}
-        collapsed = "all documents are alike to every query" if spread < _ALIKE and len(names) > 1 else None
-        return Scores.of(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
+        collapsed = "all documents are alike to every query" if spread < _MIN_COSINE_SPREAD and len(names) > 1 else None
+        return Scores.from_examples(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
 
     def _loss(self, vectors: Tensor) -> Tensor:
         """Compute the loss of `vectors`, [2 * batch, hidden]: the queries, then their documents."""
@@ -111,13 +110,13 @@ class RetrievalTask(FinetuneTask):
         own = torch.arange(len(queries), device=vectors.device)
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
-    def outputs(self, model: TaskModel, packed: Packed) -> Tensor:
+    def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
         """Compute embeddings, float32[texts, hidden], of length 1 each."""
-        return normalize(mean_states(model.backbone.states(packed), packed), dim=1)
+        return normalize(mean_pool(model.backbone.compute_states(packed), packed), dim=1)
 
     def _embed_all(self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int) -> Tensor:
         """Compute float32[rows, hidden] on the model's device."""
-        parts, embedded = zip(*self.predictions(model, data, rows, **others), strict=True)
+        parts, embedded = zip(*self.predict(model, data, rows, **others), strict=True)
         return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
 
     def _all_documents(self, model: TaskModel, data: TokenizedTexts, order: np.ndarray, queries: int) -> Tensor:
@@ -128,13 +127,13 @@ class RetrievalTask(FinetuneTask):
         return self._documents[2]
 
 
-def _discounts(count: int) -> np.ndarray:
+def _compute_discounts(count: int) -> np.ndarray:
     return 1 / np.log2(np.arange(2, count + 2))
 
 
-def _ideal(grades: Sequence[float], depth: int) -> float:
+def _compute_ideal_dcg(grades: Sequence[float], depth: int) -> float:
     best = np.sort(np.asarray(grades, dtype=np.float64))[::-1][:depth]
-    return float((best * _discounts(len(best))).sum())
+    return float((best * _compute_discounts(len(best))).sum())
 
 
 def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
@@ -150,7 +149,7 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
     first = np.flatnonzero(np.concatenate([[True], scores[1:] != scores[:-1]]))
     sizes = np.diff(np.append(first, len(scores)))
     shared = np.repeat(np.add.reduceat(gains, first) / sizes, sizes)
-    return float((shared * _discounts(len(gains))).sum() / _ideal(gains, depth))
+    return float((shared * _compute_discounts(len(gains))).sum() / _compute_ideal_dcg(gains, depth))
 
 
 def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> float:
@@ -158,9 +157,9 @@ def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> floa
 
     `grades` is int[documents], best first, 0 where not relevant; `all_grades` are those of all relevant documents.
     """
-    ideal = _ideal(all_grades, depth)
+    ideal = _compute_ideal_dcg(all_grades, depth)
     top = grades[:depth]
-    return float((top * _discounts(len(top))).sum() / ideal) if ideal else 0.0
+    return float((top * _compute_discounts(len(top))).sum() / ideal) if ideal else 0.0
 
 
 def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
@@ -174,13 +173,13 @@ def recall(grades: np.ndarray, relevant: int, depth: int = 100) -> float:
     return float(np.count_nonzero(grades[:depth]) / relevant) if relevant else 0.0
 
 
-def in_trec_order(names: Sequence[str]) -> np.ndarray:
+def compute_trec_order(names: Sequence[str]) -> np.ndarray:
     """int64[documents]: the order in which trec_eval takes documents of one score, the greater name first (bytes of UTF-8)."""
     keys = [name.encode("utf-8", "surrogatepass") for name in names]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__, reverse=True), dtype=np.int64)
 
 
-def best_first(scores: np.ndarray, depth: int) -> np.ndarray:
+def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
     """int64[min(depth, documents)]: where the greatest scores are, the greatest first, equal ones in the order they are in.
 
     Documents laid out by in_trec_order are so ranked as trec_eval ranks them.
@@ -192,14 +191,14 @@ def best_first(scores: np.ndarray, depth: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=1 << 16)
-def expected_by_chance(documents: int, all_grades: tuple[int, ...]) -> dict[str, float]:
+def compute_random_baseline(documents: int, all_grades: tuple[int, ...]) -> dict[str, float]:
     """What a random order of `documents` gets on average, in closed form: the study's score and trec_eval's measures."""
     relevant, depth = len(all_grades), min(10, documents)
-    discounts = float(_discounts(depth).sum())
+    discounts = float(_compute_discounts(depth).sum())
     # k positives among the first ten: hypergeometric; each then stands at any of the ten ranks alike.
     score = sum(
         math.comb(depth, k) * math.comb(documents - depth, relevant - k) / math.comb(documents, relevant)
-        * k / depth * discounts / _ideal([1] * k, depth)
+        * k / depth * discounts / _compute_ideal_dcg([1] * k, depth)
         for k in range(1, min(depth, relevant) + 1)
     )  # fmt: skip
     none_yet, first = 1.0, 0.0
@@ -210,7 +209,7 @@ def expected_by_chance(documents: int, all_grades: tuple[int, ...]) -> dict[str,
             break
     return {
         "score": score,
-        "ndcg@10": sum(all_grades) / documents * discounts / _ideal(all_grades, 10),
+        "ndcg@10": sum(all_grades) / documents * discounts / _compute_ideal_dcg(all_grades, 10),
         "mrr@10": first,
         "recall@100": min(100, documents) / documents,
     }

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from megaenc.data.tokenizer.fast_encode import well_formed
+from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.finetune.examples import TaggedWords, TaskFamily
-from megaenc.finetune.tasks.base import NO_LABEL, FinetuneTask, Scores, TaskModel
-from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, flat
+from megaenc.finetune.tasks.base import IGNORE_INDEX, FinetuneTask, Scores, TaskModel
+from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, concatenate_rows
 
 
 class TokenClassification(FinetuneTask):
@@ -25,28 +25,30 @@ class TokenClassification(FinetuneTask):
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> TokenizedTexts:
         """Return rows of the sentences; by token: `words`, int32[N], place in the sentence or -1; `tags`, int64[N], or -100."""
         rows, words, tags, truncated = [], [], [], 0
-        sentences = [[well_formed(word) for word in example.words] for example in examples]
-        encoded = encoder.with_offsets([" ".join(sentence) for sentence in sentences])
+        sentences = [[replace_surrogates(word) for word in example.words] for example in examples]
+        encoded = encoder.encode_with_offsets([" ".join(sentence) for sentence in sentences])
         for example, sentence, (tokens, offsets) in zip(examples, sentences, encoded, strict=True):
             ends = np.cumsum([len(word) + 1 for word in sentence]) - 1
             # A token of trailing white space alone is behind every word.
             owners = np.searchsorted(ends, offsets[:, 0], side="right")
             owners = np.where(owners < len(sentence), owners, -1)
-            truncated += len(tokens) > encoder.room
-            rows.append(encoder.row(tokens))
-            words.append(encoder.beside(owners, -1))
-            tags.append(np.where(words[-1] < 0, NO_LABEL, np.asarray(example.tags)[words[-1]]))
-        return TokenizedTexts.of(rows, truncated, words=flat(words, np.int32), tags=flat(tags, np.int64))
+            truncated += len(tokens) > encoder.max_text_tokens
+            rows.append(encoder.add_special_tokens(tokens))
+            words.append(encoder.align_to_row(owners, -1))
+            tags.append(np.where(words[-1] < 0, IGNORE_INDEX, np.asarray(example.tags)[words[-1]]))
+        return TokenizedTexts.from_rows(
+            rows, truncated, words=concatenate_rows(words, np.int32), tags=concatenate_rows(tags, np.int64)
+        )
 
-    def targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
+    def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return the tags."""
-        return data.by_token("tags", rows)
+        return data.gather_token_column("tags", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]) -> Scores:
         """See Task. The baseline is the tag that each word has most often in the training set."""
         outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
-        for row, logits in self.by_text(model, data):
+        for row, logits in self.predict_texts(model, data):
             words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
             known = words >= 0
             tags = logits.argmax(1)[known]
@@ -56,12 +58,12 @@ class TokenClassification(FinetuneTask):
         usual = [np.array([by_word.get(word, otherwise) for word in example.words]) for example in examples]
         labels = self.dataset.labels
         gold_names, names, usual_names = ([[labels[tag] for tag in tags] for tags in side] for side in (gold, predicted, usual))
-        counts = span_counts(gold_names, names)
-        baseline = {"score": float(tag_f1(gold, usual).mean()), **span_f1(span_counts(gold_names, usual_names))}
-        return Scores.of(
+        counts = count_spans(gold_names, names)
+        baseline = {"score": float(tag_f1(gold, usual).mean()), **span_f1(count_spans(gold_names, usual_names))}
+        return Scores.from_examples(
             tag_f1(gold, predicted),
             dict(zip(("spans_right", "spans_predicted", "spans_there"), counts.T, strict=True)),
-            collapsed=self.constant(np.concatenate(predicted), np.concatenate(gold)),
+            collapsed=self.describe_constant_prediction(np.concatenate(predicted), np.concatenate(gold)),
             baseline=baseline,
             metrics=span_f1(counts),
         )
@@ -70,7 +72,7 @@ class TokenClassification(FinetuneTask):
     def _most_frequent(self) -> tuple[dict[str, int], int]:
         """The tag that each word of the training set has most often (of equals, the first met), and the one of all words."""
         tags_of, all_tags = defaultdict(Counter), Counter()
-        for example in self.dataset.split("train"):
+        for example in self.dataset.load_split("train"):
             for word, tag in zip(example.words, example.tags, strict=True):
                 tags_of[word][tag] += 1
                 all_tags[tag] += 1
@@ -107,7 +109,7 @@ def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.nd
     return scores
 
 
-def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """(type, first word, last word) of each span of IOB2 tags, as seqeval and conlleval read them.
 
     A span starts at a B, and also at an I whose word before is outside or of another type.
@@ -124,11 +126,11 @@ def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     return found
 
 
-def span_counts(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> np.ndarray:
+def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> np.ndarray:
     """int64[sentences, 3]: spans that are right in type and both ends, spans predicted, spans there are."""
     rows = []
     for right, found in zip(gold, predicted, strict=True):
-        in_gold, in_found = spans(right), spans(found)
+        in_gold, in_found = parse_spans(right), parse_spans(found)
         rows.append((len(in_gold & in_found), len(in_found), len(in_gold)))
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 

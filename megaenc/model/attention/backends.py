@@ -21,32 +21,32 @@ from megaenc.model.attention.padded import attend_padded
 from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention
 
-ORDER = ("flash", "varlen", "cudnn", "sdpa")
+BACKENDS = ("flash", "varlen", "cudnn", "sdpa")
 """As fast as they are expected to be; the last is right everywhere."""
 
 # torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GQA_OPTION = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 # Of torch's scaled dot product; cuDNN would make a plan for each length of a document.
-_OF_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-_HOPPER, _THIRD = (9, 0), "flash_attn_interface"  # the device that flash-attn 3 is made for, and its module
+_SDPA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+_HOPPER, _FLASH_ATTN_3 = (9, 0), "flash_attn_interface"  # the device that flash-attn 3 is made for, and its module
 
 
-def attend_by(name: str, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
-    """q [S, H, D], k and v [S, G, D] -> [S, H, D] by the backend `name` of `ORDER`; `scale`: 1 / sqrt(D) unless given."""
+def compute_attention(name: str, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
+    """q [S, H, D], k and v [S, G, D] -> [S, H, D] by the backend `name` of `BACKENDS`; `scale`: 1 / sqrt(D) unless given."""
     width = q.size(-1)
     scale = 1 / math.sqrt(width) if scale is None else scale
     if name == "sdpa":
-        return _by_document(q, k, v, packing, scale)
+        return _attend_per_document(q, k, v, packing, scale)
     if width % 8:  # as the kernels of accelerators want it
         q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
-        return attend_by(name, q, k, v, packing, scale)[..., :width]
+        return compute_attention(name, q, k, v, packing, scale)[..., :width]
     if name == "cudnn":
         return attend_padded(q, k, v, packing, scale)
-    return _over_all(flash_kernel(q.device) if name == "flash" else _varlen, q, k, v, packing, scale)
+    return _attend_packed(load_flash_kernel(q.device) if name == "flash" else _varlen, q, k, v, packing, scale)
 
 
-def lacking(name: str, device: torch.device, dtype: torch.dtype) -> str:
+def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """What the backend `name` lacks to be tried on `device` in `dtype`, in a few words; empty where nothing."""
     if name == "sdpa":
         return ""
@@ -54,8 +54,8 @@ def lacking(name: str, device: torch.device, dtype: torch.dtype) -> str:
         return "needs an accelerator"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16-bit numbers and not in {str(dtype).removeprefix('torch.')}"
-    if name == "flash" and not flash_module(device):
-        third = ", and version 3, which is, is for a Hopper alone" if util.find_spec(_THIRD) else ""
+    if name == "flash" and not flash_attn_module(device):
+        third = ", and version 3, which is, is for a Hopper alone" if util.find_spec(_FLASH_ATTN_3) else ""
         return f"flash-attn{' 2' if third else ''} is not installed{third}"
     if name == "cudnn" and (torch.version.hip or not torch.backends.cudnn.is_available()):
         return "this torch has no cuDNN"
@@ -68,21 +68,21 @@ Kernel = Callable[..., Tensor]
 
 def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
     window = (-1, 0) if causal else (-1, -1)
-    return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, **_GROUPED)
+    return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, **_GQA_OPTION)
 
 
-def flash_module(device: torch.device) -> str:
+def flash_attn_module(device: torch.device) -> str:
     """The module of flash-attn 3 where it is installed and `device` is a Hopper, else that of flash-attn 2; empty without it."""
     # AMD's numbers of devices mean others.
-    if util.find_spec(_THIRD) and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER:
-        return _THIRD
+    if util.find_spec(_FLASH_ATTN_3) and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER:
+        return _FLASH_ATTN_3
     return "flash_attn" if util.find_spec("flash_attn") else ""
 
 
 @functools.cache
-def flash_kernel(device: torch.device) -> Kernel:
-    """That of `flash_module`, which must not be empty."""
-    function = importlib.import_module(flash_module(device)).flash_attn_varlen_func
+def load_flash_kernel(device: torch.device) -> Kernel:
+    """That of `flash_attn_module`, which must not be empty."""
+    function = importlib.import_module(flash_attn_module(device)).flash_attn_varlen_func
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
         out = function(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=scale, causal=causal)
@@ -91,7 +91,7 @@ def flash_kernel(device: torch.device) -> Kernel:
     return kernel
 
 
-def _over_all(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
+def _attend_packed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
     """One kernel over all documents, two where they have prefixes: those among themselves, the rest over all before it."""
     every, longest = packing.cu_seqlens_kv, packing.max_seqlen_kv
     if packing.attention != Attention.PREFIX:
@@ -107,7 +107,7 @@ def _over_all(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSe
     return out.index_copy(0, rows.suffix, after)
 
 
-def _by_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
+def _attend_per_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
     """Attend by torch's scaled dot product on each document by itself: exact everywhere.
 
     Split and put together once: the gradient of a slice would be a whole row of zeros for each document.
@@ -116,21 +116,21 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scal
     sizes = [stop - start for start, _, stop in spans]
     documents = zip(*(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (q, k, v)), strict=True)  # [1, heads, length, D]
     parts = []
-    with contextlib.nullcontext() if q.device.type == "cpu" else sdpa_kernel(list(_OF_ANY_LENGTH)):
+    with contextlib.nullcontext() if q.device.type == "cpu" else sdpa_kernel(list(_SDPA_KERNELS)):
         for (start, prefix, stop), (queries, keys, values) in zip(spans, documents, strict=True):
             if prefix == stop:
-                parts.append(_dot_product(queries, keys, values, scale))
+                parts.append(_scaled_dot_product(queries, keys, values, scale))
             elif prefix == start:
-                parts.append(_dot_product(queries, keys, values, scale, causal=True))
+                parts.append(_scaled_dot_product(queries, keys, values, scale, causal=True))
             else:
                 first = prefix - start
                 before, after = queries.split([first, stop - prefix], dim=2)
-                parts.append(_dot_product(before, keys[:, :, :first], values[:, :, :first], scale))
-                parts.append(_dot_product(after, keys, values, scale, causal=True))
+                parts.append(_scaled_dot_product(before, keys[:, :, :first], values[:, :, :first], scale))
+                parts.append(_scaled_dot_product(after, keys, values, scale, causal=True))
     return torch.cat([part[0].transpose(0, 1) for part in parts])
 
 
-def _dot_product(q, k, v, scale, causal=False):
+def _scaled_dot_product(q, k, v, scale, causal=False):
     """If causal, the last query sees all keys and each one before it one key less."""
     rows, columns = q.size(2), k.size(2)
     mask = None

@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megaenc.model.kernels.launch import power_of_2
-from megaenc.model.packed_sequences import PackedSequences, to_device
+from megaenc.model.kernels.launch import next_power_of_2
+from megaenc.model.packed_sequences import PackedSequences, copy_to_device
 from megaenc.objectives import Attention
 
-_SHORTEST = 128
-MOST_MASK_BYTES = 4 * 2**30
+_MIN_LENGTH = 128
+MASK_BYTES_LIMIT = 4 * 2**30
 """Of the masks of a micro-batch: what a run may begin with."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class PaddedBatch:
     """Documents of similar length, padded: B of length L, of which some are empty."""
 
     shape: tuple[int, int]  # B, L
@@ -33,44 +33,44 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Padded:
+class PaddedBatches:
     """All documents of a row in batches."""
 
     order: Tensor  # int64[S], the tokens as the batches have them, one after the other
     back: Tensor  # int64[S], where each token is in `order`
-    batches: list[Batch]
+    batches: list[PaddedBatch]
 
     @classmethod
-    def of(cls, packing: PackedSequences, device: torch.device, dtype: torch.dtype) -> "Padded":
+    def from_packed(cls, packing: PackedSequences, device: torch.device, dtype: torch.dtype) -> "PaddedBatches":
         """Worked out on the host; nothing waits for the device."""
         spans = np.array(packing.spans())
         lengths, prefixes = spans[:, 2] - spans[:, 0], spans[:, 1] - spans[:, 0]
-        sort = np.maximum(_SHORTEST, 1 << np.ceil(np.log2(lengths)).astype(np.int64))
+        sort = np.maximum(_MIN_LENGTH, 1 << np.ceil(np.log2(lengths)).astype(np.int64))
         rows, batches = [], []
         for length in np.unique(sort):
             found = np.flatnonzero(sort == length)
             rows += [np.arange(start, stop) for start, _, stop in spans[found]]
             places = [at * length + np.arange(lengths[document]) for at, document in enumerate(found)]
-            count = power_of_2(len(found))
+            count = next_power_of_2(len(found))
             # Those that fill the batch up have one token: a softmax over nothing would be no number.
             sizes = np.ones((2, count), dtype=np.int64)
             sizes[:, : len(found)] = lengths[found], prefixes[found]
             bias = None
             if packing.attention != Attention.CAUSAL:
-                bias = _bias(to_device(torch.from_numpy(sizes), device), int(length), dtype)
+                bias = _build_mask(copy_to_device(torch.from_numpy(sizes), device), int(length), dtype)
             at = np.concatenate(places)
-            batches.append(Batch((count, int(length)), len(at), to_device(torch.from_numpy(at), device), bias))
+            batches.append(PaddedBatch((count, int(length)), len(at), copy_to_device(torch.from_numpy(at), device), bias))
         order = np.concatenate(rows)
-        return cls(*(to_device(torch.from_numpy(array), device) for array in (order, np.argsort(order))), batches)
+        return cls(*(copy_to_device(torch.from_numpy(array), device) for array in (order, np.argsort(order))), batches)
 
 
-def mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
+def max_mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
     """Return about the most that the masks of a micro-batch can take: where documents fill their packs."""
-    length = max(_SHORTEST, power_of_2(seq_length))
-    return power_of_2(packs) * length**2 * dtype.itemsize
+    length = max(_MIN_LENGTH, next_power_of_2(seq_length))
+    return next_power_of_2(packs) * length**2 * dtype.itemsize
 
 
-def _bias(sizes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+def _build_mask(sizes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """`sizes`: int64[2, B], lengths and prefixes."""
     # What lies beyond a document sees it too; what comes of that is left out.
     at = torch.arange(length, device=sizes.device)
@@ -84,22 +84,22 @@ def _bias(sizes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 def attend_padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
     """q [S, H, D], k and v [S, G, D] -> [S, H, D]."""
     key = ("padded", q.dtype)
-    if key not in packing.prepared:  # once for all layers
-        packing.prepared[key] = Padded.of(packing, q.device, q.dtype)
-    padded = packing.prepared[key]
+    if key not in packing.cache:  # once for all layers
+        packing.cache[key] = PaddedBatches.from_packed(packing, q.device, q.dtype)
+    padded = packing.cache[key]
     sizes = [batch.tokens for batch in padded.batches]
     sorted_by_length = zip(*(x.index_select(0, padded.order).split(sizes) for x in (q, k, v)), strict=True)
-    with by_cudnn():
-        parts = [_attend(batch, *tensors, scale) for batch, tensors in zip(padded.batches, sorted_by_length, strict=True)]
+    with cudnn_only():
+        parts = [_attend_batch(batch, *tensors, scale) for batch, tensors in zip(padded.batches, sorted_by_length, strict=True)]
     return torch.cat(parts).index_select(0, padded.back)
 
 
-def by_cudnn():
+def cudnn_only():
     """A context in which torch's scaled dot product is cuDNN's or an error."""
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
-def _attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_batch(batch: PaddedBatch, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """[N, heads, D] each -> [N, H, D]. Under a causal mask nothing sees the padding, which comes last."""
     count, length = batch.shape
 

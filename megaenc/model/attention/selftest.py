@@ -14,22 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaenc.backend.device import rounds_to_tf32
+from megaenc.backend.device import uses_tf32
 from megaenc.counter_rng import normal_rows
-from megaenc.errors import one_line
-from megaenc.model.attention.backends import attend_by, lacking
-from megaenc.model.attention.padded import MOST_MASK_BYTES, mask_bytes
+from megaenc.errors import format_error
+from megaenc.model.attention.backends import compute_attention, missing_requirement
+from megaenc.model.attention.padded import MASK_BYTES_LIMIT, max_mask_bytes
 from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention
 
-_WHAT = ("values", "gradients of queries", "gradients of keys", "gradients of values")
-_LOUDER = 8
-_SHARPER = 2.0  # queries, so that a wrong scale or mask shows: even weights would average it away
+_RESULT_NAMES = ("values", "gradients of queries", "gradients of keys", "gradients of values")
+_LOUD_FACTOR = 8
+_QUERY_SCALE = 2.0  # queries, so that a wrong scale or mask shows: even weights would average it away
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialPack:
     """Documents for the check: of one token, longer than a tile of the kernels, of no round length."""
 
     lengths: tuple[int, ...]
@@ -45,9 +45,9 @@ class Row:
         return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[:, None, None]
 
 
-_ACCELERATOR = Row((5, 259, 1, 67, 130), (2, 200, 0, 66, 0))
-_HOST = Row((5, 41, 1, 33, 18), (2, 30, 0, 32, 0))  # there tiles are smaller, and the check takes longer
-_LONGEST = 2048  # of what the check tries; the formula takes the square of it on the host
+_ACCELERATOR_PACK = TrialPack((5, 259, 1, 67, 130), (2, 200, 0, 66, 0))
+_CPU_PACK = TrialPack((5, 41, 1, 33, 18), (2, 30, 0, 32, 0))  # there tiles are smaller, and the check takes longer
+_MAX_TRIAL_LENGTH = 2048  # of what the check tries; the formula takes the square of it on the host
 
 
 def check_backend(
@@ -66,64 +66,64 @@ def check_backend(
 
     `heads` of queries and `groups` of keys and values are this process's; `packs` of `seq_length` tokens make a micro-batch.
     """
-    worst = SelfTestResult(name, True, 0.0, tolerance(dtype, head_dim, device), "")
-    if missing := lacking(name, device, dtype):
-        return dataclasses.replace(worst, available=False, error=None, why=missing)
+    worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")
+    if missing := missing_requirement(name, device, dtype):
+        return dataclasses.replace(worst, available=False, error=None, reason=missing)
     masks = list(masks)
-    if name == "cudnn" and (too_much := _too_much_memory(packs, seq_length, dtype, masks)):
-        return dataclasses.replace(worst, error=None, why=too_much)
-    for row, queries, keys in _rows(device, heads, groups, seq_length):
-        allowed = tolerance(dtype, max(row.lengths) + head_dim, device)
-        inputs = [x.to(dtype) for x in _made(sum(row.lengths), queries, keys, head_dim)]
+    if name == "cudnn" and (too_much := _check_mask_memory(packs, seq_length, dtype, masks)):
+        return dataclasses.replace(worst, error=None, reason=too_much)
+    for row, queries, keys in _trial_packs(device, heads, groups, seq_length):
+        allowed = error_tolerance(dtype, max(row.lengths) + head_dim, device)
+        inputs = [x.to(dtype) for x in _draw_inputs(sum(row.lengths), queries, keys, head_dim)]
         for mask in masks:
             where = f"under {mask} attention with heads {head_dim} wide"
             try:
-                for what, error in _errors(name, row, inputs, mask, device):
+                for what, error in _compare_with_reference(name, row, inputs, mask, device):
                     if not error <= allowed:
                         found = "no numbers" if math.isnan(error) else f"off by {error:.2g}, where {allowed:.2g} is allowed,"
                         return SelfTestResult(name, True, error, allowed, f"{what} {found} {where}")
                     if error >= worst.error:
                         worst = SelfTestResult(name, True, error, allowed, "")
             except Exception as error:  # whatever a kernel may raise
-                return SelfTestResult(name, True, None, allowed, f"{type(error).__name__} {where}: {one_line(error)}")
+                return SelfTestResult(name, True, None, allowed, f"{type(error).__name__} {where}: {format_error(error)}")
     return worst
 
 
-def _rows(device: torch.device, heads: int, groups: int, seq_length: int) -> Iterator[tuple[Row, int, int]]:
+def _trial_packs(device: torch.device, heads: int, groups: int, seq_length: int) -> Iterator[tuple[TrialPack, int, int]]:
     """Yield row, heads of queries, and of keys and values for each trial; on an accelerator one as long as the run's may be."""
     if device.type == "cpu":
-        yield _HOST, heads, groups
+        yield _CPU_PACK, heads, groups
         return
-    yield _ACCELERATOR, heads, groups
-    longest = min(seq_length, _LONGEST) + 3
-    if longest > max(_ACCELERATOR.lengths):
-        yield Row((7, 33, longest), (3, 0, longest // 3)), heads // groups, 1
+    yield _ACCELERATOR_PACK, heads, groups
+    longest = min(seq_length, _MAX_TRIAL_LENGTH) + 3
+    if longest > max(_ACCELERATOR_PACK.lengths):
+        yield TrialPack((7, 33, longest), (3, 0, longest // 3)), heads // groups, 1
 
 
-def _too_much_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: list[Attention]) -> str:
+def _check_mask_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: list[Attention]) -> str:
     """Return what speaks against padded documents under `masks`; empty where nothing."""
-    needed, masks = mask_bytes(packs, seq_length, dtype), [mask for mask in masks if mask != Attention.CAUSAL]
-    if not masks or needed <= MOST_MASK_BYTES:
+    needed, masks = max_mask_bytes(packs, seq_length, dtype), [mask for mask in masks if mask != Attention.CAUSAL]
+    if not masks or needed <= MASK_BYTES_LIMIT:
         return ""
     return (
         f"masks under {masks[0]} attention take {needed / 2**30:.3g} GiB where documents fill {packs:,} packs of {seq_length:,} "
-        f"tokens, and {MOST_MASK_BYTES / 2**30:.3g} GiB are allowed: smaller micro-batches or shorter packs take less"
+        f"tokens, and {MASK_BYTES_LIMIT / 2**30:.3g} GiB are allowed: smaller micro-batches or shorter packs take less"
     )
 
 
-def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
-    """Return the largest `relative_error` of a right backend in `dtype`, which sums up to `terms` numbers in float32.
+def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
+    """Return the largest `max_relative_error` of a right backend in `dtype`, which sums up to `terms` numbers in float32.
 
     16 times the unit of rounding: a right kernel comes to 10 units here where heads are 8 wide and to 5 where they are 64 or 96;
     a scale that is 15 % off to 70 units of bfloat16.
     """
     unit = torch.finfo(dtype).eps / 2
-    if dtype == torch.float32 and rounds_to_tf32(device):
+    if dtype == torch.float32 and uses_tf32(device):
         unit = 2.0**-11
     return 16 * unit + 4 * terms * torch.finfo(torch.float32).eps / 2
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def max_relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the largest |found - expected| / max(|expected|, typical) of any token's head, NaN where any number is none.
 
     `typical` is the root mean square of |expected|: where a vector should be zero, nothing would be right otherwise.
@@ -133,23 +133,23 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float(error.max())
 
 
-def _errors(name: str, row: Row, inputs: list[Tensor], mask: Attention, device: torch.device) -> Iterator[tuple[str, float]]:
+def _compare_with_reference(name: str, row: TrialPack, inputs: list[Tensor], mask: Attention, device: torch.device) -> Iterator[tuple[str, float]]:
     """Yield what is compared and its relative error."""
-    packing = PackedSequences.of(row.edges, mask, device, np.array(row.prefixes) if mask == Attention.PREFIX else None)
-    expected = reference(*(x.float() for x in inputs), packing.spans())
-    found = _computed(name, inputs, packing, device)
-    for what, here, there in zip(_WHAT, found, expected, strict=True):
-        yield what, relative_error(here, there)
-    louder = _computed(name, [torch.where(row.loud, x * _LOUDER, x) for x in inputs], packing, device)
+    packing = PackedSequences.from_edges(row.edges, mask, device, np.array(row.prefixes) if mask == Attention.PREFIX else None)
+    expected = reference_attention(*(x.float() for x in inputs), packing.spans())
+    found = _run_backend(name, inputs, packing, device)
+    for what, here, there in zip(_RESULT_NAMES, found, expected, strict=True):
+        yield what, max_relative_error(here, there)
+    louder = _run_backend(name, [torch.where(row.loud, x * _LOUD_FACTOR, x) for x in inputs], packing, device)
     quiet = ~row.loud.flatten()
-    for what, here, there in zip(_WHAT, louder, found, strict=True):
-        yield f"{what}, when other documents change,", relative_error(here[quiet], there[quiet])
+    for what, here, there in zip(_RESULT_NAMES, louder, found, strict=True):
+        yield f"{what}, when other documents change,", max_relative_error(here[quiet], there[quiet])
 
 
-def _computed(name: str, inputs: list[Tensor], packing: PackedSequences, device: torch.device) -> tuple[Tensor, ...]:
+def _run_backend(name: str, inputs: list[Tensor], packing: PackedSequences, device: torch.device) -> tuple[Tensor, ...]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         part = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # of a joint projection, as layers give values: with gaps
-        return attend_by(name, q, k, part, packing)
+        return compute_attention(name, q, k, part, packing)
 
     return _with_gradients(attend, *(x.to(device) for x in inputs))
 
@@ -163,16 +163,16 @@ def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
     return tuple(x.detach().float().cpu() for x in (out, *gradients))
 
 
-def _made(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
+def _draw_inputs(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
     """Return q [S, heads, dim], k and v [S, groups, dim], and the gradient from above, like q; float32."""
     made = []
-    for name, count, size in (("q", heads, _SHARPER), ("k", groups, 1.0), ("v", groups, 1.0), ("upstream", heads, 1.0)):
+    for name, count, size in (("q", heads, _QUERY_SCALE), ("k", groups, 1.0), ("v", groups, 1.0), ("upstream", heads, 1.0)):
         rows = normal_rows(0, f"attention check: {name}", range(tokens), count * head_dim) * np.float32(size)
         made.append(torch.from_numpy(rows).view(tokens, count, head_dim))
     return made
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]) -> tuple[Tensor, ...]:
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]) -> tuple[Tensor, ...]:
     """Return attention by its formula, a document after the other, and its gradients. `spans`: see Packing.spans."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

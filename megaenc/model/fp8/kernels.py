@@ -5,43 +5,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaenc.backend.parallel_config import FLOAT8_WIDTH
+from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT
 
 _BLOCK = 4096
-_PROGRAMS = 1024  # of `highest`: each goes through many blocks, so that few write to the one result
+_PROGRAMS = 1024  # of `amax`: each goes through many blocks, so that few write to the one result
 _TILE = 64
 
 
-def highest(x: Tensor) -> Tensor:
+def amax(x: Tensor) -> Tensor:
     """See Float8.highest."""
     x = x.contiguous()
     top = torch.zeros((), dtype=torch.int32, device=x.device)
     programs = min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS)
-    _highest[(programs,)](x, top, x.numel(), BLOCK=_BLOCK)
+    _amax_kernel[(programs,)](x, top, x.numel(), BLOCK=_BLOCK)
     return top
 
 
-def scaled(x: Tensor, top: Tensor, dtype: torch.dtype, most: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, most: int) -> tuple[Tensor, Tensor]:
     """See Float8.scaled; `most`: `top_bits` of `dtype`."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
-    _scaled[(triton.cdiv(x.numel(), _BLOCK),)](x, top, out, inverse, x.numel(), MOST=most, BLOCK=_BLOCK)
+    _quantize_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, top, out, inverse, x.numel(), MOST=most, BLOCK=_BLOCK)
     return out, inverse
 
 
-def turned(x: Tensor) -> Tensor:
+def transpose(x: Tensor) -> Tensor:
     """See Float8.turned."""
     rows, columns = x.shape
-    width = triton.cdiv(rows, FLOAT8_WIDTH) * FLOAT8_WIDTH
+    width = triton.cdiv(rows, FLOAT8_ALIGNMENT) * FLOAT8_ALIGNMENT
     out = torch.empty(columns, width, dtype=x.dtype, device=x.device)
     tiles = (triton.cdiv(width, _TILE), triton.cdiv(columns, _TILE))
-    _turned[tiles](x.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, width, TILE=_TILE)
+    _transpose_kernel[tiles](x.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, width, TILE=_TILE)
     return out
 
 
 @triton.jit
-def _highest(x, top, numbers, BLOCK: tl.constexpr):
+def _amax_kernel(x, top, numbers, BLOCK: tl.constexpr):
     # As integers, the bits of magnitudes are in the order of the magnitudes, with NaN last.
     most = tl.zeros([BLOCK], dtype=tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -53,7 +53,7 @@ def _highest(x, top, numbers, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scaled(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_kernel(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: tl.constexpr):
     # The bits of 2^-100, infinity and NaN are those of Float8.scaled.
     bits = tl.load(top)
     exponent = (MOST - tl.maximum(bits, 226492416)) >> 23
@@ -67,7 +67,7 @@ def _scaled(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit(do_not_specialize=["rows"])  # tokens: one variant for any number of them, which the check has seen
-def _turned(x, out, rows, columns, width, TILE: tl.constexpr):
+def _transpose_kernel(x, out, rows, columns, width, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     there = (row[:, None] < rows) & (column[None, :] < columns)

@@ -13,42 +13,42 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaenc.backend import Backend, KernelConfig
-from megaenc.errors import InputError, one_line
+from megaenc.errors import InputError, format_error
 from megaenc.model import transformer_engine
-from megaenc.model.fp8.tensor import ROWS, Float8, float8, rounding
+from megaenc.model.fp8.tensor import TEST_ROWS, Float8Recipe, select_float8_recipe, rounding_error
 
 
-def check_linears(kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+def check_linear_layers(kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
     """Raise InputError where this machine has not what `kernels` ask for, or computes something else by it."""
     if kernels.transformer_impl == "transformer_engine":
-        transformer_engine.check_installed(kernels.fp8_format)
+        transformer_engine.check_transformer_engine(kernels.fp8_format)
     elif kernels.fp8_format:
-        check_products(kernels.fp8_format, backend, widths, dtype)
+        check_float8_linear(kernels.fp8_format, backend, widths, dtype)
 
 
-def check_products(fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+def check_float8_linear(fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
     """Raise InputError unless layers of `widths` (output, input) compute here what float32 does, but for rounding.
 
-    The tolerance, a norm relative to the result's: `rounding` of both matrices as of independent errors, and 2^-7 for results in
+    The tolerance, a norm relative to the result's: `rounding_error` of both matrices as of independent errors, and 2^-7 for results in
     bfloat16 and sums that are added up fast.
     """
     names = "output", "gradient of the input", "gradient of the weight"
-    kind, generator = float8(fp8_format, backend), torch.Generator().manual_seed(0)
-    forward = 2**-7 + math.hypot(rounding(kind.forward), rounding(kind.forward))
-    backward = 2**-7 + math.hypot(rounding(kind.forward), rounding(kind.gradient))
+    kind, generator = select_float8_recipe(fp8_format, backend), torch.Generator().manual_seed(0)
+    forward = 2**-7 + math.hypot(rounding_error(kind.forward), rounding_error(kind.forward))
+    backward = 2**-7 + math.hypot(rounding_error(kind.forward), rounding_error(kind.gradient))
     for out, width in sorted(set(widths)):
         x, weight, gradient = (
             torch.randn(*shape, generator=generator).to(backend.device, dtype)
-            for shape in ((ROWS, width), (out, width), (ROWS, out))
+            for shape in ((TEST_ROWS, width), (out, width), (TEST_ROWS, out))
         )
         expected = x.float() @ weight.float().t(), gradient.float() @ weight.float(), gradient.float().t() @ x.float()
         try:
-            found = _products(kind, x, weight, gradient)
+            found = _run_float8_linear(kind, x, weight, gradient)
             errors = [float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, expected, strict=True)]
         except RuntimeError as error:  # of a library that has no kernel for these sizes, or none for this device
             raise InputError(
                 f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: "
-                f"{one_line(error)}; leave the flag out"
+                f"{format_error(error)}; leave the flag out"
             ) from None
         for name, error, most in zip(names, errors, (forward, backward, backward), strict=True):
             if not error <= most:
@@ -58,54 +58,54 @@ def check_products(fp8_format: str, backend: Backend, widths: Iterable[tuple[int
                 )
 
 
-def _products(kind: Float8, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+def _run_float8_linear(kind: Float8Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     """Return the output of a layer on one rank and, for its `gradient`, those of input and weight."""
     leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
     with torch.enable_grad():
-        out = _Linear.apply(*leaves, None, kind, None, False)
+        out = _Float8Linear.apply(*leaves, None, kind, None, False)
     return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
 
-class _InFloat8:
-    """What both classes do otherwise; `float8` comes out of the recipe of the layer."""
+class _Float8LinearMixin:
+    """What both classes do otherwise; `select_float8_recipe` comes out of the recipe of the layer."""
 
-    def __init__(self, *sizes: int, float8: Float8, **others):
+    def __init__(self, *sizes: int, float8: Float8Recipe, **others):
         super().__init__(*sizes, **others)
         self.float8 = float8
 
     def _forward_impl(self, input, weight, bias, *, allreduce_dgrad, sequence_parallel, **_):
         group = self.tp_group if allreduce_dgrad or sequence_parallel else None
-        return _Linear.apply(input, weight, bias, self.float8, group, sequence_parallel)
+        return _Float8Linear.apply(input, weight, bias, self.float8, group, sequence_parallel)
 
 
-class Float8ColumnParallelLinear(_InFloat8, ColumnParallelLinear):
+class Float8ColumnParallelLinear(_Float8LinearMixin, ColumnParallelLinear):
     """Each rank has some of the output's columns."""
 
 
-class Float8RowParallelLinear(_InFloat8, RowParallelLinear):
+class Float8RowParallelLinear(_Float8LinearMixin, RowParallelLinear):
     """Each rank has some of the input's columns."""
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Linear(torch.autograd.Function):
     """x [s, b, K], weight [N, K] of this rank, bias [N] or None -> [s, b, N].
 
     With a `group`, the gradient of x is added up over it; under sequence parallelism each rank has a part of s.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, float8: Float8, group: dist.ProcessGroup | None, sequence_parallel: bool):
+    def forward(ctx, x, weight, bias, float8: Float8Recipe, group: dist.ProcessGroup | None, sequence_parallel: bool):
         x_TK = x.reshape(-1, x.size(-1))
-        x_top, w_top = float8.highest(x_TK), float8.highest(weight)
+        x_top, w_top = float8.amax(x_TK), float8.amax(weight)
         if sequence_parallel:  # one matrix, and so one scale
             dist.all_reduce(x_top, dist.ReduceOp.MAX, group=group)
-        x8, x_inverse = float8.scaled(x_TK, x_top, float8.forward)
-        w8, w_inverse = float8.scaled(weight, w_top, float8.forward)
-        all8, sent = _gathered(x8, group) if sequence_parallel else (x8, None)
+        x8, x_inverse = float8.quantize(x_TK, x_top, float8.forward)
+        w8, w_inverse = float8.quantize(weight, w_top, float8.forward)
+        all8, sent = _start_all_gather(x8, group) if sequence_parallel else (x8, None)
         if sent:
             sent.wait()
         ctx.save_for_backward(x8, x_inverse, weight, w_top)
         ctx.float8, ctx.group, ctx.sequence_parallel, ctx.shape = float8, group, sequence_parallel, x.shape
-        out = float8.product(all8, w8, x_inverse, w_inverse, x.dtype, fast=True)
+        out = float8.matmul(all8, w8, x_inverse, w_inverse, x.dtype, fast=True)
         if bias is not None:
             out += bias
         return out.view(-1, *x.shape[1:-1], weight.size(0))
@@ -115,29 +115,29 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x8, x_inverse, weight, w_top = ctx.saved_tensors
         float8, group = ctx.float8, ctx.group
-        all8, sent = _gathered(x8, group) if ctx.sequence_parallel else (x8, None)
+        all8, sent = _start_all_gather(x8, group) if ctx.sequence_parallel else (x8, None)
         g_TN = gradient.reshape(-1, gradient.size(-1))
-        g8, g_inverse = float8.scaled(g_TN, float8.highest(g_TN), float8.gradient)
+        g8, g_inverse = float8.quantize(g_TN, float8.amax(g_TN), float8.gradient)
         # Scaled once more: kept from the way forward, float8 weights would take memory for each micro-batch under way.
-        w8, w_inverse = float8.scaled(weight, w_top, float8.forward)
-        to_x_TK = float8.product(g8, float8.turned(w8), g_inverse, w_inverse, gradient.dtype)
+        w8, w_inverse = float8.quantize(weight, w_top, float8.forward)
+        to_x_TK = float8.matmul(g8, float8.transpose(w8), g_inverse, w_inverse, gradient.dtype)
         if sent:
             sent.wait()
-        to_x_TK, added = _summed(to_x_TK, group, ctx.sequence_parallel)
-        to_weight_NK = float8.product(float8.turned(g8), float8.turned(all8), g_inverse, x_inverse, weight.dtype)
+        to_x_TK, added = _start_reduction(to_x_TK, group, ctx.sequence_parallel)
+        to_weight_NK = float8.matmul(float8.transpose(g8), float8.transpose(all8), g_inverse, x_inverse, weight.dtype)
         to_bias = g_TN.sum(0) if ctx.needs_input_grad[2] else None
         if added:
             added.wait()
         return to_x_TK.view(ctx.shape), to_weight_NK, to_bias, None, None, None
 
 
-def _gathered(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+def _start_all_gather(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """The rows of all ranks, once the work is done; collectives know bytes, not float8."""
     whole = part.new_empty(part.size(0) * group.size(), part.size(1))
     return whole, dist.all_gather_into_tensor(whole.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
 
 
-def _summed(of_rank: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> tuple[Tensor, dist.Work | None]:
+def _start_reduction(of_rank: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> tuple[Tensor, dist.Work | None]:
     """The sum over ranks, or this rank's rows of it, once the work is done."""
     if not group:
         return of_rank, None

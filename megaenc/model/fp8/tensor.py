@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaenc.backend import Backend
-from megaenc.backend.parallel_config import FLOAT8_WIDTH
+from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
-ROWS = 100  # of the matrices that the start tries
+TEST_ROWS = 100  # of the matrices that the start tries
 _SMALLEST, _INFINITE, _NAN = 27 << 23, 255 << 23, 0x7FC00000  # the bits of 2^-100, infinity and NaN as float32
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8Recipe:
     """By which types: `forward` of what layers read and of their weights, `gradient` of what comes back to them."""
 
     forward: torch.dtype
@@ -30,37 +30,37 @@ class Float8:
     triton: bool = False
     """Whether kernels of our own scale and turn matrices in one pass, instead of several of torch's; the results are the same."""
 
-    def highest(self, x: Tensor) -> Tensor:
+    def amax(self, x: Tensor) -> Tensor:
         """int32[]: the bits, as float32, of the largest magnitude in `x`; NaN is larger than infinity, that than all others."""
         if self.triton:
             from megaenc.model.fp8 import kernels
 
-            return kernels.highest(x)
+            return kernels.amax(x)
         return torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32).abs().view(torch.int32)
 
-    def scaled(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return `x` in `dtype` under the scale of `top`, and float32[] to multiply it by: NaN if `top` is not finite."""
         if self.triton:
             from megaenc.model.fp8 import kernels
 
-            return kernels.scaled(x, top, dtype, top_bits(dtype))
+            return kernels.quantize(x, top, dtype, max_value_bits(dtype))
         # A power of two is (exponent + 127) << 23; where `top` has the larger mantissa, subtracting borrows one of the exponent.
-        exponent = (top_bits(dtype) - top.clamp(min=_SMALLEST)) >> 23
+        exponent = (max_value_bits(dtype) - top.clamp(min=_SMALLEST)) >> 23
         scale, inverse = (127 + exponent) << 23, (127 - exponent) << 23
         inverse = torch.where(top < _INFINITE, inverse, _NAN)
         return (x.contiguous() * scale.view(torch.float32)).to(dtype), inverse.view(torch.float32)
 
-    def turned(self, x: Tensor) -> Tensor:
+    def transpose(self, x: Tensor) -> Tensor:
         """float8[rows, columns] to [columns, rows], with zeros to the next multiple of 16 rows."""
         if self.triton:
             from megaenc.model.fp8 import kernels
 
-            return kernels.turned(x)
-        bytes_ = F.pad(x.view(torch.uint8).t(), (0, -x.size(0) % FLOAT8_WIDTH))
+            return kernels.transpose(x)
+        bytes_ = F.pad(x.view(torch.uint8).t(), (0, -x.size(0) % FLOAT8_ALIGNMENT))
         return bytes_.contiguous().view(x.dtype)
 
     @staticmethod
-    def product(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
+    def matmul(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
         """a [n, k] times the transpose of b [m, k]; `fast` adds up as the hardware likes, which suits the way forward."""
         if not a.is_cuda:  # torch's own product of e4m3 by e4m3 takes a processor a hundred times as long
             return (a.float() @ b.float().t() * (a_inverse * b_inverse)).to(out_dtype)
@@ -68,26 +68,26 @@ class Float8:
 
 
 @functools.cache
-def top_bits(dtype: torch.dtype) -> int:
+def max_value_bits(dtype: torch.dtype) -> int:
     """The bits, as float32, of the largest number of `dtype`."""
     return int(torch.tensor(torch.finfo(dtype).max, dtype=torch.float32).view(torch.int32))
 
 
-def rounding(dtype: torch.dtype) -> float:
+def rounding_error(dtype: torch.dtype) -> float:
     """Return the root mean square of the relative error of rounding to `dtype`, at most: half a last place, evenly spread."""
     after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)  # torch.finfo has it wrong for float8_e5m2fnuz
     return (float(after_one) - 1) / 2 / math.sqrt(3)
 
 
 @functools.cache
-def float8(fp8_format: str, backend: Backend) -> Float8:
+def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
     """Return what `--fp8-format` is here, by our kernels if they do bit by bit what torch's do; InputError if none."""
     forward, wide = _types(fp8_format, backend)
-    plain = Float8(forward, wide if fp8_format == "hybrid" else forward)
-    if backend.is_host:
+    plain = Float8Recipe(forward, wide if fp8_format == "hybrid" else forward)
+    if backend.is_cpu:
         return plain
-    own = Float8(plain.forward, plain.gradient, triton=True)
-    if why := _unlike(own, plain, backend.device):
+    own = Float8Recipe(plain.forward, plain.gradient, triton=True)
+    if why := _find_difference(own, plain, backend.device):
         print_rank_0(f"--fp8-format {fp8_format}: Triton's kernels are not used to scale ({why}); torch's are, which take longer")
         return plain
     return own
@@ -96,7 +96,7 @@ def float8(fp8_format: str, backend: Backend) -> Float8:
 def _types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]:
     """e4m3 and e5m2 as this machine has them."""
     open_compute, amds_first = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-    if backend.is_host or (backend.name == "cuda" and torch.cuda.get_device_capability(backend.device) >= (8, 9)):
+    if backend.is_cpu or (backend.name == "cuda" and torch.cuda.get_device_capability(backend.device) >= (8, 9)):
         return open_compute
     if backend.name == "rocm":
         architecture = torch.cuda.get_device_properties(backend.device).gcnArchName.split(":")[0]
@@ -110,20 +110,20 @@ def _types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]
     )
 
 
-def _unlike(own: Float8, plain: Float8, device: torch.device) -> str:
+def _find_difference(own: Float8Recipe, plain: Float8Recipe, device: torch.device) -> str:
     """Return what `own` does otherwise than `plain`; nothing where all is equal, bit by bit."""
     try:
         generator = torch.Generator(device).manual_seed(0)
         for dtype in (torch.bfloat16, torch.float32):
-            x = torch.randn(ROWS, 3 * 208, dtype=dtype, device=device, generator=generator).exp_()[:, 208:416]
-            tops = own.highest(x), plain.highest(x)
+            x = torch.randn(TEST_ROWS, 3 * 208, dtype=dtype, device=device, generator=generator).exp_()[:, 208:416]
+            tops = own.amax(x), plain.amax(x)
             if not torch.equal(*tops):
                 return f"the largest of {dtype} differs"
             for to in {own.forward, own.gradient}:
-                (mine, inverse), (theirs, expected) = (kind.scaled(x, tops[1], to) for kind in (own, plain))
+                (mine, inverse), (theirs, expected) = (kind.quantize(x, tops[1], to) for kind in (own, plain))
                 if not (torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) and torch.equal(inverse, expected)):
                     return f"{dtype} rounds to {to} otherwise"
-                if not torch.equal(own.turned(theirs).view(torch.uint8), plain.turned(theirs).view(torch.uint8)):
+                if not torch.equal(own.transpose(theirs).view(torch.uint8), plain.transpose(theirs).view(torch.uint8)):
                     return f"{to} is turned otherwise"
     except Exception as error:  # of a compiler, whatever it raises: without it all goes on, slower
         return f"{type(error).__name__}: {error}".splitlines()[0]

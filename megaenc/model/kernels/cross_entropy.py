@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaenc.model.kernels.launch import UNSEEN, power_of_2, strip
+from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, next_power_of_2, column_block_constants
 
 LOWEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).min)
 NOBODY: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=UNSEEN, do_not_specialize_on_alignment=UNSEEN)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
 def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, columns, width, COLUMNS: tl.constexpr):
     """One program takes a row, a block at a time: what it has added up shrinks where a higher score comes."""
     row = tl.program_id(0).to(tl.int64)
@@ -39,7 +39,7 @@ def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, co
     tl.store(out + 3 * rows + row, (token + first).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=UNSEEN, do_not_specialize_on_alignment=UNSEEN)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
 def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -52,7 +52,7 @@ def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, col
     tl.store(here, error.to(logits.dtype.element_ty), mask=column < width)
 
 
-def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
+def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
     """Return float32[4, n] of this rank's share of the vocabulary: ids from `first` on, columns from `columns` on being padding.
 
     Of each row the highest score, the sum of exp(score - highest), the label's score (0 if another rank's) and the likeliest
@@ -61,7 +61,7 @@ def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) ->
     rows, width = logits_nV.shape
     out_4n = torch.empty(4, rows, dtype=torch.float32, device=logits_nV.device)
     if rows:
-        block = min(power_of_2(width), 4096)
+        block = min(next_power_of_2(width), 4096)
         constants = {"COLUMNS": block, "num_warps": min(max(block // 256, 1), 8)}
         cross_entropy_statistics_kernel[(rows,)](
             logits_nV, labels_n, out_4n, rows, logits_nV.stride(0), first, columns, width, **constants
@@ -69,11 +69,11 @@ def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) ->
     return out_4n
 
 
-def to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
+def logits_to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
     """Overwrite logits by the loss's gradient: exp(score - top) / sum of all ranks, less 1 at the label; 0 in padding."""
     rows, width = logits_nV.shape
     if rows:
-        constants = strip(width)
+        constants = column_block_constants(width)
         programs = rows, triton.cdiv(width, constants["COLUMNS"])
         cross_entropy_gradient_kernel[programs](
             logits_nV, labels_n, top_n, sum_n, logits_nV.stride(0), first, columns, width, **constants

@@ -6,10 +6,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaenc.model.kernels.launch import UNSEEN, resident, rows_of, tile
+from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, resident_programs, flatten_rows, row_tile_constants
 
 
-@triton.jit(do_not_specialize=UNSEEN)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def rms_norm_forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -20,7 +20,7 @@ def rms_norm_forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS
     tl.store(out + row * width + column, (numbers * shrink * scale).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=UNSEEN)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def rms_norm_backward_kernel(
     gradient, x, weight, to_x, to_weight, rows, gradient_stride, x_stride, width, epsilon,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -52,13 +52,13 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
-        rows_RH = rows_of(x)
+        rows_RH = flatten_rows(x)
         ctx.save_for_backward(rows_RH, weight)
         ctx.shape, ctx.epsilon = x.shape, epsilon
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if out.numel():
             rows, width = rows_RH.shape
-            constants = tile(width)
+            constants = row_tile_constants(width)
             programs = triton.cdiv(rows, constants["ROWS"])
             rms_norm_forward_kernel[(programs,)](rows_RH, weight, out, rows, rows_RH.stride(0), width, epsilon, **constants)
         return out
@@ -67,13 +67,13 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         rows_RH, weight = ctx.saved_tensors
-        gradient_RH = rows_of(gradient)
+        gradient_RH = flatten_rows(gradient)
         to_x = torch.empty(ctx.shape, dtype=rows_RH.dtype, device=rows_RH.device)
         if not to_x.numel():
             return to_x, torch.zeros_like(weight), None
         rows, width = rows_RH.shape
-        constants = tile(width)
-        programs = min(triton.cdiv(rows, constants["ROWS"]), resident(rows_RH.device))
+        constants = row_tile_constants(width)
+        programs = min(triton.cdiv(rows, constants["ROWS"]), resident_programs(rows_RH.device))
         # One sum a program, in an order that is the same every time: atomic additions would not be.
         to_weight_PH = torch.empty(programs, width, dtype=torch.float32, device=rows_RH.device)
         strides = gradient_RH.stride(0), rows_RH.stride(0)

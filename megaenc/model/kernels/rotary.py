@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaenc.model.kernels.launch import UNSEEN, power_of_2, tile
+from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, next_power_of_2, row_tile_constants
 
 
-@triton.jit(do_not_specialize=UNSEEN)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def rotary_kernel(
     x, cos, sin, out, token_stride, head_stride, heads, half, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -28,14 +28,14 @@ def rotary_kernel(
     tl.store(there + half, (second * along + first * across).to(out.dtype.element_ty), mask=inside)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """Turn x [S, 1, heads, dim] by `sign` times the angles of cos and sin, contiguous float32[S, 1, 1, dim / 2]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, _, heads, width = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        constants = tile(width // 2)
-        constants["ROWS"] = min(constants["ROWS"], power_of_2(heads))
+        constants = row_tile_constants(width // 2)
+        constants["ROWS"] = min(constants["ROWS"], next_power_of_2(heads))
         constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
         programs = tokens, triton.cdiv(heads, constants["ROWS"])
         strides = x.stride(0), x.stride(2)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaenc.model.kernels.launch import rows_of, strip
+from megaenc.model.kernels.launch import flatten_rows, column_block_constants
 
 
 @triton.jit
@@ -44,10 +44,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        rows_R2F, width = rows_of(x), x.size(-1) // 2
+        rows_R2F, width = flatten_rows(x), x.size(-1) // 2
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
         if out.numel():
-            constants = strip(width)
+            constants = column_block_constants(width)
             programs = len(rows_R2F), triton.cdiv(width, constants["COLUMNS"])
             swiglu_forward_kernel[programs](rows_R2F, out, rows_R2F.stride(0), width, **constants)
         return out
@@ -56,10 +56,10 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        rows_R2F, gradient_RF, width = rows_of(x), rows_of(gradient), gradient.size(-1)
+        rows_R2F, gradient_RF, width = flatten_rows(x), flatten_rows(gradient), gradient.size(-1)
         to_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if to_x.numel():
-            constants = strip(width)
+            constants = column_block_constants(width)
             programs = len(rows_R2F), triton.cdiv(width, constants["COLUMNS"])
             strides = gradient_RF.stride(0), rows_R2F.stride(0)
             swiglu_backward_kernel[programs](gradient_RF, rows_R2F, to_x, *strides, width, **constants)

@@ -11,11 +11,11 @@ from functools import partial
 
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims import tests as claim_tests
-from megaenc.study.claims.tests import EARLY, MARGIN, QUARTER, PendingVerdict, points
+from megaenc.study.claims.tests import EARLY_SHARE, EQUALITY_MARGIN, QUARTER_RANGE, PendingVerdict, format_points
 from megaenc.study.results.evidence import Evidence, Score
-from megaenc.study.results.groups import FAMILIES
+from megaenc.study.results.groups import FAMILY_LABELS
 from megaenc.study.stats import inference
-from megaenc.study.stats.comparisons import Comparison, Contrast, Models, Outcome
+from megaenc.study.stats.comparisons import Comparison, Contrast, ModelSelector, Outcome
 from megaenc.study.stats.inference import LEVEL
 
 
@@ -39,57 +39,57 @@ class Verdict:
 
 _BOTH = "an MLM and a CLM model of one size and as many steps"
 
-_CLAIMS: dict[str, tuple[str, str, str, Callable[[Models, int], PendingVerdict]]] = {
+_CLAIMS: dict[str, tuple[str, str, str, Callable[[ModelSelector, int], PendingVerdict]]] = {
     **{
         name: (
             f"MLM is above CLM on {family}",
-            f"Is {{mlm}} above CLM on {FAMILIES[family].lower()}, trained for as many steps?",
+            f"Is {{mlm}} above CLM on {FAMILY_LABELS[family].lower()}, trained for as many steps?",
             f"{_BOTH}, both decayed and evaluated on {family}",
-            partial(claim_tests.mlm_above, family=family),
+            partial(claim_tests.judge_mlm_above_clm, family=family),
         )
         for name, family in (("1a", TaskFamily.SC), ("1b", TaskFamily.QA))
     },
     "1c": (
         "MLM and CLM are about equal on TC",
-        f"Do {{mlm}} and CLM differ by less than {100 * MARGIN:g} point on token classification?",
+        f"Do {{mlm}} and CLM differ by less than {100 * EQUALITY_MARGIN:g} point on token classification?",
         f"{_BOTH}, both decayed and evaluated on TC",
-        claim_tests.about_equal,
+        claim_tests.judge_equality,
     ),
     "1d": (
         "The gap on IR narrows with size",
         "Is the difference between {mlm} and CLM on retrieval smaller in larger models?",
         "MLM and CLM models of at least two sizes, decayed and evaluated on IR",
-        claim_tests.gap_narrows,
+        claim_tests.judge_gap_narrowing,
     ),
     "2": (
         "CLM learns faster early",
         "Is CLM above {mlm} after as many of the first steps?",
-        f"intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the first {EARLY:.0%} of them",
-        claim_tests.early,
+        f"intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the first {EARLY_SHARE:.0%} of them",
+        claim_tests.judge_early_steps,
     ),
     "3": (
         "CLM is less sensitive to the fine-tuning rate",
         "Are the mean scores of {mlm} further apart over the learning rates than those of CLM?",
         f"results of two or more seeds at two or more learning rates, of {_BOTH}",
-        claim_tests.sensitivity,
+        claim_tests.judge_rate_sensitivity,
     ),
     "4": (
         "25 % CLM, then MLM, beats MLM alone",
         "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
-        f"a decayed model with {QUARTER[0]:.0%} to {QUARTER[1]:.0%} CLM before MLM, and MLM alone of that size, ratio and steps",
-        claim_tests.quarter_first,
+        f"a decayed model with {QUARTER_RANGE[0]:.0%} to {QUARTER_RANGE[1]:.0%} CLM before MLM, and MLM alone of that size, ratio and steps",
+        claim_tests.judge_clm_quarter,
     ),
     "5": (
         "MLM on a finished CLM model beats more MLM",
         "After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
         "models of continued pretraining from a CLM and from an MLM model, of one size and as many steps before and after",
-        claim_tests.continued,
+        claim_tests.judge_continued_pretraining,
     ),
     "6": (
         "There is no single best mask ratio",
         "Is every mask ratio beaten by another one on some task or at some size?",
         "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets",
-        claim_tests.no_best_ratio,
+        claim_tests.judge_mask_ratios,
     ),
 }
 """By number and part: title, question (`{mlm}` is MLM at the ratio that stands for it), what it takes, and how it is judged from
@@ -101,14 +101,14 @@ def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
 
     Takes the examples' scores out of the results of every model that it compares.
     """
-    models = Models(evidence)
+    models = ModelSelector(evidence)
     drafts = {name: draft(models, draws) for name, (*_, draft) in _CLAIMS.items()}
-    corrected = inference.holm([draft.p for draft in drafts.values()])
+    corrected = inference.holm_adjust([draft.p for draft in drafts.values()])
     count = sum(not math.isnan(p) for p in corrected)
-    return [_verdict(models, name, draft, p, count) for (name, draft), p in zip(drafts.items(), corrected, strict=True)]
+    return [_build_verdict(models, name, draft, p, count) for (name, draft), p in zip(drafts.items(), corrected, strict=True)]
 
 
-def _verdict(models: Models, name: str, draft: PendingVerdict, p: float, claims: int) -> Verdict:
+def _build_verdict(models: ModelSelector, name: str, draft: PendingVerdict, p: float, claims: int) -> Verdict:
     title, question, missing, _ = _CLAIMS[name]
     made = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
     if not draft.comparisons:
@@ -118,19 +118,19 @@ def _verdict(models: Models, name: str, draft: PendingVerdict, p: float, claims:
     verdict = draft.way if p < LEVEL and not mixed else "not resolved"
     overall = replace(draft.overall, p_adjusted=p, verdict=verdict) if draft.overall else None
     said = (
-        _reason(draft, p, claims, mixed),
-        _collapsed(draft.comparisons),
-        _pretrained(draft.comparisons),
-        _left_out(models, draft.lines),
-        _unequal(draft.lines),
+        _format_reason(draft, p, claims, mixed),
+        _collapse_caveat(draft.comparisons),
+        _single_run_caveat(draft.comparisons),
+        _excluded_models_caveat(models, draft.lines),
+        _incomplete_grid_caveat(draft.lines),
     )
     return replace(made, verdict=verdict, reason=" ".join(filter(None, said)), overall=overall)
 
 
-def _reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) -> str:
+def _format_reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) -> str:
     overall, chance = draft.overall, "no p, as nothing says what other seeds would give"
     if not math.isnan(p):
-        said = p_value(p)
+        said = format_p_value(p)
         chance = f"p {said}" if said.startswith("<") else f"p = {said}"
         chance += f" corrected over {claims} claims" if claims > 1 else ""
     parts = [chance]
@@ -141,7 +141,7 @@ def _reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) -> str:
         counts = Counter("hold" if one.verdict == "holds" else one.verdict for one in draft.comparisons)
         each = ", ".join(f"{counts[word]} {word}" for word in ("hold", "reversed", "not resolved") if counts[word])
         parts = [
-            f"{overall.left} minus {overall.right}: {points(overall.difference)} ({interval}{chance})",
+            f"{overall.left} minus {overall.right}: {format_points(overall.difference)} ({interval}{chance})",
             f"one by one, of {len(draft.comparisons)}: {each}",
         ]
     if mixed:
@@ -150,24 +150,24 @@ def _reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) -> str:
     return (sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]) + "."
 
 
-def p_value(p: float) -> str:
+def format_p_value(p: float) -> str:
     """Return p as it is printed: 0.023, or < 0.0001; 1 from 0.995 on."""
     return "< 0.0001" if p < 0.0001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
-_FEW = 3  # places that a sentence names
+_MAX_LISTED_PLACES = 3  # places that a sentence names
 
 
-def _collapsed(comparisons: Sequence[Comparison]) -> str:
+def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
     """Return a caveat, a sentence on what a verdict leaves open, as do the functions below; "" if there is nothing of it."""
     places = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
     if not places:
         return ""
-    more = f" and {len(places) - _FEW} more" if len(places) > _FEW else ""
-    return f"Not compared, as a side learned nothing: {', '.join(places[:_FEW])}{more}."
+    more = f" and {len(places) - _MAX_LISTED_PLACES} more" if len(places) > _MAX_LISTED_PLACES else ""
+    return f"Not compared, as a side learned nothing: {', '.join(places[:_MAX_LISTED_PLACES])}{more}."
 
 
-def _pretrained(comparisons: Sequence[Comparison]) -> str:
+def _single_run_caveat(comparisons: Sequence[Comparison]) -> str:
     sound = [one for one in comparisons if not one.collapsed]
     once = sum(one.pretrained == 1 for one in sound)
     if not once:
@@ -177,16 +177,16 @@ def _pretrained(comparisons: Sequence[Comparison]) -> str:
     return f"{once} of {len(sound)} comparisons have one pretraining run a side: how far runs differ is taken from the others."
 
 
-def _left_out(models: Models, lines: Sequence[Contrast]) -> str:
+def _excluded_models_caveat(models: ModelSelector, lines: Sequence[Contrast]) -> str:
     """Pretraining seeds of compared models that have no partner of the same seed."""
-    used = {score.setting for line in lines for of_run in line.members for _, score in of_run}
+    used = {score.model_key for line in lines for of_run in line.members for _, score in of_run}
     recipes = {replace(setting, seed=0) for setting in used}
     count = sum(setting not in used and replace(setting, seed=0) in recipes for setting in models.settings)
     models_are = "1 model is" if count == 1 else f"{count} models are"
     return f"{models_are} left out, pretrained with a seed that the other side does not have." if count else ""
 
 
-def _unequal(lines: Sequence[Contrast]) -> str:
+def _incomplete_grid_caveat(lines: Sequence[Contrast]) -> str:
     """Fine-tuning seeds and rates that one side of a line has and the other has not, or not yet."""
     seeds: Counter[tuple[int, int]] = Counter()
     rates: set[int] = set()
@@ -194,7 +194,7 @@ def _unequal(lines: Sequence[Contrast]) -> str:
         having = [set(member.seeds) for _, member in members]
         if all(having):
             seeds[len(set.intersection(*having)), len(set.union(*having))] += 1
-            if len(tried := {_tried(member) for _, member in members}) > 1:
+            if len(tried := {_count_finished_rates(member) for _, member in members}) > 1:
                 rates |= tried
     parts = []
     if fewer := {place: count for place, count in seeds.items() if place[0] < place[1]}:
@@ -206,8 +206,8 @@ def _unequal(lines: Sequence[Contrast]) -> str:
     return f"Not complete: {'; '.join(parts)}." if parts else ""
 
 
-def _tried(score: Score) -> int:
+def _count_finished_rates(score: Score) -> int:
     """Rates of which every seed has ended, well or not."""
-    every = {*score.rates, *score.rates_failed}
-    ended = [len(score.rates.get(rate, ())) + len(score.rates_failed.get(rate, ())) for rate in every]
+    every = {*score.rates, *score.failed_seeds}
+    ended = [len(score.rates.get(rate, ())) + len(score.failed_seeds.get(rate, ())) for rate in every]
     return sum(count >= len(score.seeds) for count in ended)

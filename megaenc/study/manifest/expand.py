@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, mean_squares_of_chunks
-from megaenc.errors import InputError, closest
+from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, mean_squared_chunk_lengths
+from megaenc.errors import InputError, closest_match
 from megaenc.estimate.layout_case import PhaseWork, phases
 from megaenc.estimate.length_model import LengthModel
-from megaenc.finetune.grid.jobs import rate_name
-from megaenc.study.manifest.model_key import ModelKey, name_of
-from megaenc.study.manifest.pretrain_args import check_plan_flags, located_errors, rate_steps, run_flags
+from megaenc.finetune.config import format_learning_rate
+from megaenc.study.manifest.model_key import ModelKey, format_model_name
+from megaenc.study.manifest.pretrain_args import build_run_config, check_run_config, prefix_errors, warmup_and_decay_steps
 from megaenc.training.config import PretrainConfig
 
-_MOST_MODELS, _MOST_CHECKPOINTS = 1_000, 10_000
-_ANY_IDS = 1024  # schedules are read before there is a tokenizer: any vocabulary will do
-_PLAIN = re.compile(r"(clm|mlm)(\(mask=[^,>]*\))?")  # objectives that the columns can say
-_LONGEST_NAME = 180  # bytes, of the 255 that a file's name may have
+_MAX_MODELS, _MAX_CHECKPOINTS = 1_000, 10_000
+_PLACEHOLDER_VOCAB_SIZE = 1024  # schedules are read before there is a tokenizer: any vocabulary will do
+_STANDARD_OBJECTIVE = re.compile(r"(clm|mlm)(\(mask=[^,>]*\))?")  # objectives that the columns can say
+_MAX_NAME_BYTES = 180  # bytes, of the 255 that a file's name may have
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of a folder, and of a part of the names of stages and results
 
 
@@ -67,7 +67,7 @@ class PlannedModel:
     """A model of the study: the end of one pretraining run, which may have begun as another's."""
 
     name: str
-    setting: ModelKey
+    key: ModelKey
     flags: Mapping[str, Any] = field(repr=False)
     """Of `megaenc pretrain`, of every run of this model: without schedule, steps, seed, warm-up, decay, start and folder."""
     run: PretrainConfig = field(repr=False)
@@ -84,7 +84,7 @@ class PlannedModel:
     group: str
     evaluate: bool
     inferred: bool
-    own: str
+    distinguishing_flags: str
     """What its columns do not say: `lr=0.002, weight_decay=0` by `peak_rate` or its entry's `pretrain`, and its parent's."""
 
     @property
@@ -93,19 +93,19 @@ class PlannedModel:
         return self.phases[-1].last
 
     @property
-    def undecayed(self) -> int:
+    def last_undecayed_step(self) -> int:
         """Return the last step before the rate falls: up to there a run can be shared."""
         return self.steps - self.decay
 
-    def checkpoint_setting(self, step: int) -> ModelKey:
-        on_the_way = replace(self.setting, decayed=False, budget=self.steps)
-        if self.setting.cpt_mlm_steps:
+    def checkpoint_key(self, step: int) -> ModelKey:
+        on_the_way = replace(self.key, decayed=False, budget=self.steps)
+        if self.key.cpt_mlm_steps:
             return replace(on_the_way, cpt_mlm_steps=step)
-        clm = round(sum(share * _clm_steps(phase) for phase, share in self.trained(0, step)))
-        mask = self.setting.mask_ratio if clm < step else None
+        clm = round(sum(share * _count_clm_steps(phase) for phase, share in self.phase_shares(0, step)))
+        mask = self.key.mask_ratio if clm < step else None
         return replace(on_the_way, clm_steps=clm, mlm_steps=step - clm, mask_ratio=mask)
 
-    def trained(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
+    def phase_shares(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
         """Return each phase with the share of it that the steps after + 1..last train."""
         lengths = [max(0, min(last, phase.last) - max(after, phase.first - 1)) for phase in self.phases]
         return [(phase, made / (phase.last - phase.first + 1)) for phase, made in zip(self.phases, lengths, strict=True)]
@@ -115,7 +115,7 @@ class PlannedModel:
         return f"{stem}-{step}-seed{seed}" if mark else f"{self.name}-{step}"
 
 
-def models_of(
+def expand_models(
     entries: Sequence[ManifestEntry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
 ) -> tuple[PlannedModel, ...]:
     """Every model of a manifest, parents before those that continue them. Raises InputError in one line."""
@@ -125,14 +125,14 @@ def models_of(
     place_of: dict[str, str] = {}
     count = checkpoints = 0
     for entry in sorted(entries, key=lambda entry: bool(entry.after)):  # stable: otherwise in the order of the file
-        with located_errors(entry.place):
+        with prefix_errors(entry.place):
             _check_entry(entry)
             count += _count_models(entry)
             checkpoints += _count_models(entry) * len(entry.checkpoints)
-            for number, most, what in ((count, _MOST_MODELS, "models"), (checkpoints, _MOST_CHECKPOINTS, "checkpoints")):
+            for number, most, what in ((count, _MAX_MODELS, "models"), (checkpoints, _MAX_CHECKPOINTS, "checkpoints")):
                 if number > most:
                     raise InputError(f"makes more than {most:,} {what} with those before it, expected fewer")
-            made = list(_expand(entry, models, sizes, pretrain))
+            made = list(_expand_entry(entry, models, sizes, pretrain))
             if entry.name and len(made) > 1:
                 raise InputError(f"field `name`: found {entry.name} for {len(made)} models, expected an entry of one")
             for model in made:
@@ -141,7 +141,7 @@ def models_of(
                         raise InputError(f"model {name} is there already ({place_of[name]}), expected each name once")
                     place_of[name] = entry.place
                 models[model.name] = model
-    return _set_apart(models.values())
+    return _disambiguate_keys(models.values())
 
 
 def _check_entry(entry: ManifestEntry) -> None:
@@ -183,9 +183,9 @@ def _check_name(field: str, name: str) -> None:
     if not _NAME.fullmatch(name):
         found = f"field `{field}`: found {repr(name)[:60]}"
         raise InputError(f"{found}, expected letters, digits and . _ - (it is the name of folders)")
-    if len(name.encode()) > _LONGEST_NAME:
+    if len(name.encode()) > _MAX_NAME_BYTES:
         found = f"field `{field}`: found {name[:40]}... of {len(name)} letters"
-        raise InputError(f"{found}, expected at most {_LONGEST_NAME} bytes; give it a `name`")
+        raise InputError(f"{found}, expected at most {_MAX_NAME_BYTES} bytes; give it a `name`")
 
 
 def _count_models(entry: ManifestEntry) -> int:
@@ -194,30 +194,29 @@ def _count_models(entry: ManifestEntry) -> int:
     return math.prod(max(1, len(values)) for values in lists)
 
 
-def _set_apart(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
+def _disambiguate_keys(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
     """Return the models, in their order, no setting of which, or of checkpoints on their way, stands for two ways of training.
 
     Of those with the same columns the one without flags of its own keeps them. For the others these become part of the
     `schedule`, by which they are shown in a table of their own, beside those of the study and its claims.
     """
     settings = [
-        (model, [model.setting] * model.evaluate + [model.checkpoint_setting(step) for step in model.checkpoints])
-        for model in models
+        (model, [model.key] * model.evaluate + [model.checkpoint_key(step) for step in model.checkpoints]) for model in models
     ]
     ways: dict[ModelKey, set[str]] = defaultdict(set)
     for model, of_model in settings:
         for setting in of_model:
-            ways[setting].add(model.own)
+            ways[setting].add(model.distinguishing_flags)
     found = []
     for model, of_model in settings:
-        if model.own and any(len(ways[setting]) > 1 for setting in of_model):
-            schedule = f"{model.setting.schedule or model.schedule} with {model.own}"
-            model = replace(model, setting=replace(model.setting, schedule=schedule))
+        if model.distinguishing_flags and any(len(ways[setting]) > 1 for setting in of_model):
+            schedule = f"{model.key.schedule or model.schedule} with {model.distinguishing_flags}"
+            model = replace(model, key=replace(model.key, schedule=schedule))
         found.append(model)
     return tuple(found)
 
 
-def _expand(
+def _expand_entry(
     entry: ManifestEntry, models: Mapping[str, PlannedModel], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
 ) -> Iterator[PlannedModel]:
     """Return every model of an entry; `models` are those that it may continue."""
@@ -226,34 +225,34 @@ def _expand(
     for begin, steps, rate, seed in itertools.product(begins, entry.steps, rates, entry.seed):
         parent = models.get(begin) if entry.after else None
         if entry.after and not parent:
-            raise InputError(f"field `after`: found {begin}{nearest(begin, models)}")
+            raise InputError(f"field `after`: found {begin}{format_suggestion(begin, models)}")
         if parent and parent.after:
             raise InputError(f"field `after`: found {begin}, which is continued itself; give one longer `schedule`")
-        base = parent.setting if parent else ModelKey(begin, seed=seed)
+        base = parent.key if parent else ModelKey(begin, seed=seed)
         if base.size not in sizes:
-            raise InputError(f"field `size`: found {base.size}{nearest(base.size, sizes)}")
+            raise InputError(f"field `size`: found {base.size}{format_suggestion(base.size, sizes)}")
         own = {**entry.pretrain, **({} if rate is None else {"lr": rate})}
         cold = {"lr_warmup_iters": 0, "lr_warmup_fraction": None} if parent else {}
         given = {**pretrain, **sizes[base.size], **cold, **own}
         if (base.size, rate) not in runs:
-            runs[base.size, rate] = run_flags(given)
-            check_plan_flags(runs[base.size, rate])
+            runs[base.size, rate] = build_run_config(given)
+            check_run_config(runs[base.size, rate])
         run = runs[base.size, rate]
-        warmup, decay = rate_steps(run.optimizer, steps)
+        warmup, decay = warmup_and_decay_steps(run.optimizer, steps)
         words = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in own.items()]
         if parent:
-            words += [parent.own, f"after {parent.setting.schedule}" if parent.setting.schedule else ""]
-        for text in _schedules(entry, steps):
+            words += [parent.distinguishing_flags, f"after {parent.key.schedule}" if parent.key.schedule else ""]
+        for text in _build_schedules(entry, steps):
             whole = replace(run, objective_schedule=text, train_iters=steps, seed=base.seed)
-            trained = tuple(phases(whole, _ANY_IDS, expected_documents(run)))
-            setting = _setting(base, trained, text, parent)
-            name = _name(entry, setting, rate)
+            trained = tuple(phases(whole, _PLACEHOLDER_VOCAB_SIZE, expected_length_model(run)))
+            setting = _build_model_key(base, trained, text, parent)
+            name = _build_model_name(entry, setting, rate)
             if late := [step for step in entry.checkpoints if step > steps - decay]:
                 last = f"expected 1 to {steps - decay}: then {name} decays"
                 raise InputError(f"field `checkpoints`: found {late[0]}, {last}")
             yield PlannedModel(
                 name=name,
-                setting=setting,
+                key=setting,
                 flags={key: value for key, value in given.items() if not key.startswith(("lr_warmup", "lr_wsd_decay"))},
                 run=run,
                 schedule=text,
@@ -265,11 +264,11 @@ def _expand(
                 group=entry.group,
                 evaluate=entry.evaluate,
                 inferred=entry.inferred,
-                own=", ".join(filter(None, words)),
+                distinguishing_flags=", ".join(filter(None, words)),
             )
 
 
-def _schedules(entry: ManifestEntry, steps: int) -> list[str]:
+def _build_schedules(entry: ManifestEntry, steps: int) -> list[str]:
     """As --objective-schedule has them, in steps where there are two objectives."""
     if entry.schedule:
         return [entry.schedule]
@@ -286,35 +285,35 @@ def _schedules(entry: ManifestEntry, steps: int) -> list[str]:
     return list(dict.fromkeys(found))  # CLM alone is the same for every mask ratio
 
 
-def _name(entry: ManifestEntry, setting: ModelKey, rate: float | None) -> str:
+def _build_model_name(entry: ManifestEntry, setting: ModelKey, rate: float | None) -> str:
     try:
-        name = entry.name or name_of(setting)
+        name = entry.name or format_model_name(setting)
     except ValueError as error:
         raise InputError(f"{error}; give it a `name`") from None
     if rate is not None:
         stem, mark, seed = name.partition("-seed")
-        name = f"{stem}-lr{rate_name(rate)}{mark}{seed}"
+        name = f"{stem}-lr{format_learning_rate(rate)}{mark}{seed}"
     _check_name("name", name)
     return name
 
 
-def expected_documents(run: PretrainConfig) -> LengthModel:
+def expected_length_model(run: PretrainConfig) -> LengthModel:
     """Return how documents lie in packs as far as that is known without a corpus: cut at random into two, else one each.
 
     Attention of one document is at most some percent too much.
     """
     length = run.data.seq_length
     cut = run.data.packing == "random-length" and length >= 2 * SHORTEST_CHUNK
-    return LengthModel(mean_squares_of_chunks(length) if cut else float(length * length), 0.0, 0.0, "")
+    return LengthModel(mean_squared_chunk_lengths(length) if cut else float(length * length), 0.0, 0.0, "")
 
 
-def _setting(base: ModelKey, trained: Sequence[PhaseWork], text: str, parent: PlannedModel | None) -> ModelKey:
+def _build_model_key(base: ModelKey, trained: Sequence[PhaseWork], text: str, parent: PlannedModel | None) -> ModelKey:
     """Return the columns of the tables, and the schedule itself where they cannot say it."""
-    clm_steps, total = round(sum(map(_clm_steps, trained))), trained[-1].last
+    clm_steps, total = round(sum(map(_count_clm_steps, trained))), trained[-1].last
     masking = [(work, steps) for phase in trained for work, steps in phase.parts if work.seen == work.squares]
     masked = sum(steps for _, steps in masking)
     mask = round(sum(steps * work.predicted / work.tokens for work, steps in masking) / masked, 6) if masked else None
-    plain = [match[1] if (match := _PLAIN.fullmatch(phase.text)) else "" for phase in trained]
+    plain = [match[1] if (match := _STANDARD_OBJECTIVE.fullmatch(phase.text)) else "" for phase in trained]
     if parent is None:
         schedule = "" if plain in (["clm"], ["mlm"], ["clm", "mlm"]) else text
         return replace(base, clm_steps=clm_steps, mlm_steps=total - clm_steps, mask_ratio=mask, schedule=schedule)
@@ -322,11 +321,11 @@ def _setting(base: ModelKey, trained: Sequence[PhaseWork], text: str, parent: Pl
     return replace(base, cpt_mlm_steps=total, mask_ratio=mask, schedule="" if same else text)
 
 
-def _clm_steps(phase: PhaseWork) -> float:
+def _count_clm_steps(phase: PhaseWork) -> float:
     return sum(steps for work, steps in phase.parts if work.objective == "clm")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def format_suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence about a `name` that is not `known`: the nearest that is, or all of them."""
-    near = closest(name, known)
+    near = closest_match(name, known)
     return f", did you mean {near}?" if near else f", expected one of {', '.join(known)}"

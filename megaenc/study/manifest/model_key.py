@@ -10,13 +10,15 @@
 import re
 from dataclasses import dataclass, field
 
-BUDGET = 42_000  # steps of the study's own runs, and so what an intermediate checkpoint is on the way to where nobody says
+DEFAULT_BUDGET = (
+    42_000  # steps of the study's own runs, and so what an intermediate checkpoint is on the way to where nobody says
+)
 
 _STEPS, _MASK = r"\d+k?", r"\d+(?:\.\d+)?"
 _NAME = re.compile(rf"([a-z0-9.]+(?:-[a-z0-9.]+)*?)((?:-(?:clm|mlm{_MASK})-(?:dec)?{_STEPS})+)(?:-(\d+))?(?:-seed(\d+))?")
 _CONTINUED = re.compile(rf"(.+-)dec({_STEPS})-mlm({_MASK})-({_STEPS})")
 _RUN = re.compile(rf"(?:-clm-({_STEPS}))?(?:-mlm({_MASK})-({_STEPS}))?")
-_COUNTED = re.compile(r"\d+(\.\d+)?[kmb]")  # a size that is a number of parameters: 610m, 1b
+_PARAMETER_COUNT = re.compile(r"\d+(\.\d+)?[kmb]")  # a size that is a number of parameters: 610m, 1b
 
 
 @dataclass(frozen=True, order=True)
@@ -53,28 +55,28 @@ class ModelKey:
         return self.clm_steps / first if (first := self.clm_steps + self.mlm_steps) else 0.0
 
 
-def name_of(setting: ModelKey) -> str:
+def format_model_name(setting: ModelKey) -> str:
     """Return the name that the study's artefacts give this setting, or would.
 
     Raises ValueError where there is MLM without a mask ratio, or an intermediate checkpoint lies behind the end of its run.
     """
-    size = setting.size.lower() if _COUNTED.fullmatch(setting.size.lower()) else setting.size
+    size = setting.size.lower() if _PARAMETER_COUNT.fullmatch(setting.size.lower()) else setting.size
     first, last = setting.clm_steps + setting.mlm_steps, setting.cpt_mlm_steps
     at = last or first
-    end = at if setting.decayed else setting.budget or BUDGET
+    end = at if setting.decayed else setting.budget or DEFAULT_BUDGET
     if not setting.decayed and at >= end:
         raise ValueError(f"{setting}: step {at} is not on the way to {end}")
     if setting.schedule:  # letters, digits, points and single hyphens of it
         label = re.sub(r"[^a-z0-9.]+", "-", setting.schedule.lower().replace("->", "to")).strip("-.") or "model"
     else:
-        label = _mlm(setting) if setting.mlm_steps or last else "clm"
+        label = _format_mlm(setting) if setting.mlm_steps or last else "clm"
     parts = [size]
     if setting.clm_steps and setting.mlm_steps and (last or not setting.schedule):
-        parts.append(f"clm-{_count(setting.clm_steps)}")
+        parts.append(f"clm-{_format_steps(setting.clm_steps)}")
     if last:
-        parts.append(f"{_mlm(setting) if setting.mlm_steps else 'clm'}-dec{_count(first)}")
+        parts.append(f"{_format_mlm(setting) if setting.mlm_steps else 'clm'}-dec{_format_steps(first)}")
         end += first
-    parts.append(f"{label}-{_count(end)}")
+    parts.append(f"{label}-{_format_steps(end)}")
     if not setting.decayed:
         parts.append(str(at))
     if setting.seed != 1:
@@ -82,8 +84,8 @@ def name_of(setting: ModelKey) -> str:
     return "-".join(parts)
 
 
-def setting_of(name: str) -> ModelKey | None:
-    """Return the setting that a name stands for; None where it is no such name. `name_of` gives the name back."""
+def parse_model_name(name: str) -> ModelKey | None:
+    """Return the setting that a name stands for; None where it is no such name. `format_model_name` gives the name back."""
     if not (match := _NAME.fullmatch(name)):
         return None
     size, stages, step, seed = match.groups()
@@ -94,9 +96,9 @@ def setting_of(name: str) -> ModelKey | None:
     if not (run := _RUN.fullmatch(stages)):
         return None
     clm_end, mask, mlm_end = run.groups()
-    clm = _number(clm_end or "0")
-    mlm = _number(mlm_end) - clm if mlm_end else 0
-    cpt = _number(end) - clm - mlm if end else 0
+    clm = _parse_steps(clm_end or "0")
+    mlm = _parse_steps(mlm_end) - clm if mlm_end else 0
+    cpt = _parse_steps(end) - clm - mlm if end else 0
     masks = {float(percent) for percent in (mask, more_mask) if percent}
     if len(masks) > 1 or not all(0 < percent <= 100 for percent in masks):  # one column holds one of them
         return None
@@ -109,19 +111,19 @@ def setting_of(name: str) -> ModelKey | None:
             return None
         clm, mlm, cpt = (clm, mlm, at) if cpt else (min(clm, at), max(0, at - clm), 0)
     ratio = round(masks.pop() / 100, 6) if mlm or cpt else None
-    size = size.upper() if _COUNTED.fullmatch(size) else size
+    size = size.upper() if _PARAMETER_COUNT.fullmatch(size) else size
     return ModelKey(size, clm, mlm, cpt, ratio, decayed=not step, seed=int(seed or 1), budget=budget)
 
 
-def _mlm(setting: ModelKey) -> str:
+def _format_mlm(setting: ModelKey) -> str:
     if setting.mask_ratio is None:
         raise ValueError(f"{setting}: MLM without a mask ratio")
     return f"mlm{100 * setting.mask_ratio:g}"
 
 
-def _count(steps: int) -> str:
+def _format_steps(steps: int) -> str:
     return f"{steps // 1000}k" if steps and steps % 1000 == 0 else str(steps)
 
 
-def _number(count: str) -> int:
+def _parse_steps(count: str) -> int:
     return 1000 * int(count[:-1]) if count.endswith("k") else int(count)

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import flags
-from megaenc.data.packing.blended_dataset import weight_of
-from megaenc.data.packing.packed_dataset import check_two_chunks
+from megaenc.data.packing.blended_dataset import parse_weight
+from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError
-from megaenc.training.config import PretrainConfig, with_preset
+from megaenc.training.config import PretrainConfig, apply_preset
 from megaenc.training.config_groups import OptimizerConfig
-from megaenc.training.lr_schedule import steps_of
+from megaenc.training.lr_schedule import resolve_steps
 
-OF_THE_STUDY = {
+RESERVED_FLAGS = {
     *("config", "objective_schedule", "train_iters", "train_tokens", "seed", "rampup_batch_size"),
     *("branch_from", "branch_at", "init_from", "init_at", "skip_samples", "skip_packs"),
     *("save", "save_steps", "keep_last", "keep_every", "exit_interval", "exit_duration_in_mins", "dry_run"),
@@ -24,23 +24,23 @@ OF_THE_STUDY = {
 def check_pretrain_flags(source: str, given: Mapping[str, Any]) -> None:
     """Raise InputError for a flag that there is not, of another type, or that the study decides; `source` is the place."""
     for name in given:
-        if name in OF_THE_STUDY:
+        if name in RESERVED_FLAGS:
             raise InputError(f"{source}: field `{name}`: found here, expected nowhere: it follows from `models` and the run")
-    run_flags(given, source)
+    build_run_config(given, source)
 
 
-def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
+def build_run_config(given: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
     """Return `given` over the preset of its `model` over the defaults of `megaenc pretrain`. Raises InputError.
 
     bf16 is on unless given, as if the processor had it: to ask takes torch, and another machine may do the run.
     """
     values = {str(name): value for name, value in given.items()}
-    with located_errors(source):
-        default = with_preset(PretrainConfig(bf16=True), str(values.get("model", "tiny")))
+    with prefix_errors(source):
+        default = apply_preset(PretrainConfig(bf16=True), str(values.get("model", "tiny")))
     return flags.replace_fields(default, values, source=source)
 
 
-def check_plan_flags(run: PretrainConfig) -> None:
+def check_run_config(run: PretrainConfig) -> None:
     """Raise InputError, naming the flag, for a shape or a size of a step that cannot be: the plan computes with them."""
     run.shape.check()
     values = flags.flatten(run)
@@ -48,24 +48,24 @@ def check_plan_flags(run: PretrainConfig) -> None:
         if values[name] is not None and values[name] < 1:
             raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected 1 or more")
     if run.data.packing == "random-length":
-        check_two_chunks(run.data.seq_length)
+        check_two_chunks_fit(run.data.seq_length)
 
 
-def located_flags(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def resolve_flag_paths(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return `given` with the corpora, and a tokenizer that is a folder there, where they are: paths begin in `folder`."""
     found = {str(name): value for name, value in given.items()}
     if words := found.get("data_path"):
         words = [words] if isinstance(words, str) else words
-        found["data_path"] = [word if weight_of(str(word)) is not None else str(folder / str(word)) for word in words]
+        found["data_path"] = [word if parse_weight(str(word)) is not None else str(folder / str(word)) for word in words]
     if (tokenizer := found.get("tokenizer")) and (folder / str(tokenizer)).exists():  # otherwise a name of the Hub
         found["tokenizer"] = str(folder / str(tokenizer))
     return found
 
 
-def rate_steps(rate: OptimizerConfig, total: int) -> tuple[int, int]:
+def warmup_and_decay_steps(rate: OptimizerConfig, total: int) -> tuple[int, int]:
     """Return the steps of warm-up and of decay in a run of `total` steps. Raises InputError for what cannot be."""
-    warmup = steps_of("lr-warmup", rate.lr_warmup_iters, rate.lr_warmup_fraction, total)
-    decay = steps_of("lr-wsd-decay", rate.lr_wsd_decay_iters, rate.lr_wsd_decay_fraction, total)
+    warmup = resolve_steps("lr-warmup", rate.lr_warmup_iters, rate.lr_warmup_fraction, total)
+    decay = resolve_steps("lr-wsd-decay", rate.lr_wsd_decay_iters, rate.lr_wsd_decay_fraction, total)
     if decay < 1:
         raise InputError(f"a decay of {decay} steps, expected 1 or more (lr_wsd_decay_iters)")
     if warmup + decay > total:
@@ -75,7 +75,7 @@ def rate_steps(rate: OptimizerConfig, total: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def located_errors(place: str) -> Iterator[None]:
+def prefix_errors(place: str) -> Iterator[None]:
     """Put `place`, where in the manifest it stands, before the message of an InputError."""
     try:
         yield

@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 import yaml
 
 from megaenc import flags
-from megaenc.console import printable, shortened
+from megaenc.console import escape_unprintable, truncate_text
 from megaenc.errors import InputError
 from megaenc.finetune.grid.command import GridConfig
-from megaenc.study.manifest.expand import ManifestEntry, PlannedModel, models_of, nearest
+from megaenc.study.manifest.expand import ManifestEntry, PlannedModel, expand_models, format_suggestion
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.manifest.pretrain_args import check_pretrain_flags, located_errors, located_flags
-from megaenc.study.run.finetune_stage import Training, located, trainings
+from megaenc.study.manifest.pretrain_args import check_pretrain_flags, prefix_errors, resolve_flag_paths
+from megaenc.study.run.finetune_stage import TrainingSet, plan_training_sets, resolve_dataset_path
 
-_MOST_SEEDS = 10_000
-_LARGEST = 10**15  # of whole numbers: products of some of them stay finite as floats
-_LONGEST = 10_000  # values of a list, and letters of a text
-_NOT_HERE = {"config", "model", "output", *flags.flatten(GridConfig().local), *flags.flatten(GridConfig().slurm)}
+_MAX_SEEDS = 10_000
+_MAX_INTEGER = 10**15  # of whole numbers: products of some of them stay finite as floats
+_MAX_LENGTH = 10_000  # values of a list, and letters of a text
+_COMMAND_LINE_ONLY = {"config", "model", "output", *flags.flatten(GridConfig().local), *flags.flatten(GridConfig().slurm)}
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class CorpusEntry:
     """ids of the tokenizer: of the one to train on that text, or of the one that `pretrain` names (for the costs)"""
 
     @property
-    def made(self) -> bool:
+    def is_built_by_study(self) -> bool:
         """Whether the study makes tokenizer and corpus."""
         return self.demo or bool(self.text)
 
 
 @dataclass(frozen=True)
-class Hardware:
+class HardwareEntry:
     """What the plan's hours are counted with."""
 
     device: str = "device"
@@ -66,7 +66,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Reported:
+class ReportedEntry:
     """What somebody else counted, by group of models; 0 or missing where they said nothing."""
 
     source: str = ""
@@ -88,37 +88,37 @@ class Manifest:
     models: tuple[PlannedModel, ...]
     """Parents before those that continue them."""
     corpus: CorpusEntry
-    data: Path
+    data_dir: Path
     """The folder that relative paths of data begin in."""
     finetune: GridConfig | None
     """With neither models nor an output; None where nothing is fine-tuned."""
     finetune_flags: Mapping[str, Any]
     """The flags of `megaenc finetune grid` that say so, data sets where they are."""
-    trainings: tuple[Training, ...]
+    plan_training_sets: tuple[TrainingSet, ...]
     """What it trains each model on."""
-    hardware: Hardware
-    reported: Reported
+    hardware: HardwareEntry
+    reported: ReportedEntry
 
-    def settings(self) -> dict[str, ModelKey]:
+    def model_keys(self) -> dict[str, ModelKey]:
         """Return every evaluated checkpoint by its name, in the manifest's order: models first, then those on the way."""
         return {name: setting for name, setting, *_ in self.checkpoints()}
 
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
         """Yield name, setting, model and step of every evaluated checkpoint: of models first, then those on the way."""
-        yield from ((model.name, model.setting, model, model.steps) for model in self.models if model.evaluate)
+        yield from ((model.name, model.key, model, model.steps) for model in self.models if model.evaluate)
         for model in self.models:
             for step in model.checkpoints:
-                yield model.checkpoint_name(step), model.checkpoint_setting(step), model, step
+                yield model.checkpoint_name(step), model.checkpoint_key(step), model, step
 
     def vocab_size(self, model: PlannedModel) -> int:
         return model.run.shape.vocab_size or self.corpus.vocab_size
 
 
-_Part = TypeVar("_Part")
+_Section = TypeVar("_Part")
 
 
 @dataclass(frozen=True)
-class _Top:
+class _ManifestFile:
     """The keys of the file."""
 
     title: str = ""
@@ -132,7 +132,7 @@ class _Top:
 
 
 def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
-    """Read and check a manifest; `data` is the folder that relative paths of data begin in, unless given that of the file.
+    """Read and check a manifest; `data_dir` is the folder that relative paths of data begin in, unless given that of the file.
 
     Raises InputError in one line: file, field, found, expected, and the nearest key where one is not known.
     """
@@ -141,22 +141,22 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`")
     values = {str(key): value for key, value in values.items()}
-    with located_errors(str(path)):
+    with prefix_errors(str(path)):
         _check_values(values)
-    top = _part(_Top(), values, str(path))
+    top = _build_section(_ManifestFile(), values, str(path))
     folder = (path.parent if data is None else Path(data)).absolute()
-    with located_errors(str(path)):
-        return _manifest(path, top, folder)
+    with prefix_errors(str(path)):
+        return _build_manifest(path, top, folder)
 
 
-def _part(empty: _Part, values: Mapping[str, Any], place: str) -> _Part:
+def _build_section(empty: _Section, values: Mapping[str, Any], place: str) -> _Section:
     """Return `empty` with `values`, its texts on one line."""
     part = flags.replace_fields(empty, dict(values), source=place)
     texts = {name: " ".join(text.split()) for name, text in vars(part).items() if isinstance(text, str)}
     return replace(part, **texts)
 
 
-def _manifest(path: Path, top: _Top, folder: Path) -> Manifest:
+def _build_manifest(path: Path, top: _ManifestFile, folder: Path) -> Manifest:
     """Check the values of the keys and work out what they stand for."""
     if not top.models:
         raise InputError("field `models`: found none, expected a list of at least one entry")
@@ -167,29 +167,32 @@ def _manifest(path: Path, top: _Top, folder: Path) -> Manifest:
         if not isinstance(given, dict):
             raise InputError(f"sizes: field `{size}`: found {given!r}, expected flags such as {{model: 610m}}")
         check_pretrain_flags(f"sizes: {size}", given)
-    entries = [_entry(number, given, folder) for number, given in enumerate(top.models, 1)]
-    sizes = {str(size): located_flags(given, folder) for size, given in top.sizes.items()}
-    models = models_of(entries, sizes, located_flags(top.pretrain, folder))
-    corpus = _part(CorpusEntry(), top.corpus, "corpus")
+    entries = [_build_entry(number, given, folder) for number, given in enumerate(top.models, 1)]
+    sizes = {str(size): resolve_flag_paths(given, folder) for size, given in top.sizes.items()}
+    models = expand_models(entries, sizes, resolve_flag_paths(top.pretrain, folder))
+    corpus = _build_section(CorpusEntry(), top.corpus, "corpus")
     if corpus.demo and corpus.text:
         raise InputError("corpus: found `demo` beside `text`, expected one of them")
     for name in ("data_path", "tokenizer"):
-        if corpus.made and name in top.pretrain:
+        if corpus.is_built_by_study and name in top.pretrain:
             raise InputError(f"pretrain: found `{name}` beside a corpus that the study makes, expected one of them")
     if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
         raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
-    hardware, reported = _part(Hardware(), top.hardware, "hardware"), _part(Reported(), top.reported, "reported")
-    _check_numbers(hardware, reported, sizes, {model.group for model in models})
-    grid = _grid(top.finetune) if top.finetune else None
+    hardware, reported = (
+        _build_section(HardwareEntry(), top.hardware, "hardware"),
+        _build_section(ReportedEntry(), top.reported, "reported"),
+    )
+    _check_hardware_and_reported(hardware, reported, sizes, {model.group for model in models})
+    grid = _build_grid(top.finetune) if top.finetune else None
     return Manifest(
         path=path,
         title=top.title,
         models=models,
         corpus=corpus,
-        data=folder,
+        data_dir=folder,
         finetune=grid,
-        finetune_flags=_grid_flags(grid, top.finetune, folder) if grid else {},
-        trainings=trainings(grid, folder) if grid else (),
+        finetune_flags=_build_grid_flags(grid, top.finetune, folder) if grid else {},
+        training_sets=plan_training_sets(grid, folder) if grid else (),
         hardware=hardware,
         reported=reported,
     )
@@ -218,39 +221,41 @@ def _check_values(values: Mapping[str, Any]) -> None:
                 continue
             seen.add(id(value))
         if isinstance(value, dict):
-            left += [(f"{place}.{_short(key)}", part) for key, part in value.items()] + [(place, key) for key in value]
+            left += [(f"{place}.{_format_value(key)}", part) for key, part in value.items()] + [(place, key) for key in value]
         elif isinstance(value, list):
             left += [(f"{place} {number}", part) for number, part in enumerate(value, 1)]
         for wrong, expected in (
-            (isinstance(value, list | dict) and len(value) > _LONGEST, f"at most {_LONGEST:,} values"),
+            (isinstance(value, list | dict) and len(value) > _MAX_LENGTH, f"at most {_MAX_LENGTH:,} values"),
             (
-                isinstance(value, str) and (len(value) > _LONGEST or value != printable(value, keep="\n\t")),
-                f"a text of at most {_LONGEST:,} printable letters",
+                isinstance(value, str) and (len(value) > _MAX_LENGTH or value != escape_unprintable(value, keep="\n\t")),
+                f"a text of at most {_MAX_LENGTH:,} printable letters",
             ),
-            (isinstance(value, int) and abs(value) > _LARGEST, f"a number of at most {_LARGEST:,}"),
+            (isinstance(value, int) and abs(value) > _MAX_INTEGER, f"a number of at most {_MAX_INTEGER:,}"),
             (isinstance(value, float) and not math.isfinite(value), "a finite number"),
         ):
             if wrong:
-                raise InputError(f"field `{place}`: found {_short(value)}, expected {expected}")
+                raise InputError(f"field `{place}`: found {_format_value(value)}, expected {expected}")
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list | dict):
         return f"{len(value):,} values"
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return shortened(text, 60)
+    return truncate_text(text, 60)
 
 
-def _entry(number: int, given: Any, folder: Path) -> ManifestEntry:
+def _build_entry(number: int, given: Any, folder: Path) -> ManifestEntry:
     place = f"models, entry {number}"
     if not isinstance(given, dict):
         raise InputError(f"{place}: found {given!r}, expected keys such as size, steps, clm_share and mask")
     entry = flags.replace_fields(ManifestEntry(), {str(key): value for key, value in given.items()}, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
-    return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=located_flags(entry.pretrain, folder))
+    return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=resolve_flag_paths(entry.pretrain, folder))
 
 
-def _check_numbers(hardware: Hardware, reported: Reported, sizes: Iterable[str], groups: set[str]) -> None:
+def _check_hardware_and_reported(
+    hardware: HardwareEntry, reported: ReportedEntry, sizes: Iterable[str], groups: set[str]
+) -> None:
     for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0)):
         if (value := getattr(hardware, name)) < least:
             raise InputError(f"hardware: field `{name}`: found {value}, expected {least} or more")
@@ -261,14 +266,14 @@ def _check_numbers(hardware: Hardware, reported: Reported, sizes: Iterable[str],
     ):
         for key, value in values.items():
             if key not in known:
-                raise InputError(f"{place}: unknown name `{key}`{nearest(str(key), sorted(known))}")
+                raise InputError(f"{place}: unknown name `{key}`{format_suggestion(str(key), sorted(known))}")
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
                 raise InputError(f"{place}: field `{key}`: found {value!r}, expected a number of 0 or more")
 
 
-def _grid(given: Mapping[str, Any]) -> GridConfig:
+def _build_grid(given: Mapping[str, Any]) -> GridConfig:
     for name in given:
-        if name in _NOT_HERE:
+        if name in _COMMAND_LINE_ONLY:
             raise InputError(f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`")
     settings = flags.replace_fields(GridConfig(), dict(given), source="finetune")
     if not settings.datasets:
@@ -279,18 +284,18 @@ def _grid(given: Mapping[str, Any]) -> GridConfig:
                 raise InputError(f"finetune: field `{name}`: found {value} twice, expected each once")
     if settings.seeds < 1 or not settings.learning_rates or min(settings.learning_rates) <= 0:
         raise InputError("finetune: expected at least one seed and learning rates above 0")
-    if settings.seeds > _MOST_SEEDS:
-        raise InputError(f"finetune: field `seeds`: found {settings.seeds:,}, expected at most {_MOST_SEEDS:,}")
-    with located_errors("finetune"):
+    if settings.seeds > _MAX_SEEDS:
+        raise InputError(f"finetune: field `seeds`: found {settings.seeds:,}, expected at most {_MAX_SEEDS:,}")
+    with prefix_errors("finetune"):
         settings.protocol.check()
         settings.data.check()
     return settings
 
 
-def _grid_flags(grid: GridConfig, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _build_grid_flags(grid: GridConfig, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     values = flags.flatten(grid)
     found = {name: values[name] for name in given}
-    found |= {"datasets": tuple(located(dataset, folder) for dataset in grid.datasets)}
-    found |= {"train_on": located(grid.data.train_on, folder)} if grid.data.train_on else {}
+    found |= {"datasets": tuple(resolve_dataset_path(dataset, folder) for dataset in grid.datasets)}
+    found |= {"train_on": resolve_dataset_path(grid.data.train_on, folder)} if grid.data.train_on else {}
     found |= {"demo_folder": str(folder / grid.data.demo_folder)} if "demo_folder" in found else {}
     return found | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}

@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Scope:
+class StudyScope:
     """Empty where no manifest says any of it: then what is there has to do."""
 
-    names: Mapping[str, ModelKey] = field(default_factory=dict)
+    model_keys: Mapping[str, ModelKey] = field(default_factory=dict)
     """every evaluated checkpoint by its name, in the manifest's order"""
     sizes: tuple[str, ...] = ()
     """the smallest number of parameters first"""
-    asked: GridSpec | None = None
+    grid: GridSpec | None = None
     """rates and seeds of each model on each data set"""
     datasets: tuple[tuple[str, str], ...] = ()
     """(family, data set), the family empty where only the data says it"""
 
 
-NOTHING = Scope()
+EMPTY_SCOPE = StudyScope()
 
 
-def scope_of(manifest: "Manifest") -> Scope:
+def build_scope(manifest: "Manifest") -> StudyScope:
     """What a manifest says of it."""
     counts: dict[str, int] = {}
     for model in manifest.models:
-        counts.setdefault(model.setting.size, model.run.shape.parameters(manifest.vocab_size(model)))
+        counts.setdefault(model.key.size, model.run.shape.parameter_count(manifest.vocab_size(model)))
     grid = manifest.finetune
-    return Scope(
-        names=manifest.settings(),
+    return StudyScope(
+        model_keys=manifest.model_keys(),
         sizes=tuple(sorted(counts, key=counts.__getitem__)),
-        asked=None if grid is None else GridSpec(tuple(sorted(grid.learning_rates)), tuple(range(grid.seeds))),
-        datasets=tuple((one.family, name) for one in manifest.trainings for name in one.datasets),
+        grid=None if grid is None else GridSpec(tuple(sorted(grid.learning_rates)), tuple(range(grid.seeds))),
+        datasets=tuple((one.family, name) for one in manifest.training_sets for name in one.datasets),
     )

@@ -17,13 +17,13 @@ from megaenc.errors import InputError
 from megaenc.flags import flatten
 from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.manifest.schema import Manifest
-from megaenc.study.plan.cost import amount
+from megaenc.study.plan.cost import compute_training_cost
 from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData
-from megaenc.study.run.pretrain_stage import PretrainStage, read_start
+from megaenc.study.run.pretrain_stage import PretrainStage, read_run_init
 from megaenc.study.run.stage import CorpusStage, ExportStage, StageRunner
 from megaenc.training.checkpoint_dir import CheckpointDir
 
-Start = tuple[Literal["new", "branch", "weights"], str, int]
+PlannedStart = tuple[Literal["new", "branch", "weights"], str, int]
 """How a run begins: with new weights, as a branch, with another's weights; the name of that other; the step of a branch, or 0."""
 
 
@@ -38,10 +38,10 @@ class StageGraph:
     grids: dict[str, FinetuneStage]
 
     @property
-    def nodes(self) -> dict[str, StageRunner]:
+    def stages(self) -> dict[str, StageRunner]:
         """All of them by id, each after what it needs."""
         corpus = [self.corpus] if self.corpus else []
-        return {node.id: node for node in (*corpus, *self.runs.values(), *self.exports.values(), *self.grids.values())}
+        return {stage.id: stage for stage in (*corpus, *self.runs.values(), *self.exports.values(), *self.grids.values())}
 
 
 def build_graph(
@@ -58,11 +58,11 @@ def build_graph(
     be. `processes` of one pretraining run; 0: the manifest's devices. `grid_jobs`: fine-tuning runs at a time in one grid; 0: as
     many as the machine has room for. `text`: data_path and tokenizer of pretraining in place of the manifest's.
     """
-    starts = _starts_of(manifest.models, study)
+    starts = _plan_starts(manifest.models, study)
     study, hardware = study or Path(), manifest.hardware
     corpus = None
-    if manifest.corpus.made:
-        paths = tuple(manifest.data / path for path in manifest.corpus.text)
+    if manifest.corpus.is_built_by_study:
+        paths = tuple(manifest.data_dir / path for path in manifest.corpus.text)
         corpus = CorpusStage(study=study, demo=manifest.corpus.demo, text=paths, vocab_size=manifest.corpus.vocab_size)
         text = corpus.flags
     exports, keep = {}, defaultdict(set)
@@ -72,7 +72,7 @@ def build_graph(
         run = model.name
         while starts[run][0] == "branch" and step <= starts[run][2]:  # made by what it branches off
             run = starts[run][1]
-        exports[name] = ExportStage(study=study, name=name, setting=setting, run=run, step=step)
+        exports[name] = ExportStage(study=study, name=name, key=setting, run=run, step=step)
         keep[run].update([] if setting.decayed else [step])
     models, runs = {model.name: model for model in manifest.models}, {}
     for name, (start, parent, at) in starts.items():
@@ -82,12 +82,12 @@ def build_graph(
             model=models[name],
             start=start,
             parent=parent,
-            at=at,
-            keep=tuple(sorted(keep[name])),
-            corpus=manifest.corpus.made,
-            amount=amount(manifest, models[name], at, models[name].steps),
+            branch_step=at,
+            checkpoint_steps=tuple(sorted(keep[name])),
+            has_study_corpus=manifest.corpus.is_built_by_study,
+            cost=compute_training_cost(manifest, models[name], at, models[name].steps),
             processes=processes or hardware.devices,
-            text=text or {},
+            data_flags=text or {},
         )
     grids = {}
     if manifest.finetune:
@@ -96,18 +96,18 @@ def build_graph(
         grid = FinetuneStage(
             study=study,
             name="",
-            trainings=manifest.trainings,
+            training_sets=manifest.training_sets,
             flags=flags,
             protocol=manifest.finetune.protocol,
             data=LabelledData(flags["datasets"], replace(manifest.finetune.data, **places)),
             jobs=grid_jobs,
-            seconds=hardware.finetune_seconds,
+            run_seconds=hardware.finetune_seconds,
         )
         grids = {name: replace(grid, name=name) for name in exports}
     return StageGraph(manifest, corpus, runs, exports, grids)
 
 
-def _starts_of(models: Iterable[PlannedModel], study: Path | None) -> dict[str, Start]:
+def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str, PlannedStart]:
     """Return how the run of each model begins, parents before children.
 
     Runs that are in the folder `study` keep the start that they have had, and are branched at steps that they have kept. What is
@@ -116,16 +116,16 @@ def _starts_of(models: Iterable[PlannedModel], study: Path | None) -> dict[str, 
     """
     families: dict[tuple, list[PlannedModel]] = defaultdict(list)
     for model in models:
-        families[_family(model)].append(model)
-    kept = _kept_starts({model.name: model for members in families.values() for model in members}, study)
+        families[_sharing_key(model)].append(model)
+    kept = _read_existing_starts({model.name: model for members in families.values() for model in members}, study)
     found = dict(kept)
     for members in families.values():
         placed: list[PlannedModel] = []
-        for model in sorted(members, key=lambda model: (model.name not in kept, -model.undecayed, len(model.phases))):
+        for model in sorted(members, key=lambda model: (model.name not in kept, -model.last_undecayed_step, len(model.phases))):
             if model.name not in kept:
-                found[model.name] = _best_start(model, placed, found, study)
+                found[model.name] = _choose_start(model, placed, found, study)
             placed.append(model)
-    ordered: dict[str, Start] = {}
+    ordered: dict[str, PlannedStart] = {}
     for name in found:  # in this order, but for parents that come later: what is continued may be a branch
         line = [name]
         while parent := found[line[-1]][1]:
@@ -134,36 +134,38 @@ def _starts_of(models: Iterable[PlannedModel], study: Path | None) -> dict[str, 
     return ordered
 
 
-def _family(model: PlannedModel) -> tuple:
+def _sharing_key(model: PlannedModel) -> tuple:
     """Return what runs that can share a beginning have in common."""
     # Not as flags are spelled: a default that is written down changes nothing. The schedule has its own comparison.
     flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
-    return model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags)
+    return model.after, model.warmup, model.key.seed, model.key.size, repr(flags)
 
 
-def _own_start(model: PlannedModel) -> Start:
+def _unshared_start(model: PlannedModel) -> PlannedStart:
     """Return how a run begins that is no branch."""
     return ("weights", model.after, 0) if model.after else ("new", "", 0)
 
 
-def _best_start(model: PlannedModel, placed: Iterable[PlannedModel], starts: Mapping[str, Start], study: Path | None) -> Start:
+def _choose_start(
+    model: PlannedModel, placed: Iterable[PlannedModel], starts: Mapping[str, PlannedStart], study: Path | None
+) -> PlannedStart:
     """As a branch of the one of its family that it shares most with, if any; of equals the first."""
     best, at = "", 0
     for other in placed:
-        common = shared_steps(model, other)
-        common = _branch_point(study / "runs" / other.name, common) if study else common
+        common = count_shared_steps(model, other)
+        common = _find_branch_step(study / "runs" / other.name, common) if study else common
         kind, _, its_own = starts[other.name]
         if common > at and (kind != "branch" or common > its_own):  # steps that it makes itself
             best, at = other.name, common
-    return ("branch", best, at) if best else _own_start(model)
+    return ("branch", best, at) if best else _unshared_start(model)
 
 
-def _kept_starts(models: Mapping[str, PlannedModel], study: Path | None) -> dict[str, Start]:
+def _read_existing_starts(models: Mapping[str, PlannedModel], study: Path | None) -> dict[str, PlannedStart]:
     """Return how runs have begun, where that makes what the manifest says of them now."""
-    said: dict[str, Start] = {}
+    said: dict[str, PlannedStart] = {}
     for name in models if study else ():
         with contextlib.suppress(InputError):  # a damaged run.json, which the check of its stage names
-            if start := read_start(study / "runs" / name):
+            if start := read_run_init(study / "runs" / name):
                 said[name] = (start.kind, Path(start.run).name, start.step)
 
     def fits(name: str) -> bool:
@@ -171,26 +173,26 @@ def _kept_starts(models: Mapping[str, PlannedModel], study: Path | None) -> dict
         while said[name][0] == "branch":
             children.add(name)
             model, (_, parent, at) = models[name], said[name]
-            if parent not in said or parent in children or _family(model) != _family(models[parent]):
+            if parent not in said or parent in children or _sharing_key(model) != _sharing_key(models[parent]):
                 return False
-            if not 0 < at <= shared_steps(model, models[parent]):
+            if not 0 < at <= count_shared_steps(model, models[parent]):
                 return False
             name = parent
-        return said[name] == _own_start(models[name])
+        return said[name] == _unshared_start(models[name])
 
     return {name: said[name] for name in said if fits(name)}
 
 
-def _branch_point(run: Path, step: int) -> int:
+def _find_branch_step(run: Path, step: int) -> int:
     """Return the last step up to `step` to branch a run at: `step` while it is not there yet, then one that it has kept, or 0."""
     checkpoints = CheckpointDir(run / "checkpoints")
-    latest = checkpoints.latest()
+    latest = checkpoints.tracked_step()
     if latest is None or latest < step:
         return step
-    return max((kept for kept in checkpoints.steps() if kept <= step and checkpoints.is_whole(kept)), default=0)
+    return max((kept for kept in checkpoints.steps() if kept <= step and checkpoints.is_complete(kept)), default=0)
 
 
-def shared_steps(one: PlannedModel, other: PlannedModel) -> int:
+def count_shared_steps(one: PlannedModel, other: PlannedModel) -> int:
     """Return the first steps that two models of the same flags, warm-up and start have in common, none of them decayed.
 
     A phase within which an option changes is the same only as a whole.
@@ -203,4 +205,4 @@ def shared_steps(one: PlannedModel, other: PlannedModel) -> int:
             break
         step = min(ends)
         mine, theirs = mine + (ends[0] == step), theirs + (ends[1] == step)
-    return min(step, one.undecayed, other.undecayed)
+    return min(step, one.last_undecayed_step, other.last_undecayed_step)

@@ -13,24 +13,24 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_files, atomic_write
-from megaenc.console import ProgressLine, print_rank_0, quiet
-from megaenc.errors import InputError, one_line_errors
-from megaenc.finetune.grid.jobs import rate_name
-from megaenc.finetune.results.aggregate import Kind
-from megaenc.finetune.results.files import Result, scan
-from megaenc.output_paths import created_parent
+from megaenc.console import ProgressLine, print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.finetune.config import format_learning_rate
+from megaenc.finetune.results.aggregate import IntervalKind
+from megaenc.finetune.results.files import Result, read_result_tree
+from megaenc.output_paths import create_parent_with_rollback
 from megaenc.study.claims.verdicts import judge
-from megaenc.study.manifest.scope import Scope, scope_of
+from megaenc.study.manifest.scope import StudyScope, build_scope
 from megaenc.study.report import methods, output_dir
 from megaenc.study.report.figures.base import FigureSpec
-from megaenc.study.report.figures.registry import figures_of, flops_by_shape
-from megaenc.study.report.html import ReportPage, page
+from megaenc.study.report.figures.registry import build_figures, published_flops_by_model
+from megaenc.study.report.html import ReportPage, render_page
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
-from megaenc.study.report.score_tables import score_tables, spread_tables, standard_tables, tidy
+from megaenc.study.report.score_tables import build_score_tables, build_diagnostic_tables, build_standard_metric_tables, format_scores_csv
 from megaenc.study.report.table import WRITERS
-from megaenc.study.results.evidence import PAPER, Evidence, of_results, without_score
-from megaenc.study.results.groups import STANDARD
-from megaenc.study.results.pretrain_runs import flops_of, named_settings, read_runs
+from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence, describe_missing_scores
+from megaenc.study.results.groups import STANDARD_METRICS
+from megaenc.study.results.pretrain_runs import flops_by_model, resolve_model_keys, read_runs
 from megaenc.study.results.published import published
 
 SCORES = "scores.csv"
@@ -50,7 +50,7 @@ class ReportConfig:
     """folder to write to; an earlier report there is replaced"""
     published: bool = False
     """report the study's printed tables, without any results"""
-    interval: Kind = "normal"
+    interval: IntervalKind = "normal"
     """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is right for few seeds too"""
     about: tuple[str, ...] = ()
     """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results says such too"""
@@ -65,86 +65,86 @@ _OURS = (
 )
 
 
-def report_of(settings: ReportConfig) -> ReportPage:
+def build_report(settings: ReportConfig) -> ReportPage:
     """Read everything that the flags name. Raises InputError for what cannot be used."""
     if settings.published:
         given = [name for name in ("manifest", "results", "runs") if getattr(settings, name)]
         if given:
             raise InputError(f"--published: found beside {given[0]}, expected alone: it reports the printed tables")
         title, lead, evidence, beside = "The published tables", _PUBLISHED, published(), None
-        facts, standard, runs, flops = methods.of_published(), [], {}, flops_by_shape(evidence)
+        facts, standard, runs, flops = methods.published_facts(), [], {}, published_flops_by_model(evidence)
     else:
         if not settings.results:
             raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
-        scope, title = _planned(settings.manifest)
-        results, beside, lead = scan(settings.results), published(), _OURS
+        scope, title = _read_scope(settings.manifest)
+        results, beside, lead = read_result_tree(settings.results), published(), _OURS
         models = list(dict.fromkeys(one.model for one in results))
-        known = named_settings(sorted(models), scope.names)
-        evidence = of_results(results, known.get, PAPER, settings.interval, scope)
-        _check(evidence, results, models, settings)
+        known = resolve_model_keys(sorted(models), scope.model_keys)
+        evidence = build_evidence(results, known.get, PAPER_SCORE, settings.interval, scope)
+        _check_results(evidence, results, models, settings)
         runs = read_runs(Path(settings.runs)) if settings.runs else {}
-        flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
+        flops = flops_by_model(runs, known) if runs else {} if scope.model_keys else published_flops_by_model(evidence)
         there = {name for one in results if one.test is not None for name in one.test.metrics}
-        metrics = [name for names in STANDARD.values() for name in names if name in there]
-        standard = [of_results(results, known.get, name, settings.interval, scope) for name in metrics]
+        metrics = [name for names in STANDARD_METRICS.values() for name in names if name in there]
+        standard = [build_evidence(results, known.get, name, settings.interval, scope) for name in metrics]
         facts = [
-            *methods.noted(Path(settings.results), settings.about),
-            *methods.of_results(results, evidence),
-            *methods.of_runs(runs),
-            ("Intervals", f"of tables and figures: {methods.words(evidence, beside)}"),
+            *methods.read_notes(Path(settings.results), settings.about),
+            *methods.finetuning_facts(results, evidence),
+            *methods.pretraining_facts(runs),
+            ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, beside)}"),
         ]
-    figures = figures_of(evidence, runs, flops, beside)
+    figures = build_figures(evidence, runs, flops, beside)
     with ProgressLine("judging", total=None, closing=False) as progress:
         progress.update(0)
         verdicts = judge(evidence)
-        tables = [*score_tables(evidence, beside), *standard_tables(evidence, standard), *spread_tables(evidence)]
-    printed, scores = judge(beside) if beside is not None else [], tidy([evidence, *standard])
-    return ReportPage(title, lead, verdicts, printed, figures, tables, scores, facts, without_score(evidence))
+        tables = [*build_score_tables(evidence, beside), *build_standard_metric_tables(evidence, standard), *build_diagnostic_tables(evidence)]
+    printed, scores = judge(beside) if beside is not None else [], format_scores_csv([evidence, *standard])
+    return ReportPage(title, lead, verdicts, printed, figures, tables, scores, facts, describe_missing_scores(evidence))
 
 
-def _planned(path: str) -> tuple[Scope, str]:
+def _read_scope(path: str) -> tuple[StudyScope, str]:
     """Return what a manifest set out to measure, and its title."""
     if not path:
-        return Scope(), "Results of a study"
+        return StudyScope(), "Results of a study"
     from megaenc.study.manifest.schema import read_manifest
 
     manifest = read_manifest(path)
-    return scope_of(manifest), manifest.title or "Results of a study"
+    return build_scope(manifest), manifest.title or "Results of a study"
 
 
-def _check(evidence: Evidence, results: Sequence[Result], models: Sequence[str], settings: ReportConfig) -> None:
+def _check_results(evidence: Evidence, results: Sequence[Result], models: Sequence[str], settings: ReportConfig) -> None:
     """Raise InputError if the results are of another study or grid than the manifest's, or if none makes a score."""
-    place, names, asked = f"--results {settings.results}", list(evidence.scope.names), evidence.scope.asked
+    place, names, asked = f"--results {settings.results}", list(evidence.scope.model_keys), evidence.scope.grid
     if names and not any(model in names for model in models):
         found, expected = ", ".join(models[:3]), ", ".join(names[:3])
         raise InputError(f"{place}: found models {found}, expected those of {settings.manifest}: {expected}, ...")
     if asked is not None and not evidence.grids:
-        found = _grid({one.learning_rate for one in results}, {one.seed for one in results})
-        wanted = f"some of what {settings.manifest} asks for: {_grid(asked.rates, asked.seeds)}"
+        found = _format_grid({one.learning_rate for one in results}, {one.seed for one in results})
+        wanted = f"some of what {settings.manifest} asks for: {_format_grid(asked.rates, asked.seeds)}"
         raise InputError(f"{place}: found {found}, expected {wanted}")
     if not evidence.scores:
-        wanted = f"expected at least one: {without_score(evidence)}"
+        wanted = f"expected at least one: {describe_missing_scores(evidence)}"
         raise InputError(f"{settings.results}: no model has a learning rate with every seed finished yet; {wanted}")
 
 
-def _grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
-    return f"rates {', '.join(map(rate_name, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
+def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
+    return f"rates {', '.join(map(format_learning_rate, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
 
 
-def write(report: ReportPage, output: Path) -> None:
+def write_report(report: ReportPage, output: Path) -> None:
     """Write tables and figures, then the page, each file whole; remove files that only an earlier report has written.
 
     FILES lists the files of a report before they are written, so that an attempt that is killed leaves none unlisted.
     Raises InputError for a folder that cannot be written or that holds something that is no report.
     """
-    earlier = output_dir.check(output)
+    earlier = output_dir.check_report_dir(output)
     texts = {f"{TABLES}/{table.key}.{suffix}": (table, form) for table in report.tables for suffix, form in WRITERS.items()}
     drawn: dict[str, FigureSpec] = {}
     for one in report.figures:
         both = {one.drawn.key: one.drawn, f"{one.drawn.key}-published": one.published}
         drawn |= {f"{FIGURES}/{name}": picture for name, picture in both.items() if picture and picture.panels}
     names = [*texts, f"{TABLES}/{SCORES}", *(f"{name}.{suffix}" for name in drawn for suffix in ("png", "svg"))]
-    output_dir.begin(output, earlier, names)
+    output_dir.prepare_report_dir(output, earlier, names)
     for name, (table, form) in texts.items():
         atomic_write(output / name, form(table))
     with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
@@ -154,24 +154,24 @@ def write(report: ReportPage, output: Path) -> None:
                 picture.wide.savefig(temporary, format="png", metadata={"Software": None})
             atomic_write(output / f"{name}.svg", picture.svg)
     atomic_write(output / TABLES / SCORES, report.scores)
-    atomic_write(output / PAGE, page(report))
-    output_dir.finish(output, earlier, names)
+    atomic_write(output / PAGE, render_page(report))
+    output_dir.remove_stale_files(output, earlier, names)
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study report`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(ReportConfig, argv, prog="megaenc study report", description=__doc__)
     output = Path(settings.output)
-    output_dir.check(output)
-    with created_parent(output / PAGE, "--output"):
-        report = report_of(settings)
-        write(report, output)
+    output_dir.check_report_dir(output)
+    with create_parent_with_rollback(output / PAGE, "--output"):
+        report = build_report(settings)
+        write_report(report, output)
     for one in report.verdicts:
         print_rank_0(f"{one.claim}{one.part} {one.title}: {one.verdict}")
-    if report.lacking:
-        print_rank_0(report.lacking)
+    if report.missing_scores:
+        print_rank_0(report.missing_scores)
     drawn = sum(bool(one.drawn.panels) for one in report.figures)
     print_rank_0(
         f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}"

@@ -9,32 +9,32 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from megaenc.finetune.grid.jobs import rate_name
+from megaenc.finetune.config import format_learning_rate
 from megaenc.finetune.results import aggregate
-from megaenc.finetune.results.aggregate import Sensitivity
+from megaenc.finetune.results.aggregate import RateSensitivity
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.report.methods import words
-from megaenc.study.report.table import Column, Table, TableRow, Value, csv_of, score
-from megaenc.study.results.evidence import Evidence, Grid, Score, trainings
+from megaenc.study.report.methods import describe_intervals
+from megaenc.study.report.table import Column, Table, TableRow, CellValue, format_csv, format_score
+from megaenc.study.results.evidence import Evidence, GridStatus, Score, collapsed_by_training
 from megaenc.study.results.groups import (
-    FAMILIES,
-    METRICS,
-    SETUPS,
-    STANDARD,
+    FAMILY_LABELS,
+    METRIC_LABELS,
+    SETUP_TITLES,
+    STANDARD_METRICS,
     Setup,
     dataset_label,
-    datasets_of,
-    objective,
-    percent,
+    datasets_by_family,
+    objective_name,
+    format_percent,
 )
-from megaenc.study.stats.inference import Components, collapse_rate, components, seeds_needed
+from megaenc.study.stats.inference import VarianceComponents, collapse_rate, variance_components, required_seeds
 
-_TEXT = ("Size", "Objective", "Schedule", "Model")
-_HEADS: dict[str, Callable[[ModelKey], Value]] = {
+_TEXT_COLUMNS = ("Size", "Objective", "Schedule", "Model")
+_MODEL_COLUMNS: dict[str, Callable[[ModelKey], CellValue]] = {
     "Size": lambda one: one.size,
-    "Objective": objective,
-    "Schedule": objective,
-    "Mask": lambda one: percent(one.mask_ratio),
+    "Objective": objective_name,
+    "Schedule": objective_name,
+    "Mask": lambda one: format_percent(one.mask_ratio),
     "CLM steps": lambda one: one.clm_steps,
     "MLM steps": lambda one: one.mlm_steps,
     "CPT steps": lambda one: one.cpt_mlm_steps,
@@ -42,7 +42,7 @@ _HEADS: dict[str, Callable[[ModelKey], Value]] = {
     "Steps": lambda one: one.steps,
     "Seed": lambda one: one.seed,
 }
-_OF_SETUP: dict[Setup, tuple[int, list[str]]] = {
+_SETUP_COLUMNS: dict[Setup, tuple[int, list[str]]] = {
     "base": (1, ["Size", "Objective", "Mask"]),
     "efficiency": (3, ["Size", "Objective", "Mask", "Step"]),
     "pfs": (2, ["Size", "Steps", "CLM steps", "MLM steps", "Mask"]),
@@ -51,7 +51,7 @@ _OF_SETUP: dict[Setup, tuple[int, list[str]]] = {
 }
 """What says which model a row is; rows with the same first so many of them stand together, a line between them and the next."""
 
-Place = tuple[str, Evidence, str, str]
+ScoreColumn = tuple[str, Evidence, str, str]
 """A column of scores: the heading of its group, where the scores are from, the family and the data set."""
 
 _COLLAPSED_RUNS = (
@@ -64,48 +64,48 @@ _UNFINISHED = (
 )
 
 
-def _note(text: str, *marks: tuple[str, Iterable[bool]]) -> str:
+def _format_note(text: str, *marks: tuple[str, Iterable[bool]]) -> str:
     """Return a table's note, with what each mark means if it is there anywhere."""
     return " ".join([text, *(meaning for meaning, there in marks if any(there))])
 
 
-def _places_of(evidence: Evidence) -> list[Place]:
+def _list_score_columns(evidence: Evidence) -> list[ScoreColumn]:
     """Return a column for each data set, in a group for each family."""
-    return [(family, evidence, family, name) for family, names in datasets_of(evidence.datasets()).items() for name in names]
+    return [(family, evidence, family, name) for family, names in datasets_by_family(evidence.datasets()).items() for name in names]
 
 
-def _columns_of(places: Iterable[Place]) -> list[Column]:
+def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
     return [Column(dataset_label(family, name), group) for group, _, family, name in places]
 
 
-def score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
+def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
     """Return a table for each setup, of the paper's score; below a row what was `published` for the same setting."""
     note = "Percent on test: mean over the seeds (half the interval)."
-    return _by_setup(evidence, _places_of(evidence), "{}", "{}", note, published)
+    return _build_setup_tables(evidence, _list_score_columns(evidence), "{}", "{}", note, published)
 
 
-def standard_tables(evidence: Evidence, standard: Sequence[Evidence]) -> list[Table]:
+def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence]) -> list[Table]:
     """Return the same for the metrics that other papers print, where results have them. Published tables have none."""
     of_metric = {one.metric: one for one in standard}
     places = [
-        (f"{family}, {METRICS[metric]}", of_metric[metric], family, name)
-        for family in FAMILIES
-        for metric in STANDARD[family]
+        (f"{family}, {METRIC_LABELS[metric]}", of_metric[metric], family, name)
+        for family in FAMILY_LABELS
+        for metric in STANDARD_METRICS[family]
         if metric in of_metric
-        for name in datasets_of(of_metric[metric].datasets()).get(family, ())
+        for name in datasets_by_family(of_metric[metric].datasets()).get(family, ())
     ]
     note = "Percent on test: mean over the seeds (half the interval), rates chosen by the paper's score."
-    return _by_setup(evidence, places, "{}-standard", "{}: standard metrics", note, None) if places else []
+    return _build_setup_tables(evidence, places, "{}-standard", "{}: standard metrics", note, None) if places else []
 
 
-def _by_setup(
-    evidence: Evidence, places: Sequence[Place], key: str, title: str, note: str, published: Evidence | None
+def _build_setup_tables(
+    evidence: Evidence, places: Sequence[ScoreColumn], key: str, title: str, note: str, published: Evidence | None
 ) -> list[Table]:
     tables = []
     groups, names = evidence.grouped(), evidence.names()
-    unnamed = list(dict.fromkeys(one.model for one in evidence.scores if one.setting is None))
+    unnamed = list(dict.fromkeys(one.model for one in evidence.scores if one.model_key is None))
     seed = ["Seed"] * (len({one.seed for one in names}) > 1)
-    for setup, (together, of_setup) in _OF_SETUP.items():
+    for setup, (together, of_setup) in _SETUP_COLUMNS.items():
         settings, others = groups.get(setup, []), unnamed if setup == "other" else []
         if not settings and not others:
             continue
@@ -118,96 +118,96 @@ def _by_setup(
         for one in [*settings, *others]:
             head, parted = [one, *[None] * (len(heads) - 1)], None
             if one in names:
-                of_model = [_HEADS[name](one) for name in of_setup + seed]
+                of_model = [_MODEL_COLUMNS[name](one) for name in of_setup + seed]
                 head, parted = [names[one]] * bool(others) + of_model, of_model[:together]
             here = [source.find(one, name, family) for _, source, family, name in places]
             shown += [each for each in here if each is not None]
             rule = None not in (before, parted) and parted != before
-            rows.append(TableRow((*head, *ours, *map(_cell, here)), rule=rule, name=names.get(one, "")))
+            rows.append(TableRow((*head, *ours, *map(_format_score_cell, here)), rule=rule, name=names.get(one, "")))
             before = parted
             if laid_over and one in names:
-                printed = [_cell(published.find(one, name, family)) for *_, family, name in places]
+                printed = [_format_score_cell(published.find(one, name, family)) for *_, family, name in places]
                 if any(printed):
                     rows.append(TableRow((*head, *theirs, *printed), light=True, name="published"))
-        columns = [Column(name, number=name not in _TEXT) for name in heads] + [Column("Source", number=False)] * laid_over
-        said = _note(
-            f"{note} Intervals: {words(evidence, published if laid_over else None)}.",
-            (_COLLAPSED_RUNS, (one.at_rate_collapsed > 0 for one in shown)),
+        columns = [Column(name, number=name not in _TEXT_COLUMNS) for name in heads] + [Column("Source", number=False)] * laid_over
+        said = _format_note(
+            f"{note} Intervals: {describe_intervals(evidence, published if laid_over else None)}.",
+            (_COLLAPSED_RUNS, (one.collapsed_at_rate > 0 for one in shown)),
             (_UNFINISHED, (one.runs < one.planned for one in shown)),
         )
-        tables.append(Table(key.format(setup), title.format(SETUPS[setup]), said, (*columns, *_columns_of(places)), tuple(rows)))
+        tables.append(Table(key.format(setup), title.format(SETUP_TITLES[setup]), said, (*columns, *_build_columns(places)), tuple(rows)))
     return tables
 
 
-def _cell(found: Score | None) -> Value:
+def _format_score_cell(found: Score | None) -> CellValue:
     """Return mean and interval, marked if worthless predictions are in the mean or if the grid is not done."""
     if found is None:
         return None
     behind = sum(len(one.seeds) for one in found.members or (found,))
-    collapsed = f" †{found.at_rate_collapsed}/{behind}" if found.at_rate_collapsed else ""
-    return f"{score(found.mean, found.half)}{collapsed}{_unfinished(found)}"
+    collapsed = f" †{found.collapsed_at_rate}/{behind}" if found.collapsed_at_rate else ""
+    return f"{format_score(found.mean, found.half_width)}{collapsed}{_format_unfinished_mark(found)}"
 
 
-def _unfinished(found: Score) -> str:
+def _format_unfinished_mark(found: Score) -> str:
     return f" [{found.runs}/{found.planned}]" if found.runs < found.planned else ""
 
 
-TIDY = ("setup", "size", "clm_steps", "mlm_steps", "cpt_mlm_steps", "mask_ratio", "task", "dataset", "mean", "ci95")
+CSV_COLUMNS = ("setup", "size", "clm_steps", "mlm_steps", "cpt_mlm_steps", "mask_ratio", "task", "dataset", "mean", "ci95")
 """The columns of the published file."""
-_MORE = ("model", "pretraining_seed", "finetuning_seeds", "metric", "collapsed_runs", "ended_trainings", "planned_trainings")
+_RUN_COLUMNS = ("model", "pretraining_seed", "finetuning_seeds", "metric", "collapsed_runs", "ended_trainings", "planned_trainings")
 
 
-def tidy(evidence: Sequence[Evidence]) -> str:
+def format_scores_csv(evidence: Sequence[Evidence]) -> str:
     """Return all scores as CSV, a line each, in the columns of the published file and, behind them, of what model and runs.
 
     `collapsed_runs` are those at the chosen rate, `ended_trainings` of `planned_trainings` those of all rates.
     """
-    lines: list[list[object]] = [[*TIDY, *_MORE]]
+    lines: list[list[object]] = [[*CSV_COLUMNS, *_RUN_COLUMNS]]
     for each in evidence:
         setups: list[tuple[str, ModelKey | None]] = [(setup, one) for setup, of in each.grouped().items() for one in of]
         for setup, setting in [*setups, ("other", None)]:
-            scores = [one for one in each.scores if one.setting == setting]
-            for family, names in datasets_of((one.family, one.dataset) for one in scores).items():
+            scores = [one for one in each.scores if one.model_key == setting]
+            for family, names in datasets_by_family((one.family, one.dataset) for one in scores).items():
                 found = sorted((one for one in scores if one.family == family), key=lambda one: names.index(one.dataset))
-                lines += [_line(setup, one, each.metric) for one in found]
-    return csv_of(lines)
+                lines += [_build_csv_row(setup, one, each.metric) for one in found]
+    return format_csv(lines)
 
 
-def _line(setup: str, one: Score, metric: str) -> list[object]:
-    of, half = one.setting, "" if one.half is None else f"{100 * one.half:.2f}"
+def _build_csv_row(setup: str, one: Score, metric: str) -> list[object]:
+    of, half = one.model_key, "" if one.half_width is None else f"{100 * one.half_width:.2f}"
     model, seed = [""] * 5, ""
     if of is not None:
         mask = "" if of.mask_ratio is None else f"{of.mask_ratio:g}"
         model, seed = [of.size, of.clm_steps, of.mlm_steps, of.cpt_mlm_steps, mask], of.seed
-    runs = (one.at_rate_collapsed, one.runs, one.planned) if one.planned else ("", "", "")
+    runs = (one.collapsed_at_rate, one.runs, one.planned) if one.planned else ("", "", "")
     numbers = [one.family, dataset_label(one.family, one.dataset), f"{100 * one.mean:.2f}", half]
     return [setup, *model, *numbers, one.model, seed, len(one.seeds) or "", metric, *runs]
 
 
-def _models_of(evidence: Evidence) -> list[str]:
+def _list_model_names(evidence: Evidence) -> list[str]:
     """Return every model with a run once, in the order of the tables."""
     every = [*evidence.scores, *evidence.grids]
-    names = {one.setting: one.model for one in reversed(every) if one.setting is not None}
+    names = {one.model_key: one.model for one in reversed(every) if one.model_key is not None}
     settings = [one for members in evidence.grouped(names).values() for one in members]
-    return list(dict.fromkeys([*(names[one] for one in settings), *(one.model for one in every if one.setting is None)]))
+    return list(dict.fromkeys([*(names[one] for one in settings), *(one.model for one in every if one.model_key is None)]))
 
 
-def spread_tables(evidence: Evidence) -> list[Table]:
+def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
     """Return those of the tables below that there are numbers for."""
-    made = (rate_table(evidence), collapse_table(evidence), variance_table(evidence))
+    made = (build_rate_table(evidence), build_collapse_table(evidence), build_variance_table(evidence))
     return [table for table in made if table is not None]
 
 
-def rate_table(evidence: Evidence) -> Table | None:
+def build_rate_table(evidence: Evidence) -> Table | None:
     """Return what the learning rate changes: best less worst mean, and how many are near the best. None if no model had two."""
 
-    def cell(found: Score) -> Value:
-        if (made := sensitivity(found)) is None:
-            return f"({len(found.rates_failed)} failed)" if found.rates_failed else None
-        rates = made.means.keys() | found.rates_failed.keys()
-        failed = f", {len(found.rates_failed)} failed" if found.rates_failed else ""
+    def cell(found: Score) -> CellValue:
+        if (made := rate_sensitivity(found)) is None:
+            return f"({len(found.failed_seeds)} failed)" if found.failed_seeds else None
+        rates = made.means.keys() | found.failed_seeds.keys()
+        failed = f", {len(found.failed_seeds)} failed" if found.failed_seeds else ""
         collapsed = f" †{found.collapsed}/{found.runs}" if found.collapsed else ""
-        return f"{100 * made.spread:.2f} ({made.near_best()}/{len(rates)}{failed}){collapsed}{_unfinished(found)}"
+        return f"{100 * made.spread:.2f} ({made.count_near_best()}/{len(rates)}{failed}){collapsed}{_format_unfinished_mark(found)}"
 
     failed = (
         "`failed`: at so many of the rates the loss of a run became no number; such a run counts as the score that needs no "
@@ -217,55 +217,55 @@ def rate_table(evidence: Evidence) -> Table | None:
         "†k/n: k of the n trainings at all rates collapsed to worthless predictions or failed; what always collapses looks as if "
         "no rate mattered."
     )
-    note = _note(
+    note = _format_note(
         "Best less worst mean score over the learning rates, in points (how many of the rates are within one point of the best). "
         "An average takes one rate for all its sets.",
-        (failed, (bool(one.rates_failed) for one in evidence.scores)),
+        (failed, (bool(one.failed_seeds) for one in evidence.scores)),
         (collapsed, (one.collapsed > 0 for one in evidence.scores)),
         (_UNFINISHED, (one.runs < one.planned for one in evidence.scores)),
     )
-    places = _places_of(evidence)
+    places = _list_score_columns(evidence)
     made = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}
-    found = {model: [made.get((model, family, name)) for *_, family, name in places] for model in _models_of(evidence)}
+    found = {model: [made.get((model, family, name)) for *_, family, name in places] for model in _list_model_names(evidence)}
     rows = tuple(TableRow((model, *cells)) for model, cells in found.items() if any(value is not None for value in cells))
-    columns = (Column("Model", number=False), *_columns_of(places))
+    columns = (Column("Model", number=False), *_build_columns(places))
     return Table("learning-rates", "Sensitivity to the learning rate", note, columns, rows) if rows else None
 
 
-def sensitivity(found: Score) -> Sensitivity | None:
+def rate_sensitivity(found: Score) -> RateSensitivity | None:
     """Return the mean at each rate that has every seed, failed runs at the floor; None for fewer than two rates."""
-    made = aggregate.sensitivity(found.counted, found.seeds)
+    made = aggregate.compute_sensitivity(found.rate_scores_with_failures, found.seeds)
     return made if made is not None and len(made.means) > 1 else None
 
 
-def collapse_table(evidence: Evidence) -> Table | None:
+def build_collapse_table(evidence: Evidence) -> Table | None:
     """Return how many runs collapsed, by data set and by rate, of every model with a run. None if only means are known."""
     if not evidence.grids:
         return None
-    sets = datasets_of((one.family, one.dataset) for one in evidence.grids)
+    sets = datasets_by_family((one.family, one.dataset) for one in evidence.grids)
     places = [(family, name) for family, names in sets.items() for name in names]
     rates = sorted({rate for one in evidence.grids for rate, _ in one.ended})
 
-    def share(ended: Iterable[bool]) -> Value:
+    def share(ended: Iterable[bool]) -> CellValue:
         ended = list(ended)
         return f"{sum(ended)}/{len(ended)}" if ended else None
 
-    def row(name: str, of: Sequence[Grid], rule: bool = False) -> TableRow:
+    def row(name: str, of: Sequence[GridStatus], rule: bool = False) -> TableRow:
         by_place = [[one for one in of if (one.family, one.dataset) == place] for place in places]
         cells = [share(collapsed for one in here for collapsed in one.ended.values()) for here in by_place]
-        ended = trainings(((one.model, one.family, one.train_on), one.ended) for one in of)
+        ended = collapsed_by_training(((one.model, one.family, one.train_on), one.ended) for one in of)
         cells += [share(collapsed for (_, at, _), collapsed in ended.items() if at == rate) for rate in rates]
         mean, low, high = collapse_rate(sum(ended.values()), len(ended))
         interval = f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
         return TableRow((name, *cells, share(ended.values()), interval), rule=rule)
 
-    rows = [row(model, [one for one in evidence.grids if one.model == model]) for model in _models_of(evidence)]
+    rows = [row(model, [one for one in evidence.grids if one.model == model]) for model in _list_model_names(evidence)]
     if len(rows) > 1:
         rows.append(row("all models", evidence.grids, rule=True))
     columns = (
         Column("Model", number=False),
         *(Column(dataset_label(family, name), family) for family, name in places),
-        *(Column(rate_name(rate), "By learning rate") for rate in rates),
+        *(Column(format_learning_rate(rate), "By learning rate") for rate in rates),
         *(Column(name, "All") for name in ("collapsed", "share")),
     )
     note = (
@@ -277,35 +277,35 @@ def collapse_table(evidence: Evidence) -> Table | None:
     return Table("collapse", "Collapsed runs", note, columns, tuple(rows))
 
 
-WANTED = (0.002, 0.005, 0.01, 0.02)
+TARGET_DIFFERENCES = (0.002, 0.005, 0.01, 0.02)
 """Differences, as fractions, that the table of seeds asks about."""
 
 
-def variance_table(evidence: Evidence) -> Table | None:
+def build_variance_table(evidence: Evidence) -> Table | None:
     """Return where the uncertainty comes from, by data set, and the seeds that a difference needs. None without seeds.
 
     Spreads are root mean squares over the models, seeds needed are for the difference of two neighbours of the tables, which have
     seeds and examples in common.
     """
     rows = []
-    order = {model: at for at, model in enumerate(_models_of(evidence))}
-    for family, names in datasets_of(evidence.datasets()).items():
+    order = {model: at for at, model in enumerate(_list_model_names(evidence))}
+    for family, names in datasets_by_family(evidence.datasets()).items():
         for name in names:
             scores = [one for one in evidence.scores if (one.family, one.dataset) == (family, name) and len(one.seeds) > 1]
             members = sorted(scores, key=lambda one: order[one.model])
             if not members:
                 continue
-            parts = [_components(sorted(one.seeds), one) for one in members]
+            parts = [_score_variance_components(sorted(one.seeds), one) for one in members]
             runs = [len(one.seeds) * part.seeds for one, part in zip(members, parts, strict=True)]
             spreads = (runs, [part.seeds for part in parts], [part.examples for part in parts])
             head = (family, dataset_label(family, name), len(members), max(len(one.seeds) for one in members))
-            cells = [score(math.sqrt(_mean(variances))) for variances in spreads]
-            rows.append(TableRow((*head, *cells, *_needed(members)), rule=name == names[0]))
+            cells = [format_score(math.sqrt(_finite_mean(variances))) for variances in spreads]
+            rows.append(TableRow((*head, *cells, *_format_required_seeds(members)), rule=name == names[0]))
     columns = (
         *(Column(name, number=False) for name in ("Family", "Data set")),
         *(Column(name) for name in ("Models", "Seeds")),
         *(Column(name, "Standard deviation") for name in ("of a run", "of a mean: seeds", "of a mean: examples")),
-        *(Column(f"{100 * wanted:g}", "Seeds for a difference of") for wanted in WANTED),
+        *(Column(f"{100 * wanted:g}", "Seeds for a difference of") for wanted in TARGET_DIFFERENCES),
     )
     note = (
         "Points; root mean squares over the models. Standard deviations: of a run's score over the seeds; of a mean, as other "
@@ -316,34 +316,34 @@ def variance_table(evidence: Evidence) -> Table | None:
     return Table("variance", "Seeds and examples: where uncertainty comes from", note, columns, tuple(rows)) if rows else None
 
 
-def _mean(values: Sequence[float]) -> float:
+def _finite_mean(values: Sequence[float]) -> float:
     """Return the mean of those that are known; nan for none."""
     known = [value for value in values if not math.isnan(value)]
     return float(np.mean(known)) if known else math.nan
 
 
-def _components(seeds: Sequence[int], *scores: Score) -> Components:
+def _score_variance_components(seeds: Sequence[int], *scores: Score) -> VarianceComponents:
     """Return those of a mean over `seeds`, or of the difference of two; without examples if some set has none or other ones."""
     values = (np.array([one.seeds[seed] for seed in seeds]) for one in scores)
     members = [one.members or (one,) for one in scores]
-    blocks = [[member.examples_of(seeds) for member in each] for each in members]
+    blocks = [[member.stack_examples(seeds) for member in each] for each in members]
     shapes = {tuple(None if block is None else block.shape for block in each) for each in blocks}
     paired = []
     if len(shapes) == 1 and None not in next(iter(shapes)):
         paired = [functools.reduce(operator.sub, each) / len(members[0]) for each in zip(*blocks, strict=True)]
-    return components(functools.reduce(operator.sub, values), paired)
+    return variance_components(functools.reduce(operator.sub, values), paired)
 
 
-def _needed(members: Sequence[Score]) -> list[Value]:
+def _format_required_seeds(members: Sequence[Score]) -> list[CellValue]:
     """Return cells of WANTED from the mean components of the differences of neighbours that have seeds in common."""
-    found: dict[int, list[Components]] = defaultdict(list)
+    found: dict[int, list[VarianceComponents]] = defaultdict(list)
     for one, other in itertools.pairwise(members):
         seeds = sorted(one.seeds.keys() & other.seeds.keys())
         if len(seeds) > 1:
-            found[len(seeds)].append(_components(seeds, one, other))
+            found[len(seeds)].append(_score_variance_components(seeds, one, other))
     if not found:
-        return [None] * len(WANTED)
+        return [None] * len(TARGET_DIFFERENCES)
     parts = found[max(found)]
-    mean = Components(_mean([part.seeds for part in parts]), _mean([part.examples for part in parts]))
-    needed = [seeds_needed(wanted, mean, max(found)) for wanted in WANTED]
+    mean = VarianceComponents(_finite_mean([part.seeds for part in parts]), _finite_mean([part.examples for part in parts]))
+    needed = [required_seeds(wanted, mean, max(found)) for wanted in TARGET_DIFFERENCES]
     return ["never" if seeds is None else seeds for seeds in needed]

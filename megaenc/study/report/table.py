@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megaenc import markdown
 
-Value = str | int | None
+CellValue = str | int | None
 """A cell: text as it is shown, a count, or nothing, which stays empty."""
 
 
@@ -27,7 +27,7 @@ class Column:
 class TableRow:
     """A line of cells, as many as there are columns."""
 
-    cells: tuple[Value, ...]
+    cells: tuple[CellValue, ...]
     light: bool = False
     """A row of other people's numbers, to be laid beside the one before it."""
     rule: bool = False
@@ -63,38 +63,38 @@ class Table:
         return dict(Counter(column.group for column in self.columns if column.group))
 
 
-def score(mean: float | None, half: float | None = None) -> Value:
+def format_score(mean: float | None, half: float | None = None) -> CellValue:
     """Return fractions as `91.65 (0.45)`, percent with two digits as the study prints them; None where there is none."""
     if mean is None or mean != mean:
         return None
     return f"{100 * mean:.2f}" + ("" if half is None or half != half else f" ({100 * half:.2f})")
 
 
-def shown(value: Value) -> str:
+def format_cell(value: CellValue) -> str:
     """Return a cell for the eye: counts with commas."""
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
-def csv_of(lines: Iterable[Iterable[object]]) -> str:
+def format_csv(lines: Iterable[Iterable[object]]) -> str:
     """Return lines of cells as CSV; None is an empty cell."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(lines)
     return stream.getvalue()
 
 
-def as_csv(table: Table) -> str:
+def table_to_csv(table: Table) -> str:
     """Return a line of names, `group name` where there are groups, and the rows; counts as plain digits."""
-    return csv_of([_names_of(table), *(row.cells for row in table.rows)])
+    return format_csv([_full_column_names(table), *(row.cells for row in table.rows)])
 
 
-def _names_of(table: Table) -> list[str]:
+def _full_column_names(table: Table) -> list[str]:
     return [f"{column.group} {column.name}".strip() for column in table.columns]
 
 
-def as_markdown(table: Table) -> str:
+def table_to_markdown(table: Table) -> str:
     """Return title, note and a table in GitHub's Markdown, padded so that it can be read as it is."""
-    names = [markdown.text(name) for name in _names_of(table)]
-    rows = [[markdown.text(shown(cell)) for cell in row.cells] for row in table.rows]
+    names = [markdown.escape(name) for name in _full_column_names(table)]
+    rows = [[markdown.escape(format_cell(cell)) for cell in row.cells] for row in table.rows]
     widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
     fitted = list(zip(table.columns, widths, strict=True))
     rule = ["-" * (width - 1) + ":" if column.number else "-" * width for column, width in fitted]
@@ -104,7 +104,7 @@ def as_markdown(table: Table) -> str:
         padded = (cell.rjust(width) if column.number else cell.ljust(width) for cell, (column, width) in pairs)
         return "| " + " | ".join(padded) + " |"
 
-    lines = [f"### {markdown.text(table.title)}", "", table.note, "", line(names), line(rule), *map(line, rows)]
+    lines = [f"### {markdown.escape(table.title)}", "", table.note, "", line(names), line(rule), *map(line, rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -112,12 +112,12 @@ _WIDE = 9
 """Columns that a page of print holds; a table with more has a block for each group."""
 
 
-def as_latex(table: Table) -> str:
+def table_to_latex(table: Table) -> str:
     """Return a `table` environment for booktabs. Tables too wide for a page have their groups below each other."""
     groups = list(table.groups)
     parts = [[group] for group in groups] if len(table.columns) > _WIDE and groups else [groups]
     body = "\n\n\\medskip\n".join(_block(table, part) for part in parts)
-    caption = _in_latex(f"{table.title}. {table.note}")
+    caption = _escape_latex(f"{table.title}. {table.note}")
     return (
         "% \\usepackage{booktabs}\n\\begin{table}\n\\centering\\small\n"
         f"\\caption{{{caption}}}\n\\label{{tab:{table.key}}}\n{body}\n\\end{{table}}\n"
@@ -134,14 +134,14 @@ def _block(table: Table, groups: list[str]) -> str:
     if groups:
         heads = sum(not column.group for column in table.columns)
         ends = list(itertools.accumulate((table.groups[group] for group in groups), initial=heads))
-        named = [f"\\multicolumn{{{table.groups[group]}}}{{c}}{{{_in_latex(group)}}}" for group in groups]
+        named = [f"\\multicolumn{{{table.groups[group]}}}{{c}}{{{_escape_latex(group)}}}" for group in groups]
         rules = [f"\\cmidrule(lr){{{start + 1}-{end}}}" for start, end in itertools.pairwise(ends)]
         lines += [line([""] * heads + named), " ".join(rules)]
-    lines += [line(_in_latex(column.name) for _, column in kept), "\\midrule"]
+    lines += [line(_escape_latex(column.name) for _, column in kept), "\\midrule"]
     for at, row in enumerate(table.rows):
         if row.rule and at:
             lines.append("\\addlinespace")
-        cells = [_in_latex(shown(row.cells[number])) for number, _ in kept]
+        cells = [_escape_latex(format_cell(row.cells[number])) for number, _ in kept]
         lines.append(line(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells))
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"])
 
@@ -153,8 +153,8 @@ _LATEX = {
 }  # fmt: skip
 
 
-def _in_latex(text: str) -> str:
+def _escape_latex(text: str) -> str:
     return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.splitlines()).replace(" %", "\u202f%"))
 
 
-WRITERS = {"csv": as_csv, "md": as_markdown, "tex": as_latex}
+WRITERS = {"csv": table_to_csv, "md": table_to_markdown, "tex": table_to_latex}

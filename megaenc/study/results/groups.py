@@ -14,41 +14,41 @@ AVERAGE = "average"
 Setup = Literal["base", "efficiency", "pfs", "cpt", "other"]
 Groups = dict[Setup, list[ModelKey]]
 
-SETUPS: dict[Setup, str] = {
+SETUP_TITLES: dict[Setup, str] = {
     "base": "Base models by size and mask ratio",
     "efficiency": "Data efficiency: checkpoints on the way",
     "pfs": "Pretraining from scratch: budgets and CLM shares",
     "cpt": "Continued pretraining by length",
     "other": "Other schedules",
 }
-FAMILIES = {"SC": "Sequence classification", "TC": "Token classification", "QA": "Question answering", "IR": "Retrieval"}
-DATASETS = {
+FAMILY_LABELS = {"SC": "Sequence classification", "TC": "Token classification", "QA": "Question answering", "IR": "Retrieval"}
+DATASET_LABELS = {
     "SC": {"sst2": "SST-2", "qqp": "QQP", "mnli_m": "MNLI"},
     "TC": {"ontonotes": "OntoNotes", "conll2003_en": "CoNLL", "uner_en": "UNER"},
     "QA": {"squad": "SQuAD", "squad_v2": "SQuAD-v2", "record": "ReCoRD"},
     "IR": {"nq": "NQ", "msmarco": "MS MARCO", "mldr_en": "MLDR"},
 }
 """The study's data sets under the names of its tables, in their order."""
-STANDARD = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("f1", "exact_match"), "IR": ("ndcg@10",)}
+STANDARD_METRICS = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("f1", "exact_match"), "IR": ("ndcg@10",)}
 """The metrics that other papers print, for each family."""
-METRICS = {"accuracy": "accuracy", "span_f1": "span F1", "f1": "token F1", "exact_match": "exact match", "ndcg@10": "NDCG@10"}
+METRIC_LABELS = {"accuracy": "accuracy", "span_f1": "span F1", "f1": "token F1", "exact_match": "exact match", "ndcg@10": "NDCG@10"}
 
 
-def objective(setting: ModelKey) -> str:
+def objective_name(model_key: ModelKey) -> str:
     """Return what trained the first run of a model: CLM, MLM, CLM + MLM, or a schedule as it was written."""
-    if setting.schedule:
-        return setting.schedule
-    if setting.clm_steps and setting.mlm_steps:
+    if model_key.schedule:
+        return model_key.schedule
+    if model_key.clm_steps and model_key.mlm_steps:
         return "CLM + MLM"
-    return "CLM" if setting.clm_steps else "MLM"
+    return "CLM" if model_key.clm_steps else "MLM"
 
 
-def _pure(setting: ModelKey) -> bool:
+def _is_single_objective(model_key: ModelKey) -> bool:
     """Return whether one objective made the model, from its beginning to its decayed end."""
-    return setting.decayed and not setting.cpt_mlm_steps and objective(setting) in ("CLM", "MLM")
+    return model_key.decayed and not model_key.cpt_mlm_steps and objective_name(model_key) in ("CLM", "MLM")
 
 
-def grouped(settings: Iterable[ModelKey], planned: Iterable[ModelKey] = (), order: Sequence[str] = ()) -> Groups:
+def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()) -> Groups:
     """Return the settings of each setup, in the order of their tables; one may be in several, a setup without any is left out.
 
     Base models are those of one objective and the longest budget of their size that both objectives have. Beside two-stage models
@@ -56,23 +56,23 @@ def grouped(settings: Iterable[ModelKey], planned: Iterable[ModelKey] = (), orde
     All this is asked of the `planned` models where there are any, so that a model stands in the same tables whatever else is done
     yet. `order`: of sizes.
     """
-    every, planned = list(dict.fromkeys(settings)), list(planned)
-    whole = [one for one in dict.fromkeys([*planned, *every]) if one.decayed and not one.schedule]
-    sizes = sizes_of(every, order)
-    longest = {**_longest_of(every), **_longest_of(planned)}
+    unique_keys, planned = list(dict.fromkeys(model_keys)), list(planned)
+    decayed = [one for one in dict.fromkeys([*planned, *unique_keys]) if one.decayed and not one.schedule]
+    sizes = sort_sizes(unique_keys, size_order)
+    longest = {**_longest_budgets(unique_keys), **_longest_budgets(planned)}
     masks = {
         (one.size, one.steps, mask)
-        for one in whole
-        if not one.cpt_mlm_steps and objective(one) == "CLM + MLM"
+        for one in decayed
+        if not one.cpt_mlm_steps and objective_name(one) == "CLM + MLM"
         for mask in (None, one.mask_ratio)
     }
-    parents = {parent_of(one) for one in whole if one.cpt_mlm_steps}
-    found: dict[Setup, list[tuple[tuple, ModelKey]]] = {setup: [] for setup in SETUPS}
-    for one in every:
-        mask, kind = math.inf if one.mask_ratio is None else one.mask_ratio, objective(one)
-        base = _pure(one) and one.steps == longest[one.size]
+    parents = {parent_key(one) for one in decayed if one.cpt_mlm_steps}
+    members_by_setup: dict[Setup, list[tuple[tuple, ModelKey]]] = {setup: [] for setup in SETUP_TITLES}
+    for one in unique_keys:
+        mask, kind = math.inf if one.mask_ratio is None else one.mask_ratio, objective_name(one)
+        base = _is_single_objective(one) and one.steps == longest[one.size]
         usual, first = one.decayed and not one.schedule, not one.cpt_mlm_steps
-        scratch = first and ((one.size, one.steps, one.mask_ratio) in masks or (_pure(one) and not base))
+        scratch = first and ((one.size, one.steps, one.mask_ratio) in masks or (_is_single_objective(one) and not base))
         places: dict[Setup, tuple[bool, tuple]] = {
             "base": (usual and base, (one.clm_steps, mask)),
             "efficiency": (not one.decayed and not one.schedule, (kind != "MLM", kind, mask, one.steps)),
@@ -82,65 +82,65 @@ def grouped(settings: Iterable[ModelKey], planned: Iterable[ModelKey] = (), orde
         }
         for setup, (is_member, place) in places.items():
             if is_member:
-                found[setup].append(((sizes.index(one.size), *place, one.seed), one))
-    in_order = {setup: sorted(members, key=lambda member: member[0]) for setup, members in found.items() if members}
+                members_by_setup[setup].append(((sizes.index(one.size), *place, one.seed), one))
+    in_order = {setup: sorted(members, key=lambda member: member[0]) for setup, members in members_by_setup.items() if members}
     return {setup: [one for _, one in members] for setup, members in in_order.items()}
 
 
-def parent_of(setting: ModelKey) -> ModelKey:
+def parent_key(model_key: ModelKey) -> ModelKey:
     """Return the decayed model that continued pretraining began with."""
-    mask = setting.mask_ratio if setting.mlm_steps else None
-    return replace(setting, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
+    mask = model_key.mask_ratio if model_key.mlm_steps else None
+    return replace(model_key, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
 
 
-def _longest_of(settings: Iterable[ModelKey]) -> dict[str, int]:
+def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
     """Return by size the longest budget that CLM and MLM alone both have, as claims compare these; else the longest of one."""
     budgets: dict[str, dict[str, set[int]]] = {}
-    for one in settings:
-        if _pure(one):
-            budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective(one)].add(one.steps)
-    return {size: max(of["CLM"] & of["MLM"] or of["CLM"] | of["MLM"]) for size, of in budgets.items()}
+    for one in model_keys:
+        if _is_single_objective(one):
+            budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective_name(one)].add(one.steps)
+    return {size: max(steps["CLM"] & steps["MLM"] or steps["CLM"] | steps["MLM"]) for size, steps in budgets.items()}
 
 
-def sizes_of(settings: Iterable[ModelKey], order: Sequence[str] = ()) -> list[str]:
+def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> list[str]:
     """Return the sizes, smallest first: in the `order` of a manifest, else by the number that a name is; others as they come."""
-    names = list(dict.fromkeys(one.size for one in settings))
-    return sorted(names, key=list(order).index if set(names) <= set(order) else _parameters)
+    names = list(dict.fromkeys(one.size for one in model_keys))
+    return sorted(names, key=list(size_order).index if set(names) <= set(size_order) else _parse_parameter_count)
 
 
-def sizes_known(settings: Iterable[ModelKey], order: Sequence[str] = ()) -> bool:
-    """Return whether `sizes_of` knows their order: of one, of a manifest's, or of names that are numbers of parameters."""
-    names = {one.size for one in settings}
-    return len(names) < 2 or names <= set(order) or not any(math.isinf(_parameters(name)) for name in names)
+def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> bool:
+    """Return whether `sort_sizes` knows their order: of one, of a manifest's, or of names that are numbers of parameters."""
+    names = {one.size for one in model_keys}
+    return len(names) < 2 or names <= set(size_order) or not any(math.isinf(_parse_parameter_count(name)) for name in names)
 
 
-def _parameters(size: str) -> float:
+def _parse_parameter_count(size: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", size.upper())
     return float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]] if match else math.inf
 
 
-def reference_mask(settings: Iterable[ModelKey]) -> float | None:
+def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
     """Return the mask ratio that stands for MLM: the one that most models have, of equals the one nearest to the study's 40 %."""
-    counted = Counter(one.mask_ratio for one in settings if one.mask_ratio is not None and not one.schedule)
-    return max(counted, key=lambda ratio: (counted[ratio], -abs(ratio - 0.4)), default=None)
+    counts = Counter(one.mask_ratio for one in model_keys if one.mask_ratio is not None and not one.schedule)
+    return max(counts, key=lambda ratio: (counts[ratio], -abs(ratio - 0.4)), default=None)
 
 
 def dataset_label(family: str, dataset: str) -> str:
     """Return the name that the study's tables give a data set or an average, if they have it; else its own."""
     known, after, trained = dataset.partition(" after ")
-    labels = {AVERAGE: "Average"} | DATASETS.get(family, {})
+    labels = {AVERAGE: "Average"} | DATASET_LABELS.get(family, {})
     return f"{labels.get(known, known)}{after}{labels.get(trained, trained)}"
 
 
-def datasets_of(found: Iterable[tuple[str, str]], order: Mapping[str, Iterable[str]] = DATASETS) -> dict[str, list[str]]:
+def datasets_by_family(pairs: Iterable[tuple[str, str]], order: Mapping[str, Iterable[str]] = DATASET_LABELS) -> dict[str, list[str]]:
     """Return the data sets of each family: first those of `order` (the study's tables), then others; averages last."""
-    shown: dict[str, list[str]] = {family: [] for family in FAMILIES}
-    for family, dataset in dict.fromkeys(found):
-        shown.setdefault(family, []).append(dataset)
-    for family, names in shown.items():
+    by_family: dict[str, list[str]] = {family: [] for family in FAMILY_LABELS}
+    for family, dataset in dict.fromkeys(pairs):
+        by_family.setdefault(family, []).append(dataset)
+    for family, names in by_family.items():
         known = list(order.get(family, ()))
         names.sort(key=lambda name: (is_average(name), known.index(name) if name in known else len(known)))
-    return {family: names for family, names in shown.items() if names}
+    return {family: names for family, names in by_family.items() if names}
 
 
 def is_average(dataset: str) -> bool:
@@ -148,11 +148,11 @@ def is_average(dataset: str) -> bool:
     return dataset.partition(" after ")[0] == AVERAGE
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     """Return 0.4 as `40 %`, a mean of several as `38.8 %`, nothing as an empty cell."""
     return "" if share is None else f"{100 * share:.3g} %"
 
 
-def steps_of(count: int) -> str:
+def format_steps(count: int) -> str:
     """Return 42000 as `42k`, 1024 as `1,024`."""
     return f"{count // 1000}k" if count and count % 1000 == 0 else f"{count:,}"

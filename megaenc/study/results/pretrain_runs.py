@@ -8,9 +8,9 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.model.config import PRESETS
-from megaenc.study.manifest.model_key import ModelKey, setting_of
-from megaenc.training.run_dir import FACTS, METRICS
-from megaenc.viz.run_metrics import Row, read_beginning, read_run_json, read_steps, read_validations
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
+from megaenc.training.run_dir import RUN_FILE, METRICS_FILE
+from megaenc.viz.run_metrics import Row, read_start_progress, read_run_json, read_steps, read_validations
 
 _OF_A_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
 
@@ -22,8 +22,8 @@ class TrainedRun:
     name: str
     facts: Mapping[str, Any]
     steps: list[Row]
-    validated: list[Row]
-    begun: Row
+    validations: list[Row]
+    start_progress: Row
     """how far it had come before its first step: 0, or where it branched"""
 
     @property
@@ -54,19 +54,19 @@ class TrainedRun:
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
     """Return the runs with a step in `folder`, by name. Raises InputError if there is none, and for files that no run wrote."""
     try:
-        places = sorted(path for path in folder.iterdir() if (path / FACTS).is_file())
+        run_dirs = sorted(path for path in folder.iterdir() if (path / RUN_FILE).is_file())
     except OSError as error:
         raise InputError(f"--runs {folder}: {error.strerror}; expected a folder of run folders") from None
-    found = {}
-    for path in places:
+    runs = {}
+    for path in run_dirs:
         if steps := read_steps(path, required=False):
-            found[path.name] = TrainedRun(path.name, read_run_json(path), steps, read_validations(path), read_beginning(path))
-    if not found:
-        raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
-    return found
+            runs[path.name] = TrainedRun(path.name, read_run_json(path), steps, read_validations(path), read_start_progress(path))
+    if not runs:
+        raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {RUN_FILE} and {METRICS_FILE}")
+    return runs
 
 
-def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, ModelKey]) -> dict[ModelKey, float]:
+def flops_by_model(runs: Mapping[str, TrainedRun], settings: Mapping[str, ModelKey]) -> dict[ModelKey, float]:
     """Return the operations that went into each setting, beginnings that a run shares with its parent included.
 
     A checkpoint on the way, RUN-STEP, has those of the row of that step, or of the next before it.
@@ -75,17 +75,17 @@ def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, ModelKey]) -
     for name, setting in settings.items():
         step = None if name in runs else setting.steps
         run = runs.get(name) or runs.get(re.sub(rf"-{setting.steps}(?=(-seed\d+)?$)", "", name))  # the seed at its end stays
-        while run is not None and step is not None and run.start == "branch" and step <= run.begun["step"]:
+        while run is not None and step is not None and run.start == "branch" and step <= run.start_progress["step"]:
             run = runs.get(run.parent)
         if run is None:
             continue
         rows = [row for row in run.steps if step is None or row["step"] <= step]
         if rows and "flops" in rows[-1] and (step is None or rows[-1]["step"] == step):
-            found[setting] = float(rows[-1]["flops"]) + _before(run, runs)
+            found[setting] = float(rows[-1]["flops"]) + _ancestor_flops(run, runs)
     return found
 
 
-def _before(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
+def _ancestor_flops(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
     """Return the operations of the models that a run began with the weights of, which its own count leaves out."""
     spent, seen = 0.0, set()
     while run.name not in seen and (parent := runs.get(run.parent)) is not None:
@@ -98,7 +98,7 @@ def _before(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
 _PACKS, _LENGTH, _CHUNK, _IDS = 1152, 2048, 1024, 128_256
 
 
-def flops_of_the_study(setting: ModelKey) -> float | None:
+def published_model_flops(setting: ModelKey) -> float | None:
     """Return the same for a model of the study, from its shape: 1,152 packs a step, two chunks in each. None for other sizes."""
     if (shape := PRESETS.get(setting.size.lower())) is None or setting.schedule:
         return None
@@ -112,7 +112,7 @@ def flops_of_the_study(setting: ModelKey) -> float | None:
     return spent + (masked * step(setting.mask_ratio, causal=False) if masked and setting.mask_ratio else 0.0)
 
 
-def named_settings(names: list[str], given: Mapping[str, ModelKey]) -> dict[str, ModelKey]:
+def resolve_model_keys(names: list[str], given: Mapping[str, ModelKey]) -> dict[str, ModelKey]:
     """Return what each name stands for: as `given` by a manifest, else as the study names its models."""
-    found = {name: given.get(name) or setting_of(name) for name in names}
+    found = {name: given.get(name) or parse_model_name(name) for name in names}
     return {name: setting for name, setting in found.items() if setting is not None}

@@ -10,45 +10,45 @@ import functools
 from importlib import resources
 from pathlib import Path
 
-from megaenc.finetune.results.aggregate import STUDY, Kind
-from megaenc.finetune.results.files import scan
-from megaenc.study.manifest.model_key import BUDGET, ModelKey, name_of, setting_of
-from megaenc.study.results.evidence import AVERAGE, PAPER, Evidence, Score, of_results
-from megaenc.study.results.groups import DATASETS
+from megaenc.finetune.results.aggregate import STUDY_DATASETS, IntervalKind
+from megaenc.finetune.results.files import read_result_tree
+from megaenc.study.manifest.model_key import DEFAULT_BUDGET, ModelKey, format_model_name, parse_model_name
+from megaenc.study.results.evidence import AVERAGE, PAPER_SCORE, Evidence, Score, build_evidence
+from megaenc.study.results.groups import DATASET_LABELS
 
 SOURCE = "arXiv 2507.00994, tables of the appendix"
 TABLES = "published_results.csv"
 
-PRINTED = {label: name for labels in DATASETS.values() for name, label in labels.items()} | {"Average": AVERAGE}
+DATASET_NAMES = {label: name for labels in DATASET_LABELS.values() for name, label in labels.items()} | {"Average": AVERAGE}
 """The names of data sets by those that the tables give them."""
 
 
-def rows() -> list[dict[str, str]]:
+def read_published_rows() -> list[dict[str, str]]:
     """Return the 800 cells as printed, in the order of the tables, by the columns of the file."""
     with resources.files(__package__).joinpath(TABLES).open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 
 
-def row_setting(row: dict[str, str]) -> ModelKey:
+def parse_model_key(row: dict[str, str]) -> ModelKey:
     """Return the model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
     mask, on_the_way = float(row["mask_ratio"]) if row["mask_ratio"] else None, row["setup"] == "efficiency"
-    return ModelKey(row["size"], *steps, mask, not on_the_way, budget=BUDGET if on_the_way else 0)
+    return ModelKey(row["size"], *steps, mask, not on_the_way, budget=DEFAULT_BUDGET if on_the_way else 0)
 
 
 @functools.cache
 def published() -> Evidence:
     """Return the printed means and intervals, without seeds, rates or examples; every model once, in the order of the tables."""
     found: dict[tuple[ModelKey, str, str], Score] = {}
-    for row in rows():
-        setting, family, dataset = row_setting(row), row["task"], PRINTED[row["dataset"]]
-        score = Score(name_of(setting), setting, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100)
+    for row in read_published_rows():
+        setting, family, dataset = parse_model_key(row), row["task"], DATASET_NAMES[row["dataset"]]
+        score = Score(format_model_name(setting), setting, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100)
         found.setdefault((setting, family, dataset), score)
     return Evidence(list(found.values()))
 
 
-def raw(folder: str | Path, metric: str = PAPER, kind: Kind = "normal") -> Evidence:
+def raw(folder: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal") -> Evidence:
     """Read the study's own result files: `folder` is the `results` of hgissbkh/EncodEval. Raises InputError if there are none."""
-    of_study = {(str(family), name) for family, names in STUDY.items() for name in names}
-    found = scan(folder)
-    return of_results([result for result in found if (result.family, result.dataset) in of_study], setting_of, metric, kind)
+    of_study = {(str(family), name) for family, names in STUDY_DATASETS.items() for name in names}
+    found = read_result_tree(folder)
+    return build_evidence([result for result in found if (result.family, result.dataset) in of_study], parse_model_name, metric, kind)

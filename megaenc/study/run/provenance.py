@@ -15,30 +15,30 @@ import psutil
 import megaenc
 from megaenc.atomic_io import atomic_write, wait_for_lock
 from megaenc.errors import InputError
-from megaenc.json_files import read_json, read_json_object
-from megaenc.processes import accelerators, processor_name, usable_cores
+from megaenc.json_files import read_json_object, read_json_or_empty
+from megaenc.processes import accelerator_names, read_processor_name, usable_core_count
 
-NOTES = "study.json"
+PROVENANCE_FILE = "study.json"
 """In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""
 
 _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
-def record(study: Path) -> None:
+def record_environment(study: Path) -> None:
     """Add to study.json what is not in it yet: this machine, today, this code. What else stands there is kept.
 
     A file that somebody has made unreadable is left alone, and said by the report.
     """
-    if _extended(study / NOTES):
+    if _add_environment(study / PROVENANCE_FILE):
         # Jobs of a cluster begin at the same time; one that hangs must not hold up the others for a note.
         with wait_for_lock(study / ".locks" / "record", seconds=10) as mine:
-            if mine and (values := _extended(study / NOTES)):
-                atomic_write(study / NOTES, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+            if mine and (values := _add_environment(study / PROVENANCE_FILE)):
+                atomic_write(study / PROVENANCE_FILE, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def _extended(file: Path) -> dict:
+def _add_environment(file: Path) -> dict:
     """Return what `file` holds with today's facts behind it; nothing where none is missing or the file is not readable."""
-    values = read_json(file)
+    values = read_json_or_empty(file)
     if not values and file.exists():
         return {}
     found = dict(values)
@@ -50,7 +50,7 @@ def _extended(file: Path) -> dict:
     return found if found != values else {}
 
 
-def noted(file: Path) -> dict[str, str]:
+def read_provenance(file: Path) -> dict[str, str]:
     """Return what stands in such a file, lists as one text; nothing without a file. InputError for anything but an object."""
     if not file.is_file():
         return {}
@@ -68,22 +68,24 @@ def current_environment() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             libraries.append(f"{name} missing")
     today = datetime.now(UTC).strftime("%Y-%m-%d")
-    return {"hardware": _hardware(), "date": today, "commit": _commit(), "libraries": ", ".join(libraries)}
+    return {"hardware": _describe_hardware(), "date": today, "commit": _describe_commit(), "libraries": ", ".join(libraries)}
 
 
 @cache
-def _hardware() -> str:
+def _describe_hardware() -> str:
     """Return accelerators by name, processor, cores and memory."""
-    cores, memory = usable_cores(), psutil.virtual_memory().total / 2**30
+    cores, memory = usable_core_count(), psutil.virtual_memory().total / 2**30
     names: list[str] = []
     with contextlib.suppress(InputError):  # whoever needs them says so
-        names = accelerators()
+        names = accelerator_names()
     several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    return ", ".join([*several, f"{cores} core{'s' if cores > 1 else ''} of {processor_name()}", f"{memory:.0f} GiB of memory"])
+    return ", ".join(
+        [*several, f"{cores} core{'s' if cores > 1 else ''} of {read_processor_name()}", f"{memory:.0f} GiB of memory"]
+    )
 
 
 @cache
-def _commit() -> str:
+def _describe_commit() -> str:
     """Return that of the checkout that this code is run from, and whether files differ from it; "" for an installed package."""
     root = Path(megaenc.__file__).parents[1]
 

@@ -16,13 +16,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megaenc import atomic_io
-from megaenc.console import shortened
+from megaenc.console import truncate_text
 from megaenc.errors import InputError
-from megaenc.json_files import read_regular
+from megaenc.json_files import read_regular_file
 from megaenc.study.run.stage import StageRunner
 
-_MOST_BYTES = 1 << 30  # of a log
-_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_MAX_BYTES = 1 << 30  # of a log
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 FINISHED, STOPPED = "finished", "stopped"
 
 _BEGIN, _END = re.compile(r"==> (\S+) \$ (.*)"), re.compile(r"<== (\S+) (.+)")
@@ -35,35 +35,35 @@ _FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")  #
 class Attempt:
     """One command of a stage, from its log. Times are in seconds since 1970."""
 
-    began: float
-    ended: float | None
-    how: str
+    start_time: float
+    end_time: float | None
+    outcome: str
     """finished, stopped, `exit code 1`, `killed by SIGKILL`; "" where there is no end"""
-    said: str
+    message: str
     """the line that says best why it failed: the last error, otherwise the last line"""
     told: bool = False
     """whether it said that it was told to stop, and has saved: torchrun makes a 1 of every exit code"""
 
     @property
-    def failed(self) -> bool:
+    def is_failed(self) -> bool:
         """Return whether it ended otherwise than well or as it was told to."""
-        return bool(self.how) and self.how not in (FINISHED, STOPPED)
+        return bool(self.outcome) and self.outcome not in (FINISHED, STOPPED)
 
 
-def log_of(study: Path, stage: str) -> Path:
+def log_path(study: Path, stage: str) -> Path:
     return study / "logs" / f"{stage}.log"
 
 
-def lock(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
-    """Try to have a stage to oneself (see `megaenc.atomic_io.locked`)."""
-    return atomic_io.locked(study / ".locks" / stage)
+def lock_stage(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
+    """Try to have a stage to oneself (see `megaenc.atomic_io.try_lock`)."""
+    return atomic_io.try_lock(study / ".locks" / stage)
 
 
 def is_locked(study: Path, stage: str) -> bool:
     return atomic_io.is_locked(study / ".locks" / stage)
 
 
-def begin(log: Path, command: Sequence[str]) -> None:
+def log_start(log: Path, command: Sequence[str]) -> None:
     """Write that a try begins. Raises InputError if no file can be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def begin(log: Path, command: Sequence[str]) -> None:
         raise InputError(f"{log}: cannot be written to: {error.strerror}") from None
 
 
-def end(log: Path, how: str) -> None:
+def log_end(log: Path, how: str) -> None:
     """Write how a try ended."""
     with contextlib.suppress(OSError):  # a full disk: then there is no end
         _append(log, "<==", how)
@@ -80,7 +80,7 @@ def end(log: Path, how: str) -> None:
 
 def _append(log: Path, mark: str, text: str) -> None:
     """Add a line with the time, after an end for one that was cut off."""
-    line = f"{mark} {datetime.now(UTC).strftime(_TIME)} {text}\n"
+    line = f"{mark} {datetime.now(UTC).strftime(_TIME_FORMAT)} {text}\n"
     with open(log, "ab+") as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
@@ -88,10 +88,10 @@ def _append(log: Path, mark: str, text: str) -> None:
         stream.write(line.encode("utf-8", "surrogateescape"))
 
 
-def tries(log: Path) -> list[Attempt]:
+def read_attempts(log: Path) -> list[Attempt]:
     """Return every try of a stage, in their order; none if there is no log."""
     try:
-        lines = read_regular(log, _MOST_BYTES).decode("utf-8", errors="replace").splitlines()
+        lines = read_regular_file(log, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
     found: list[Attempt] = []
@@ -102,68 +102,68 @@ def tries(log: Path) -> list[Attempt]:
             said.append(line)
             continue
         if began is not None:
-            ended, how = (_seconds(end[1]), end[2]) if end else (None, "")
+            ended, how = (_parse_time(end[1]), end[2]) if end else (None, "")
             told = any(_TOLD.fullmatch(text.strip()) for text in said)
-            found.append(Attempt(began, ended, how, best_line(said), told))
-        began, said = (_seconds(begin[1]), []) if begin else (None, said)
+            found.append(Attempt(began, ended, how, find_error_line(said), told))
+        began, said = (_parse_time(begin[1]), []) if begin else (None, said)
     return found
 
 
-def best_line(said: Sequence[str]) -> str:
+def find_error_line(said: Sequence[str]) -> str:
     """Return the line of what a command has said that tells most of why it ended."""
     errors = [line.strip() for line in said if _ERROR.fullmatch(line.strip())]
     plain = [line.strip() for line in said if line.strip() and not _FRAME.match(line)]
     wrong = [line for line in errors if line.startswith("error: ")]
-    return shortened((wrong or errors or plain or [""])[-1], 400)
+    return truncate_text((wrong or errors or plain or [""])[-1], 400)
 
 
-def _seconds(text: str) -> float:
+def _parse_time(text: str) -> float:
     try:
-        return datetime.strptime(text, _TIME).replace(tzinfo=UTC).timestamp()
+        return datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=UTC).timestamp()
     except ValueError:
         return time.time()
 
 
-def spent(tries: Iterable[Attempt]) -> float:
+def total_seconds(tries: Iterable[Attempt]) -> float:
     """Return the seconds of those that have ended."""
-    return sum(one.ended - one.began for one in tries if one.ended is not None)
+    return sum(one.end_time - one.start_time for one in tries if one.end_time is not None)
 
 
 class EtaEstimator:
     """Seconds of what is left of some stages, each after what it needs."""
 
-    def __init__(self, nodes: Iterable[StageRunner], study: Path) -> None:
+    def __init__(self, stages: Iterable[StageRunner], study: Path) -> None:
         """Reads the logs of what is done."""
-        self._nodes = {node.id: node for node in nodes}
+        self._nodes = {stage.id: stage for stage in stages}
         self._share: dict[str, float] = {}
         self._measured: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by kind: seconds, work
-        for node in self._nodes.values():
-            self._share[node.id] = float(node.done())
-            tried = tries(log_of(study, node.id)) if self._share[node.id] else []
-            killed = any(one.ended is None for one in tried)  # how long that took nobody knows
-            if not killed and (seconds := spent(tried)):
-                self.measured(node, seconds)
+        for stage in self._nodes.values():
+            self._share[stage.id] = float(stage.is_done())
+            tried = read_attempts(log_path(study, stage.id)) if self._share[stage.id] else []
+            killed = any(one.end_time is None for one in tried)  # how long that took nobody knows
+            if not killed and (seconds := total_seconds(tried)):
+                self.measured(stage, seconds)
 
-    def measured(self, node: StageRunner, seconds: float, share: float = 1.0) -> None:
+    def measured(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:
         """Note that a stage is done, of which so much, from 0 to 1, took so long."""
-        self._share[node.id] = 1.0
-        sums = self._measured[_kind(node)]
+        self._share[stage.id] = 1.0
+        sums = self._measured[_stage_kind(stage)]
         sums[0] += seconds
-        sums[1] += share * node.work
+        sums[1] += share * stage.work
 
-    def under_way(self, node: StageRunner, share: float) -> None:
+    def under_way(self, stage: StageRunner, share: float) -> None:
         """Note that so much of a stage is done, from 0 to 1."""
-        self._share[node.id] = share
+        self._share[stage.id] = share
 
-    def _left(self, node: StageRunner) -> float | None:
+    def _left(self, stage: StageRunner) -> float | None:
         """Return seconds of one stage by what others of its kind took, otherwise the plan's; None where neither is known."""
-        seconds, work = self._measured[_kind(node)]
-        whole = seconds * node.work / work if work else node.planned
-        return None if whole is None else whole * (1 - self._share[node.id])
+        seconds, work = self._measured[_stage_kind(stage)]
+        whole = seconds * stage.work / work if work else stage.planned_seconds
+        return None if whole is None else whole * (1 - self._share[stage.id])
 
     def seconds(self, places: int) -> float | None:
         """Of all, `places` at a time: the sum of them, or the longest chain, whichever is more; None where one is not known."""
-        left = [(node.processes, self._left(node)) for id, node in self._nodes.items() if self._share[id] < 1]
+        left = [(stage.processes, self._left(stage)) for id, stage in self._nodes.items() if self._share[id] < 1]
         if any(seconds is None for _, seconds in left):
             return None
         return max([sum(processes * seconds for processes, seconds in left) / places, *self.chains().values()])
@@ -172,12 +172,12 @@ class EtaEstimator:
         """Return, by id, seconds from a stage's beginning to the end of the longest chain that needs it; unknown ones are 0."""
         found: dict[str, float] = {}
         behind: dict[str, float] = defaultdict(float)
-        for id, node in reversed(self._nodes.items()):
-            found[id] = behind[id] + (self._left(node) or 0.0)
-            for need in node.needs:
+        for id, stage in reversed(self._nodes.items()):
+            found[id] = behind[id] + (self._left(stage) or 0.0)
+            for need in stage.needs:
                 behind[need] = max(behind[need], found[id])
         return found
 
 
-def _kind(node: StageRunner) -> str:
-    return node.id.partition("/")[0]
+def _stage_kind(stage: StageRunner) -> str:
+    return stage.id.partition("/")[0]

@@ -16,19 +16,19 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import clock, print_rank_0, quiet
-from megaenc.errors import InputError, one_line_errors
+from megaenc.console import format_duration, print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import stage_log
-from megaenc.study.run.command import choose, study_folder
-from megaenc.study.run.executor import amount
+from megaenc.study.run.command import resolve_study_dir, select_stages
+from megaenc.study.run.executor import format_progress
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.stage import StageRunner
-from megaenc.study.run.stage_log import EtaEstimator, spent
+from megaenc.study.run.stage_log import EtaEstimator, total_seconds
 
 _STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}  # of states, in the order of the table
-_EVERY = 2.0  # seconds
+_REFRESH_SECONDS = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -60,88 +60,94 @@ class StatusRow:
     """of a failure, or what is waited for"""
 
 
-def rows(nodes: Iterable[StageRunner], study: Path, unfit: Mapping[str, str] | None = None) -> list[StatusRow]:
-    """Return every stage, each after what it needs; `unfit`: what is wrong with what is there of some."""
+def build_table(stages: Iterable[StageRunner], study: Path, unfit: Mapping[str, str] | None = None) -> list[StatusRow]:
+    """Return every stage, each after what it needs; `find_mismatches`: what is wrong with what is there of some."""
     found: dict[str, StatusRow] = {}
-    for node in nodes:
-        grid = node if isinstance(node, FinetuneStage) else None
-        names = [node.id, *(part.id for part in grid.parts())] if grid else [node.id]
-        tries = {name: stage_log.tries(stage_log.log_of(study, name)) for name in names}
+    for stage in stages:
+        grid = stage if isinstance(stage, FinetuneStage) else None
+        names = [stage.id, *(part.id for part in grid.split_by_training_set())] if grid else [stage.id]
+        tries = {name: stage_log.read_attempts(stage_log.log_path(study, name)) for name in names}
         last = {name: of_name[-1] for name, of_name in tries.items() if of_name}
-        done, total = node.progress()
-        seconds, share = sum(map(spent, tries.values())), done / total if total else 0.0
-        needs = [need for need in node.needs if need in found and found[need].state != "done"]
+        done, total = stage.progress()
+        seconds, share = sum(map(total_seconds, tries.values())), done / total if total else 0.0
+        needs = [need for need in stage.needs if need in found and found[need].state != "done"]
         state, why = "waiting", f"needs {', '.join(needs)}" if needs else ""
         if any(found[need].state == "failed" for need in needs):
             why += ", which failed"
-        if unfit and node.id in unfit:
-            state, why = "failed", unfit[node.id]
-        elif node.done() and not needs:
+        if unfit and stage.id in unfit:
+            state, why = "failed", unfit[stage.id]
+        elif stage.is_done() and not needs:
             state, share = "done", 1.0
-            why = f"{lost} runs have no score: their rate made the loss no number" if grid and (lost := grid.failed()) else ""
+            why = (
+                f"{lost} runs have no score: their rate made the loss no number"
+                if grid and (lost := grid.count_failed_runs())
+                else ""
+            )
         elif running := [name for name in names if stage_log.is_locked(study, name)]:
             state, why = "running", ""
-            seconds += sum(time.time() - last[name].began for name in running if name in last and last[name].ended is None)
-        elif failed := [name for name in last if last[name].failed]:
-            one, log = last[failed[-1]], stage_log.log_of(study, failed[-1])
-            state, why = "failed", f"{one.how}: {one.said} ({log})"
-        found[node.id] = StatusRow(node.id, state, amount(done, total, node.unit), share, seconds, why)
+            seconds += sum(
+                time.time() - last[name].start_time for name in running if name in last and last[name].end_time is None
+            )
+        elif failed := [name for name in last if last[name].is_failed]:
+            one, log = last[failed[-1]], stage_log.log_path(study, failed[-1])
+            state, why = "failed", f"{one.outcome}: {one.message} ({log})"
+        found[stage.id] = StatusRow(stage.id, state, format_progress(done, total, stage.unit), share, seconds, why)
     return list(found.values())
 
 
-def unfit(nodes: Iterable[StageRunner]) -> dict[str, str]:
+def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
     """Return why stages that are there are not those of the manifest, or not of what is there of those that they need."""
     found = {}
-    for node in nodes:
+    for stage in stages:
         try:
-            node.check()
+            stage.check()
         except InputError as error:
-            found[node.id] = str(error)
+            found[stage.id] = str(error)
     return found
 
 
-def headline(table: Sequence[StatusRow], left: float | None) -> str:
+def format_headline(table: Sequence[StatusRow], left: float | None) -> str:
     """Say the whole in one line."""
     counts = Counter(row.state for row in table)
     words = ", ".join(f"{counts[state]:,} {state}" for state in ("done", "running", "waiting", "failed") if counts[state])
     share = sum(row.share for row in table) / len(table)
-    rest = f", about {clock(left)} left" if left else ""
+    rest = f", about {format_duration(left)} left" if left else ""
     return f"{len(table):,} stages: {words}; {100 * share:.0f} %{rest}"
 
 
-@one_line_errors
+@handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study status`."""
-    quiet()
+    silence_libraries()
     settings = flags.parse(StatusConfig, argv, prog="megaenc study status", description=__doc__)
-    study = study_folder(settings.output, "status")
-    nodes = choose(build_graph(read_manifest(settings.manifest, settings.data or None), study).nodes, settings.only)
-    wrong = unfit(nodes)
+    study = resolve_study_dir(settings.output, "status")
+    stages = select_stages(build_graph(read_manifest(settings.manifest, settings.data or None), study).stages, settings.only)
+    wrong = find_mismatches(stages)
     if sys.stdout.isatty():
-        _watch(nodes, study, wrong)
+        _show_live(stages, study, wrong)
         return
-    table = rows(nodes, study, wrong)
-    print_rank_0(headline(table, _left(nodes, study, table)))
-    widths = [max(map(len, column)) for column in zip(*(_cells(row)[:4] for row in table), strict=True)]
+    table = build_table(stages, study, wrong)
+    print_rank_0(format_headline(table, _estimate_remaining_seconds(stages, study, table)))
+    widths = [max(map(len, column)) for column in zip(*(_format_cells(row)[:4] for row in table), strict=True)]
     for row in table:
-        *cells, why = _cells(row)
+        *cells, why = _format_cells(row)
         print_rank_0("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), why]).rstrip())
 
 
-def _left(nodes: Sequence[StageRunner], study: Path, table: Sequence[StatusRow]) -> float | None:
+def _estimate_remaining_seconds(stages: Sequence[StageRunner], study: Path, table: Sequence[StatusRow]) -> float | None:
     """Return the seconds that are left at the present pace: with as many at a time as run now."""
-    remaining = EtaEstimator(nodes, study)
-    for node, row in zip(nodes, table, strict=True):
-        remaining.under_way(node, row.share)
+    remaining = EtaEstimator(stages, study)
+    for stage, row in zip(stages, table, strict=True):
+        remaining.under_way(stage, row.share)
     running = sum(row.state == "running" for row in table)
     return remaining.seconds(running) if running else None
 
 
-def _cells(row: StatusRow) -> tuple[str, str, str, str, str]:
-    return row.stage, row.state, row.progress, clock(row.seconds) if row.seconds else "", row.why
+def _format_cells(row: StatusRow) -> tuple[str, str, str, str, str]:
+    return row.stage, row.state, row.progress, format_duration(row.seconds) if row.seconds else "", row.why
 
 
-def _watch(nodes: Sequence[StageRunner], study: Path, unfit: Mapping[str, str] | None = None) -> None:
+def _show_live(stages: Sequence[StageRunner], study: Path, unfit: Mapping[str, str] | None = None) -> None:
     """Show the table until all is done; what needs attention stands first."""
     from rich.box import SIMPLE_HEAD
     from rich.live import Live
@@ -150,15 +156,15 @@ def _watch(nodes: Sequence[StageRunner], study: Path, unfit: Mapping[str, str] |
 
     with Live(auto_refresh=False, screen=False) as live:
         while True:
-            table = rows(nodes, study, unfit)
-            title = headline(table, _left(nodes, study, table))
+            table = build_table(stages, study, unfit)
+            title = format_headline(table, _estimate_remaining_seconds(stages, study, table))
             drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, expand=True)
             for name, ratio in (("stage", 3), ("state", None), ("progress", None), ("time", None), ("", 4)):
                 drawn.add_column(name, ratio=ratio, no_wrap=name != "", overflow="fold" if not name else "ellipsis")
             for row in sorted(table, key=lambda row: [*_STYLES].index(row.state)):
-                stage, state, *rest = _cells(row)
+                stage, state, *rest = _format_cells(row)
                 drawn.add_row(Text(stage), Text(state, style=_STYLES[state]), *map(Text, rest))
             live.update(drawn, refresh=True)
             if all(row.state == "done" for row in table):
                 return
-            time.sleep(_EVERY)
+            time.sleep(_REFRESH_SECONDS)

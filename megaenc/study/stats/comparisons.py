@@ -13,20 +13,20 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
 
-from megaenc.finetune.results.aggregate import STUDY
+from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import AVERAGE, Evidence, Score
-from megaenc.study.results.groups import is_average, percent
+from megaenc.study.results.groups import is_average, format_percent
 from megaenc.study.stats import inference
 from megaenc.study.stats.inference import LEVEL, TestResult
 
 Outcome = Literal["holds", "reversed", "not resolved", "no data"]
 Terms = Sequence[tuple[float, Score]]
-Pair = dict[int, tuple[ModelKey, ModelKey]]
+ModelPairs = dict[int, tuple[ModelKey, ModelKey]]
 """By seed of the pretraining, a setting of each side."""
 
 
-class Models:
+class ModelSelector:
     """The settings of the evidence without a schedule, looked at in the ways that the claims ask.
 
     What stands for MLM, and which models are at their end, is asked of all that the study has planned, where a manifest says it.
@@ -37,7 +37,7 @@ class Models:
         self.settings = [setting for setting in evidence.settings() if not setting.schedule]
         self.planned = [setting for setting in evidence.planned() if not setting.schedule]
         self.ratio = evidence.mask_ratio
-        self.mlm, self.clm = f"MLM {percent(self.ratio)}" if self.ratio else "MLM", "CLM"
+        self.mlm, self.clm = f"MLM {format_percent(self.ratio)}" if self.ratio else "MLM", "CLM"
 
     def pairs(
         self,
@@ -45,7 +45,7 @@ class Models:
         right: Callable[[ModelKey], bool],
         same: Callable[[ModelKey], tuple] = attrgetter("size", "steps"),
         among: Iterable[ModelKey] | None = None,
-    ) -> dict[tuple, Pair]:
+    ) -> dict[tuple, ModelPairs]:
         """Return the first setting that is `left` and the first `right`, by what `same` says of both, by pretraining seed."""
         found: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
         for setting in self.settings if among is None else among:
@@ -56,9 +56,9 @@ class Models:
         kept = {key: {seed: (a, b) for seed, (a, b) in by_seed.items() if a and b} for key, by_seed in found.items()}
         return {key: by_seed for key, by_seed in kept.items() if by_seed}
 
-    def final(self) -> dict[str, Pair]:
+    def final(self) -> dict[str, ModelPairs]:
         """Return by size, smallest first, MLM and CLM alone to their decayed end, at the most steps that both (will) have."""
-        ends = (lambda one: one.decayed and self.only_mlm(one), lambda one: one.decayed and only_clm(one))
+        ends = (lambda one: one.decayed and self.only_mlm(one), lambda one: one.decayed and is_clm_only(one))
         longest = dict(sorted(self.pairs(*ends, among=self.planned)))  # by size, the last is the longest
         pairs = self.pairs(*ends)
         order = self.evidence.sizes_of(self.settings)
@@ -69,7 +69,7 @@ class Models:
         return not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio == self.ratio and one.mlm_steps > 0
 
 
-def only_clm(one: ModelKey) -> bool:
+def is_clm_only(one: ModelKey) -> bool:
     """Return whether a model saw nothing but CLM."""
     return not one.mlm_steps and not one.cpt_mlm_steps and one.clm_steps > 0
 
@@ -123,7 +123,7 @@ class Comparison:
         """Seeds that see a true difference of this size in 80 % of studies; inf: the examples are too few; None: not known."""
         if self.test.seeds < 2 or math.isnan(self.test.p):
             return None
-        needed = inference.seeds_needed(self.test.difference, self.test.components, self.test.seeds)
+        needed = inference.required_seeds(self.test.difference, self.test.components, self.test.seeds)
         return math.inf if needed is None else needed
 
 
@@ -158,13 +158,13 @@ class Contrast:
         counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         for weight, member in (pair for of_run in self.members for pair in of_run):
             count = counts[self.names[weight < 0], member.dataset]
-            count[0] += member.at_rate_collapsed
+            count[0] += member.collapsed_at_rate
             count[1] += len(member.seeds)
         sides = {name for (name, _), (worthless, runs) in counts.items() if worthless and 2 * worthless >= runs}
         return tuple(name for name in self.names if name in sides)
 
 
-def of_family(
+def family_terms(
     evidence: Evidence, family: str, settings: Sequence[ModelKey]
 ) -> tuple[str, list[list[tuple[float, Score]]]] | None:
     """Return what stands for a family: its average if all have one over the same sets, else the mean over the sets all have.
@@ -178,7 +178,7 @@ def of_family(
         return AVERAGE, [[(1.0, average)] for average in averages]
     names = [name for of, name in evidence.datasets() if of == family and not is_average(name)]
     common = [name for name in names if all(evidence.find(setting, name, family) is not None for setting in settings)]
-    of_study = [name for name in STUDY[family] if name in common]
+    of_study = [name for name in STUDY_DATASETS[family] if name in common]
     common = of_study if len(of_study) == 3 else common
     if not common:
         return None
@@ -186,14 +186,14 @@ def of_family(
     return label, [[(1 / len(common), evidence.find(setting, name, family)) for name in common] for setting in settings]
 
 
-def lines_of(
-    evidence: Evidence, names: tuple[str, str], places: Iterable[tuple[str, Pair]], families: Sequence[str] = tuple(STUDY)
+def build_contrasts(
+    evidence: Evidence, names: tuple[str, str], places: Iterable[tuple[str, ModelPairs]], families: Sequence[str] = tuple(STUDY_DATASETS)
 ) -> list[Contrast]:
     """Return a line for each place (size, steps, ...) and family in which its sides were evaluated on the same sets."""
     found = []
     for (where, sides), family in itertools.product(places, families):
-        having = {seed: pair for seed, pair in sides.items() if of_family(evidence, family, pair) is not None}
-        if (standing := of_family(evidence, family, [one for pair in having.values() for one in pair])) is None:
+        having = {seed: pair for seed, pair in sides.items() if family_terms(evidence, family, pair) is not None}
+        if (standing := family_terms(evidence, family, [one for pair in having.values() for one in pair])) is None:
             continue
         label, parts = standing  # the same sets for every seed of the pretraining
         terms = {
@@ -204,9 +204,9 @@ def lines_of(
     return found
 
 
-def adjusted(found: Sequence[Comparison]) -> list[Comparison]:
+def adjust_comparisons(found: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons of one claim with Holm's p and the verdict of each: holds above 0, reversed below."""
-    corrected = inference.holm([one.p for one in found])
+    corrected = inference.holm_adjust([one.p for one in found])
     ways = (("holds" if one.difference > 0 else "reversed") for one in found)
     return [
         replace(one, p_adjusted=p, verdict=way if p < LEVEL else "not resolved")
@@ -214,7 +214,7 @@ def adjusted(found: Sequence[Comparison]) -> list[Comparison]:
     ]
 
 
-def better_first(one: Comparison) -> Comparison:
+def put_better_first(one: Comparison) -> Comparison:
     """Return the same with the better side on the left."""
     if not one.difference < 0:
         return one

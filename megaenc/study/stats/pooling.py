@@ -14,16 +14,16 @@ import numpy as np
 from megaenc.study.results.evidence import Score
 from megaenc.study.stats import inference
 from megaenc.study.stats.comparisons import Comparison, Contrast, Terms
-from megaenc.study.stats.inference import Components, TestResult
+from megaenc.study.stats.inference import VarianceComponents, TestResult
 
 _PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
 
-Weighted = Sequence[tuple[float, Contrast]]
+WeightedContrasts = Sequence[tuple[float, Contrast]]
 Seeds = tuple[int, ...]
 """Of the pretraining; empty for lines that have one run each."""
-Blocks = Mapping[tuple[str, str], np.ndarray]
+ExampleScores = Mapping[tuple[str, str], np.ndarray]
 """float[S, N] by family and data set; empty if some score has no examples, or other ones."""
-Lent = Mapping[str, Mapping[Seeds, float]]
+BetweenRunVariances = Mapping[str, Mapping[Seeds, float]]
 """By family ("" for any other): the variance of a line between runs of the pretraining, and whose seeds say so."""
 
 
@@ -33,7 +33,7 @@ class ScoreRows:
 
     left: np.ndarray
     right: np.ndarray
-    examples: Blocks
+    examples: ExampleScores
     """of the contrast"""
 
     @property
@@ -41,14 +41,14 @@ class ScoreRows:
         return self.left - self.right
 
 
-def between_run_variance(lines: Sequence[Contrast]) -> Lent:
+def between_run_variance(lines: Sequence[Contrast]) -> BetweenRunVariances:
     """Return what lines with several runs of the pretraining say of how far these differ, for lines that have one.
 
     The mean over the lines of a family with the same seeds, and over sets of seeds.
     """
     found: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
-        if len(line.seeds) > 1 and not line.collapsed and (rows := _rows([(1.0, line)], line.seeds, False)) is not None:
+        if len(line.seeds) > 1 and not line.collapsed and (rows := _sum_contrasts([(1.0, line)], line.seeds, False)) is not None:
             for family in (line.family, ""):
                 found[family][line.seeds].append(float(np.var(rows.scores, ddof=1)))
     return {
@@ -57,9 +57,9 @@ def between_run_variance(lines: Sequence[Contrast]) -> Lent:
     }
 
 
-def test(
+def compare_contrasts(
     lines: Sequence[Contrast],
-    lent: Lent | None = None,
+    lent: BetweenRunVariances | None = None,
     margin: float = 0.0,
     draws: int = 0,
     weights: Sequence[float] | None = None,
@@ -87,27 +87,27 @@ def test(
 
     lent = between_run_variance([line for _, line in pool]) if lent is None else lent
     if not all(score.seeds for _, line in pool for terms in line.terms.values() for _, score in terms):
-        return compared(*_printed(pool, margin))
+        return compared(*_test_published(pool, margin))
     groups: dict[Seeds, list[tuple[float, Contrast]]] = defaultdict(list)
     for weight, line in pool:
         groups[line.seeds if len(line.seeds) > 1 else ()].append((weight, line))
-    rows = {seeds: _rows(members, seeds) for seeds, members in groups.items()}
+    rows = {seeds: _sum_contrasts(members, seeds) for seeds, members in groups.items()}
     if None in rows.values():  # no fine-tuning seed in common
-        unknown = Components(math.nan, math.nan)
+        unknown = VarianceComponents(math.nan, math.nan)
         return compared(TestResult(math.nan, math.nan, math.nan, math.nan, unknown, math.nan, 0), pretrained=1)
     if len(rows) == 1 and (() not in rows or not lent):
         [made] = rows.values()
         blocks = list(made.examples.values())
-        found, drawn = inference.contrast(made.scores, blocks, margin), None
+        found, drawn = inference.contrast_t_test(made.scores, blocks, margin), None
         if draws and blocks and found.seeds > 2:
-            drawn = tuple((100 * low, 100 * high) for low, high in inference.bootstrap(made.scores, blocks, draws))
-        return compared(found, inference.effect_size(made.left, made.right), bootstrap=drawn)
+            drawn = tuple((100 * low, 100 * high) for low, high in inference.bootstrap_intervals(made.scores, blocks, draws))
+        return compared(found, inference.hedges_g(made.left, made.right), bootstrap=drawn)
     difference = math.fsum(float(one.scores.mean()) for one in rows.values())
-    found = inference.combined(difference, _variances(groups, rows, lent), _of_examples(rows.values()), margin)
+    found = inference.welch_satterthwaite_test(difference, _variances_by_seeds(groups, rows, lent), _pooled_example_variance(rows.values()), margin)
     return compared(found, lent=() in rows)
 
 
-def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, ScoreRows], lent: Lent) -> list[tuple[float, float]]:
+def _variances_by_seeds(groups: Mapping[Seeds, WeightedContrasts], rows: Mapping[Seeds, ScoreRows], lent: BetweenRunVariances) -> list[tuple[float, float]]:
     """Return (variance, degrees of freedom) of a pooled contrast, by where it is estimated.
 
     Parts that have a model size in common may have runs in common: as if they were correlated as far as can be, each variance
@@ -120,7 +120,7 @@ def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, ScoreRows]
     found: dict[Seeds, float] = defaultdict(float)
     for seeds, members in groups.items():
         alike = 1 if not seeds else sum(bool({line.size for _, line in members} & sizes) for sizes in parts)
-        found[seeds] += alike * inference.of_mean(rows[seeds].scores)
+        found[seeds] += alike * inference.variance_of_mean(rows[seeds].scores)
     for size, members in once.items():
         alike = sum(size in sizes for sizes in parts)
         whole = math.fsum(abs(weight) for weight, _ in members)
@@ -130,7 +130,7 @@ def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, ScoreRows]
     return [(variance, (len(seeds) or len(rows[()].scores)) - 1) for seeds, variance in found.items()]
 
 
-def _of_examples(rows: Collection[ScoreRows]) -> float:
+def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
     """Return the variance that examples add; nan if some of the rows have none, or other ones."""
     by_place: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
     for place, block in (pair for one in rows for pair in one.examples.items()):
@@ -138,14 +138,14 @@ def _of_examples(rows: Collection[ScoreRows]) -> float:
     other = any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_place.values())
     if other or any(not one.examples for one in rows):
         return math.nan
-    return math.fsum(inference.shared(blocks) for blocks in by_place.values())
+    return math.fsum(inference.example_variance(blocks) for blocks in by_place.values())
 
 
-def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> ScoreRows | None:
+def _sum_contrasts(lines: WeightedContrasts, seeds: Seeds, examples: bool = True) -> ScoreRows | None:
     """Return those of lines that have these seeds, or one run each; None if the fine-tunings of a run have no seed in common."""
     if not seeds:
-        return _run([(weight, line, line.seeds[0]) for weight, line in lines], examples)
-    runs = [_run([(weight, line, seed) for weight, line in lines], examples) for seed in seeds]
+        return _sum_run_contrasts([(weight, line, line.seeds[0]) for weight, line in lines], examples)
+    runs = [_sum_run_contrasts([(weight, line, seed) for weight, line in lines], examples) for seed in seeds]
     if None in runs:
         return None
     sides, blocks = (np.array([getattr(run, side).mean() for run in runs]) for side in ("left", "right")), {}
@@ -156,9 +156,9 @@ def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> ScoreRows | N
     return ScoreRows(*sides, blocks)
 
 
-def _run(lines: Sequence[tuple[float, Contrast, int]], examples: bool) -> ScoreRows | None:
+def _sum_run_contrasts(lines: Sequence[tuple[float, Contrast, int]], examples: bool) -> ScoreRows | None:
     """Return the same by fine-tuning seed, of one run of the pretraining for each line."""
-    terms = _merged([(weight * part, score) for weight, line, seed in lines for part, score in line.terms[seed]])
+    terms = _merge_terms([(weight * part, score) for weight, line, seed in lines for part, score in line.terms[seed]])
     seeds = sorted(set.intersection(*(set(score.seeds) for _, score in terms)))
     if not seeds:
         return None
@@ -166,10 +166,10 @@ def _run(lines: Sequence[tuple[float, Contrast, int]], examples: bool) -> ScoreR
         np.array([math.fsum(sign * part * score.seeds[seed] for part, score in terms if sign * part > 0) for seed in seeds])
         for sign in (1, -1)
     )
-    return ScoreRows(*sides, _blocks(terms, seeds) if examples else {})
+    return ScoreRows(*sides, _sum_example_scores(terms, seeds) if examples else {})
 
 
-def _merged(terms: Terms) -> list[tuple[float, Score]]:
+def _merge_terms(terms: Terms) -> list[tuple[float, Score]]:
     """Return averages as the sets that they are formed over, and each score once with all its weight."""
     found: dict[int, tuple[float, Score]] = {}
     for weight, score in terms:
@@ -179,11 +179,11 @@ def _merged(terms: Terms) -> list[tuple[float, Score]]:
     return [(weight, score) for weight, score in found.values() if abs(weight) > 1e-12]
 
 
-def _blocks(terms: Terms, seeds: Sequence[int]) -> Blocks:
+def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
     """Return the contrast of the examples of each data set."""
     found: dict[tuple[str, str], np.ndarray] = {}
     for weight, score in terms:
-        block, place = score.examples_of(seeds), (score.family, score.dataset)
+        block, place = score.stack_examples(seeds), (score.family, score.dataset)
         before = found.get(place)
         if block is None or (before is not None and before.shape != block.shape):
             return {}
@@ -191,11 +191,11 @@ def _blocks(terms: Terms, seeds: Sequence[int]) -> Blocks:
     return found
 
 
-def _printed(pool: Weighted, margin: float) -> tuple[TestResult, float]:
+def _test_published(pool: WeightedContrasts, margin: float) -> tuple[TestResult, float]:
     """Return the test of published means, and its effect size."""
-    first = _merged([(weight * part, score) for weight, line in pool for part, score in line.terms[line.seeds[0]]])
+    first = _merge_terms([(weight * part, score) for weight, line in pool for part, score in line.terms[line.seeds[0]]])
     weights = [weight for weight, _ in first]
-    halves = [math.nan if score.half is None else max(score.half, _PRINTED_DIGIT) for _, score in first]
+    halves = [math.nan if score.half_width is None else max(score.half_width, _PRINTED_DIGIT) for _, score in first]
     made = inference.welch_from_intervals([score.mean for _, score in first], halves, weights, margin=margin)
     spread = 5 * (np.array(weights) * halves / 1.96) ** 2  # variance of a seed on each side; pooled: their mean
-    return made, inference.standardised(made.difference, math.sqrt(spread.sum() / 2), 8)
+    return made, inference.standardised_difference(made.difference, math.sqrt(spread.sum() / 2), 8)

@@ -13,14 +13,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 
 from megaenc.console import print_rank_0
-from megaenc.dist_env import rank
+from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
 from megaenc.training.checkpoint.safe_pickle import SHARD, rewrite_pickles
-from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, content_damage
+from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, find_content_damage
 from megaenc.training.dist.collectives import all_gather_call, broadcast_call
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
-from megaenc.training.run_dir import difference
+from megaenc.training.run_dir import describe_difference
 from megaenc.training.skip_policy import saw_same_data
 
 
@@ -35,19 +35,19 @@ class CheckpointLoader(CheckpointDir):
 
         InputError for a run of another `identity`, or a pickle of more than plain values.
         """
-        state = broadcast_call(lambda: self.state(step))
+        state = broadcast_call(lambda: self.read_state(step))
         path, names = self.path(step), sorted(state["files"])
-        mine = names[rank() :: dist.get_world_size()]
-        for damage in all_gather_call(lambda: content_damage(path, {name: state["files"][name] for name in mine})):
+        mine = names[get_rank() :: dist.get_world_size()]
+        for damage in all_gather_call(lambda: find_content_damage(path, {name: state["files"][name] for name in mine})):
             if damage:
                 raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
-        if identity is not None and (other := difference(state["identity"], identity)):
+        if identity is not None and (other := describe_difference(state["identity"], identity)):
             raise InputError(f"{path} is a checkpoint of a different run: {other}; remove it or give the same value")
         self._checked = step, broadcast_call(lambda: rewrite_pickles(path, state["files"]))
         return state
 
     @contextlib.contextmanager
-    def readable(self, step: int) -> Iterator[str]:
+    def open_verified(self, step: int) -> Iterator[str]:
         """Yield a folder of this process from which the checkpoint of `step` can be loaded; all ranks call this together.
 
         It holds links to the shards, of which only tensors are read, and what `check` has let through, written anew: the
@@ -68,15 +68,15 @@ class CheckpointLoader(CheckpointDir):
                     raise InputError(f"{error.filename}: {error.strerror}; expected room for a few MB in TMPDIR") from None
                 return str(folder)
 
-            yield all_gather_call(lay_out)[rank()]
+            yield all_gather_call(lay_out)[get_rank()]
 
-    def newest_good(self, plan: Plan) -> dict[str, Any] | None:
+    def verify_newest(self, plan: Plan) -> dict[str, Any] | None:
         """Return the JSON of the newest whole checkpoint up to the tracker's that `plan` agrees with, if any; all ranks together.
 
         A damaged one is named in a line; InputError if all are.
         """
         identity = plan.identity
-        steps = broadcast_call(lambda: [step for step in reversed(self.up_to_tracker()) if self.fits(step, plan)])
+        steps = broadcast_call(lambda: [step for step in reversed(self.steps_up_to_tracker()) if self.is_compatible(step, plan)])
         for step, before in zip(steps, [*steps[1:], None], strict=False):
             try:
                 return self.check(step, identity)
@@ -86,30 +86,30 @@ class CheckpointLoader(CheckpointDir):
                 print_rank_0(f"{damage}: trying that of step {before}")
         return None
 
-    def fits(self, step: int, plan: Plan, damaged: bool = True) -> bool:
+    def is_compatible(self, step: int, plan: Plan, damaged: bool = True) -> bool:
         """Whether the checkpoint of `step` has read no pack that `plan` leaves out; `damaged` where that cannot be told."""
         try:
-            return saw_same_data(plan, self.state(step))
+            return saw_same_data(plan, self.read_state(step))
         except DamagedCheckpointError:
             return damaged  # to be named
 
-    def fitting(self, plan: Plan) -> list[int]:
+    def compatible_steps(self, plan: Plan) -> list[int]:
         """The steps whose checkpoints look whole and have read no pack that `plan` leaves out."""
-        return [step for step in self.steps() if self.fits(step, plan, damaged=False)]
+        return [step for step in self.steps() if self.is_compatible(step, plan, damaged=False)]
 
     def load(self, engine: Engine, step: int) -> None:
         """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""
-        with self.readable(step) as folder:
-            fill(engine, dist_checkpointing.load(sharded_state(engine, is_loading=True), folder))
+        with self.open_verified(step) as folder:
+            load_into_engine(engine, dist_checkpointing.load(sharded_state_dict(engine, is_loading=True), folder))
 
     def load_weights(self, engine: Engine, step: int) -> None:
         """Put the weights alone of the checkpoint of `step`, which `check` found whole, into `engine`, with a new optimizer."""
-        with self.readable(step) as folder:
-            fill_model(engine, dist_checkpointing.load({"model": model_state(engine)}, folder)["model"])
+        with self.open_verified(step) as folder:
+            load_into_model(engine, dist_checkpointing.load({"model": model_sharded_state_dict(engine)}, folder)["model"])
         engine.optimizer.reload_model_params()  # its float32 copies, under bf16
 
 
-def load_model(checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
+def load_model_weights(checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
     """Put the weights of the checkpoint of `step`, once `check` finds it whole, into `module`, a whole model, without a copy."""
     try:
         checkpoints.check(step, identity)
@@ -117,7 +117,7 @@ def load_model(checkpoints: CheckpointLoader, step: int, module: torch.nn.Module
         whole = [other for other in checkpoints.steps() if other != step]
         others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--ckpt-step)" if whole else "no other is there"
         raise InputError(f"{damage}; {others}") from None
-    with checkpoints.readable(step) as folder:
+    with checkpoints.open_verified(step) as folder:
         layers, others = {}, {}
         for name, value in module.sharded_state_dict(prefix="model.").items():
             # A matrix made of two, the MLP's, is not put together a second time: its parts are read into their places.
@@ -136,13 +136,13 @@ def load_model(checkpoints: CheckpointLoader, step: int, module: torch.nn.Module
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
+def sharded_state_dict(engine: Engine, is_loading: bool) -> dict[str, Any]:
     """What `dist_checkpointing` saves of `engine`, or (`is_loading`) what it is to load into it. All ranks call this together."""
     if not is_loading:
         engine.gather_parameters()
         for optimizer in engine.optimizer.chained_optimizers:  # zeros for each weight that no update has reached yet
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    model = model_state(engine)
+    model = model_sharded_state_dict(engine)
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
     if "param_groups" in optimizer:  # float32 without the distributed optimizer: one level less than the others
         optimizer = {"optimizer": optimizer}
@@ -154,9 +154,9 @@ def sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def fill(engine: Engine, loaded: dict[str, Any]) -> None:
-    """Put what was loaded for `sharded_state` into `engine`."""
-    fill_model(engine, loaded["model"])
+def load_into_engine(engine: Engine, loaded: dict[str, Any]) -> None:
+    """Put what was loaded for `sharded_state_dict` into `engine`."""
+    load_into_model(engine, loaded["model"])
     optimizer = loaded["optimizer"]
     if engine.layout.use_distributed_optimizer:
         optimizer["param_state_sharding_type"] = _METADATA["distrib_optim_sharding_type"]
@@ -170,17 +170,17 @@ def fill(engine: Engine, loaded: dict[str, Any]) -> None:
     engine.optimizer.load_state_dict(optimizer)
 
 
-def model_state(engine: Engine) -> dict[str, Any]:
+def model_sharded_state_dict(engine: Engine) -> dict[str, Any]:
     """Return the sharded weights of the parts of the model, by their numbers."""
     return {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
 
 
-def fill_model(engine: Engine, loaded: dict[str, Any]) -> None:
-    """Put what was loaded for `model_state` into the model of `engine`."""
+def load_into_model(engine: Engine, loaded: dict[str, Any]) -> None:
+    """Put what was loaded for `model_sharded_state_dict` into the model of `engine`."""
     for number, chunk in enumerate(engine.chunks):
-        fill_module(chunk.module, loaded[str(number)])
+        load_into_module(chunk.module, loaded[str(number)])
 
 
-def fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
+def load_into_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
     """Put weights under their checkpoint names into `module` (Float16Module passes state dicts on by itself)."""
     module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})

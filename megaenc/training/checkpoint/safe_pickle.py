@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import filesystem, planner
 from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import _get_layout
 
-from megaenc.console import shortened
+from megaenc.console import truncate_text
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_regular
+from megaenc.json_files import parse_json, read_regular_file
 from megaenc.training.checkpoint_dir import DamagedCheckpointError
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
@@ -32,14 +32,14 @@ _WRITTEN_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1
 _WRITTEN_FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
 
 
-class _Refused(Exception):
+class _RefusedPickleError(Exception):
     pass
 
 
-def _member(kind: Any, name: Any) -> Enum:
+def _get_enum_member(kind: Any, name: Any) -> Enum:
     """Return a member of an enumeration: the only use of `getattr` that is allowed."""
     if not (isinstance(kind, EnumType) and type(name) is str and name in kind.__members__):
-        raise _Refused("builtins.getattr")
+        raise _RefusedPickleError("builtins.getattr")
     return kind[name]
 
 
@@ -53,10 +53,10 @@ _CALLS: dict[Callable, tuple[type, ...]] = {  # with the types of their argument
     _get_layout: (str,),
     planner.WriteItemType: (int,),
     dcp._MEM_FORMAT_ENCODING: (int,),
-    _member: (EnumType, str),
+    _get_enum_member: (EnumType, str),
 }
-_GLOBALS = {(value.__module__, value.__qualname__): value for value in (*_CLASSES, *_CALLS) if value is not _member}
-_GLOBALS |= {("torch", "Size"): torch.Size, ("builtins", "getattr"): _member}  # Python 3.11.2 writes members by getattr
+_GLOBALS = {(value.__module__, value.__qualname__): value for value in (*_CLASSES, *_CALLS) if value is not _get_enum_member}
+_GLOBALS |= {("torch", "Size"): torch.Size, ("builtins", "getattr"): _get_enum_member}  # Python 3.11.2 writes members by getattr
 _GLOBALS |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 _PLAIN = (
@@ -67,24 +67,24 @@ _PLAIN = (
 )
 
 
-def _handlers(*codes: bytes) -> dict[int, Callable]:
+def _opcode_handlers(*codes: bytes) -> dict[int, Callable]:
     """Return Python's own handlers of these opcodes."""
     return {code[0]: pickle._Unpickler.dispatch[code[0]] for code in codes}
 
 
-def _name(value: Any) -> str:
+def _type_name(value: Any) -> str:
     """Return the name of a class or a function, else that of the class of `value`."""
     return value.__name__ if callable(value) else type(value).__name__
 
 
-class _Reader(pickle._Unpickler):  # in Python: the C one lets a pickle change the attributes of a class it names
+class _PlainUnpickler(pickle._Unpickler):  # in Python: the C one lets a pickle change the attributes of a class it names
     """A reader of the opcodes, in the protocol, that a save writes.
 
     None imports anything; none but those `_spend` counts takes more memory than a fixed number of bytes for each of the pickle.
     """
 
     PROTOCOL = 2
-    dispatch: ClassVar[dict] = _handlers(*_PLAIN, pickle.BINPUT, pickle.LONG_BINPUT)
+    dispatch: ClassVar[dict] = _opcode_handlers(*_PLAIN, pickle.BINPUT, pickle.LONG_BINPUT)
 
     def __init__(self, content: bytes) -> None:
         header = pickle.PROTO + bytes([self.PROTOCOL])
@@ -103,7 +103,7 @@ class _Reader(pickle._Unpickler):  # in Python: the C one lets a pickle change t
         """Raise _Refused for a key of a dictionary that a save does not write: its hash may take no end."""
         for key in keys:
             if type(key) not in (str, int):
-                raise _Refused(f"the hash of a {type(key).__name__}")
+                raise _RefusedPickleError(f"the hash of a {type(key).__name__}")
 
     def load_setitem(self) -> None:
         self._check_keys(self.stack[-2:-1])
@@ -116,38 +116,38 @@ class _Reader(pickle._Unpickler):  # in Python: the C one lets a pickle change t
     def load_global(self) -> None:
         """Raise _Refused with the name of the class: plain values name none."""
         module, name = (self.readline()[:-1].decode("utf-8", errors="replace") for _ in range(2))
-        raise _Refused(f"{module}.{name}")
+        raise _RefusedPickleError(f"{module}.{name}")
 
     dispatch[pickle.SETITEM[0]] = load_setitem
     dispatch[pickle.SETITEMS[0]] = load_setitems
     dispatch[pickle.GLOBAL[0]] = load_global
 
 
-class _MetadataReader(_Reader):
+class _MetadataUnpickler(_PlainUnpickler):
     """A reader of `.metadata`: it makes objects of a few classes that only hold values."""
 
     PROTOCOL = 4
-    dispatch: ClassVar[dict] = _handlers(*_PLAIN, pickle.FRAME, pickle.MEMOIZE, pickle.SHORT_BINUNICODE)
+    dispatch: ClassVar[dict] = _opcode_handlers(*_PLAIN, pickle.FRAME, pickle.MEMOIZE, pickle.SHORT_BINUNICODE)
 
     def _check_keys(self, keys: list) -> None:
         others = [key for key in keys if type(key) is not dcp.MetadataIndex]
         super()._check_keys(others)
         for key in (key for key in keys if type(key) is dcp.MetadataIndex):
             if type(key.fqn) is not str or type(key.offset) not in (torch.Size, type(None)):
-                raise _Refused("the hash of a MetadataIndex of other values")
+                raise _RefusedPickleError("the hash of a MetadataIndex of other values")
 
     def load_stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:  # values of another type may take no end to print or to hash
-            raise _Refused("a class without a name")
+            raise _RefusedPickleError("a class without a name")
         if (module, name) not in _GLOBALS:
-            raise _Refused(f"{module}.{name}")
+            raise _RefusedPickleError(f"{module}.{name}")
         self.append(_GLOBALS[module, name])
 
     def load_newobj(self) -> None:
         arguments, cls = self.stack.pop(), self.stack.pop()
         if cls not in _CLASSES or arguments != ():
-            raise _Refused(f"{_name(cls)} as no save does")
+            raise _RefusedPickleError(f"{_type_name(cls)} as no save does")
         self.append(cls.__new__(cls))
 
     def load_reduce(self) -> None:
@@ -155,22 +155,22 @@ class _MetadataReader(_Reader):
         kinds = _CALLS.get(function, ()) if callable(function) else ()
         expected = type(arguments) is tuple and len(arguments) == len(kinds) and all(map(isinstance, arguments, kinds))
         if not (kinds and expected):
-            raise _Refused("builtins.getattr" if function is _member else f"{_name(function)} as no save does")
+            raise _RefusedPickleError("builtins.getattr" if function is _get_enum_member else f"{_type_name(function)} as no save does")
         self._spend(len(arguments[0]) if function is torch.Size else 1)
         self.stack[-1] = function(*arguments)
 
     def load_build(self) -> None:
         state, value = self.stack[-1], self.stack[-2]
         if type(value) not in _CLASSES or type(state) is not (tuple if type(value) is dcp.TensorProperties else dict):
-            raise _Refused(f"a change of {_name(value)}")
+            raise _RefusedPickleError(f"a change of {_type_name(value)}")
         self._spend(len(state))
         if type(state) is dict and not all(type(name) is str and not name.startswith("__") for name in state):
-            raise _Refused(f"a change of a method of {type(value).__name__}")
+            raise _RefusedPickleError(f"a change of a method of {type(value).__name__}")
         super().load_build()
 
     dispatch |= {pickle.STACK_GLOBAL[0]: load_stack_global, pickle.NEWOBJ[0]: load_newobj}
     dispatch |= {pickle.REDUCE[0]: load_reduce, pickle.BUILD[0]: load_build}
-    dispatch |= {pickle.SETITEM[0]: _Reader.load_setitem, pickle.SETITEMS[0]: _Reader.load_setitems}
+    dispatch |= {pickle.SETITEM[0]: _PlainUnpickler.load_setitem, pickle.SETITEMS[0]: _PlainUnpickler.load_setitems}
 
 
 def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = None) -> dict[str, bytes]:
@@ -182,55 +182,55 @@ def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = No
     """
     contents = {}
     for name, limit in _LIMITS.items():
-        with _expected(folder / name):
-            contents[name] = read_regular(folder / name, limit)
+        with _convert_read_errors(folder / name):
+            contents[name] = read_regular_file(folder / name, limit)
             if entries is not None and hashlib.sha256(contents[name]).hexdigest() != entries[name]["sha256"]:
                 raise DamagedCheckpointError(f"{folder / name}: its content changed while it was read; the checkpoint is damaged")
-    with _expected(folder / FORMAT):
+    with _convert_read_errors(folder / FORMAT):
         if (found := parse_json(contents[FORMAT])) != _WRITTEN_FORMAT:
             raise ValueError(f"found {found}")
-    with _expected(folder / COMMON):
-        rewritten = {COMMON: _archive(_plain_values(contents[COMMON])), EXTRA_STATES: _archive([None])}
-    with _expected(folder / METADATA):
-        rewritten[METADATA] = pickle.dumps(_without_objects(_MetadataReader(contents[METADATA]).load()))
+    with _convert_read_errors(folder / COMMON):
+        rewritten = {COMMON: _build_archive(_read_plain_values(contents[COMMON])), EXTRA_STATES: _build_archive([None])}
+    with _convert_read_errors(folder / METADATA):
+        rewritten[METADATA] = pickle.dumps(_replace_objects(_MetadataUnpickler(contents[METADATA]).load()))
     return rewritten | {FORMAT: json.dumps(_WRITTEN_FORMAT).encode()}
 
 
-def check_saved(folder: Path) -> None:
+def check_loadable(folder: Path) -> None:
     """Raise RuntimeError if `rewrite_pickles` would refuse a new checkpoint: that must stop the first save, not a resume."""
     try:
-        _plain_values(read_regular(folder / COMMON, _LIMITS[COMMON]))
+        _read_plain_values(read_regular_file(folder / COMMON, _LIMITS[COMMON]))
         if (size := (folder / METADATA).stat().st_size) > _LIMITS[METADATA]:
             raise ValueError(f"{METADATA} has {size:,} bytes, expected at most {_LIMITS[METADATA]:,}")
     except Exception as error:
         raise RuntimeError(f"{folder}: this checkpoint could not be loaded again: {type(error).__name__}: {error}") from error
 
 
-def _plain_values(content: bytes) -> Any:
+def _read_plain_values(content: bytes) -> Any:
     """Return the values of `common.pt`. Raises an error for anything but dictionaries, lists, text and numbers."""
-    values = _Reader(_archived_pickle(content)).load()
-    _check_tree(values, len(content))
+    values = _PlainUnpickler(_read_archived_pickle(content)).load()
+    _check_value_count(values, len(content))
     return values
 
 
-def _without_objects(metadata: dcp.Metadata) -> dcp.Metadata:
+def _replace_objects(metadata: dcp.Metadata) -> dcp.Metadata:
     """Return what loading reads of `metadata`, with EXTRA_STATES for objects among tensors, which torch unpickles freely."""
     kinds, places = dict(metadata.state_dict_metadata), {}
-    stand_in = filesystem._StorageInfo(EXTRA_STATES, 0, len(_archive([None])))
+    stand_in = filesystem._StorageInfo(EXTRA_STATES, 0, len(_build_archive([None])))
     for index, info in metadata.storage_data.items():
         if type(info) is not filesystem._StorageInfo or info.transform_descriptors or not SHARD.fullmatch(info.relative_path):
-            raise _Refused(f"a transform, or reads another file than {SHARD.pattern}")
+            raise _RefusedPickleError(f"a transform, or reads another file than {SHARD.pattern}")
         places[index] = info
         if type(kinds.get(index.fqn)) is not dcp.TensorStorageMetadata:
             if "._extra_state/" not in index.fqn:
-                raise _Refused(f"an object in the place of the tensor {index.fqn}")
+                raise _RefusedPickleError(f"an object in the place of the tensor {index.fqn}")
             places[index], kinds[index.fqn] = stand_in, dcp.BytesStorageMetadata()
     if others := {type(kind).__name__ for kind in kinds.values()} - {"TensorStorageMetadata", "BytesStorageMetadata"}:
-        raise _Refused(", ".join(sorted(others)))
+        raise _RefusedPickleError(", ".join(sorted(others)))
     return dcp.Metadata(kinds, storage_data=places)
 
 
-def _archived_pickle(content: bytes) -> bytes:
+def _read_archived_pickle(content: bytes) -> bytes:
     """Return the pickle inside what torch.save wrote, which compresses nothing."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         [entry] = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
@@ -239,13 +239,13 @@ def _archived_pickle(content: bytes) -> bytes:
         return archive.read(entry)
 
 
-def _archive(value: Any) -> bytes:
+def _build_archive(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
-def _check_tree(value: Any, most: int) -> None:
+def _check_value_count(value: Any, most: int) -> None:
     """Raise ValueError where plain values hold one another in more than `most` places, as a save writes each of them out."""
     waiting, count = [value], 0
     while waiting:
@@ -257,16 +257,16 @@ def _check_tree(value: Any, most: int) -> None:
 
 
 @contextlib.contextmanager
-def _expected(file: Path) -> Iterator[None]:
+def _convert_read_errors(file: Path) -> Iterator[None]:
     """Turn what reading the pickles of `file` raises into one line."""
     try:
         yield
-    except _Refused as error:
+    except _RefusedPickleError as error:
         raise InputError(
-            f"{file}: unpickling it would call {shortened(str(error))}, expected tensors and plain values; "
+            f"{file}: unpickling it would call {truncate_text(str(error))}, expected tensors and plain values; "
             "it was not read: do not use this checkpoint"
         ) from None
     except InputError:
         raise
     except Exception as error:  # of a pickle that no save wrote
-        raise InputError(f"{file}: not what a save wrote ({shortened(repr(error))}); do not use this checkpoint") from None
+        raise InputError(f"{file}: not what a save wrote ({truncate_text(repr(error))}); do not use this checkpoint") from None

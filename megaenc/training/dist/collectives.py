@@ -15,9 +15,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megaenc import flags
 from megaenc.errors import InputError, LocalInputError
 from megaenc.torchelastic import exit_without_restart
-from megaenc.dist_env import rank
+from megaenc.dist_env import get_rank
 from megaenc.training.plan import Plan
-from megaenc.training.run_dir import difference
+from megaenc.training.run_dir import describe_difference
 
 Result = TypeVar("Result")
 _OF_A_NODE = ("config", "data_path", "tokenizer")  # what they lead to is compared instead
@@ -27,7 +27,7 @@ _WRONG, _FAILED, _TOLD = "megaenc/wrong", "megaenc/failed", "megaenc/told"
 def all_gather_call(work: Callable[[], Result]) -> list[Result]:
     """Call `work` on each rank and return the results in the order of the ranks; the first InputError is raised on all."""
     answers: list = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, _tried(work))
+    dist.all_gather_object(answers, _call_catching_input_error(work))
     for _, error in answers:
         if error is not None:
             raise error
@@ -36,27 +36,27 @@ def all_gather_call(work: Callable[[], Result]) -> list[Result]:
 
 def broadcast_call(work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0 and return its result on all; an InputError of it is raised on all."""
-    answer = [*_tried(work)] if rank() == 0 else [None, None]
+    answer = [*_call_catching_input_error(work)] if get_rank() == 0 else [None, None]
     dist.broadcast_object_list(answer)  # gathered, a large result would take its size on each rank as often as there are ranks
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
 
 
-def _tried(work: Callable[[], Result]) -> tuple[Result | None, InputError | None]:
+def _call_catching_input_error(work: Callable[[], Result]) -> tuple[Result | None, InputError | None]:
     try:
         return work(), None
     except InputError as error:
         return None, error
 
 
-def check_alike(plan: Plan) -> None:
+def check_same_plan(plan: Plan) -> None:
     """Raise InputError on all ranks if their plans differ, naming what and where: a run would diverge or hang."""
     values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _OF_A_NODE}
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
     (_, first), *others = all_gather_call(lambda: (socket.gethostname(), values))
     for number, (host, theirs) in enumerate(others, start=1):
-        if other := difference(first, theirs, names=("on rank 0", f"on rank {number} ({host})")):
+        if other := describe_difference(first, theirs, names=("on rank 0", f"on rank {number} ({host})")):
             raise InputError(f"{other}; expected the same command and the same files on every node")
 
 

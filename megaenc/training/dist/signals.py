@@ -7,7 +7,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-STOPPED = 75  # sysexits.h: EX_TEMPFAIL, try again
+EXIT_STOPPED = 75  # sysexits.h: EX_TEMPFAIL, try again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _TIME = 1000  # beyond every signal's number
 
@@ -22,7 +22,7 @@ class SignalHandler:
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes, self._device = minutes, device
         self._signals = _SIGNALS if by_signals else ()
-        self._asked = 0
+        self._requested_signal = 0
         self._ending = False
 
     def __enter__(self) -> Self:
@@ -30,7 +30,7 @@ class SignalHandler:
         return self
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._asked, self._ending = number, True
+        self._requested_signal, self._ending = number, True
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the kernel's: it waits for no collective
 
@@ -41,12 +41,12 @@ class SignalHandler:
             elif signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN)  # a handler of Python's would not last to the end of the process
 
-    def asked(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Who asked for the end, on any rank; None if nobody has. All ranks call this together and get the same answer."""
         if not self._signals and self._deadline is None:  # on all ranks alike: there is nothing to agree on
             return None
         late = self._deadline is not None and time.monotonic() >= self._deadline
-        asked = torch.tensor([self._asked or (_TIME if late else 0)], device=self._device)
+        asked = torch.tensor([self._requested_signal or (_TIME if late else 0)], device=self._device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         number = int(asked)
         self._ending |= bool(number)

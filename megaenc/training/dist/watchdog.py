@@ -15,13 +15,13 @@ from typing import Any, Self
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megaenc.console import printable
+from megaenc.console import escape_unprintable
 from megaenc.json_files import parse_json
-from megaenc.dist_env import rank, world_size
+from megaenc.dist_env import get_rank, get_world_size
 from megaenc.training.skip_ranges import SkippedPacks
 
-HUNG = 70  # sysexits.h: EX_SOFTWARE
-STACKS = "stacks"
+EXIT_HUNG = 70  # sysexits.h: EX_SOFTWARE
+STACKS_DIR = "stacks"
 _KEY = "megaenc/hang"
 _LIBRARY = Path(threading.__file__).parent
 _LONGEST = 1 << 16  # bytes of what a rank tells
@@ -29,7 +29,7 @@ _FIRST_SECONDS = 600.0  # what the first step may take at least: kernels are com
 _ANSWER_SECONDS = 10.0  # for ranks that can still answer to say where they stand; half a margin where that is less
 
 
-def margin(limit: float) -> float:
+def fallback_delay(limit: float) -> float:
     """Return the seconds after `limit` (seconds) at which slower ways to speak than the watchdog may speak."""
     return min(30.0, max(5.0, limit / 2))
 
@@ -41,7 +41,7 @@ def startup_timeout(limit: float) -> float:
 
 def process_group_timeout(minutes: float) -> timedelta:
     """Return how long collectives may wait: long enough for a watchdog of `minutes`, and its fallback, to be first."""
-    return timedelta(seconds=startup_timeout(60 * minutes) + 2 * margin(60 * minutes))
+    return timedelta(seconds=startup_timeout(60 * minutes) + 2 * fallback_delay(60 * minutes))
 
 
 class Watchdog:
@@ -55,7 +55,7 @@ class Watchdog:
 
     def __init__(self, minutes: float, folder: Path | None) -> None:
         self._limit, self._folder = 60 * minutes, folder
-        self._margin = margin(self._limit)
+        self._margin = fallback_delay(self._limit)
         self._poll = min(1.0, self._limit / 10)
         self._known: set[str] = set()
         self._ending = False
@@ -91,38 +91,38 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):  # the store's process may be gone: the collectives will notice
                 told = self._store.check([_KEY])
             if told or time.monotonic() > self._now[3]:
-                self._end()
+                self._terminate()
 
-    def _end(self) -> None:
+    def _terminate(self) -> None:
         """Write the stacks, exchange with the other ranks where each stands, say it, and end this process."""
         self._ending = True
         faulthandler.cancel_dump_traceback_later()
-        at_last = threading.Timer(_ANSWER_SECONDS + 5 * self._margin, os._exit, (HUNG,))  # if store or file system are silent too
+        at_last = threading.Timer(_ANSWER_SECONDS + 5 * self._margin, os._exit, (EXIT_HUNG,))  # if store or file system are silent too
         at_last.daemon = True
         at_last.start()
         kind, step, since, _ = self._now
-        here = {"doing": describe_stack(kind, step), "at": _place(), "quiet": time.monotonic() - since, "stacks": self._write()}
+        here = {"doing": format_activity(kind, step), "at": _main_thread_location(), "quiet": time.monotonic() - since, "stacks": self._write_stacks()}
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{_KEY}/{rank()}", json.dumps(here))
+            self._store.set(f"{_KEY}/{get_rank()}", json.dumps(here))
             self._store.set(_KEY, "")
-            found = self._collect(min(_ANSWER_SECONDS, self._margin / 2))
+            found = self._collect_reports(min(_ANSWER_SECONDS, self._margin / 2))
             if self._store.add(f"{_KEY}/chosen", 1) == 1:
-                print(_line(found), file=sys.stderr, flush=True)
+                print(_format_hang(found), file=sys.stderr, flush=True)
                 self._store.set(f"{_KEY}/said", "")
             self._store.wait([f"{_KEY}/said"], timedelta(seconds=self._margin))
-            self._collect(2 * self._margin)  # who is silent holds the interpreter's lock: its own stacks come a margin later
-        os._exit(HUNG)
+            self._collect_reports(2 * self._margin)  # who is silent holds the interpreter's lock: its own stacks come a margin later
+        os._exit(EXIT_HUNG)
 
-    def _write(self) -> str:
+    def _write_stacks(self) -> str:
         """Write the stacks of this process and return where to: standard error, if the file system hangs itself."""
-        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank()} of {world_size()}, process {os.getpid()} on "
-        head += f"{socket.gethostname()}, {describe_stack(*self._now[:2])}"
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {get_rank()} of {get_world_size()}, process {os.getpid()} on "
+        head += f"{socket.gethostname()}, {format_activity(*self._now[:2])}"
         written = []
 
         def write_file() -> None:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                with open(self._folder / f"rank_{rank():05d}.txt", "a", encoding="utf-8") as file:  # of each attempt
+                with open(self._folder / f"rank_{get_rank():05d}.txt", "a", encoding="utf-8") as file:  # of each attempt
                     print(head, file=file, flush=True)
                     faulthandler.dump_traceback(file)
                     print(file=file)
@@ -137,37 +137,37 @@ class Watchdog:
             faulthandler.dump_traceback(sys.__stderr__)
         return written[0] if written else "standard error"
 
-    def _collect(self, seconds: float) -> dict[int, dict[str, Any]]:
+    def _collect_reports(self, seconds: float) -> dict[int, dict[str, Any]]:
         """Return what each rank says of itself, as soon as all have; after `seconds`, of those that have."""
         deadline, found = time.monotonic() + seconds, {}
-        while len(found) < world_size() and time.monotonic() <= deadline:
-            for other in set(range(world_size())) - set(found):
+        while len(found) < get_world_size() and time.monotonic() <= deadline:
+            for other in set(range(get_world_size())) - set(found):
                 if self._store.check([f"{_KEY}/{other}"]):
-                    found[other] = _standing(self._store.get(f"{_KEY}/{other}"))
+                    found[other] = _parse_report(self._store.get(f"{_KEY}/{other}"))
             time.sleep(self._poll / 4)
         return found
 
 
-def _standing(value: bytes) -> dict[str, Any]:
+def _parse_report(value: bytes) -> dict[str, Any]:
     """Return where a rank stands, out of the store, to which anybody who reaches its port can write: printable, or "unknown"."""
     told: Any = None
     with contextlib.suppress(ValueError):
         told = parse_json(value[:_LONGEST])
     said = {"doing": None, "at": None, "stacks": None, "quiet": None} | (told if isinstance(told, dict) else {})
-    texts = {name: printable(said[name]) if isinstance(said[name], str) else "unknown" for name in ("doing", "at", "stacks")}
+    texts = {name: escape_unprintable(said[name]) if isinstance(said[name], str) else "unknown" for name in ("doing", "at", "stacks")}
     quiet = said["quiet"] if isinstance(said["quiet"], (int, float)) and 0 <= said["quiet"] < 1e9 else 0.0
     return {**texts, "quiet": float(quiet)}
 
 
-def _line(found: dict[int, dict[str, Any]]) -> str:
+def _format_hang(found: dict[int, dict[str, Any]]) -> str:
     """Name ranks by the place they stand at: the odd ones, who are likely the reason, first."""
     places: dict[str, list[int]] = {}
     for number, there in sorted(found.items()):
         places.setdefault(f"{there['at']}, {there['doing']}", []).append(number)
-    parts = [f"{_ranks(numbers)} in {place}" for place, numbers in sorted(places.items(), key=lambda item: len(item[1]))]
+    parts = [f"{_format_ranks(numbers)} in {place}" for place, numbers in sorted(places.items(), key=lambda item: len(item[1]))]
     parts = parts[:4] + [f"others in {len(parts) - 4} more places"] * (len(parts) > 4)
-    if silent := sorted(set(range(world_size())) - set(found)):
-        parts.insert(0, f"{_ranks(silent)} silent (stacks follow on standard error, unless the process is gone)")
+    if silent := sorted(set(range(get_world_size())) - set(found)):
+        parts.insert(0, f"{_format_ranks(silent)} silent (stacks follow on standard error, unless the process is gone)")
     quiet = max(there["quiet"] for there in found.values())
     where = ", ".join(sorted({there["stacks"] for there in found.values()}))
     time_text = f"{quiet / 60:.3g} minutes" if quiet >= 60 else f"{quiet:.0f} seconds"
@@ -178,12 +178,12 @@ _JOINTS = {"step": "", "save": "save of ", "load": "load of ", "diagnosis": "dia
 _JOINTS["validation"] = "validation after "
 
 
-def describe_stack(kind: str, step: int) -> str:
+def format_activity(kind: str, step: int) -> str:
     """Return `step 5`, `save of step 5`, `validation after step 5`, `start`."""
     return f"{_JOINTS[kind]}step {step}" if kind in _JOINTS else kind
 
 
-def _place() -> str:
+def _main_thread_location() -> str:
     """Return where the main thread stands, beneath Python's own library: `all_reduce (distributed_c10d.py:2810)`."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame.f_back and Path(frame.f_code.co_filename).parent == _LIBRARY:
@@ -191,6 +191,6 @@ def _place() -> str:
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
-def _ranks(numbers: list[int]) -> str:
+def _format_ranks(numbers: list[int]) -> str:
     """Return `rank 1`, `ranks 0, 2-191`: the end of a long list left out."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {SkippedPacks.of_numbers(numbers).shown(', ')}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {SkippedPacks.from_numbers(numbers).format_short(', ')}"

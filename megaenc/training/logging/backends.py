@@ -1,6 +1,6 @@
 """TensorBoard and Weights & Biases, each fed by a thread of its own; whatever one raises is reported once, and the run continues.
 
-`log(group, row)` shows a row under names that begin with `group`/; `cut(step)`, called before the first row too, lets later steps
+`log(group, row)` shows a row under names that begin with `group`/; `drop_rows_after(step)`, called before the first row too, lets later steps
 that were shown count no more.
 """
 
@@ -19,12 +19,12 @@ import yaml
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
 from megaenc.console import print_rank_0
-from megaenc.dist_env import rank
-from megaenc.errors import InputError, one_line
+from megaenc.dist_env import get_rank
+from megaenc.errors import InputError, format_error
 from megaenc.training.config_groups import MonitoringConfig
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import RunDir
-from megaenc.training.run_init import digest
+from megaenc.training.run_init import identity_digest
 
 WANDB_ID = "wandb_run_id"
 """File of the run folder: under which id Weights & Biases knows the run, so that it goes on there."""
@@ -33,22 +33,22 @@ TENSORBOARD_RUN = "megaenc_run"
 """File of TensorBoard's folder: which run writes there."""
 
 
-def boards(plan: Plan, folder: RunDir | None) -> list["Background"]:
+def open_loggers(plan: Plan, folder: RunDir | None) -> list["BackgroundLogger"]:
     """Open those that `plan` asks for, on rank 0; `folder` keeps the id of the run at Weights & Biases."""
     monitoring, save = plan.settings.monitoring, plan.settings.output.save
-    if rank():
+    if get_rank():
         return []
     # Every flag and what was found out about data and tokenizer, JSON-ready.
-    config = json.loads(json.dumps(flags.flatten(plan.settings) | plan.facts))
+    config = json.loads(json.dumps(flags.flatten(plan.settings) | plan.run_metadata))
     makers = {}
     if monitoring.tensorboard_dir:
-        makers["TensorBoard"] = lambda: TensorBoard(monitoring.tensorboard_dir, digest(plan.identity), config)
+        makers["TensorBoard"] = lambda: TensorBoardLogger(monitoring.tensorboard_dir, identity_digest(plan.identity), config)
     if monitoring.wandb_project:
-        makers["Weights & Biases"] = lambda: WeightsAndBiases(monitoring, save, _wandb_id(folder), config)
-    return [Background(name, make) for name, make in makers.items()]
+        makers["Weights & Biases"] = lambda: WandbLogger(monitoring, save, _read_wandb_id(folder), config)
+    return [BackgroundLogger(name, make) for name, make in makers.items()]
 
 
-class TensorBoard:
+class TensorBoardLogger:
     """Event files in `folder`, of one run. Numbers are float64, as in metrics.jsonl; the usual scalars (float32) would round."""
 
     def __init__(self, folder: str, run: str, config: dict[str, Any]):
@@ -62,7 +62,7 @@ class TensorBoard:
         self._writer = None
         self._texts: dict[str, str] = {}
 
-    def cut(self, step: int) -> None:
+    def drop_rows_after(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer:
@@ -74,7 +74,7 @@ class TensorBoard:
 
     def log(self, group: str, row: dict[str, Any]) -> None:
         step = row["step"]
-        for name, value in flat(row, group).items():
+        for name, value in flatten_row(row, group).items():
             if not isinstance(value, str):
                 self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
             elif self._texts.get(name) != value:  # where it changes
@@ -88,7 +88,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WandbLogger:
     """A run of `--wandb-project`, drawn over `step`. Without a key or a network it is kept in its folder, for `wandb sync`."""
 
     def __init__(self, monitoring: MonitoringConfig, save: str, run_id: str, config: dict[str, Any], patience: int = 30):
@@ -123,13 +123,13 @@ class WeightsAndBiases:
             except Exception as error:
                 wandb.teardown()  # its server still holds the id
                 self._run = start("offline")
-                print_rank_0(f"Weights & Biases: {one_line(error)}; kept in {folder / 'wandb'}, `wandb sync` sends it")
+                print_rank_0(f"Weights & Biases: {format_error(error)}; kept in {folder / 'wandb'}, `wandb sync` sends it")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, group: str, row: dict[str, Any]) -> None:
-        self._run.log({"step": row["step"], **flat(row, group)})
+        self._run.log({"step": row["step"], **flatten_row(row, group)})
 
-    def cut(self, step: int) -> None:
+    def drop_rows_after(self, step: int) -> None:
         """Do nothing: steps that are made again stand there twice, and the later row counts."""
 
     def flush(self) -> None:
@@ -139,7 +139,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Background:
+class BackgroundLogger:
     """A board that a thread of its own opens and feeds: neither its import nor its network holds the run up."""
 
     def __init__(self, name: str, make: Callable[[], Any]):
@@ -148,7 +148,7 @@ class Background:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def do(self, method: str, *arguments: Any) -> None:
+    def submit(self, method: str, *arguments: Any) -> None:
         """Call `method` of the board, some time."""
         self._todo.put((method, arguments, threading.Event()))
 
@@ -161,7 +161,7 @@ class Background:
 
     def close(self, seconds: float = 90.0) -> None:
         """Let the board end; one that does not in `seconds` is left to itself."""
-        self.do("close")
+        self.submit("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
             print_rank_0(f"{self._name}: not done after {seconds:.0f} seconds, left to itself")
@@ -184,22 +184,22 @@ class Background:
             done.set()
 
     def _give_up(self, error: Exception) -> None:
-        print_rank_0(f"{self._name}: {one_line(error)}; the run goes on without it")
+        print_rank_0(f"{self._name}: {format_error(error)}; the run goes on without it")
 
 
-def flat(row: dict[str, Any], group: str) -> dict[str, float | str]:
+def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
     """The numbers and texts of `row` but for its step, by names like validation/mlm/loss; what JSON has as null is left out."""
     found: dict[str, float | str] = {}
     for name, value in row.items():
         path = group if name == "objectives" else f"{group}/{name}"
         if isinstance(value, dict):
-            found |= flat(value, path)
+            found |= flatten_row(value, path)
         elif name != "step" and isinstance(value, (int, float, str)) and not (isinstance(value, float) and not isfinite(value)):
             found[path] = value
     return found
 
 
-def _wandb_id(folder: RunDir | None) -> str:
+def _read_wandb_id(folder: RunDir | None) -> str:
     """Return the one that is kept in `folder`, or a new one, which then is."""
     if not folder:
         return secrets.token_hex(4)

@@ -23,18 +23,18 @@ from megaenc.console import print_rank_0
 from megaenc.training.engine import Engine
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER
 
-SLOW, IN_A_ROW, SHOWN = 1.2, 3, 4
+SLOW_RATIO, CONSECUTIVE_REPORTS, REPORTED_RANKS = 1.2, 3, 4
 """How many times the median is slow; how many reports make a straggler; how many of the slowest ranks a report shows."""
 
 _MEASURES = ("data_seconds", "compute_seconds", "probe_seconds")
 
 
-class Stragglers:
+class StragglerDetector:
     """Compares the ranks each `interval` steps; all ranks construct and call it together."""
 
     def __init__(self, engine: Engine, backend: Backend, interval: int):
         self._engine, self._backend, self._interval = engine, backend, interval
-        self._forward = None if backend.is_host else ForwardTime(engine.chunks)
+        self._forward = None if backend.is_cpu else ForwardTimer(engine.chunks)
         place = {
             "rank": dist.get_rank(),
             "host": socket.gethostname(),
@@ -50,40 +50,40 @@ class Stragglers:
 
     def step(self, step: int) -> dict[str, Any] | None:
         """Count update number `step`; return a report where one is due, with a line on the console if a rank was slow often."""
-        watch = self._engine.watch
+        watch = self._engine.step_timers
         of_thread = watch.processor[FORWARD_BACKWARD] - watch.processor[DATA] + watch.processor[OPTIMIZER]
-        compute = self._forward.take() if self._forward else of_thread
+        compute = self._forward.pop_seconds() if self._forward else of_thread
         self._steps += 1
         if self._steps:
             self._sums.update(data_seconds=watch.wall[DATA], compute_seconds=compute)
         if step % self._interval or not self._steps:
             return None
         means = [self._sums["data_seconds"] / self._steps, self._sums["compute_seconds"] / self._steps]
-        mine = torch.tensor([*means, probe(self._backend.device)], dtype=torch.float64, device=self._backend.device)
+        mine = torch.tensor([*means, time_matmul(self._backend.device)], dtype=torch.float64, device=self._backend.device)
         of_all = mine.new_empty(len(self._places), len(mine))
         dist.all_gather_into_tensor(of_all.flatten(), mine)
         ranks = [
             place | dict(zip(_MEASURES, each, strict=True)) for place, each in zip(self._places, of_all.tolist(), strict=True)
         ]
-        found = {"step": step, "steps": self._steps, **compared(ranks)}
+        found = {"step": step, "steps": self._steps, **compare_ranks(ranks)}
         self._steps, self._sums = 0, Counter()
-        self._tell(found["ranks"])
-        found["ranks"] = found["ranks"][:SHOWN]
+        self._print_stragglers(found["ranks"])
+        found["ranks"] = found["ranks"][:REPORTED_RANKS]
         return found
 
-    def _tell(self, ranks: list[dict[str, Any]]) -> None:
+    def _print_stragglers(self, ranks: list[dict[str, Any]]) -> None:
         """Print a line when a rank has become a straggler; the next after it has recovered."""
         for each in ranks:
-            self._slow[each["rank"]] = self._slow[each["rank"]] + 1 if each["ratio"] > SLOW else 0
-            if self._slow[each["rank"]] == IN_A_ROW:
+            self._slow[each["rank"]] = self._slow[each["rank"]] + 1 if each["ratio"] > SLOW_RATIO else 0
+            if self._slow[each["rank"]] == CONSECUTIVE_REPORTS:
                 print_rank_0(
                     f"straggler: rank {each['rank']} on {each['host']} (tensor {each['tensor']}, pipeline {each['pipeline']}, "
-                    f"data {each['data']}) took {each['ratio']:.2f} times the median of its like in {IN_A_ROW} reports in a row, "
+                    f"data {each['data']}) took {each['ratio']:.2f} times the median of its like in {CONSECUTIVE_REPORTS} reports in a row, "
                     f"most of it in {each['slow_in']}"
                 )
 
 
-def compared(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def compare_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return `ranks`, the slowest first, each with its `ratio` to the median and what it is `slow_in`, and the first one's again.
 
     Data and probe are the same work for all; compute is compared among ranks of one stage. The median of two is the faster one.
@@ -101,7 +101,7 @@ def compared(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"slowest_rank": judged[0]["rank"], "slowest_ratio": judged[0]["ratio"], "ranks": judged}
 
 
-class ForwardTime:
+class ForwardTimer:
     """Seconds that an accelerator spends in the forward passes of `chunks` while they are trained."""
 
     def __init__(self, chunks: list[torch.nn.Module]):
@@ -115,13 +115,13 @@ class ForwardTime:
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Return those since the last call; after a step, which has waited for the device."""
         events, self._events = self._events, []
         return sum(begin.elapsed_time(end) for begin, end in zip(events[::2], events[1::2], strict=True)) / 1000
 
 
-def probe(device: torch.device, times: int = 5) -> float:
+def time_matmul(device: torch.device, times: int = 5) -> float:
     """Return the seconds of some matrix products on `device`: the best of `times`, the first of which warms up."""
     host = device.type == "cpu"
     size, products = (384, 1) if host else (2048, 50)

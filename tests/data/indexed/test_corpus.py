@@ -60,7 +60,7 @@ def prefix(tmp_path):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_documents_are_spans_of_sequences(tmp_path, dtype):
     corpus = Corpus.open(write_corpus(tmp_path / "corpus", DOCUMENTS, dtype))
-    assert corpus.sidecar is None
+    assert corpus.metadata is None
     assert len(corpus) == 4
     assert corpus.document_lengths.dtype == np.int64
     assert corpus.document_lengths.tolist() == [3, 6, 0, 2]
@@ -175,7 +175,7 @@ def test_few_documents_and_many_are_joined_alike(tmp_path, documents):
     chosen = np.random.default_rng(documents).permutation(60)[:documents]
     stops = np.array([lengths[number] for number in chosen])
     starts = stops // 2
-    found = corpus.joined(chosen, starts, stops)
+    found = corpus.read_spans(chosen, starts, stops)
     assert found.dtype == np.int64
     assert found.tolist() == [
         token for number, start, stop in zip(chosen, starts, stops, strict=True) for token in ids[number][start:stop]
@@ -184,16 +184,16 @@ def test_few_documents_and_many_are_joined_alike(tmp_path, documents):
 
 @pytest.mark.parametrize("few", [0, 16], ids=["many documents", "few documents"])
 def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch, few):
-    monkeypatch.setattr("megaenc.data.indexed.corpus._FEW", few)
-    monkeypatch.setattr("megaenc.data.indexed.corpus._FIRST_LOOK", 2)
+    monkeypatch.setattr("megaenc.data.indexed.corpus._MAX_SLICED_DOCUMENTS", few)
+    monkeypatch.setattr("megaenc.data.indexed.corpus._CHECKED_TOKENS", 2)
     corpus = Corpus.open(write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, -5]]], np.int32))
     corpus.check_vocabulary(VOCABULARY)
     assert corpus.tokens(0, 0, 3).tolist() == [1, 2, 3]
     with pytest.raises(InputError, match="document 1 holds token id -5"):
         corpus.tokens(1, 0, 2)
-    assert corpus.joined(np.array([1, 0, 0]), np.array([0, 2, 0]), np.array([1, 3, 2])).tolist() == [4, 3, 1, 2]
+    assert corpus.read_spans(np.array([1, 0, 0]), np.array([0, 2, 0]), np.array([1, 3, 2])).tolist() == [4, 3, 1, 2]
     with pytest.raises(InputError, match="document 1 holds token id -5"):
-        corpus.joined(np.array([0, 1, 0]), np.array([0, 1, 1]), np.array([3, 2, 2]))
+        corpus.read_spans(np.array([0, 1, 0]), np.array([0, 1, 1]), np.array([3, 2, 2]))
 
 
 def test_split_is_fixed_exact_and_by_document():

@@ -120,7 +120,7 @@ SIDECAR = {
 }
 READERS = {
     "pretrain": lambda prefix: Corpus.open(prefix),
-    "verify": lambda prefix: verify.verify(prefix),
+    "verify": lambda prefix: verify.verify_corpus(prefix),
     "estimate": lambda prefix: (documents(DATA(prefix), ()), vocabulary(DATA(prefix))),
 }
 
@@ -198,6 +198,6 @@ def test_a_split_that_is_none_is_one_line(text):
 
 def test_whole_corpora_are_read(prefix):
     """So that the damage, and nothing else, is refused above."""
-    assert len(Corpus.open(prefix)) == COUNT and verify.verify(prefix).documents == COUNT
+    assert len(Corpus.open(prefix)) == COUNT and verify.verify_corpus(prefix).documents == COUNT
     assert "4 documents" in documents(DATA(prefix), ()).source and vocabulary(DATA(prefix)) == 100
     assert np.dtype(Corpus.open(prefix).dtype) == np.uint16

@@ -18,7 +18,7 @@ def write(prefix, *batches, dtype="uint16"):
     for documents in batches:
         sequences = [sequence for document in documents for sequence in document]
         tokens = np.array([token for sequence in sequences for token in sequence], dtype)
-        writer.add(tokens, np.array(list(map(len, sequences)), np.int32), np.array(list(map(len, documents)), np.int32))
+        writer.add_documents(tokens, np.array(list(map(len, sequences)), np.int32), np.array(list(map(len, documents)), np.int32))
     return writer.finish()
 
 
@@ -38,7 +38,7 @@ def test_joined_corpora_are_those_of_one_writer(tmp_path):
     parts = [write(tmp_path / name, part) for name, part in zip(names, (DOCUMENTS[:1], [], DOCUMENTS[1:]), strict=True)]
     writer = IndexedWriter(tmp_path / "joined.bin", tmp_path / "joined.idx", "uint16")
     for name, hashes in zip(names, parts, strict=True):
-        writer.extend(tmp_path / f"{name}.bin", tmp_path / f"{name}.idx", hashes)
+        writer.append_corpus(tmp_path / f"{name}.bin", tmp_path / f"{name}.idx", hashes)
     assert (writer.documents, writer.sequences, writer.tokens) == (4, 7, 11)
     writer.finish()
     assert contents(tmp_path / "joined") == contents(tmp_path / "whole")
@@ -50,7 +50,7 @@ def test_joining_keeps_lengths_and_not_whole_indices(tmp_path):
     writer = IndexedWriter(tmp_path / "joined.bin", tmp_path / "joined.idx", "uint16")
     tracemalloc.start()
     for _ in range(4):
-        writer.extend(tmp_path / "part.bin", tmp_path / "part.idx", hashes)
+        writer.append_corpus(tmp_path / "part.bin", tmp_path / "part.idx", hashes)
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     writer.close()
@@ -66,5 +66,5 @@ def test_a_changed_file_is_not_joined(tmp_path, suffix):
     path.write_bytes(data)
     writer = IndexedWriter(tmp_path / "joined.bin", tmp_path / "joined.idx", "uint16")
     with pytest.raises(InputError, match=rf"part\.{suffix}: sha256 is [0-9a-f]{{12}}, expected [0-9a-f]{{12}}"):
-        writer.extend(tmp_path / "part.bin", tmp_path / "part.idx", hashes)
+        writer.append_corpus(tmp_path / "part.bin", tmp_path / "part.idx", hashes)
     writer.close()

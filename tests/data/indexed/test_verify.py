@@ -24,7 +24,7 @@ def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "u
     """A corpus of our own writer with its sidecar; end-of-document tokens are those in `documents`."""
     writer = IndexedWriter(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), dtype)
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
-    writer.add(np.concatenate([np.array(tokens, dtype=np.uint32) for tokens in documents]), lengths, np.ones_like(lengths))
+    writer.add_documents(np.concatenate([np.array(tokens, dtype=np.uint32) for tokens in documents]), lengths, np.ones_like(lengths))
     sha256 = writer.finish()
     sidecar = {
         "format": 1,
@@ -80,7 +80,7 @@ def test_whole_corpora_pass(tmp_path, dtype, longest):
     documents = random_documents(40, longest)
     tokens = sum(map(len, documents))
     read = []
-    found = verify.verify(write_whole_corpus(tmp_path / "demo", documents, dtype), A_HUNDRED, read.append)
+    found = verify.verify_corpus(write_whole_corpus(tmp_path / "demo", documents, dtype), A_HUNDRED, read.append)
     assert (found.documents, found.sequences, found.tokens, found.dtype) == (40, 40, tokens, dtype)
     assert found.unchecked == () and found.bytes == sum(read) == tokens * np.dtype(dtype).itemsize + HEADER.size + 20 * 40 + 8
 
@@ -88,14 +88,14 @@ def test_whole_corpora_pass(tmp_path, dtype, longest):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_a_corpus_of_megatron_cores_own_builder(tmp_path, dtype):
     prefix = write_corpus(tmp_path / "theirs", DOCUMENTS, dtype)
-    found = verify.verify(prefix)
+    found = verify.verify_corpus(prefix)
     assert (found.documents, found.sequences, found.tokens) == (4, 5, 11)
     assert found.unchecked == ("sha256", "ends of documents", "token ids (give --tokenizer)")
-    assert verify.verify(prefix, VOCABULARY).unchecked == ("sha256", "ends of documents")
+    assert verify.verify_corpus(prefix, VOCABULARY).unchecked == ("sha256", "ends of documents")
     with pytest.raises(
         InputError, match=r"theirs\.bin: document 3, token 1 \(token 10 of the corpus\): found id 21, expected 0 to 20"
     ):
-        verify.verify(prefix, Vocabulary(21, 0, 1, (0, 1), "f" * 64))
+        verify.verify_corpus(prefix, Vocabulary(21, 0, 1, (0, 1), "f" * 64))
 
 
 @pytest.mark.parametrize("token", [0, 7, 8, 30, 64])
@@ -106,7 +106,7 @@ def test_every_flipped_bit_of_the_bin_is_found(prefix, token):
     with pytest.raises(
         InputError, match=r"demo\.bin: .*found sha256 \w{12}, expected \w{12} \(by the \.json\); the file has changed"
     ):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
 
 
 def test_every_flipped_byte_of_the_idx_is_found(prefix):
@@ -116,10 +116,10 @@ def test_every_flipped_byte_of_the_idx_is_found(prefix):
     for at in range(len(whole)):
         damage(f"{prefix}.idx", at, bytes([whole[at] ^ 1]))
         with pytest.raises(InputError, match=r"demo\.(idx|bin|json): ") as refusal:
-            verify.verify(prefix)
+            verify.verify_corpus(prefix)
         places.append(str(refusal.value))
         damage(f"{prefix}.idx", at, whole[at : at + 1])
-    verify.verify(prefix)
+    verify.verify_corpus(prefix)
     lengths, pointers, documents = HEADER.size, HEADER.size + 4 * 10, HEADER.size + 12 * 10
     assert "demo.idx: found header" in places[0]
     assert "demo.idx: sequence 1: found pointer 4, expected 6 (the bytes of the sequences before it" in places[lengths]
@@ -132,17 +132,17 @@ def test_indices_that_fall_or_end_wrongly(prefix):
     documents = HEADER.size + 12 * 10
     damage(f"{prefix}.idx", documents + 3 * 8, struct.pack("<q", 1))
     with pytest.raises(InputError, match=r"demo\.idx: document 3: found first sequence 1, expected 2 or more"):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
     damage(f"{prefix}.idx", documents + 3 * 8, struct.pack("<qqq", 3, 4, 5))
     damage(f"{prefix}.idx", -8, struct.pack("<q", 12))
     with pytest.raises(InputError, match=r"demo\.idx: the last document index is 12, expected 10, the sequences"):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
 
 
 def test_a_negative_length(prefix):
     damage(f"{prefix}.idx", HEADER.size + 4 * 5, struct.pack("<i", -7))
     with pytest.raises(InputError, match=r"demo\.idx: sequence 5: found length -7, expected 0 or more"):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_a_truncated_file(prefix, extension, cut, words):
     path = Path(prefix + extension)
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(InputError, match=words):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
 
 
 def test_tokens_without_a_sequence(prefix):
     Path(f"{prefix}.idx").write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 0, 2) + struct.pack("<qq", 0, 0))
-    for check in (verify.verify, Corpus.open):
+    for check in (verify.verify_corpus, Corpus.open):
         with pytest.raises(InputError, match="found no tokens, expected at least one document with text"):
             check(prefix)
 
@@ -171,7 +171,7 @@ def test_tokens_without_a_sequence(prefix):
 def test_a_missing_file(prefix):
     Path(f"{prefix}.bin").unlink()
     with pytest.raises(InputError, match=r"demo\.bin: no such file"):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
 
 
 def test_the_bin_of_another_corpus(tmp_path, prefix):
@@ -180,14 +180,14 @@ def test_the_bin_of_another_corpus(tmp_path, prefix):
     shutil.copy(f"{other}.bin", f"{prefix}.bin")
     Corpus.open(prefix)
     with pytest.raises(InputError, match=r"demo\.bin: found sha256"):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
 
 
 def test_the_json_of_another_corpus(tmp_path, prefix):
     other = write_whole_corpus(tmp_path / "other", [[50, EOD]] * 10)
     shutil.copy(f"{other}.json", f"{prefix}.json")
     with pytest.raises(InputError, match=r"demo\.json: field `tokens`: found 20, expected 65"):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
@@ -197,11 +197,11 @@ def test_an_id_that_no_tokenizer_has(tmp_path, dtype):
     prefix = write_whole_corpus(tmp_path / "demo", documents, dtype, vocab_size=100)
     place = r"demo\.bin: document 2, token 1 \(token 25 of the corpus\): found id 100, expected 0 to 99 \(the tokenizer's ids\)"
     with pytest.raises(InputError, match=place + "$"):
-        verify.verify(prefix)
+        verify.verify_corpus(prefix)
     if dtype == "int32":
         damage(f"{prefix}.bin", 4 * 25, struct.pack("<i", -1))
         with pytest.raises(InputError, match=r"token 25 of the corpus\): found id -1, expected 0 to 99.*; found sha256"):
-            verify.verify(prefix)
+            verify.verify_corpus(prefix)
 
 
 @pytest.mark.parametrize("missing", [0, 4, 9])
@@ -211,7 +211,7 @@ def test_a_document_without_its_end(tmp_path, missing):
     last = sum(map(len, documents[: missing + 1])) - 1
     words = rf"demo\.bin: document {missing}: found id 77 as its last token \({last} of the corpus\), expected it to end with 0"
     with pytest.raises(InputError, match=words):
-        verify.verify(write_whole_corpus(tmp_path / "demo", documents))
+        verify.verify_corpus(write_whole_corpus(tmp_path / "demo", documents))
 
 
 @pytest.mark.parametrize("empty", [0, 4, 9])
@@ -219,12 +219,12 @@ def test_a_document_without_a_token_has_no_end(tmp_path, empty):
     documents = [[10, EOD] for _ in range(10)]
     documents[empty] = []
     with pytest.raises(InputError, match=rf"demo\.bin: document {empty}: found no token, expected it to end with 0"):
-        verify.verify(write_whole_corpus(tmp_path / "demo", documents))
+        verify.verify_corpus(write_whole_corpus(tmp_path / "demo", documents))
 
 
 def test_another_tokenizer(prefix):
     with pytest.raises(InputError, match="made with another tokenizer: found `demo`"):
-        verify.verify(prefix, Vocabulary(100, 0, 1, (0, 1), "a" * 64))
+        verify.verify_corpus(prefix, Vocabulary(100, 0, 1, (0, 1), "a" * 64))
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
@@ -236,7 +236,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     size = sum(Path(prefix + extension).stat().st_size for extension in (".bin", ".idx"))
     assert size > 8_000_000
     tracemalloc.start()
-    verify.verify(prefix)
+    verify.verify_corpus(prefix)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < size / 10

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megaenc.data.packing.blended_dataset import PERIOD, BlendedDataset, interleave, parse_data_path, whole_shares
+from megaenc.data.packing.blended_dataset import PERIOD, BlendedDataset, interleave_corpora, parse_data_path, compute_sample_counts
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.errors import InputError
 
@@ -17,7 +17,7 @@ class Numbered:
         self.name = name
         self.document_lengths = np.array(lengths, dtype=np.int64)
 
-    def joined(self, documents, starts, stops):
+    def read_spans(self, documents, starts, stops):
         pieces = zip(documents, starts, stops, strict=True)
         return np.concatenate([1_000_000 * self.name + 1000 * document + np.arange(*piece) for document, *piece in pieces])
 
@@ -48,12 +48,12 @@ def test_proportions_hold_at_every_prefix(weights):
         given = np.cumsum(turns == corpus)
         assert np.abs(given / samples - share)[999:].max() <= 0.001
         assert np.abs(given - share * samples)[:PERIOD].max() < 2  # from the very first sample on
-        assert [packs.samples_of(corpus, count) for count in (0, 1, 999, len(samples))] == [0, given[0], given[998], given[-1]]
+        assert [packs.count_samples(corpus, count) for count in (0, 1, 999, len(samples))] == [0, given[0], given[998], given[-1]]
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [3, 7], [1, 2, 3, 4], [997, 2, 1], [100] * 30, [65535, 1]])
 def test_no_corpus_is_ever_a_whole_sample_ahead_or_behind(counts):
-    order = interleave(counts)
+    order = interleave_corpora(counts)
     assert np.bincount(order, minlength=len(counts)).tolist() == counts
     samples = np.arange(1, len(order) + 1)
     for corpus, count in enumerate(counts):
@@ -63,7 +63,7 @@ def test_no_corpus_is_ever_a_whole_sample_ahead_or_behind(counts):
 
 def test_each_corpus_is_read_as_it_would_be_alone():
     packs = blend(["0.25", "0.75"])
-    alone = blend(["0.25", "0.75"]).parts
+    alone = blend(["0.25", "0.75"]).datasets
     taken = [0, 0]
     for sample in range(200):
         pack, corpus = packs[sample], packs.corpus_of_sample(sample)
@@ -71,7 +71,7 @@ def test_each_corpus_is_read_as_it_would_be_alone():
         assert np.array_equal(pack.tokens, own.tokens) and np.array_equal(pack.edges, own.edges)
         assert (pack.sample, pack.epoch) == (sample, own.epoch)
         taken[corpus] += 1
-    assert taken == [50, 150] == [packs.samples_of(corpus, 200) for corpus in (0, 1)]
+    assert taken == [50, 150] == [packs.count_samples(corpus, 200) for corpus in (0, 1)]
 
 
 def test_a_sample_depends_on_nothing_but_its_number():
@@ -83,18 +83,18 @@ def test_a_sample_depends_on_nothing_but_its_number():
 
 def test_repeats_begin_when_the_first_corpus_is_through():
     packs = blend(["0.25", "0.75"])
-    through = packs.parts[1].samples_before_repeat
+    through = packs.datasets[1].samples_before_repeat
     turns = [packs.corpus_of_sample(sample) for sample in range(packs.samples_before_repeat)]
     assert turns.count(1) == through and packs.corpus_of_sample(packs.samples_before_repeat) == 1
 
 
 def test_shares_are_exact_where_they_can_be():
-    assert whole_shares([Fraction("0.3"), Fraction("0.7")]) == [3, 7]
-    assert whole_shares([Fraction(2), Fraction(6)]) == [1, 3]
-    counts = whole_shares([Fraction("0.1234567"), Fraction("0.8765433")])
+    assert compute_sample_counts([Fraction("0.3"), Fraction("0.7")]) == [3, 7]
+    assert compute_sample_counts([Fraction(2), Fraction(6)]) == [1, 3]
+    counts = compute_sample_counts([Fraction("0.1234567"), Fraction("0.8765433")])
     assert sum(counts) == PERIOD and abs(counts[0] / PERIOD - 0.1234567) < 1 / PERIOD
     with pytest.raises(InputError, match="corpus 1 of 2 would give one pack in 1,000,000, expected at least one in 65,536"):
-        whole_shares([Fraction("0.000001"), Fraction("0.999999")])
+        compute_sample_counts([Fraction("0.000001"), Fraction("0.999999")])
 
 
 def test_the_three_spellings_of_data_path():

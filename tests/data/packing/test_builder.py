@@ -39,13 +39,13 @@ def test_one_corpus_is_a_blend_of_one(corpora):
     for sample in (0, 5, 31):
         assert np.array_equal(data.train[sample].tokens, train[sample].tokens) and data.train[sample].sample == sample
     assert data.fingerprint == data.corpora[0].fingerprint
-    assert [(row.packs, row.share, row.epochs) for row in data.reading(45)] == [(45, 1.0, pytest.approx(2.0, abs=0.05))]
+    assert [(row.packs, row.share, row.epochs) for row in data.corpus_usage(45)] == [(45, 1.0, pytest.approx(2.0, abs=0.05))]
 
 
 def test_a_blend_keeps_to_its_weights_and_says_how_often_each_corpus_is_read(corpora):
     data = open_data("0.25", corpora[0], "0.75", corpora[1])
     assert len(data.train.parts) == 2 and data.shares == (Fraction(1, 4), Fraction(3, 4))
-    rows = data.reading(1000)
+    rows = data.corpus_usage(1000)
     assert [(row.prefix, row.packs) for row in rows] == [(corpora[0], 250), (corpora[1], 750)]
     # 250 packs of 32 tokens out of 80 documents of 9; 750 out of 40 of 40.
     assert [row.epochs for row in rows] == [pytest.approx(250 * 32 / 720, rel=0.01), pytest.approx(750 * 32 / 1600, rel=0.01)]
@@ -71,7 +71,7 @@ def test_sentences_need_a_corpus_of_sentences(corpora):
     data = open_data(corpora[2], packing="sentences")
     assert isinstance(data.train.parts[0], SentencePackedDataset)
     # 32 tokens are two sentences of 11 and 10 tokens of a third, whose last token is dropped.
-    assert data.reading(5)[0].dropped == pytest.approx(1 / 33, abs=0.01)
+    assert data.corpus_usage(5)[0].dropped == pytest.approx(1 / 33, abs=0.01)
     with pytest.raises(InputError, match="holds whole documents, expected one that was preprocessed with --split-sentences"):
         open_data(corpora[2], corpora[0], packing="sentences")
 
@@ -121,6 +121,6 @@ def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, pack
     for one, other in zip(first.corpora, second.corpora, strict=True):
         assert one.document_lengths.ctypes.data != other.document_lengths.ctypes.data  # each has mapped it
         assert not one.document_lengths.flags.writeable
-    for one, other in zip(first.train_parts, second.train_parts, strict=True):
+    for one, other in zip(first.train_datasets, second.train_datasets, strict=True):
         for mine, theirs in zip(one.stream.epoch_order(1), other.stream.epoch_order(1), strict=True):
             assert np.array_equal(mine, theirs) and not mine.flags.writeable

@@ -18,7 +18,7 @@ class Numbered:
     def __init__(self, lengths):
         self.document_lengths = np.array(lengths, dtype=np.int64)
 
-    def joined(self, documents, starts, stops):
+    def read_spans(self, documents, starts, stops):
         pieces = zip(documents, starts, stops, strict=True)
         return np.concatenate([1000 * document + np.arange(start, stop) for document, start, stop in pieces])
 
@@ -173,7 +173,7 @@ def test_a_pack_too_short_for_two_chunks_is_refused():
 
 
 def cut_piece_by_piece(stream, start, count):
-    """`Stream.cut` as it was written at first: a document after the other."""
+    """`Stream.read` as it was written at first: a document after the other."""
     tokens, edges = np.empty(count, dtype=np.int64), [0]
     while edges[-1] < count:
         epoch, begin = divmod(start + edges[-1], stream.tokens_per_epoch)
@@ -194,10 +194,10 @@ def test_packs_of_a_corpus_on_disk_are_those_cut_piece_by_piece(tmp_path):
     counts = draw.integers(0, 4, 200)  # of sequences, none in some documents
     lengths = draw.integers(1, 40, counts.sum()).astype(np.int32)
     writer = IndexedWriter(tmp_path / "a.bin", tmp_path / "a.idx", "uint16")
-    writer.add(draw.integers(0, 60_000, lengths.sum()), lengths, counts)
+    writer.add_documents(draw.integers(0, 60_000, lengths.sum()), lengths, counts)
     writer.finish()
     stream = ConcatPackedDataset(Corpus.open(tmp_path / "a"), np.arange(200), 64, seed=5).stream
     for start in [*range(0, 3 * stream.tokens_per_epoch, 41), stream.tokens_per_epoch - 1]:
         for count in (1, 64, 700):
-            for found, expected in zip(stream.cut(start, count), cut_piece_by_piece(stream, start, count), strict=True):
+            for found, expected in zip(stream.read(start, count), cut_piece_by_piece(stream, start, count), strict=True):
                 assert found.dtype == expected.dtype and np.array_equal(found, expected)

@@ -19,7 +19,7 @@ class Sentences:
         self.first_sequences = np.cumsum([0, *map(len, documents)])
         self.document_lengths = np.array([sum(document) for document in documents], dtype=np.int64)
 
-    def joined(self, documents, starts, stops):
+    def read_spans(self, documents, starts, stops):
         pieces = zip(documents, starts, stops, strict=True)
         return np.concatenate([10_000 * document + np.arange(start, stop) for document, start, stop in pieces])
 
@@ -91,7 +91,7 @@ def test_what_is_dropped_is_reported():
 
 def test_documents_of_one_sentence_each_are_sentences_if_their_sidecar_says_so():
     titles = Sentences([[5], [9], [4]])
-    titles.sidecar = SimpleNamespace(sentences={"method": "punkt"})
+    titles.metadata = SimpleNamespace(sentences={"method": "punkt"})
     assert len(SentencePackedDataset(titles, np.arange(3), 8, seed=0)[0].tokens) == 8
 
 

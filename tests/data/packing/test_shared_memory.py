@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megaenc.data.packing import shared_memory as module
-from megaenc.data.packing.shared_memory import shared
+from megaenc.data.packing.shared_memory import share_arrays
 
 WORKER = Path(__file__).parents[2] / "workers" / "share_arrays.py"
 
@@ -92,16 +92,16 @@ def test_when_nobody_has_them_any_more_they_are_made_again(tmp_path, monkeypatch
         made.append(1)
         return (np.arange(3),)
 
-    (one,), (two,) = shared(("a",), make), shared(("a",), make)
+    (one,), (two,) = share_arrays(("a",), make), share_arrays(("a",), make)
     assert len(made) == 1
     assert one.tolist() == two.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="read-only"):
         one[0] = 1
-    (other,) = shared(("b",), lambda: (np.arange(4),))
+    (other,) = share_arrays(("b",), lambda: (np.arange(4),))
     assert other.tolist() == [0, 1, 2, 3]
     del one, two, other
     assert not notes(tmp_path)
-    shared(("a",), make)
+    share_arrays(("a",), make)
     assert len(made) == 2
 
 
@@ -111,10 +111,10 @@ def test_when_nobody_has_them_any_more_they_are_made_again(tmp_path, monkeypatch
 def test_a_note_that_leads_nowhere_is_written_anew(tmp_path, monkeypatch, text):
     monkeypatch.setattr(os, "environ", environment(tmp_path))
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    kept = shared(("a",), lambda: (np.arange(3),))
+    kept = share_arrays(("a",), lambda: (np.arange(3),))
     [note] = notes(tmp_path)
     note.write_text(text)
-    (found,) = shared(("a",), lambda: (np.arange(3),))
+    (found,) = share_arrays(("a",), lambda: (np.arange(3),))
     assert found.tolist() == kept[0].tolist()
 
 
@@ -123,13 +123,13 @@ def test_a_descriptor_that_was_given_out_again_is_not_taken_for_the_arrays(tmp_p
     """A file of another name, or memory of this name that is not written yet: its numbers would be wrong, or too few."""
     monkeypatch.setattr(os, "environ", environment(tmp_path))
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    kept = shared(("a",), lambda: (np.arange(3),))
+    kept = share_arrays(("a",), lambda: (np.arange(3),))
     [note] = notes(tmp_path)
     memory = os.memfd_create(note.name if of_that_name else "other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, 4096)  # zeros
     text = json.loads(note.read_text()) | {"descriptor": memory}
     note.write_text(json.dumps(text))
-    (found,) = shared(("a",), lambda: (np.arange(3),))
+    (found,) = share_arrays(("a",), lambda: (np.arange(3),))
     os.close(memory)
     assert found.tolist() == kept[0].tolist() == [0, 1, 2]
 
@@ -137,10 +137,10 @@ def test_a_descriptor_that_was_given_out_again_is_not_taken_for_the_arrays(tmp_p
 def test_empty_arrays_and_a_single_process_need_no_memory_of_all(tmp_path, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
     own = np.arange(3)
-    assert shared(("a",), lambda: (own,))[0] is own
+    assert share_arrays(("a",), lambda: (own,))[0] is own
     monkeypatch.setattr(os, "environ", environment(tmp_path))
-    assert [array.tolist() for array in shared(("a",), lambda: (np.zeros(0), np.zeros((0, 2))))] == [[], []]
-    mixed = shared(("b",), lambda: (np.zeros(0, np.int32), np.ones((2, 2), np.uint16), np.zeros((0, 2))))
+    assert [array.tolist() for array in share_arrays(("a",), lambda: (np.zeros(0), np.zeros((0, 2))))] == [[], []]
+    mixed = share_arrays(("b",), lambda: (np.zeros(0, np.int32), np.ones((2, 2), np.uint16), np.zeros((0, 2))))
     assert [(array.dtype, array.tolist()) for array in mixed] == [("int32", []), ("uint16", [[1, 1], [1, 1]]), ("float64", [])]
 
 
@@ -151,22 +151,22 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
     folder.mkdir()
     folder.chmod(0o777)
     own = np.arange(3)
-    assert shared(("a",), lambda: (own,))[0] is own
+    assert share_arrays(("a",), lambda: (own,))[0] is own
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    assert shared(("a",), lambda: (own,))[0] is own
+    assert share_arrays(("a",), lambda: (own,))[0] is own
 
 
 def test_memory_that_is_closed_to_us_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", environment(tmp_path))
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    kept = shared(("a",), lambda: (np.arange(3),))
+    kept = share_arrays(("a",), lambda: (np.arange(3),))
 
     def refused(*_):
         raise PermissionError
 
-    monkeypatch.setattr(module, "_of_another", refused)
+    monkeypatch.setattr(module, "_open_published", refused)
     own = np.arange(3)
-    assert shared(("a",), lambda: (own,))[0] is own
+    assert share_arrays(("a",), lambda: (own,))[0] is own
     assert len(notes(tmp_path)) == 1 and kept[0].tolist() == [0, 1, 2]  # which others still find

@@ -21,11 +21,11 @@ from text_helpers import TEXTS, contents, documents_of, reference_ids, small_tok
 
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, token_dtype
-from megaenc.data.indexed.metadata import read_sidecar
+from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess.command import PreprocessConfig, main, preprocess
 from megaenc.data.sources import resolve, text_files
-from megaenc.data.tokenizer.fast_encode import well_formed
-from megaenc.data.tokenizer.tokenizer import vocabulary_of
+from megaenc.data.tokenizer.fast_encode import replace_surrogates
+from megaenc.data.tokenizer.tokenizer import read_vocabulary
 from megaenc.errors import InputError
 
 
@@ -56,8 +56,8 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
     with corpus.open("a") as stream:
         stream.write("no json\n")
     (prefix,) = preprocess(flags(corpus, tokenizer_folder, skip_bad_lines=True))
-    sidecar = read_sidecar(prefix)
-    vocabulary = vocabulary_of(small_tokenizer())
+    sidecar = read_corpus_metadata(prefix)
+    vocabulary = read_vocabulary(small_tokenizer())
     data, index = contents(prefix)
     assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents, sidecar.skipped_lines) == (5, 5, 2, 1)
     assert sidecar.tokens == sum(len(reference_ids(small_tokenizer(), text)) + 1 for text in TEXTS)
@@ -164,9 +164,9 @@ def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenize
     assert contents(prefix) == from_jsonl
     (parted,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "parted"), partitions=3))
     assert contents(parted) == from_jsonl
-    sources = read_sidecar(prefix).sources
+    sources = read_corpus_metadata(prefix).sources
     assert [source["path"] for source in sources] == [name.split("/")[-1] if kind != "hub" else name for name in given]
-    assert sources == read_sidecar(parted).sources and str(tmp_path) not in json.dumps(sources)
+    assert sources == read_corpus_metadata(parted).sources and str(tmp_path) not in json.dumps(sources)
     if kind == "hub":
         assert sources[0] == {"path": "someone/small", "bytes": None, "config": None, "split": "train"}
 
@@ -185,9 +185,9 @@ HOSTILE = [
 def test_hostile_texts_have_the_ids_of_the_hugging_face_tokenizer(tmp_path, tokenizer_folder):
     corpus = write_jsonl(tmp_path / "hostile.jsonl", HOSTILE)
     (prefix,) = preprocess(flags(corpus, tokenizer_folder, workers=2))
-    want = [[*reference_ids(small_tokenizer(), well_formed(text)), 0] for text in HOSTILE if text]
+    want = [[*reference_ids(small_tokenizer(), replace_surrogates(text)), 0] for text in HOSTILE if text]
     assert [document for (document,) in documents_of(prefix)] == want
-    assert read_sidecar(prefix).empty_documents == 1
+    assert read_corpus_metadata(prefix).empty_documents == 1
 
 
 LONG = 50_000_000
@@ -224,7 +224,7 @@ def test_sentences_are_the_sequences_of_a_document(tmp_path, tokenizer_folder, c
         ["No end<|eos|>"],
         ["\ufffd One.", " Two.<|eos|>"],
     ]
-    sidecar = read_sidecar(prefix)
+    sidecar = read_corpus_metadata(prefix)
     assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents) == (3, 7, 1)
     assert sidecar.sentences["method"] == "punkt" and sidecar.sentences["language"] in ("learnt", "english")
     assert "sentences: " in capsys.readouterr().out
@@ -240,8 +240,8 @@ def test_a_sidecar_from_before_sentences_is_read(corpus, tokenizer_folder):
     values = json.loads(path.read_text())
     del values["sentences"]
     path.write_text(json.dumps(values))
-    assert read_sidecar(prefix).sentences is None
-    assert Corpus.open(prefix).sidecar.sequences == len(TEXTS)
+    assert read_corpus_metadata(prefix).sentences is None
+    assert Corpus.open(prefix).metadata.sequences == len(TEXTS)
 
 
 def test_each_key_makes_a_corpus(tmp_path, tokenizer_folder):
@@ -250,14 +250,14 @@ def test_each_key_makes_a_corpus(tmp_path, tokenizer_folder):
     title, text = preprocess(flags(corpus, tokenizer_folder, json_keys=("title", "text")))
     assert (title.name, text.name) == ("out_title_document", "out_text_document")
     assert [len(IndexedDataset(str(prefix))) for prefix in (title, text)] == [1, 2]
-    assert read_sidecar(title).empty_documents == 1
+    assert read_corpus_metadata(title).empty_documents == 1
 
 
 def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
     assert (token_dtype(65_499), token_dtype(65_500)) == ("uint16", "int32")
     writer = IndexedWriter(tmp_path / "wide.bin", tmp_path / "wide.idx", "int32")
-    writer.add(np.array([70_000, 1, 2], np.int32), np.array([1, 2], np.int32), np.array([1, 1], np.int32))
-    writer.add(np.array([128_255], np.int32), np.array([1], np.int32), np.array([1], np.int32))
+    writer.add_documents(np.array([70_000, 1, 2], np.int32), np.array([1, 2], np.int32), np.array([1, 1], np.int32))
+    writer.add_documents(np.array([128_255], np.int32), np.array([1], np.int32), np.array([1], np.int32))
     writer.finish()
     dataset = IndexedDataset(str(tmp_path / "wide"))
     assert [dataset[at].tolist() for at in range(3)] == [[70_000], [1, 2], [128_255]]
@@ -408,13 +408,13 @@ def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):
     with pytest.raises(InputError, match="no end-of-sequence token"):
         preprocess(flags(corpus, str(folder)))
     (prefix,) = preprocess(flags(corpus, str(folder), append_eod=False))
-    assert read_sidecar(prefix).eod is None
+    assert read_corpus_metadata(prefix).eod is None
 
 
 def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 50)
     monkeypatch.setattr(text_files, "LINES_BYTES", 50)
-    blocks = list(text_files.read_lines(str(corpus)))
+    blocks = list(text_files.read_line_blocks(str(corpus)))
     others = psutil.Process().children()  # of other tests
 
     def read_blocks(found, spans):
@@ -464,7 +464,7 @@ def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, token
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.05)
     (prefix,) = preprocess(flags(corpus, tokenizer_folder))
-    assert read_sidecar(prefix).documents == len(TEXTS)
+    assert read_corpus_metadata(prefix).documents == len(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -485,16 +485,16 @@ def test_a_sidecar_that_cannot_be_trusted_is_refused(corpus, tokenizer_folder, c
     change(values)
     path.write_text(json.dumps(values))
     with pytest.raises(InputError) as error:
-        read_sidecar(prefix)
+        read_corpus_metadata(prefix)
     assert message in str(error.value) and str(path) in str(error.value)
 
 
 def test_a_missing_or_broken_sidecar_is_one_line(tmp_path):
     with pytest.raises(InputError, match="no such file; expected a corpus made by"):
-        read_sidecar(tmp_path / "nothing")
+        read_corpus_metadata(tmp_path / "nothing")
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(InputError, match="not JSON"):
-        read_sidecar(tmp_path / "broken")
+        read_corpus_metadata(tmp_path / "broken")
     (tmp_path / "broken.json").write_text("[]")
     with pytest.raises(InputError, match="found a JSON list"):
-        read_sidecar(tmp_path / "broken")
+        read_corpus_metadata(tmp_path / "broken")

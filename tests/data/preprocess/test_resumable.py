@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from text_helpers import TEXTS, contents, write_jsonl
 
-from megaenc.data.indexed.metadata import read_sidecar
+from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess.command import PreprocessConfig, preprocess
-from megaenc.data.preprocess.resumable import ShardStore, work_folder
+from megaenc.data.preprocess.resumable import PartitionStore, open_work_folder
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError
 
@@ -113,7 +113,7 @@ def test_after_a_kill_the_same_command_makes_the_missing_parts(
     assert len(seen) == 2
     assert "2 of 4 parts are there; goes on with the others" in capsys.readouterr().out
     assert contents(prefix) == whole
-    assert read_sidecar(prefix).documents == 40
+    assert read_corpus_metadata(prefix).documents == 40
     assert not folder.exists()
 
 
@@ -201,11 +201,11 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, settings, monk
 
 def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
     plan = {"input": "a"}
-    with pytest.raises(KeyboardInterrupt), work_folder(tmp_path / "work", plan):
-        ShardStore(tmp_path / "work", ["text"], "uint16", 123_456).write(123_455, lambda writers: {})
+    with pytest.raises(KeyboardInterrupt), open_work_folder(tmp_path / "work", plan):
+        PartitionStore(tmp_path / "work", ["text"], "uint16", 123_456).write(123_455, lambda writers: {})
         raise KeyboardInterrupt
     assert "part-123456-text.bin" in names(tmp_path / "work")
-    with work_folder(tmp_path / "work", plan):
+    with open_work_folder(tmp_path / "work", plan):
         pass
     assert names(tmp_path) == []
 
@@ -245,17 +245,17 @@ NOTES = ["", "{", "[]", "3", "null", "{}", '{"bytes": 3}', "[" * 100_000, "\udcf
 
 @pytest.mark.parametrize("note", NOTES, ids=lambda note: repr(note)[:40])
 def test_a_part_with_a_damaged_note_is_missing(tmp_path, note):
-    parts = ShardStore(tmp_path, ["text"], "uint16", 1)
+    parts = PartitionStore(tmp_path, ["text"], "uint16", 1)
     tokens, ones = np.array([1, 2], np.uint16), np.array([1], np.int32)
-    parts.write(0, lambda writers: writers[0].add(tokens, 2 * ones, ones) or {"documents": 1})
-    assert parts.missing() == []
+    parts.write(0, lambda writers: writers[0].add_documents(tokens, 2 * ones, ones) or {"documents": 1})
+    assert parts.missing_partitions() == []
     path = tmp_path / "part-00001.json"
     whole = json.loads(path.read_text())
     values = (3, [], ["x"], [{}], {"a": "b"}, [{"bin": 3, "idx": None}], None)
     for damaged in (note, *(json.dumps(whole | {name: value}) for name in whole for value in values)):
         path.unlink()
         os.mkfifo(path) if damaged is None else path.write_text(damaged, errors="surrogateescape")
-        assert parts.missing() == [0], damaged
+        assert parts.missing_partitions() == [0], damaged
 
 
 @pytest.mark.parametrize("plan", NOTES, ids=lambda plan: repr(plan)[:40])
@@ -264,7 +264,7 @@ def test_a_damaged_plan_is_one_line(tmp_path, plan):
     folder.mkdir()
     (folder / "part-00001.json").touch()
     os.mkfifo(folder / "plan.json") if plan is None else (folder / "plan.json").write_text(plan, errors="surrogateescape")
-    with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"), work_folder(folder, {"keys": ["text"]}):
+    with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"), open_work_folder(folder, {"keys": ["text"]}):
         pass
 
 
@@ -332,7 +332,7 @@ def test_fewer_parts_where_the_input_has_no_more_places(tmp_path, settings, caps
     write_jsonl(tmp_path / "corpus.jsonl", TEXTS[:2])
     (prefix,) = preprocess(dataclasses.replace(settings, partitions=50))
     assert "--partitions 50: the input can be cut into 2 parts at most" in capsys.readouterr().out
-    assert read_sidecar(prefix).documents == 2
+    assert read_corpus_metadata(prefix).documents == 2
 
 
 def test_a_folder_that_vanishes_while_its_lock_is_waited_for_is_made_again(tmp_path, monkeypatch):
@@ -346,6 +346,6 @@ def test_a_folder_that_vanishes_while_its_lock_is_waited_for_is_made_again(tmp_p
         real(lock, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with work_folder(tmp_path / "work", {"input": "a"}):
+    with open_work_folder(tmp_path / "work", {"input": "a"}):
         assert names(tmp_path / "work") == ["lock", "plan.json"]
     assert len(calls) == 2 and names(tmp_path) == []

@@ -8,21 +8,21 @@ from nltk.tokenize.punkt import PunktParameters
 from text_helpers import TEXTS
 
 from megaenc.data.preprocess import sentence_splitter
-from megaenc.data.preprocess.sentence_splitter import Punkt, installed_punkt, learnt_punkt, splitter
+from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed_punkt, train_punkt, build_sentence_splitter
 from megaenc.errors import InputError
 
 PROSE = [
     'Mr. Fox met Dr. Dog at 3.14 p.m. in the yard. They spoke.  "Is it so?" asked Mr. Fox.\n\nIt was so! (It was.) Was it?',
     "The report by Mr. Crane names Dr. Bell and Mr. Reed. Dr. Bell was not there... Mr. Reed was!  He said so. ",
 ]
-NOTHING, ENGLISH = Punkt("none", PunktParameters()), Punkt("by hand", PunktParameters())
+NOTHING, ENGLISH = PunktModel("none", PunktParameters()), PunktModel("by hand", PunktParameters())
 ENGLISH.parameters.abbrev_types = {"mr", "dr", "p.m"}
 ENGLISH.parameters.sent_starters = {"they", "it"}
 ENGLISH.parameters.ortho_context.update(they=6, it=6)
 
 
 def test_sentences_end_where_punkt_says():
-    split = splitter(ENGLISH)
+    split = build_sentence_splitter(ENGLISH)
     assert split(PROSE[0]) == [
         "Mr. Fox met Dr. Dog at 3.14 p.m. in the yard.",
         " They spoke.",
@@ -58,7 +58,7 @@ HOSTILE = [
 def test_no_character_is_lost(monkeypatch, window):
     monkeypatch.setattr(sentence_splitter, "_WINDOW", window)
     monkeypatch.setattr(sentence_splitter, "_CONTEXT", window // 4)
-    for split in (splitter(NOTHING), splitter(ENGLISH)):
+    for split in (build_sentence_splitter(NOTHING), build_sentence_splitter(ENGLISH)):
         for text in [*HOSTILE, "".join(HOSTILE), " ".join(HOSTILE * 3)]:
             pieces = split(text)
             assert "".join(pieces) == text
@@ -68,25 +68,25 @@ def test_no_character_is_lost(monkeypatch, window):
 
 def test_windows_do_not_change_what_punkt_says(monkeypatch):
     text = " ".join(PROSE * 100)
-    whole = splitter(ENGLISH)(text)
+    whole = build_sentence_splitter(ENGLISH)(text)
     assert len(whole) == 1000
     for window, context in ((500, 100), (3000, 1000)):
         monkeypatch.setattr(sentence_splitter, "_WINDOW", window)
         monkeypatch.setattr(sentence_splitter, "_CONTEXT", context)
-        assert splitter(ENGLISH)(text) == whole
+        assert build_sentence_splitter(ENGLISH)(text) == whole
 
 
 def test_a_long_text_without_an_end_is_one_sentence():
-    assert len(splitter(ENGLISH)("word " * 200_000)) == 1
+    assert len(build_sentence_splitter(ENGLISH)("word " * 200_000)) == 1
 
 
 def test_punkt_is_learnt_from_the_beginning_alone(monkeypatch):
-    monkeypatch.setattr(sentence_splitter, "LEARNT_FROM", sum(map(len, PROSE)) * 20 + 10)
-    learnt = learnt_punkt(PROSE * 20 + ["0123456789 and what follows is not read. Xyz. "] * 50)
+    monkeypatch.setattr(sentence_splitter, "TRAINING_CHARACTERS", sum(map(len, PROSE)) * 20 + 10)
+    learnt = train_punkt(PROSE * 20 + ["0123456789 and what follows is not read. Xyz. "] * 50)
     assert {"mr", "dr"} <= learnt.parameters.abbrev_types
-    assert learnt.describe() == learnt_punkt(PROSE * 20 + ["0123456789"]).describe()
-    assert splitter(learnt)("It was Mr. Fox. It was not.") == ["It was Mr. Fox.", " It was not."]
-    assert learnt.describe() != learnt_punkt(PROSE).describe()
+    assert learnt.describe() == train_punkt(PROSE * 20 + ["0123456789"]).describe()
+    assert build_sentence_splitter(learnt)("It was Mr. Fox. It was not.") == ["It was Mr. Fox.", " It was not."]
+    assert learnt.describe() != train_punkt(PROSE).describe()
 
 
 def test_the_same_text_teaches_the_same_in_every_process():
@@ -96,24 +96,24 @@ def test_the_same_text_teaches_the_same_in_every_process():
     for seed in "12":
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         seen.add(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout)
-    assert seen == {f"{learnt_punkt(PROSE * 20).describe()}\n".encode()}
+    assert seen == {f"{train_punkt(PROSE * 20).describe()}\n".encode()}
 
 
 def test_an_installed_model_is_found_and_nothing_is_downloaded(tmp_path, monkeypatch):
     monkeypatch.setattr(nltk, "download", lambda *rest, **options: pytest.fail("a download"))
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    assert installed_punkt("english") is None
+    assert load_installed_punkt("english") is None
     folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
     folder.mkdir(parents=True)
     (folder / "abbrev_types.txt").write_text("mr\ndr")
     (folder / "collocations.tab").write_text("s\tbach")
     (folder / "sent_starters.txt").write_text("they")
     (folder / "ortho_context.tab").write_text("they\t6\nfox\t0")
-    found = installed_punkt("english")
+    found = load_installed_punkt("english")
     known = found.parameters
     assert (known.abbrev_types, known.collocations, known.sent_starters) == ({"dr", "mr"}, {("s", "bach")}, {"they"})
-    assert splitter(found)("It was Mr. Fox. It was not.") == ["It was Mr. Fox.", " It was not."]
+    assert build_sentence_splitter(found)("It was Mr. Fox. It was not.") == ["It was Mr. Fox.", " It was not."]
     assert found.describe()["language"] == "english"
-    assert installed_punkt("german") is None
+    assert load_installed_punkt("german") is None
     with pytest.raises(InputError, match=r"--punkt-language \.\./\.\.: expected the name of a language"):
-        installed_punkt("../..")
+        load_installed_punkt("../..")

@@ -16,7 +16,7 @@ def written(path, columns, **options):
 
 def parquet_blocks(path, keys=("text",), start=0, stop=None):
     file = arrow_tables.ParquetFile(path, keys)
-    return list(file.blocks(start, file.end if stop is None else stop, 0))
+    return list(file.read_blocks(start, file.end if stop is None else stop, 0))
 
 
 def texts_of(blocks, keys=("text",)):
@@ -42,7 +42,7 @@ def test_a_large_row_group_is_never_decoded_whole(tmp_path, monkeypatch):
     path = written(tmp_path / "a.parquet", {"text": [f"{number:01000}" for number in range(20_000)]})
     file = arrow_tables.ParquetFile(path, ["text"])
     before, sizes = pa.total_allocated_bytes(), []
-    for block in file.blocks(0, 1, 0):
+    for block in file.read_blocks(0, 1, 0):
         texts_of([block])
         sizes.append(pa.total_allocated_bytes() - before)
     assert len(sizes) > 50
@@ -58,7 +58,7 @@ def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_blocks(tmp_pat
     assert (tmp_path / "a.parquet").stat().st_size < 200_000
     file = arrow_tables.ParquetFile(path, ["text"])
     before, found, most = pa.total_allocated_bytes(), [], 0
-    for block in file.blocks(0, 1, 0):
+    for block in file.read_blocks(0, 1, 0):
         piece = block.documents(["text"], False).texts
         assert sum(len(text) for (text,) in piece) < text_files.BLOCK_BYTES + 100_000
         found += piece
@@ -74,7 +74,7 @@ def test_rows_of_a_saved_data_set_that_repeat_come_in_blocks(tmp_path):
     usual = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(usual)
     pa.set_memory_pool(pool)
-    blocks = list(arrow_tables.SavedFile(str(tmp_path / "a.arrow"), ["text"]).blocks(0, 103, 0))
+    blocks = list(arrow_tables.SavedDatasetFile(str(tmp_path / "a.arrow"), ["text"]).read_blocks(0, 103, 0))
     pa.set_memory_pool(usual)
     assert pool.max_memory() < 4 << 20, "decoded, the rows take 10 MB"
     assert [len(block.documents(["text"], True).texts) for block in blocks] == [10] * 9 + [12]
@@ -123,21 +123,21 @@ def test_a_file_damaged_in_the_middle_is_one_line(tmp_path):
 def test_saved_rows_come_in_blocks_of_bounded_size(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 300)
     datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(100))}).save_to_disk(tmp_path / "saved", num_shards=2)
-    first, second = arrow_tables.saved_files(str(tmp_path / "saved"), "train", ["text"])
-    blocks = [*first.blocks(0, 50, 0), *second.blocks(0, 50, 0)]
+    first, second = arrow_tables.find_saved_dataset_files(str(tmp_path / "saved"), "train", ["text"])
+    blocks = [*first.read_blocks(0, 50, 0), *second.read_blocks(0, 50, 0)]
     assert texts_of(blocks) == [(text,) for text in TEXTS]
     sizes = [sum(len(text) for (text,) in block.documents(["text"], False).texts) for block in blocks]
     assert max(sizes) <= 300 and len(blocks) > 5
-    assert texts_of(second.blocks(20, 30, 0)) == [(text,) for text in TEXTS[70:80]]
+    assert texts_of(second.read_blocks(20, 30, 0)) == [(text,) for text in TEXTS[70:80]]
 
 
 def test_a_saved_cell_without_text_is_named(tmp_path):
     datasets.Dataset.from_dict({"text": ["good", None]}).save_to_disk(tmp_path / "saved")
-    (file,) = arrow_tables.saved_files(str(tmp_path / "saved"), "train", ["text"])
+    (file,) = arrow_tables.find_saved_dataset_files(str(tmp_path / "saved"), "train", ["text"])
     with pytest.raises(InputError, match=r"data-00000-of-00001\.arrow: row 2: key `text`: found null, expected text"):
-        texts_of(file.blocks(0, 2, 0))
+        texts_of(file.read_blocks(0, 2, 0))
     with pytest.raises(InputError, match="saved: no column `body`; found `text`"):
-        arrow_tables.saved_files(str(tmp_path / "saved"), "train", ["body"])
+        arrow_tables.find_saved_dataset_files(str(tmp_path / "saved"), "train", ["body"])
 
 
 def streamed(tmp_path, monkeypatch, *tables_of_a_file):
@@ -147,32 +147,32 @@ def streamed(tmp_path, monkeypatch, *tables_of_a_file):
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: real(str(tmp_path / "hub"), *rest, **options))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return arrow_tables.HubStream("owner/name", None, "train", ["text"])
+    return arrow_tables.HubDataset("owner/name", None, "train", ["text"])
 
 
 def test_a_stream_comes_in_blocks_and_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 300)
     data = streamed(tmp_path, monkeypatch, {"text": TEXTS[:60], "n": range(60)}, {"text": TEXTS[60:], "n": range(40)})
-    blocks = list(data.blocks(0, 2, 0))
+    blocks = list(data.read_blocks(0, 2, 0))
     assert texts_of(blocks) == [(text,) for text in TEXTS]
     assert len(blocks) > 5 and pa.ipc.open_stream(blocks[0].data).schema.names == ["text"]
-    parts = [texts_of(data.blocks(at, at + 1, 0)) for at in range(2)]
+    parts = [texts_of(data.read_blocks(at, at + 1, 0)) for at in range(2)]
     assert list(map(len, parts)) == [60, 40] and [*parts[0], *parts[1]] == [(text,) for text in TEXTS]
 
 
 def test_a_stream_names_its_bad_row_and_its_missing_column(tmp_path, monkeypatch):
     data = streamed(tmp_path, monkeypatch, {"text": ["good", None]})
-    (block,) = data.blocks(0, 1, 0)
+    (block,) = data.read_blocks(0, 1, 0)
     with pytest.raises(InputError, match="owner/name: row 2: key `text`: found null, expected text"):
         block.documents(["text"], False)
     assert block.documents(["text"], True).skipped == 1
     with pytest.raises(InputError, match="owner/name: no column `body`; found `text`"):
-        arrow_tables.HubStream("owner/name", None, "train", ["body"])
+        arrow_tables.HubDataset("owner/name", None, "train", ["body"])
 
 
 def test_a_stream_that_breaks_off_is_one_line(tmp_path, monkeypatch):
     data = streamed(tmp_path, monkeypatch, {"text": TEXTS}, {"text": TEXTS})
     (tmp_path / "hub" / "train-1.parquet").unlink()
     with pytest.raises(InputError, match=r"owner/name: no more rows after 100: ") as error:
-        list(data.blocks(0, 2, 0))
+        list(data.read_blocks(0, 2, 0))
     assert "\n" not in str(error.value)

@@ -12,14 +12,14 @@ import pytest
 from text_helpers import TEXTS, write_jsonl
 
 from megaenc.data.sources import arrow_tables, resolve, text_files
-from megaenc.data.sources.resolve import DocumentRange, InputConfig, cut, find_inputs, read_blocks, read_texts
+from megaenc.data.sources.resolve import DocumentRange, InputConfig, partition_inputs, resolve_inputs, read_blocks, read_texts
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.data.tokenizer.train_command import main as tokenizer_main
 from megaenc.errors import InputError
 
 
 def found(*given, keys=("text",), **changes):
-    return find_inputs(InputConfig(tuple(map(str, given)), **changes), keys)
+    return resolve_inputs(InputConfig(tuple(map(str, given)), **changes), keys)
 
 
 def texts_of(*given, **changes):
@@ -53,7 +53,7 @@ def test_linked_folders_are_read_once_and_loops_end(tmp_path):
     (folder / "d").symlink_to(elsewhere / "deep")
     (folder / "nowhere.txt").symlink_to(tmp_path / "missing")
     assert texts_of(folder) == ["b", "x", "y"]
-    assert found(folder).remarks[:2] == [
+    assert found(folder).messages[:2] == [
         f"{folder}: 1 left out, of no kind that can be read: nowhere.txt",
         f"{folder}: 2 folders left out, as links have them read under another path: b/up, c/deep",
     ]
@@ -62,17 +62,17 @@ def test_linked_folders_are_read_once_and_loops_end(tmp_path):
 def test_many_folders_take_no_time_of_their_square(tmp_path, monkeypatch):
     entries = [f"{number:05}" for number in range(20_000)]
     monkeypatch.setattr(os, "walk", lambda folder, **options: iter([(str(folder), list(entries), ["a.txt"])]))
-    monkeypatch.setattr(resolve, "_identity", lambda folder: str(folder))
-    monkeypatch.setattr(resolve, "_is_saved", lambda path: False)
+    monkeypatch.setattr(resolve, "_folder_identity", lambda folder: str(folder))
+    monkeypatch.setattr(resolve, "_is_saved_dataset", lambda path: False)
     (tmp_path / "a.txt").write_text("x")
     started = time.process_time()
-    assert len(resolve._walk(tmp_path, [])) == 1
+    assert len(resolve._find_files(tmp_path, [])) == 1
     assert time.process_time() - started < 1
 
 
 def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
     text_folder(tmp_path, {name: "x" for name in ("a.csv", "b/c.png", "d", "e.tar.gz", "good.txt")})
-    remarks = found(tmp_path).remarks
+    remarks = found(tmp_path).messages
     assert remarks == [
         f"{tmp_path}: 4 left out, of no kind that can be read: a.csv, b/c.png, d and 1 more",
         f"{tmp_path}: 1 text",
@@ -83,7 +83,7 @@ def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
 def test_names_that_are_not_utf8_do_not_break_the_line(tmp_path):
     for name in (b"caf\xe9.csv", b"caf\xe9.txt"):
         (tmp_path / os.fsdecode(name)).write_text("x")
-    (remark, _) = found(tmp_path).remarks
+    (remark, _) = found(tmp_path).messages
     assert "caf\ufffd.csv" in remark.encode().decode()
     assert texts_of(tmp_path) == ["x"]
 
@@ -153,7 +153,7 @@ def test_an_empty_file_in_a_folder_is_no_mistake(tmp_path):
     text_folder(tmp_path, {"a.txt": "", "b.jsonl": "", "c.txt": "text"})
     assert texts_of(tmp_path) == ["", "text"]
     (tmp_path / "c.txt").unlink()
-    assert [len(part) for part in cut(found(tmp_path), 3)] == [2]
+    assert [len(part) for part in partition_inputs(found(tmp_path), 3)] == [2]
 
 
 def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch
         asked.append((name, *rest))
         raise InputError("asked")
 
-    monkeypatch.setattr(arrow_tables, "HubStream", load_stream)
+    monkeypatch.setattr(arrow_tables, "HubDataset", load_stream)
     for name in ("HuggingFaceFW/fineweb-edu", "imdb", "no-such-folder/corpus"):
         with pytest.raises(InputError, match="asked"):
             found(name, dataset_config="sample-10BT")
@@ -212,7 +212,7 @@ def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
     given = found(*everything(tmp_path))
     want = list(read_texts(given, "text"))
     assert len(want) == 23
-    parts = cut(given, count)
+    parts = partition_inputs(given, count)
     assert 1 <= len(parts) <= count and all(parts)
     pieces = []
     for part in parts:
@@ -228,14 +228,14 @@ def test_parts_are_alike_in_bytes(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [f"{number:05}" for number in range(3000)])
     parquet(tmp_path / "b.parquet", [f"{number:050}" for number in range(3000)], row_group_size=100)
     given = found(tmp_path / "a.jsonl", tmp_path / "b.parquet")
-    ends = [list(read_blocks(given, part))[-1].position for part in cut(given, 4)]
+    ends = [list(read_blocks(given, part))[-1].position for part in partition_inputs(given, 4)]
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     assert max(sizes) < 1.1 * given.size / 4
 
 
 def test_a_long_line_is_in_one_part(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["short", "long " * 1000, "short", "short"])
-    parts = cut(found(tmp_path / "a.jsonl"), 10)
+    parts = partition_inputs(found(tmp_path / "a.jsonl"), 10)
     assert len(parts) < 4
     assert parts[0][0].start == 0
 

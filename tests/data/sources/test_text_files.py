@@ -9,12 +9,12 @@ from backports import zstd
 from text_helpers import TEXTS, write_jsonl
 
 from megaenc.data.sources import text_files
-from megaenc.data.sources.text_files import Lines, TextFiles, line_start, read_lines
+from megaenc.data.sources.text_files import LineBlock, FileBlock, find_line_start, read_line_blocks
 from megaenc.errors import InputError
 
 
 def texts_of(path, *between):
-    return [text for block in read_lines(str(path), *between) for (text,) in block.documents(["text"], False).texts]
+    return [text for block in read_line_blocks(str(path), *between) for (text,) in block.documents(["text"], False).texts]
 
 
 def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
@@ -32,14 +32,14 @@ def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         assert texts_of(tmp_path / name) == TEXTS, name
-        assert [block.position for block in read_lines(str(tmp_path / name))][-1] == len(content)
+        assert [block.position for block in read_line_blocks(str(tmp_path / name))][-1] == len(content)
 
 
 @pytest.mark.parametrize("size", [1, 40, 1000])
 def test_blocks_are_whole_lines_with_their_numbers(tmp_path, monkeypatch, size):
     monkeypatch.setattr(text_files, "LINES_BYTES", size)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    blocks = list(read_lines(str(path), before=7))
+    blocks = list(read_line_blocks(str(path), before=7))
     assert b"".join(block.data for block in blocks) == path.read_bytes()
     for block in blocks:
         first = json.loads(block.data.split(b"\n")[0])
@@ -52,11 +52,11 @@ def test_a_file_can_be_read_in_parts_at_line_starts(tmp_path, monkeypatch, size)
     monkeypatch.setattr(text_files, "LINES_BYTES", size)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     end = path.stat().st_size
-    starts = [line_start(str(path), offset) for offset in range(end + 1)]
+    starts = [find_line_start(str(path), offset) for offset in range(end + 1)]
     assert sorted(set(starts)) == [0, *[at + 1 for at, byte in enumerate(path.read_bytes()) if byte == ord("\n")]]
     assert all(start >= offset for offset, start in enumerate(starts))
     for cut in sorted(set(starts)):
-        blocks = [*read_lines(str(path), 0, cut), *read_lines(str(path), cut, end)]
+        blocks = [*read_line_blocks(str(path), 0, cut), *read_line_blocks(str(path), cut, end)]
         assert b"".join(block.data for block in blocks) == path.read_bytes()
         assert texts_of(path, 0, cut) + texts_of(path, cut, end) == TEXTS
 
@@ -65,7 +65,7 @@ def test_lines_keep_their_numbers_in_a_part(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with path.open("a") as stream:
         stream.write("wrong\n")
-    start = line_start(str(path), path.stat().st_size // 2)
+    start = find_line_start(str(path), path.stat().st_size // 2)
     assert start > 0
     with pytest.raises(InputError, match=rf"a\.jsonl:{len(TEXTS) + 1}: not JSON"):
         texts_of(path, start, path.stat().st_size)
@@ -84,7 +84,7 @@ def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
     path.write_bytes("\ufeffOne.\n Two\u2028still.\r\n\r\n\t\nThree.\n\n\n\n\ufeffFour.\x0c".encode())
 
     def pieces(paragraphs):
-        blocks = read_lines(str(path), sample_by="paragraph" if paragraphs else "line")
+        blocks = read_line_blocks(str(path), sample_by="paragraph" if paragraphs else "line")
         return [text for block in blocks for (text,) in block.documents(["text"], False).texts]
 
     assert pieces(paragraphs=True) == ["One.\n Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
@@ -95,11 +95,11 @@ def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
 def test_text_that_is_not_utf8_is_named_or_counted(tmp_path, paragraphs):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"good\n\ncaf\xe9\n\ngood")
-    (block,) = read_lines(str(path), sample_by="paragraph" if paragraphs else "line")
+    (block,) = read_line_blocks(str(path), sample_by="paragraph" if paragraphs else "line")
     with pytest.raises(InputError, match=r"latin\.txt:3: not UTF-8 \(byte 0xe9 at position 4\)"):
         block.documents(["text"], False)
     assert block.documents(["text"], True).texts == [("good",), ("good",)]
-    whole = TextFiles((str(path),), 0)
+    whole = FileBlock((str(path),), 0)
     with pytest.raises(InputError, match=r"latin\.txt: not UTF-8 \(byte 0xe9 at position 10\)"):
         whole.documents(["text"], False)
     assert whole.documents(["text"], True).skipped == 1
@@ -110,7 +110,7 @@ def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
     paths = [tmp_path / name for name in ("a.txt", "b.txt.gz", "c.txt.zst")]
     for path, text, pack in zip(paths, texts, (bytes, gzip.compress, zstd.compress), strict=True):
         path.write_bytes(pack(text.encode()))
-    found = TextFiles(tuple(map(str, paths)), 0).documents(["text", "other"], False)
+    found = FileBlock(tuple(map(str, paths)), 0).documents(["text", "other"], False)
     assert found.texts == [(text, text) for text in texts]
 
 
@@ -128,7 +128,7 @@ def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
     ],
 )
 def test_a_bad_line_is_named_or_counted(line, message):
-    block = Lines("corpus.jsonl", 0, 11, b'{"text": "good"}\n\n' + line + b'\n{"text": "good too"}\n', 0)
+    block = LineBlock("corpus.jsonl", 0, 11, b'{"text": "good"}\n\n' + line + b'\n{"text": "good too"}\n', 0)
     with pytest.raises(InputError) as error:
         block.documents(["text"], False)
     assert str(error.value).startswith("corpus.jsonl:13: ") and message in str(error.value)
@@ -144,7 +144,7 @@ def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=r"broken compressed data: .*; expected a whole file"):
             texts_of(tmp_path / name)
         with pytest.raises(InputError, match="broken compressed data"):
-            TextFiles((str(tmp_path / name),), 0).documents(["text"], False)
+            FileBlock((str(tmp_path / name),), 0).documents(["text"], False)
     monkeypatch.setattr(text_files, "LINES_BYTES", 1000)
     with pytest.raises(InputError, match=r"broken compressed data after line [1-9]\d*: "):
         texts_of(tmp_path / "a.gz")
@@ -161,7 +161,7 @@ def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
 def test_what_is_no_utf8_is_called_by_its_name(tmp_path, pack, kind):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     path.write_bytes(pack(path.read_bytes()))
-    for read in (lambda: texts_of(path), lambda: TextFiles((str(path),), 0).documents(["text"], False)):
+    for read in (lambda: texts_of(path), lambda: FileBlock((str(path),), 0).documents(["text"], False)):
         with pytest.raises(InputError, match=rf"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zst"):
             read()
 
@@ -226,9 +226,9 @@ def test_the_quick_parser_takes_nothing_that_the_other_does_not():
         for _ in range(draw.randint(0, 2)):
             at = draw.randrange(len(line) + 1)
             line[at : at + draw.choice([0, 0, 1, 3])] = draw.choice([*MISHAPS, b""])
-        quick = text_files._quick_texts(bytes(line), ["text"])
+        quick = text_files._parse_json_fast(bytes(line), ["text"])
         if quick is not None:
-            assert text_files._json_texts(bytes(line), ["text"]) == quick, line
+            assert text_files._parse_json(bytes(line), ["text"]) == quick, line
             both += 1
     assert both > 3000
 

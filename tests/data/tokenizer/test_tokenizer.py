@@ -8,14 +8,14 @@ from text_helpers import TEXTS, reference_ids, small_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megaenc.data.tokenizer.fast_encode import FastEncoder, well_formed
+from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 from megaenc.data.tokenizer.tokenizer import (
-    decode_in_runs,
+    decode_in_spans,
     encode_documents,
-    encoder_of,
+    get_encoder,
     load_tokenizer,
     train_tokenizer,
-    vocabulary_of,
+    read_vocabulary,
 )
 from megaenc.data.tokenizer.train_command import main
 from megaenc.errors import InputError
@@ -82,7 +82,7 @@ def byte_fallback():
 )
 def test_ids_are_those_of_the_hugging_face_tokenizer(make, fast):
     tokenizer = make()
-    assert encoder_of(tokenizer).fast == fast
+    assert get_encoder(tokenizer).is_fast == fast
     generator = random.Random(0)
     pieces = [
         "a",
@@ -115,7 +115,7 @@ def test_ids_are_those_of_the_hugging_face_tokenizer(make, fast):
 def test_spelled_special_tokens_stay_text():
     tokenizer = small_tokenizer()
     (ids,) = encode_documents(tokenizer, ["<|mask|> and <|eos|>"])
-    assert not set(ids.tolist()) & set(vocabulary_of(tokenizer).special_ids)
+    assert not set(ids.tolist()) & set(read_vocabulary(tokenizer).special_ids)
     assert tokenizer.decode(ids) == "<|mask|> and <|eos|>"
 
 
@@ -127,8 +127,8 @@ def test_text_that_spells_special_tokens_goes_the_fast_way(monkeypatch):
 
 
 def test_a_lone_surrogate_becomes_the_replacement_character():
-    assert well_formed(json.loads(r'"a\ud800b"')) == "a\ufffdb"
-    assert well_formed("\ud83d" + "\udc4d") == "👍"
+    assert replace_surrogates(json.loads(r'"a\ud800b"')) == "a\ufffdb"
+    assert replace_surrogates("\ud83d" + "\udc4d") == "👍"
     first, second = encode_documents(small_tokenizer(), ["a\udfffb", "a\ufffdb"])
     assert first.tolist() == second.tolist()
 
@@ -150,14 +150,14 @@ def test_a_fast_way_that_differs_is_not_taken(monkeypatch):
     import megaenc.data.tokenizer.fast_encode as encoding
 
     serialised = small_tokenizer().backend_tokenizer.to_str()
-    honest = encoding._gigatoken(serialised)
+    honest = encoding._load_gigatoken(serialised)
     alone, in_batches = (fast_way(lambda data: honest.encode(data.replace(b"\r", b""))) for _ in range(2))
     alone.encode_batch, in_batches.encode = honest.encode_batch, honest.encode
     short, broken = fast_way(lambda data: honest.encode(data)[:40]), fast_way(lambda data: 1 / 0)
     for taken, quick in ((True, fast_way(honest.encode)), *((False, wrong) for wrong in (alone, in_batches, short, broken))):
-        monkeypatch.setattr(encoding, "_gigatoken", lambda serialised, quick=quick: quick)
+        monkeypatch.setattr(encoding, "_load_gigatoken", lambda serialised, quick=quick: quick)
         encoder = FastEncoder(serialised)
-        assert encoder.fast == taken
+        assert encoder.is_fast == taken
         assert encoder(["a\rb"])[0].tolist() == honest.encode(b"a\rb").tolist()
 
 
@@ -166,7 +166,7 @@ def test_trained_tokenizer_is_deterministic_lossless_and_whole(tmp_path):
     assert train_tokenizer(TEXTS, 400).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     for text, ids in zip(HOSTILE, encode_documents(tokenizer, HOSTILE), strict=True):
         assert tokenizer.decode(ids) == text
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = read_vocabulary(tokenizer)
     assert (vocabulary.eos_id, vocabulary.mask_id, vocabulary.special_ids) == (0, 1, (0, 1))
     assert vocabulary.size == len(tokenizer) <= 400
     assert tokenizer.pad_token == "<|eos|>"
@@ -183,17 +183,17 @@ def test_the_mask_token_swallows_the_space_before_it():
 
 def test_fingerprint_survives_saving_and_notices_changes(tmp_path):
     tokenizer = small_tokenizer()
-    before = vocabulary_of(tokenizer)
+    before = read_vocabulary(tokenizer)
     tokenizer.save_pretrained(tmp_path / "one")
     again = load_tokenizer(tmp_path / "one")
-    assert vocabulary_of(again) == before
+    assert read_vocabulary(again) == before
     again("padded and cut", padding="max_length", truncation=True, max_length=4)  # leaves its settings in the backend
-    assert vocabulary_of(again).fingerprint == before.fingerprint
+    assert read_vocabulary(again).fingerprint == before.fingerprint
     again.save_pretrained(tmp_path / "two")
-    assert vocabulary_of(load_tokenizer(tmp_path / "two")) == before
-    assert vocabulary_of(train_tokenizer(TEXTS, 290)).fingerprint != before.fingerprint
+    assert read_vocabulary(load_tokenizer(tmp_path / "two")) == before
+    assert read_vocabulary(train_tokenizer(TEXTS, 290)).fingerprint != before.fingerprint
     again.mask_token = "dog"
-    assert vocabulary_of(again).fingerprint != before.fingerprint
+    assert read_vocabulary(again).fingerprint != before.fingerprint
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path):
@@ -212,7 +212,7 @@ def test_command_writes_a_folder_once(tmp_path, capsys):
     corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     arguments = ["--input", str(corpus), "--vocab-size", "400", "--output", str(tmp_path / "out")]
     main(arguments)
-    assert vocabulary_of(load_tokenizer(tmp_path / "out")) == vocabulary_of(small_tokenizer())
+    assert read_vocabulary(load_tokenizer(tmp_path / "out")) == read_vocabulary(small_tokenizer())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
@@ -242,7 +242,7 @@ def test_runs_hold_every_token_once_and_no_half_character(make):
     for text in [*TEXTS, *HOSTILE[:-2], "日本語 a\ufffdb\ufffd\ufffd", "it 's 3 . 14 , n't"]:
         ids = reference_ids(tokenizer, text)
         whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-        runs = decode_in_runs(tokenizer, ids)
+        runs = decode_in_spans(tokenizer, ids)
         assert sum(count for count, _ in runs) == len(ids)
         assert "".join(piece for _, piece in runs) == whole
         assert "".join(piece for _, piece in runs).count("\ufffd") == text.count("\ufffd") or make is wordpiece
@@ -251,21 +251,21 @@ def test_runs_hold_every_token_once_and_no_half_character(make):
 def test_runs_are_as_short_as_characters_allow():
     tokenizer = small_tokenizer()  # é and ö are two tokens, one a byte
     ids = reference_ids(tokenizer, "Zöé x")
-    assert decode_in_runs(tokenizer, ids) == [(1, "Z"), (2, "ö"), (2, "é"), (1, " "), (1, "x")]
-    assert decode_in_runs(tokenizer, ids[:-3]) == [(1, "Z"), (2, "ö"), (1, "\ufffd")]
-    assert decode_in_runs(tokenizer, ids[2:]) == [(1, "\ufffd"), (2, "é"), (1, " "), (1, "x")]
-    assert decode_in_runs(tokenizer, []) == []
+    assert decode_in_spans(tokenizer, ids) == [(1, "Z"), (2, "ö"), (2, "é"), (1, " "), (1, "x")]
+    assert decode_in_spans(tokenizer, ids[:-3]) == [(1, "Z"), (2, "ö"), (1, "\ufffd")]
+    assert decode_in_spans(tokenizer, ids[2:]) == [(1, "\ufffd"), (2, "é"), (1, " "), (1, "x")]
+    assert decode_in_spans(tokenizer, []) == []
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_joined_is_the_documents_end_to_end(fast):
     encoder = FastEncoder(train_tokenizer(TEXTS, 400).backend_tokenizer.to_str(), fast)
-    assert encoder.fast == fast
+    assert encoder.is_fast == fast
     texts = ["", *TEXTS, "half a pair \ud800 here", "", "<|eos|> spelled out", "x" * 5000]
     rows = encoder(texts)
-    tokens, lengths = encoder.joined(texts)
+    tokens, lengths = encoder.encode_concatenated(texts)
     assert tokens.dtype == np.uint32 and tokens.tolist() == np.concatenate(rows).tolist()
     assert lengths.tolist() == [len(row) for row in rows]
     for nothing in ([], [""]):
-        tokens, lengths = encoder.joined(nothing)
+        tokens, lengths = encoder.encode_concatenated(nothing)
         assert len(tokens) == 0 and lengths.tolist() == [0] * len(nothing)

@@ -32,7 +32,7 @@ def break_attention(fault: str) -> None:
     F.scaled_dot_product_attention = broken[fault]
 
 
-if "megaenc.processes import serve" in " ".join(sys.orig_argv):
+if "megaenc.processes import serve_worker" in " ".join(sys.orig_argv):
     rank = os.environ.get("RANK", "0")
     for fault in filter(None, os.environ.get("PLANTED", "").split(",")):
         fault, _, where = fault.partition(" on rank ")

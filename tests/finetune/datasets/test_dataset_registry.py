@@ -3,7 +3,7 @@ import json
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.finetune.datasets.registry import find
+from megaenc.finetune.datasets.registry import find_dataset
 
 
 @pytest.fixture
@@ -25,24 +25,24 @@ def folder(tmp_path):
 ])  # fmt: skip
 def test_unknown_names(given, message):
     with pytest.raises(InputError, match=message):
-        find(given)
+        find_dataset(given)
 
 
 def test_a_set_is_called_as_its_folder_or_as_is_said(folder, monkeypatch):
-    assert find(str(folder)).name == "films"
-    assert find(f"cinema={folder}").name == "cinema"
+    assert find_dataset(str(folder)).name == "films"
+    assert find_dataset(f"cinema={folder}").name == "cinema"
     monkeypatch.chdir(folder)
-    assert find(".").name == "films"
+    assert find_dataset(".").name == "films"
     monkeypatch.chdir(folder.parent)
-    assert find("films").name == "films"
+    assert find_dataset("films").name == "films"
     odd = folder.rename(folder.with_name("a=b c"))
     with pytest.raises(InputError, match=r"name 'a=b c': expected letters, digits and . _ - \(NAME=PATH gives it another\)"):
-        find(str(odd))
-    assert find(f"x={odd}").name == "x"
+        find_dataset(str(odd))
+    assert find_dataset(f"x={odd}").name == "x"
 
 
 def test_names_of_the_study_come_before_folders_of_that_name(folder, monkeypatch):
     folder.rename(folder.with_name("sst2"))
     monkeypatch.chdir(folder.parent)
-    assert find("sst2").labels == ("negative", "positive") and find("./sst2").labels == ("yes",)
-    assert find("sst2=sst2").labels == ("yes",)
+    assert find_dataset("sst2").labels == ("negative", "positive") and find_dataset("./sst2").labels == ("yes",)
+    assert find_dataset("sst2=sst2").labels == ("yes",)

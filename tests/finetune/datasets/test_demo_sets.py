@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from megaenc.data import demo as corpus
-from megaenc.data.preprocess.outputs import sha256_of
+from megaenc.data.preprocess.outputs import compute_sha256
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import demo
-from megaenc.finetune.datasets.registry import find
+from megaenc.finetune.datasets.registry import find_dataset
 
 SOURCE = '''
 def scale(x, factor=1.0):
@@ -40,7 +40,7 @@ def clip(x, low):
 def parsed(tmp_path):
     path = tmp_path / "m.py"
     path.write_text(SOURCE)
-    return demo._documented(("p/m.py", str(path)))
+    return demo._parse_documented_functions(("p/m.py", str(path)))
 
 
 def test_parameters_are_read_out_of_docstrings_of_several_styles(parsed):
@@ -51,14 +51,14 @@ def test_parameters_are_read_out_of_docstrings_of_several_styles(parsed):
 
 
 def test_names_of_parameters_are_tagged_where_they_are_marked(parsed):
-    rows = list(demo.tagged_sentences(parsed))
+    rows = list(demo.build_tagging_rows(parsed))
     tagged = [[(word, tag) for word, tag in zip(row["tokens"], row["tags"], strict=True) if tag != "O"] for row in rows]
     assert tagged == [
         [("factor", "B-PARAM"), ("None", "B-CODE"), ("x", "B-PARAM")],
         [("scale", "B-CODE"), ("low", "B-PARAM")],
     ]
     assert rows[0]["tokens"][:6] == ["The", "array", "is", "copied", "first", ","]
-    [code] = demo.tagged_sentences([("i", "This is what `dim` is for, as in `dim = 0` and so on.", {"dim": "d"})])
+    [code] = demo.build_tagging_rows([("i", "This is what `dim` is for, as in `dim = 0` and so on.", {"dim": "d"})])
     # The whole of marked code is one span; what says nothing of a parameter is no sentence of the set.
     assert code["tags"] == ["O"] * 3 + ["B-PARAM"] + ["O"] * 5 + ["B-CODE", "I-CODE", "I-CODE"] + ["O"] * 4
 
@@ -69,7 +69,7 @@ def answer(asked):
 
 
 def test_the_answer_is_the_sentence_that_describes_the_parameter(parsed):
-    first, second, *others = demo.questions(parsed)
+    first, second, *others = demo.build_question_rows(parsed)
     assert first["context"] == (
         "x: The values that are to be multiplied. They are not changed.\nfactor: What every one of the values is multiplied with."
     )
@@ -80,14 +80,14 @@ def test_the_answer_is_the_sentence_that_describes_the_parameter(parsed):
 
 
 def test_the_summary_asks_for_the_rest(parsed):
-    first, second = demo.summaries(parsed)
+    first, second = demo.build_retrieval_rows(parsed)
     assert first["query"] == "Multiply the values of the array by a factor that is given."
     assert first["query"] not in first["document"] and "They are not changed." in first["document"]
     assert second["query"] == "Clip the values of an array to a lower limit."
 
 
 def test_what_is_documented_twice_is_there_once(parsed):
-    for examples in (demo.tagged_sentences, demo.questions, demo.summaries):
+    for examples in (demo.build_tagging_rows, demo.build_question_rows, demo.build_retrieval_rows):
         assert len(list(examples([*parsed, *parsed]))) == len(list(examples(parsed)))
 
 
@@ -96,7 +96,7 @@ def few_sources(monkeypatch):
     """The documentation of part of networkx instead of everything."""
     [folder] = importlib.util.find_spec("networkx").submodule_search_locations
     sources = [(f"networkx/{path.relative_to(folder)}", str(path)) for path in Path(folder).glob("algorithms/[c-d]*.py")]
-    monkeypatch.setattr(corpus, "_sources", lambda: iter(sources))
+    monkeypatch.setattr(corpus, "_find_source_files", lambda: iter(sources))
 
 
 def with_corpus(folder):
@@ -114,7 +114,7 @@ def with_corpus(folder):
         )
     )
     (folder / "heldout.jsonl").touch()
-    hashes = {name: sha256_of(folder / name) for name in ("corpus.jsonl", "heldout.jsonl")}
+    hashes = {name: compute_sha256(folder / name) for name in ("corpus.jsonl", "heldout.jsonl")}
     (folder / "demo.json").write_text(json.dumps({"generator": "megaenc demo", "sha256": hashes}))
     return folder / "finetune"
 
@@ -124,22 +124,22 @@ def contents(folder):
 
 
 def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_path, monkeypatch):
-    made = demo.ensure_demo_sets(with_corpus(tmp_path / "a"))
+    made = demo.ensure_demo_datasets(with_corpus(tmp_path / "a"))
     before = contents(made)
-    monkeypatch.setattr(corpus, "usable_cores", lambda: 1)
-    assert contents(demo.ensure_demo_sets(with_corpus(tmp_path / "b"))) == before
+    monkeypatch.setattr(corpus, "usable_core_count", lambda: 1)
+    assert contents(demo.ensure_demo_datasets(with_corpus(tmp_path / "b"))) == before
     texts = {}
-    for name in demo.NAMES:
-        found = find(name, demo_folder=str(made))
+    for name in demo.DEMO_DATASETS:
+        found = find_dataset(name, demo_folder=str(made))
         assert (found.name, found.family) == (name, name[-2:].upper())
         texts[name] = [found.split(split) for split in ("train", "validation", "test")]
     packages, tags, asked, searched = texts.values()
 
-    assert find("demo_sc", demo_folder=str(made)).labels == ("big", "less")
+    assert find_dataset("demo_sc", demo_folder=str(made)).labels == ("big", "less")
     counts = [[sum(example.label == label for example in split) for label in range(2)] for split in packages]
     assert all(len(set(count)) == 1 and count[0] > 0 for count in counts)  # as many of each package
 
-    assert find("demo_tc", demo_folder=str(made)).labels == ("O", "B-CODE", "B-PARAM", "I-CODE")
+    assert find_dataset("demo_tc", demo_folder=str(made)).labels == ("O", "B-CODE", "B-PARAM", "I-CODE")
     assert all(any(tag == 2 for tag in example.tags) for split in tags for example in split)
 
     assert all(len(example.answers) == 1 and example.answers[0].start > 0 for split in asked for example in split)
@@ -164,7 +164,7 @@ def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_pat
 
 
 def test_what_is_there_is_kept(tmp_path):
-    for name in demo.NAMES:
+    for name in demo.DEMO_DATASETS:
         (tmp_path / "finetune" / name).mkdir(parents=True)
     (tmp_path / "finetune" / "demo_sc" / "train.jsonl").write_text(json.dumps({"text": "mine", "label": 0}))
     demo.main(["--output", str(tmp_path / "finetune")])
@@ -176,12 +176,12 @@ def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, 
     """The texts of packages need no documentation of functions, whose reading takes most of the time; three sets share that."""
     folder, reads, read = with_corpus(tmp_path / "a"), [], demo.read_documentation
     monkeypatch.setattr(demo, "read_documentation", lambda: reads.append(1) or read())
-    find("demo_sc", demo_folder=str(folder))
+    find_dataset("demo_sc", demo_folder=str(folder))
     assert (sorted(path.name for path in folder.iterdir() if path.is_dir()), reads) == (["demo_sc"], [])
     assert f"{folder}: demo_sc will be made, once," in capsys.readouterr().out
     for name in ("demo_ir", "demo_tc", "demo_qa", "demo_sc"):
-        find(name, demo_folder=str(folder))
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(demo.NAMES) and reads == [1]
+        find_dataset(name, demo_folder=str(folder))
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(demo.DEMO_DATASETS) and reads == [1]
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -189,13 +189,13 @@ def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch, ow
     """The folder above is somebody's, with or without a corpus of that name."""
     texts = [f"{{}} {number} is a paragraph of more than ten words for the purposes of this." for number in range(40)]
     made = [(f"{name}/{number}", text.format(name)) for name in ("one", "two") for number, text in enumerate(texts)]
-    monkeypatch.setattr(corpus, "_documents", lambda sources: iter(made))
-    monkeypatch.setattr(corpus, "_sources", lambda: iter(()))
+    monkeypatch.setattr(corpus, "_extract_documents", lambda sources: iter(made))
+    monkeypatch.setattr(corpus, "_find_source_files", lambda: iter(()))
     if own:
         for name in ("corpus.jsonl", "heldout.jsonl"):
             (tmp_path / name).write_text('{"text": "mine"}\n')
     before = contents(tmp_path)
-    demo.ensure_demo_sets(tmp_path / "finetune", ["demo_sc"])
+    demo.ensure_demo_datasets(tmp_path / "finetune", ["demo_sc"])
     after = contents(tmp_path)
     assert {path: after.get(path) for path in before} == before
     assert {path.parts[:2] for path in after.keys() - before} == {("finetune", "demo_sc")}
@@ -205,5 +205,5 @@ def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch, ow
 def test_a_file_in_the_place_of_a_set_is_refused_at_once(tmp_path):
     (tmp_path / "demo_qa").write_text("mine")
     with pytest.raises(InputError, match="demo_qa: found a file; expected the folder of a demo set"):
-        demo.ensure_demo_sets(tmp_path)
+        demo.ensure_demo_datasets(tmp_path)
     assert contents(tmp_path) == {Path("demo_qa"): b"mine"}

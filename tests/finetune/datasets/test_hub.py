@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import hub
-from megaenc.finetune.datasets.registry import DATASETS, find
+from megaenc.finetune.datasets.registry import DATASETS, find_dataset
 from megaenc.finetune.examples import Answer, DataUnavailable, LabelledText, Pair, Question, TaggedWords, TaskFamily
 
 ROWS = 40
@@ -57,13 +57,13 @@ def test_classification(on_hub, name, config, columns, text, test, labels):
     values = {column: (lambda row, column=column: f"{column} {row} {{}}") for column in columns}
     data = table({**values, "label": lambda row: row % len(labels), "idx": lambda row: row})
     calls = on_hub({("nyu-mll/glue", config, "train"): data, ("nyu-mll/glue", config, test): data.select(range(3))})
-    found = find(name)
+    found = find_dataset(name)
     assert not calls  # finding reads nothing
     assert (found.name, found.family, found.labels, found.train_on) == (name, TaskFamily.SC, labels, name)
     for split, rows in studys_cut(data).items():
         expected = [LabelledText(f"train-{row['idx']}", text.format(**row), row["label"]) for row in rows]
         assert found.split(split) == expected and len(expected) == (38 if split == "train" else 2)
-    assert [example.id for example in found.split("test")] == [f"{test}-{row}" for row in range(3)]
+    assert [example.id for example in found.load_split("test")] == [f"{test}-{row}" for row in range(3)]
     assert {call[3] for call in calls} == {None}
 
 
@@ -74,7 +74,7 @@ def test_classification(on_hub, name, config, columns, text, test, labels):
 ])  # fmt: skip
 @pytest.mark.parametrize("spelling", ["names of another order", "integers", "text"])
 def test_tagging(on_hub, name, repository, tokens, tags, count, spelling):
-    found = find(name)
+    found = find_dataset(name)
     assert (found.family, len(found.labels), len(set(found.labels)), found.labels[0]) == (TaskFamily.TC, count, count, "O")
     assert {tag[2:] for tag in found.labels if tag[:2] == "I-"} <= {tag[2:] for tag in found.labels if tag[:2] == "B-"}
     names = ["O", "I-PER" if "I-PER" in found.labels else "I-PERSON", "B-ORG"]
@@ -86,7 +86,7 @@ def test_tagging(on_hub, name, repository, tokens, tags, count, spelling):
     )
     on_hub({(repository, None, split): data for split in ("train", "validation", "test")})
     expected = tuple(found.labels.index(names[at]) for at in (2, 0, 1))
-    assert found.split("validation") == [TaggedWords("validation-0", ("a", "b", "c"), expected)]  # without the empty sentence
+    assert found.load_split("validation") == [TaggedWords("validation-0", ("a", "b", "c"), expected)]  # without the empty sentence
 
 
 def test_tags_that_the_study_does_not_have_are_refused(on_hub):
@@ -96,7 +96,7 @@ def test_tags_that_the_study_does_not_have_are_refused(on_hub):
     )
     on_hub({("hgissbkh/uner_en", None, "test"): data})
     with pytest.raises(InputError, match=r"uner_en: test row 1: label 'B-OTH': outside the label set, expected one of O, B-PER"):
-        find("uner_en").split("test")
+        find_dataset("uner_en").load_split("test")
 
 
 @pytest.mark.parametrize("name, repository", [
@@ -111,9 +111,9 @@ def test_answering(on_hub, capsys, name, repository):
     columns = {"question": lambda row: f"Who {row}?", "context": lambda row: "Yes Ada did.", "answers": answers}
     data = table({**columns, **({"id": lambda row: f"id{row}"} if name != "record" else {})})
     on_hub({(repository, None, "train"): data, (repository, None, "validation"): data.select(range(3))})
-    found = find(name)
+    found = find_dataset(name)
     ids = ["validation-0", "validation-2"] if name == "record" else ["id0", "id2"]
-    assert found.split("test") == [
+    assert found.load_split("test") == [
         Question(ids[0], "Who 0?", "Yes Ada did.", ()),
         Question(ids[1], "Who 2?", "Yes Ada did.", (Answer("Ada", 4), Answer("Ada", 4))),
     ]
@@ -136,13 +136,13 @@ def beir(name, judged):
 def test_ms_marco_is_searched_among_the_labelled_documents(on_hub):
     judged = {"validation": [("test1", "d1", 1), ("test1", "d2", 0)], "test": [("test2", "d3", 2), ("test2", "d4", 1)]}
     calls = on_hub(beir("msmarco", judged))
-    found = find("msmarco")
+    found = find_dataset("msmarco")
     assert (found.family, found.train_on, found.labels) == (TaskFamily.IR, "msmarco_pairs", ())
-    test = found.split("test")
+    test = found.load_split("test")
     assert test.queries == {"test2": "Query: ask 2"} and test.relevant == {"test2": {"d3": 2, "d4": 1}}
     assert test.documents == {f"d{n}": f"Document: text {n}" for n in (1, 2, 3, 4)}
-    assert found.split("validation").relevant == {"test1": {"d1": 1}}
-    assert found.split("validation").documents == test.documents
+    assert found.load_split("validation").relevant == {"test1": {"d1": 1}}
+    assert found.load_split("validation").documents == test.documents
     assert len(calls) == 4  # the judgements of both splits, queries, documents: once for both splits
 
 
@@ -151,21 +151,21 @@ def test_ids_may_be_numbers_and_some_way_down(on_hub, monkeypatch):
     content = beir("msmarco", {split: [("test1", "33", 1)] for split in ("validation", "test")})
     content["BeIR/msmarco", "corpus", "corpus"] = table({"_id": lambda row: row, "text": lambda row: f"text {row}"})
     on_hub(content)
-    assert find("msmarco").split("test").documents == {"33": "Document: text 33"}
+    assert find_dataset("msmarco").load_split("test").documents == {"33": "Document: text 33"}
 
 
 def test_half_of_natural_questions_validates_and_documents_have_titles(on_hub):
     on_hub(beir("nq", {"test": [(f"test{row}", f"d{row}", 1) for row in range(25)]}))
-    found = find("nq")
-    validation, test = found.split("validation"), found.split("test")
+    found = find_dataset("nq")
+    validation, test = found.load_split("validation"), found.load_split("test")
     assert (len(validation.queries), len(test.queries)) == (12, 13)
     assert not validation.queries.keys() & test.queries.keys()
-    assert found.split("test") == test  # drawn with a seed
+    assert found.load_split("test") == test  # drawn with a seed
     assert test.documents["d7"] == "Document: T7. text 7" and len(test.documents) == 25
     untitled = beir("nq", {"test": [(f"test{row}", f"d{row}", 1) for row in range(25)]})
     untitled["BeIR/nq", "corpus", "corpus"] = table({"_id": lambda row: f"d{row}", "title": lambda row: "", "text": str})
     on_hub(untitled)
-    assert find("nq").split("test").documents["d7"] == "Document: . 7"  # as the study has it
+    assert find_dataset("nq").load_split("test").documents["d7"] == "Document: . 7"  # as the study has it
 
 
 @pytest.mark.parametrize("layout", ["list", "columns"])
@@ -179,35 +179,38 @@ def test_long_documents(on_hub, layout):
     name = "hgissbkh/mldr-en"
     content = {(name, "default", "dev"): table(asked, 2), (name, "default", "test"): table(asked, 5).select([4])}
     on_hub(content | {(name, "corpus", "corpus"): corpus})
-    test = find("mldr_en").split("test")
+    test = find_dataset("mldr_en").load_split("test")
     assert test.relevant == {"q-4": {"d4": 1, "d5": 1}} and test.queries == {"q-4": "Query: ask 4"}
     assert sorted(test.documents) == ["d0", "d1", "d2", "d4", "d5"] and test.documents["d1"] == "Document: text 1"
 
 
 def test_pairs_to_train_on(on_hub):
     on_hub({("hgissbkh/msmarco-pairs", None, "train"): table({"query": str, "positive": lambda row: f"p{row}"})})
-    pairs = find("msmarco_pairs").split("train")
+    pairs = find_dataset("msmarco_pairs").load_split("train")
     assert pairs[:2] == [Pair("train-0", "Query: 0", "Document: p0"), Pair("train-1", "Query: 1", "Document: p1")]
-    assert find("nq").split("train") == pairs and find("nq").train_fingerprint == find("msmarco_pairs").fingerprint
+    assert (
+        find_dataset("nq").load_split("train") == pairs
+        and find_dataset("nq").train_fingerprint == find_dataset("msmarco_pairs").fingerprint
+    )
     with pytest.raises(InputError, match="msmarco_pairs: is there to be trained on alone"):
-        find("msmarco_pairs").split("test")
+        find_dataset("msmarco_pairs").load_split("test")
 
 
 def test_judged_documents_have_to_be_there(on_hub):
     on_hub(beir("msmarco", {split: [("test1", "d99", 1)] for split in ("validation", "test")}))
     with pytest.raises(InputError, match=r"msmarco: document 'd99' is judged but not in the corpus \(1 such\)"):
-        find("msmarco").split("test")
+        find_dataset("msmarco").load_split("test")
     on_hub(beir("msmarco", {split: [("other", "d1", 1)] for split in ("validation", "test")}))
     with pytest.raises(InputError, match=r"msmarco: query 'other' is judged but not among the queries"):
-        find("msmarco").split("test")
+        find_dataset("msmarco").load_split("test")
 
 
 def test_revisions_are_asked_for_and_part_of_the_fingerprint(on_hub):
     calls = on_hub({("nyu-mll/glue", "sst2", "validation"): table({"sentence": str, "label": lambda row: 1})})
-    assert len(find("sst2@abc").split("test")) == ROWS and calls[-1][3] == "abc"
-    assert find("sst2@abc").name == "sst2" and find("sst2@abc").fingerprint != find("sst2").fingerprint
+    assert len(find_dataset("sst2@abc").load_split("test")) == ROWS and calls[-1][3] == "abc"
+    assert find_dataset("sst2@abc").name == "sst2" and find_dataset("sst2@abc").fingerprint != find_dataset("sst2").fingerprint
     with pytest.raises(InputError, match="nq@abc: is read from several repositories"):
-        find("nq@abc")
+        find_dataset("nq@abc")
 
 
 def test_data_sets_that_are_programs_are_read_as_the_hub_converted_them(on_hub):
@@ -219,20 +222,20 @@ def test_data_sets_that_are_programs_are_read_as_the_hub_converted_them(on_hub):
         return data
 
     on_hub({("hgissbkh/ontonotes5", None, "test"): found})
-    [example] = find("ontonotes").split("test")
-    assert find("ontonotes").labels[example.tags[0]] == "B-PERSON"
+    [example] = find_dataset("ontonotes").load_split("test")
+    assert find_dataset("ontonotes").labels[example.tags[0]] == "B-PERSON"
 
 
 def test_what_the_hub_does_not_give_is_one_line(on_hub, monkeypatch):
     missing = table({"text": str, "label": lambda row: 0})
     on_hub({("nyu-mll/glue", "sst2", "train"): missing, ("nyu-mll/glue", "sst2", "validation"): ValueError("no\nsuch split")})
     with pytest.raises(InputError, match="sst2: no column `sentence` on the Hub; found `text`, `label`"):
-        find("sst2").split("train")
+        find_dataset("sst2").load_split("train")
     with pytest.raises(InputError, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: no; .* sst2=FOLDER"):
-        find("sst2").split("test")
+        find_dataset("sst2").load_split("test")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"):
-        find("sst2").split("test")
+        find_dataset("sst2").load_split("test")
 
 
 def answered(status):
@@ -256,20 +259,20 @@ def test_what_may_be_there_later_is_no_wrong_input(on_hub, monkeypatch, error):
     with pytest.raises(
         DataUnavailable, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: .*; expected a network once"
     ):
-        find("sst2").split("test")
+        find_dataset("sst2").load_split("test")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="forbids the network"):
-        find("sst2").split("test")
+        find_dataset("sst2").load_split("test")
 
 
 @pytest.mark.parametrize("error", [answered(404), DatasetNotFoundError("no such"), behind(ValueError("damaged"))])
 def test_what_will_not_be_there_later_is_wrong_input(on_hub, error):
     on_hub({("nyu-mll/glue", "sst2", "validation"): error})
     with pytest.raises(InputError, match="cannot be read"):
-        find("sst2").split("test")
+        find_dataset("sst2").load_split("test")
 
 
 def test_all_twelve_are_there_and_differ():
-    assert len(hub.HUB_SETS) == 13 and len({find(name).fingerprint for name in hub.HUB_SETS}) == 13
-    families = [find(name).family for name in DATASETS if name in hub.HUB_SETS]
+    assert len(hub.HUB_DATASETS) == 13 and len({find_dataset(name).fingerprint for name in hub.HUB_DATASETS}) == 13
+    families = [find_dataset(name).family for name in DATASETS if name in hub.HUB_DATASETS]
     assert families == [family for family in TaskFamily for _ in range(3)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.finetune.datasets.registry import find
+from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import (
     Answer,
     LabelledText,
@@ -16,7 +16,7 @@ from megaenc.finetune.examples import (
     RetrievalExamples,
     TaggedWords,
     TaskFamily,
-    validation_share,
+    split_validation_rows,
 )
 
 
@@ -42,63 +42,65 @@ def three(rows):
 
 
 def test_classified_texts_of_jsonl_with_the_labels_of_meta_json(tmp_path):
-    found = find(write(tmp_path / "films", **three(SENTIMENT), meta__json={"labels": ["negative", "positive"]}))
+    found = find_dataset(write(tmp_path / "films", **three(SENTIMENT), meta__json={"labels": ["negative", "positive"]}))
     assert (found.name, found.family, found.labels, found.train_on) == ("films", TaskFamily.SC, ("negative", "positive"), "films")
-    assert found.split("train") == [LabelledText("a", "good", 1), LabelledText("b", "bad", 0)]
-    assert found.split("validation") == [LabelledText("a", "good", 1)]
-    assert found.split("test") == [LabelledText("b", "bad", 0)]
+    assert found.load_split("train") == [LabelledText("a", "good", 1), LabelledText("b", "bad", 0)]
+    assert found.load_split("validation") == [LabelledText("a", "good", 1)]
+    assert found.load_split("test") == [LabelledText("b", "bad", 0)]
 
 
 def test_labels_without_meta_json_are_those_of_train_sorted(tmp_path):
     words = [{"text": "x", "label": "yes"}, {"text": "y", "label": "no"}]
-    found = find(write(tmp_path / "words", **three(words)))
-    assert found.labels == ("no", "yes") and [example.label for example in found.split("train")] == [1, 0]
+    found = find_dataset(write(tmp_path / "words", **three(words)))
+    assert found.labels == ("no", "yes") and [example.label for example in found.load_split("train")] == [1, 0]
     stars = [{"text": "x", "label": 10}, {"text": "y", "label": 9}, {"text": "z", "label": 10}]
-    found = find(write(tmp_path / "stars", **three(stars)))
-    assert found.labels == ("9", "10") and [example.label for example in found.split("train")] == [1, 0, 1]
-    assert [example.id for example in found.split("train")] == ["0", "1", "2"]
+    found = find_dataset(write(tmp_path / "stars", **three(stars)))
+    assert found.labels == ("9", "10") and [example.label for example in found.load_split("train")] == [1, 0, 1]
+    assert [example.id for example in found.load_split("train")] == ["0", "1", "2"]
 
 
 def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_the_studys(tmp_path):
     rows = [{"text": "It rains {now}.", "text_pair": "It is wet.", "label": "yes"}]
     folder = write(tmp_path / "rain", **three(rows))
-    [default] = find(folder).split("train")
+    [default] = find_dataset(folder).load_split("train")
     assert default.text == "Text 1: It rains {now}.\nText 2: It is wet."
-    [own] = find(folder, pair_template="{text_pair} | {text}").split("train")
+    [own] = find_dataset(folder, pair_template="{text_pair} | {text}").load_split("train")
     assert own.text == "It is wet. | It rains {now}."
-    [studys] = find(f"mnli_m={folder}").split("train")
+    [studys] = find_dataset(f"mnli_m={folder}").load_split("train")
     assert studys.text == "Premise: It rains {now}.\nHypothesis: It is wet."
-    assert find(folder).fingerprint != find(folder, pair_template="{text_pair} | {text}").fingerprint
+    assert find_dataset(folder).fingerprint != find_dataset(folder, pair_template="{text_pair} | {text}").fingerprint
     with pytest.raises(InputError, match=r"--pair-template '\{text\}': found text, expected \{text\} and \{text_pair\}"):
-        find(folder, pair_template="{text}")
+        find_dataset(folder, pair_template="{text}")
     for bad in ("{text} {text_pair} {", "{text:>5d} {text_pair}", "{text.x} {text_pair}"):
         with pytest.raises(InputError, match=r"--pair-template .*: .*expected \{text\} and \{text_pair\}"):
-            find(folder, pair_template=bad)
-    assert find(folder, pair_template="{{{text}}} {text_pair}").split("train")[0].text == "{It rains {now}.} It is wet."
+            find_dataset(folder, pair_template=bad)
+    assert find_dataset(folder, pair_template="{{{text}}} {text_pair}").load_split("train")[0].text == "{It rains {now}.} It is wet."
 
 
 def test_pairs_are_read_wherever_they_are(tmp_path):
     alone, pair = {"text": "It rains.", "label": "no"}, {"text": "It rains.", "text_pair": "It is wet.", "label": "yes"}
     joined, wet = "Text 1: It rains.\nText 2: It is wet.", "Premise: It rains.\nHypothesis: It is wet."
     mixed = write(tmp_path / "mixed", **three([alone, pair, alone | {"text_pair": None}]))
-    assert [example.text for example in find(mixed).split("train")] == ["It rains.", joined, "It rains."]
-    assert [example.text for example in find(f"mnli_m={mixed}").split("train")] == ["It rains.", wet, "It rains."]
+    assert [example.text for example in find_dataset(mixed).load_split("train")] == ["It rains.", joined, "It rains."]
+    assert [example.text for example in find_dataset(f"mnli_m={mixed}").load_split("train")] == ["It rains.", wet, "It rains."]
     late = write(tmp_path / "late", **three([alone, pair]) | {"train__jsonl": [alone, alone | {"label": "yes"}]})
-    assert [example.text for split in ("train", "test") for example in find(late).split(split)] == ["It rains."] * 2 + [joined]
-    assert find(late).fingerprint != find(late, pair_template="{text} {text_pair}").fingerprint
+    assert [example.text for split in ("train", "test") for example in find_dataset(late).split(split)] == ["It rains."] * 2 + [
+        joined
+    ]
+    assert find_dataset(late).fingerprint != find_dataset(late, pair_template="{text} {text_pair}").fingerprint
 
 
 def test_tables_with_a_header_take_quotes_for_text(tmp_path):
     table = 'text\tlabel\nthe "best\t1\nworst\t0\n'
     files = {"train__tsv": table, "dev__tsv": table, "test__tsv": table}
-    found = find(write(tmp_path / "t", **files, meta__json={"labels": ["negative", "positive"]}))
-    assert found.split("validation") == [LabelledText("0", 'the "best', 1), LabelledText("1", "worst", 0)]
+    found = find_dataset(write(tmp_path / "t", **files, meta__json={"labels": ["negative", "positive"]}))
+    assert found.load_split("validation") == [LabelledText("0", 'the "best', 1), LabelledText("1", "worst", 0)]
     words = "tokens\ttags\nAda wrote\tB-PER O\n"
-    found = find(write(tmp_path / "w", train__tsv=words, dev__tsv=words, test__tsv=words))
-    assert found.split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))] and found.labels == ("O", "B-PER")
+    found = find_dataset(write(tmp_path / "w", train__tsv=words, dev__tsv=words, test__tsv=words))
+    assert found.load_split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))] and found.labels == ("O", "B-PER")
     columns = "# no sentence\nAda\tB-PER\nwrote\tO\n"
-    found = find(write(tmp_path / "c", train__tsv=columns, dev__tsv=columns, test__tsv=columns))
-    assert found.split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
+    found = find_dataset(write(tmp_path / "c", train__tsv=columns, dev__tsv=columns, test__tsv=columns))
+    assert found.load_split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
 
 
 @pytest.mark.parametrize("table, message", [
@@ -108,7 +110,7 @@ def test_tables_with_a_header_take_quotes_for_text(tmp_path):
 ])  # fmt: skip
 def test_bad_tables(tmp_path, table, message):
     with pytest.raises(InputError, match=message):
-        find(write(tmp_path / "x", train__tsv=table, dev__tsv=table, test__tsv=table))
+        find_dataset(write(tmp_path / "x", train__tsv=table, dev__tsv=table, test__tsv=table))
 
 
 CONLL = """-DOCSTART- -X- O O
@@ -126,17 +128,19 @@ UNER = "# sent_id = first\n# text = Ada is in\n1\tAda\tB-PER\t-\tann\n2\tis\tO\t
 @pytest.mark.parametrize("rows", ["jsonl", "conll", "iob2"])
 def test_tagged_words_of_every_format(tmp_path, rows):
     if rows == "jsonl":
-        found = find(write(tmp_path / "x", **three(TAGGED), meta__json={"tags": ["O", "B-PER", "I-PER"], "pos_tags": ["NN"]}))
-        assert found.split("test") == [TaggedWords("a", ("Ada", "Lovelace", "wrote"), (1, 2, 0))]
+        found = find_dataset(
+            write(tmp_path / "x", **three(TAGGED), meta__json={"tags": ["O", "B-PER", "I-PER"], "pos_tags": ["NN"]})
+        )
+        assert found.load_split("test") == [TaggedWords("a", ("Ada", "Lovelace", "wrote"), (1, 2, 0))]
     elif rows == "conll":
-        found = find(write(tmp_path / "x", train__conll=CONLL, valid__conll=CONLL, test__txt=CONLL))
+        found = find_dataset(write(tmp_path / "x", train__conll=CONLL, valid__conll=CONLL, test__txt=CONLL))
         assert found.labels == ("O", "B-ORG", "B-PER")
-        assert found.split("train") == [TaggedWords("0", ("EU", "#", "rejects"), (1, 0, 0)), TaggedWords("1", ("Ada",), (2,))]
-        assert found.split("test") == found.split("train")
+        assert found.load_split("train") == [TaggedWords("0", ("EU", "#", "rejects"), (1, 0, 0)), TaggedWords("1", ("Ada",), (2,))]
+        assert found.load_split("test") == found.load_split("train")
     else:
         files = {f"en_ewt-ud-{split}__iob2": UNER for split in ("train", "dev", "test")}
-        found = find(write(tmp_path / "x", **files))
-        assert found.split("validation") == [TaggedWords("first", ("Ada", "is"), (1, 0)), TaggedWords("second", ("In",), (0,))]
+        found = find_dataset(write(tmp_path / "x", **files))
+        assert found.load_split("validation") == [TaggedWords("first", ("Ada", "is"), (1, 0)), TaggedWords("second", ("In",), (0,))]
     assert found.family is TaskFamily.TC
 
 
@@ -148,26 +152,26 @@ def squad(*, start=4, impossible=None):
 
 
 def test_positions_of_tags_where_meta_json_lists_them(tmp_path):
-    found = find(write(tmp_path / "x", **three([{"tokens": ["a"], "tags": [1]}]), meta__json={"tags": ["O", "B-PER"]}))
-    assert found.split("test") == [TaggedWords("0", ("a",), (1,))]
+    found = find_dataset(write(tmp_path / "x", **three([{"tokens": ["a"], "tags": [1]}]), meta__json={"tags": ["O", "B-PER"]}))
+    assert found.load_split("test") == [TaggedWords("0", ("a",), (1,))]
 
 
 def test_questions_a_row(tmp_path):
     row = {"question": "Who?", "context": "Yes Ada did.", "answers": {"text": ["Ada"], "answer_start": [4]}}
-    found = find(write(tmp_path / "x", **three([row])))
-    assert found.split("validation") == [Question("0", "Who?", "Yes Ada did.", (Answer("Ada", 4),))]
+    found = find_dataset(write(tmp_path / "x", **three([row])))
+    assert found.load_split("validation") == [Question("0", "Who?", "Yes Ada did.", (Answer("Ada", 4),))]
     uneven = row | {"answers": {"text": ["Ada"], "answer_start": []}}
     with pytest.raises(InputError, match=r"train.jsonl:1: answers: text and answer_start differ in length"):
-        find(write(tmp_path / "y", **three([uneven]))).split("train")
+        find_dataset(write(tmp_path / "y", **three([uneven]))).load_split("train")
 
 
 def test_questions_of_squads_json_of_both_versions(tmp_path):
     files = {"train-v2__0__json": squad(impossible=True), "dev-v2__0__json__gz": squad(), "test__json": squad()}
-    found = find(write(tmp_path / "s", **files))
+    found = find_dataset(write(tmp_path / "s", **files))
     asked = Question("q", "Who?", "Yes Ada did.", (Answer("Ada", 4), Answer("Ada", 4)))
     assert found.family is TaskFamily.QA and found.labels == ()
-    assert found.split("train") == [asked, Question("n", "When?", "Yes Ada did.", ())]
-    assert found.split("validation") == found.split("test") == [asked]
+    assert found.load_split("train") == [asked, Question("n", "When?", "Yes Ada did.", ())]
+    assert found.load_split("validation") == found.load_split("test") == [asked]
 
 
 def beir(folder, **more):
@@ -185,28 +189,28 @@ def beir(folder, **more):
 
 
 def test_retrieval_of_a_beir_folder(tmp_path):
-    found = find(beir(tmp_path / "b"))
+    found = find_dataset(beir(tmp_path / "b"))
     assert (found.family, found.train_on, found.fingerprint) == (TaskFamily.IR, "b", found.train_fingerprint)
-    assert found.split("train") == [
+    assert found.load_split("train") == [
         Pair("q0/d0", "Query: ask 0", "Document: text 0"),
         Pair("q1/d1", "Query: ask 1", "Document: T. text 1"),
     ]
     # The documents that validation and test judge, relevant or not; a query with nothing relevant asks for nothing.
     documents = {"d1": "Document: T. text 1", "d2": "Document: text 2", "d4": "Document: "}
-    assert found.split("validation") == RetrievalExamples({"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}})
-    assert found.split("test") == RetrievalExamples({"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}})
-    whole = find(beir(tmp_path / "b"), whole_corpus=True)
-    assert list(whole.split("test").documents) == [f"d{n}" for n in range(6)] and whole.fingerprint != found.fingerprint
+    assert found.load_split("validation") == RetrievalExamples({"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}})
+    assert found.load_split("test") == RetrievalExamples({"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}})
+    whole = find_dataset(beir(tmp_path / "b"), whole_corpus=True)
+    assert list(whole.load_split("test").documents) == [f"d{n}" for n in range(6)] and whole.fingerprint != found.fingerprint
 
 
 def test_retrieval_is_validated_on_part_of_train_or_else_of_test(tmp_path):
     head = "query-id\tcorpus-id\tscore\n"
     many = head + "".join(f"q{n}\td{n % 6}\t1\n" for n in range(40))
-    found = find(beir(tmp_path / "a", **{"qrels-slash-dev__tsv": "", "qrels-slash-train__tsv": many}))
-    trained = {pair.id.partition("/")[0] for pair in found.split("train")}
-    validated = set(found.split("validation").queries)
+    found = find_dataset(beir(tmp_path / "a", **{"qrels-slash-dev__tsv": "", "qrels-slash-train__tsv": many}))
+    trained = {pair.id.partition("/")[0] for pair in found.load_split("train")}
+    validated = set(found.load_split("validation").queries)
     assert len(trained) == 38 and len(validated) == 2 and not trained & validated
-    found = find(
+    found = find_dataset(
         beir(
             tmp_path / "b",
             **{name: "" for name in ("qrels-slash-dev__tsv", "qrels-slash-train__tsv")},
@@ -216,32 +220,32 @@ def test_retrieval_is_validated_on_part_of_train_or_else_of_test(tmp_path):
     halves = [set(found.split(split).queries) for split in ("validation", "test")]
     assert [len(half) for half in halves] == [20, 20] and not halves[0] & halves[1]
     with pytest.raises(InputError, match=r"no train split, expected train\.tsv; --train-on names another"):
-        found.split("train")
+        found.load_split("train")
 
 
 def test_texts_that_nothing_judges_are_not_looked_at(tmp_path):
-    good = find(beir(tmp_path / "good"))
+    good = find_dataset(beir(tmp_path / "good"))
     odd = [{"_id": "d9", "text": 5}] + [
         {"_id": f"d{n}", "title": "T" if n == 1 else "", "text": "" if n == 4 else f"text {n}"} for n in range(6)
     ]
-    found = find(beir(tmp_path / "odd", corpus__jsonl__gz=odd))
+    found = find_dataset(beir(tmp_path / "odd", corpus__jsonl__gz=odd))
     assert all(found.split(split) == good.split(split) for split in ("train", "validation", "test"))
     with pytest.raises(InputError, match=r"corpus.jsonl.gz:1: key `text`: found 5"):
-        find(str(tmp_path / "odd"), whole_corpus=True).split("test")
+        find_dataset(str(tmp_path / "odd"), whole_corpus=True).load_split("test")
 
 
 def test_a_split_of_one_is_too_small_to_share(tmp_path):
     one = "q1\td1\t1\n"
     lacking = {"qrels-slash-dev__tsv": "", "qrels-slash-train__tsv": one}
     with pytest.raises(InputError, match=r"train.tsv: found 1, too few queries .* expected 2 at least or .* qrels/dev.tsv"):
-        find(beir(tmp_path / "a", **lacking)).split("train")
+        find_dataset(beir(tmp_path / "a", **lacking)).load_split("train")
     with pytest.raises(InputError, match=r"test.tsv: found 1, too few queries"):
-        find(beir(tmp_path / "b", **lacking | {"qrels-slash-train__tsv": ""})).split("test")
+        find_dataset(beir(tmp_path / "b", **lacking | {"qrels-slash-train__tsv": ""})).load_split("test")
     folder = write(tmp_path / "c", train__jsonl=[GOOD], test__jsonl=[GOOD])
     with pytest.raises(
         InputError, match=r"train.jsonl: found 1, too few examples .* expected 2 at least or a file validation.\*"
     ):
-        find(folder).split("train")
+        find_dataset(folder).load_split("train")
 
 
 def test_models_can_be_trained_on_other_pairs(tmp_path):
@@ -249,31 +253,31 @@ def test_models_can_be_trained_on_other_pairs(tmp_path):
         beir(tmp_path / "b"),
         beir(tmp_path / "other", **{"qrels-slash-train__tsv": "query-id\tcorpus-id\tscore\nq5\td5\t1\n"}),
     )
-    found = find(evaluated, train_on=f"elsewhere={other}")
+    found = find_dataset(evaluated, train_on=f"elsewhere={other}")
     assert (found.name, found.train_on) == ("b", "elsewhere")
-    assert found.fingerprint == find(evaluated).fingerprint and found.train_fingerprint == find(other).fingerprint
-    assert found.split("train") == [Pair("q5/d5", "Query: ask 5", "Document: text 5")]
-    assert found.split("test") == find(evaluated).split("test")
+    assert found.fingerprint == find_dataset(evaluated).fingerprint and found.train_fingerprint == find_dataset(other).fingerprint
+    assert found.load_split("train") == [Pair("q5/d5", "Query: ask 5", "Document: text 5")]
+    assert found.load_split("test") == find_dataset(evaluated).load_split("test")
     texts = write(tmp_path / "t", **three(SENTIMENT))
-    assert find(texts, train_on=evaluated) == find(texts)  # in a grid of several tasks
+    assert find_dataset(texts, train_on=evaluated) == find_dataset(texts)  # in a grid of several tasks
     with pytest.raises(InputError, match=r"--train-on .*: t is SC, expected retrieval data"):
-        find(evaluated, train_on=texts)
+        find_dataset(evaluated, train_on=texts)
 
 
 @pytest.mark.parametrize("count", [1, 19, 20, 872, 10007])
 def test_the_validation_share_is_that_of_the_study(count):
     if count > 1:
         cut = datasets.Dataset.from_dict({"row": range(count)}).train_test_split(train_size=0.95, seed=42)
-        train, validation = validation_share(count)
+        train, validation = split_validation_rows(count)
         assert train.tolist() == cut["train"]["row"] and validation.tolist() == cut["test"]["row"]
-    assert sorted(np.concatenate(validation_share(count)).tolist()) == list(range(count))
+    assert sorted(np.concatenate(split_validation_rows(count)).tolist()) == list(range(count))
 
 
 @pytest.mark.parametrize("other", ["test", "valid"])
 def test_a_missing_split_is_made_as_the_study_makes_it(tmp_path, capsys, other):
     rows = [{"id": f"{n}", "text": f"text {n}", "label": n % 2} for n in range(40)]
     last = [{"id": "last", "text": "last", "label": 0}]
-    found = find(write(tmp_path / f"made_{other}", train__jsonl=rows, **{f"{other}__jsonl": last}))
+    found = find_dataset(write(tmp_path / f"made_{other}", train__jsonl=rows, **{f"{other}__jsonl": last}))
     parts = [[example.id for example in found.split(split)] for split in ("train", "validation", "test")]
     assert [len(part) for part in parts] == [38, 2, 1] and parts[2] == ["last"]
     assert sorted(parts[0] + parts[1], key=int) == [row["id"] for row in rows]
@@ -283,18 +287,18 @@ def test_a_missing_split_is_made_as_the_study_makes_it(tmp_path, capsys, other):
 
 def test_a_file_alone_is_a_test_split(tmp_path):
     write(tmp_path, xquad__en__json=squad())
-    found = find(str(tmp_path / "xquad.en.json"))
-    assert found.name == "xquad.en" and len(found.split("test")) == 1
+    found = find_dataset(str(tmp_path / "xquad.en.json"))
+    assert found.name == "xquad.en" and len(found.load_split("test")) == 1
     with pytest.raises(InputError, match=r"xquad.en.json: no train split"):
-        found.split("train")
+        found.load_split("train")
 
 
 def test_the_fingerprint_is_of_the_content_and_not_of_the_place(tmp_path):
     first, second = (write(tmp_path / name, **three(SENTIMENT)) for name in ("a", "b"))
     changed = write(tmp_path / "c", **three([*SENTIMENT, {"id": "c", "text": "fine", "label": 1}]))
     relabelled = write(tmp_path / "d", **three(SENTIMENT), meta__json={"labels": ["negative", "positive"]})
-    assert find(first).fingerprint == find(second).fingerprint
-    assert len({find(folder).fingerprint for folder in (first, changed, relabelled)}) == 3
+    assert find_dataset(first).fingerprint == find_dataset(second).fingerprint
+    assert len({find_dataset(folder).fingerprint for folder in (first, changed, relabelled)}) == 3
 
 
 GOOD = {"id": "a", "text": "good", "label": "yes"}
@@ -314,7 +318,7 @@ BAD_ROWS = {
 def test_bad_rows_of_texts(tmp_path, row, message):
     folder = write(tmp_path / "x", train__jsonl=json.dumps(GOOD) + "\n" + row, valid__jsonl=[GOOD], test__jsonl=[GOOD])
     with pytest.raises(InputError, match=message):
-        find(folder).split("train")
+        find_dataset(folder).load_split("train")
 
 
 @pytest.mark.parametrize("label, message", [
@@ -325,10 +329,10 @@ def test_bad_rows_of_texts(tmp_path, row, message):
 ])  # fmt: skip
 def test_labels_outside_the_label_set(tmp_path, label, message):
     files = three(SENTIMENT) | {"test__jsonl": [{"text": "x", "label": label}]}
-    found = find(write(tmp_path / "x", **files, meta__json={"labels": ["negative", "positive"]}))
+    found = find_dataset(write(tmp_path / "x", **files, meta__json={"labels": ["negative", "positive"]}))
     with pytest.raises(InputError, match=r"test.jsonl:1: " + message):
-        found.split("test")
-    assert len(found.split("train")) == 2
+        found.load_split("test")
+    assert len(found.load_split("train")) == 2
 
 
 BAD_TAGS = {
@@ -345,9 +349,9 @@ BAD_TAGS = {
 
 @pytest.mark.parametrize("row, message", BAD_TAGS.values(), ids=BAD_TAGS)
 def test_bad_rows_of_tags(tmp_path, row, message):
-    found = find(write(tmp_path / "x", **three(TAGGED) | {"test__jsonl": [row]}))
+    found = find_dataset(write(tmp_path / "x", **three(TAGGED) | {"test__jsonl": [row]}))
     with pytest.raises(InputError, match=message):
-        found.split("test")
+        found.load_split("test")
 
 
 @pytest.mark.parametrize("text, message", [
@@ -357,17 +361,17 @@ def test_bad_rows_of_tags(tmp_path, row, message):
 ])  # fmt: skip
 def test_bad_columns(tmp_path, text, message):
     with pytest.raises(InputError, match=message):
-        find(write(tmp_path / "x", train__conll=text, test__conll=CONLL)).split("train")
+        find_dataset(write(tmp_path / "x", train__conll=text, test__conll=CONLL)).load_split("train")
 
 
 def test_tags_that_begin_inside_are_counted_and_empty_sentences_left_out(tmp_path, capsys):
     rows = [{"tokens": ["a", "b", "c"], "tags": ["I-PER", "I-PER", "B-ORG"]}, {"tokens": [], "tags": []}]
-    found = find(write(tmp_path / "x", **three(rows) | {"valid__jsonl__gz": rows}))
-    assert [example.tags for example in found.split("validation")] == [(2, 2, 1)]
+    found = find_dataset(write(tmp_path / "x", **three(rows) | {"valid__jsonl__gz": rows}))
+    assert [example.tags for example in found.load_split("validation")] == [(2, 2, 1)]
     said = capsys.readouterr().out
     assert "1 tags I- without a B-" in said and "1 sentences without a word are left out" in said
     with pytest.raises(InputError, match="x: the test split is empty"):
-        found.split("test")
+        found.load_split("test")
 
 
 BAD_SQUAD = {
@@ -383,7 +387,7 @@ BAD_SQUAD = {
 @pytest.mark.parametrize("content, message", BAD_SQUAD.values(), ids=BAD_SQUAD)
 def test_bad_questions(tmp_path, content, message):
     with pytest.raises(InputError, match=message):
-        find(write(tmp_path / "x", train__json=content, valid__json=squad(), test__json=squad())).split("train")
+        find_dataset(write(tmp_path / "x", train__json=content, valid__json=squad(), test__json=squad())).load_split("train")
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -399,9 +403,9 @@ def test_bad_questions(tmp_path, content, message):
     ("queries__jsonl", [{"id": "q2", "text": "a"}], r"queries.jsonl:1: no key `_id`; found `id`, `text`"),
 ])  # fmt: skip
 def test_bad_retrieval_data(tmp_path, name, content, message):
-    found = find(beir(tmp_path / "b", **{name: content}))
+    found = find_dataset(beir(tmp_path / "b", **{name: content}))
     with pytest.raises(InputError, match=message):
-        found.split("validation")
+        found.load_split("validation")
 
 
 def test_folders_that_hold_no_data_set(tmp_path):
@@ -423,18 +427,18 @@ def test_folders_that_hold_no_data_set(tmp_path):
         ("alone", {"train__jsonl": SENTIMENT}, r"alone: no test split, expected a file test\.\*"),
     ]:
         with pytest.raises(InputError, match=message):
-            find(write(tmp_path / name, **files)).split("test")
+            find_dataset(write(tmp_path / name, **files)).load_split("test")
     with pytest.raises(InputError, match=r"--task IR: .* holds no corpus.jsonl"):
-        find(write(tmp_path / "x", **three(SENTIMENT)), task="IR")
+        find_dataset(write(tmp_path / "x", **three(SENTIMENT)), task="IR")
     with pytest.raises(InputError, match=r"--task SC: .*b holds corpus.jsonl and queries.jsonl, which are read as IR alone"):
-        find(beir(tmp_path / "b"), task="SC")
+        find_dataset(beir(tmp_path / "b"), task="SC")
 
 
 def test_a_task_can_be_told_where_rows_have_the_keys_of_two(tmp_path):
     rows = [row | {"text": "x", "label": "y"} for row in TAGGED]
     folder = write(tmp_path / "x", **three(rows))
-    assert find(folder).family is TaskFamily.TC
-    assert find(folder, task="SC").split("train") == [LabelledText("a", "x", 0)]
+    assert find_dataset(folder).family is TaskFamily.TC
+    assert find_dataset(folder, task="SC").load_split("train") == [LabelledText("a", "x", 0)]
 
 
 def line_of(size):
@@ -487,24 +491,24 @@ def test_files_that_would_harm_their_reader_are_one_line(case, tmp_path):
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InputError, match=message):
         for split in ("train", "test"):
-            find(str(folder)).split(split)
+            find_dataset(str(folder)).split(split)
 
 
 def test_digits_without_end_are_a_name_like_any_other(tmp_path):
     rows = [{"text": "a", "label": DIGITS}, {"text": "b", "label": "1"}]
-    assert find(write(tmp_path / "x", **three(rows))).labels == ("1", DIGITS)
+    assert find_dataset(write(tmp_path / "x", **three(rows))).labels == ("1", DIGITS)
     (tmp_path / "b").mkdir()
     beir(tmp_path / "b")
     (tmp_path / "b" / "qrels" / "test.tsv").write_text(f"q\td\t{DIGITS}\n")
     with pytest.raises(InputError, match=r"test.tsv:1: found 'q.*expected query-id, corpus-id, score"):
-        find(str(tmp_path / "b")).split("test")
+        find_dataset(str(tmp_path / "b")).load_split("test")
 
 
 def test_half_a_surrogate_pair_is_a_label_like_any_other(tmp_path):
     folder = write(
         tmp_path / "x", train__jsonl='{"text": "a", "label": "\\ud800"}\n{"text": "b", "label": "c"}\n', test__jsonl=SENTIMENT
     )
-    assert set(find(folder).labels) == {"c", "\ud800"}
+    assert set(find_dataset(folder).labels) == {"c", "\ud800"}
 
 
 @pytest.mark.parametrize("given", ["a/../b={}", "..={}", ".={}", "a\n={}", "a b={}", "\x1b[2J={}", "={}/..", "{}/."])
@@ -512,7 +516,7 @@ def test_no_name_leads_out_of_the_results(given, tmp_path):
     folder = tmp_path / "data"
     write(folder, **three(SENTIMENT))
     try:
-        name = find(given.format(folder)).name
+        name = find_dataset(given.format(folder)).name
     except InputError:
         return
     assert name == "data" and "/" not in name

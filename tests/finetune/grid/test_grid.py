@@ -20,8 +20,8 @@ from megaenc.errors import InputError
 from megaenc.finetune.grid import command as grid
 from megaenc.finetune.grid import worker
 from megaenc.finetune.grid.command import GridConfig, run_grid
-from megaenc.finetune.grid.executor import LocalExecution, execute
-from megaenc.finetune.model.fingerprint import KNOWN
+from megaenc.finetune.grid.executor import LocalExecution, execute_jobs
+from megaenc.finetune.model.fingerprint import FINGERPRINT_FILE
 from megaenc.finetune.results import files as result_files
 
 PROGRAM = Path(__file__).parents[2] / "workers" / "grid_of_fakes.py"
@@ -44,7 +44,9 @@ def go(model, output, *more, code=0) -> None:
 
 def tree(output) -> dict[str, bytes]:
     """Every file of results but those with times, and that of what the models are."""
-    files = [path for path in Path(output).rglob("*") if path.is_file() and path.name not in (result_files.TIMING, KNOWN)]
+    files = [
+        path for path in Path(output).rglob("*") if path.is_file() and path.name not in (result_files.TIMING, FINGERPRINT_FILE)
+    ]
     return {str(path.relative_to(output)): path.read_bytes() for path in files}
 
 
@@ -76,7 +78,7 @@ def test_retrieval_trains_once_for_all_its_sets(tmp_path, capsys):
 def test_the_studys_grid_is_counted_both_ways(tmp_path):
     models = [make_model(tmp_path / f"toy{number}") for number in range(5)]
     names = [f"{family}{number}" for family in ("sc", "tc", "qa", "ir") for number in range(3)]
-    planned = grid.plan(settings(models[0], tmp_path / "out", "--model", *models, "--datasets", *names), find)
+    planned = grid.plan_grid(settings(models[0], tmp_path / "out", "--model", *models, "--datasets", *names), find)
     results = sum(len(job.evaluate_on) for job in planned.jobs)
     assert (results, len(planned.jobs)) == (5 * 12 * 30, 5 * 10 * 30)  # of 50 models: 18,000 and 15,000
 
@@ -85,8 +87,8 @@ def test_a_new_retrieval_set_is_evaluated_alone(tmp_path):
     model = make_model(tmp_path / "toy")
     go(model, tmp_path / "out", "--datasets", "ir1", *SMALL)
     before = tree(tmp_path / "out")
-    planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL), find)
-    assert [[dataset.name for dataset in job.evaluate_on] for job in planned.todo] == [["ir2"]] * 4
+    planned = grid.plan_grid(settings(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL), find)
+    assert [[dataset.name for dataset in job.evaluate_on] for job in planned.pending] == [["ir2"]] * 4
     go(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL)
     after = tree(tmp_path / "out")
     assert len(after) == 8 and before.items() <= after.items()
@@ -99,7 +101,7 @@ def test_a_fork_server_that_died_is_started_again_as_it_was(tmp_path, monkeypatc
     go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, "--jobs", "1")
     assert calls(model).count("sc1_lr1e-05_sd0") == 2
     environment = json.loads((model / "environment").read_text())
-    assert {name: environment.get(name) for name in worker._SERVER} == worker._SERVER
+    assert {name: environment.get(name) for name in worker._SERVER_ENVIRONMENT} == worker._SERVER_ENVIRONMENT
     assert "OMP_NUM_THREADS" not in os.environ
 
 
@@ -173,8 +175,8 @@ def test_a_training_that_failed_has_failed_for_a_new_set_too(tmp_path, capsys):
     model = make_model(tmp_path / "toy", **{"lr5e-04_sd0": {"do": "nan"}})
     go(model, tmp_path / "out", "--datasets", "ir1", *SMALL, code=1)
     capsys.readouterr()
-    planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "ir2", "ir1", *SMALL), find)
-    assert (len(planned.jobs), len(planned.todo), len(planned.failed)) == (4, 3, 1)
+    planned = grid.plan_grid(settings(model, tmp_path / "out", "--datasets", "ir2", "ir1", *SMALL), find)
+    assert (len(planned.jobs), len(planned.pending), len(planned.failed)) == (4, 3, 1)
     go(model, tmp_path / "out", "--datasets", "ir2", "ir1", *SMALL, code=1)
     said = capsys.readouterr().out
     assert "0 finished, 1 failed before, 3 to do" in said and "IR/ir1/pairs_lr5e-04_sd0/failed.json says why" in said
@@ -205,10 +207,10 @@ def test_another_model_of_the_same_name_does_not_go_on(tmp_path):
 
 def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
     model = make_model(tmp_path / "toy")
-    planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1", *SMALL), find)
+    planned = grid.plan_grid(settings(model, tmp_path / "out", "--datasets", "sc1", *SMALL), find)
     (model / "model.safetensors").write_bytes(b"others")
-    failed = execute(planned.todo[:1], "fake_runs:run", LocalExecution(jobs=1))
-    assert "has changed since the grid began" in failed[0].why and failed[0].refused and not calls(model)
+    failed = execute_jobs(planned.pending[:1], "fake_runs:run", LocalExecution(jobs=1))
+    assert "has changed since the grid began" in failed[0].reason and failed[0].is_input_error and not calls(model)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
 def test_what_cannot_be_run_is_known_before_anything_begins(tmp_path, argv, message):
     model = make_model(tmp_path / "toy")
     with pytest.raises(InputError) as error:
-        grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1", *argv), find)
+        grid.plan_grid(settings(model, tmp_path / "out", "--datasets", "sc1", *argv), find)
     assert message in str(error.value)
 
 
@@ -245,7 +247,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, missing, message):
     model = make_model(tmp_path / "toy")
     (model / missing).unlink()
     with pytest.raises(InputError, match=re.escape(message)):
-        grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1"), find)
+        grid.plan_grid(settings(model, tmp_path / "out", "--datasets", "sc1"), find)
 
 
 @pytest.mark.parametrize(
@@ -262,15 +264,15 @@ def test_gpus_are_shared_the_first_runs_on_different_ones(monkeypatch, chosen, j
         monkeypatch.delenv(name, raising=False)
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(worker, "accelerators", lambda: ["a", "b"])
-    found = [f"{name.split('_')[0]} {device}" for place in worker.slots(jobs, 2, 1) for name, device in place.items()]
+    monkeypatch.setattr(worker, "accelerator_names", lambda: ["a", "b"])
+    found = [f"{name.split('_')[0]} {device}" for place in worker.build_slots(jobs, 2, 1) for name, device in place.items()]
     assert found == expected
 
 
 def test_runs_are_as_many_as_cores_allow_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(worker, "accelerators", list)
+    monkeypatch.setattr(worker, "accelerator_names", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
-    assert [len(worker.slots(jobs, 1, threads)) for jobs, threads in ((0, 1), (0, 3), (0, 16), (5, 1))] == [8, 2, 1, 5]
+    assert [len(worker.build_slots(jobs, 1, threads)) for jobs, threads in ((0, 1), (0, 3), (0, 16), (5, 1))] == [8, 2, 1, 5]
 
 
 def start(model, output, *more) -> subprocess.Popen:

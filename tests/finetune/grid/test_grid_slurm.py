@@ -10,7 +10,7 @@ from fake_runs import calls, find, make_model
 from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune.grid import slurm
-from megaenc.finetune.grid.command import GridConfig, plan, run_grid
+from megaenc.finetune.grid.command import GridConfig, plan_grid, run_grid
 from megaenc.finetune.grid.executor import LocalExecution
 
 FLAGS = ["--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2", "--datasets", "sc1", "ir1", "ir2"]
@@ -22,8 +22,8 @@ def settings(model, output, *more) -> GridConfig:
 
 
 def submit(asked: GridConfig) -> list:
-    planned = plan(asked, find)
-    return slurm.submit(planned.todo, "fake_runs:run", asked.slurm, asked.local, asked.output)
+    planned = plan_grid(asked, find)
+    return slurm.submit_jobs(planned.pending, "fake_runs:run", asked.slurm, asked.local, asked.output)
 
 
 def test_tasks_of_a_cluster_do_the_grid(tmp_path, monkeypatch, capsys):
@@ -59,8 +59,8 @@ def test_the_command_says_how_to_go_on(tmp_path, capsys):
 
 
 def test_a_task_that_runs_out_of_time_is_queued_again_as_it_is(tmp_path):
-    planned = plan(settings(make_model(tmp_path / "toy"), tmp_path / "out"), find)
-    part = slurm.SlurmTask(tuple(planned.todo), "fake_runs:run", LocalExecution(jobs=1))
+    planned = plan_grid(settings(make_model(tmp_path / "toy"), tmp_path / "out"), find)
+    part = slurm.SlurmTask(tuple(planned.pending), "fake_runs:run", LocalExecution(jobs=1))
     again = part.checkpoint()
     assert again.function == part == pickle.loads(pickle.dumps(part))
 

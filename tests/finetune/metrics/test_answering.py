@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megaenc.finetune.tasks.question_answering import best_span, exact_match, normalised, position_f1, token_f1
+from megaenc.finetune.tasks.question_answering import exact_match, find_best_span, normalize_answer, position_f1, token_f1
 
 
 @pytest.mark.parametrize(
@@ -54,19 +54,19 @@ def test_squad_by_hand(golds, predicted, exact, f1):
 
 
 def test_normalising_by_hand():
-    assert normalised("  The cat's\ttheatre, an A-Z of (the) ANTS. ") == "cats theatre az of ants"
+    assert normalize_answer("  The cat's\ttheatre, an A-Z of (the) ANTS. ") == "cats theatre az of ants"
 
 
 def test_the_best_span_is_the_surest_run():
-    assert best_span(np.array([-1.0, 0.5, 0.7, -3, 2.0, -1])) == (4, 5)
-    assert best_span(np.array([1.0, -1, 1.0])) == (0, 1)
-    assert best_span(np.array([3.0, 1.0])) == (0, 2)
-    assert best_span(np.array([-1.0, 0.0])) is None
-    assert best_span(np.array([])) is None
+    assert find_best_span(np.array([-1.0, 0.5, 0.7, -3, 2.0, -1])) == (4, 5)
+    assert find_best_span(np.array([1.0, -1, 1.0])) == (0, 1)
+    assert find_best_span(np.array([3.0, 1.0])) == (0, 2)
+    assert find_best_span(np.array([-1.0, 0.0])) is None
+    assert find_best_span(np.array([])) is None
 
 
 def test_the_example_of_the_documentation():
     assert position_f1({12, 13}, {11, 12, 13}) == pytest.approx(0.8) and position_f1((), {7}) == 0
     golds, predicted = ["Paris", "in Paris"], "the city Paris"
-    assert normalised(predicted) == "city paris"
+    assert normalize_answer(predicted) == "city paris"
     assert exact_match(golds, predicted) == 0 and token_f1(golds, predicted) == pytest.approx(2 / 3)

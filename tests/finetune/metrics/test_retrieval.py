@@ -9,10 +9,10 @@ from ir_measures import RR, R, nDCG
 from sklearn.metrics import ndcg_score
 
 from megaenc.finetune.tasks.retrieval import (
-    best_first,
-    expected_by_chance,
-    in_trec_order,
+    compute_random_baseline,
+    compute_trec_order,
     ndcg,
+    rank_top_documents,
     recall,
     reciprocal_rank,
     retrieved_ndcg,
@@ -57,7 +57,7 @@ def test_as_trec_eval_has_it(different):
     """Graded judgements, ties in the scores, relevant documents that are not in the corpus, queries that find nothing."""
     random = np.random.default_rng(6)
     names = [f"{'dD'[n % 2]}{n}{'é' * (n % 3)}" for n in range(250)]
-    in_order = [names[at] for at in in_trec_order(names)]
+    in_order = [names[at] for at in compute_trec_order(names)]
     qrels, run, found = {}, {}, {}
     for query in map(str, range(40)):
         # Single precision, as trec_eval has it.
@@ -65,7 +65,7 @@ def test_as_trec_eval_has_it(different):
         judged = random.choice([*names, "elsewhere"], random.integers(1, 20), replace=False)
         qrels[query] = {str(name): int(random.integers(1, 4)) for name in judged}
         run[query] = scores
-        best = best_first(np.array([scores[name] for name in in_order], dtype=np.float32), 100)
+        best = rank_top_documents(np.array([scores[name] for name in in_order], dtype=np.float32), 100)
         assert len(best) == 100
         grades, all_grades = np.array([qrels[query].get(in_order[at], 0) for at in best]), list(qrels[query].values())
         found[query] = (ndcg(grades, all_grades), reciprocal_rank(grades), recall(grades, len(all_grades)))
@@ -79,7 +79,7 @@ def test_the_best_are_the_best():
     random = np.random.default_rng(7)
     for size, depth in [(1, 100), (100, 100), (500, 100), (500, 1)]:
         scores = random.integers(0, 50, size).astype(np.float32)
-        assert best_first(scores, depth).tolist() == sorted(range(size), key=lambda at: (-scores[at], at))[:depth]
+        assert rank_top_documents(scores, depth).tolist() == sorted(range(size), key=lambda at: (-scores[at], at))[:depth]
 
 
 @pytest.mark.parametrize(("documents", "grades"), [(6, (1,)), (6, (1, 1, 3)), (5, (2, 1)), (4, (1, 1, 1, 1))])
@@ -91,7 +91,7 @@ def test_chance_by_counting_every_order(documents, grades):
         totals["ndcg@10"].append(ndcg(order, grades))
         totals["mrr@10"].append(reciprocal_rank(order))
         totals["recall@100"].append(recall(order, len(grades)))
-    assert expected_by_chance(documents, grades) == pytest.approx({name: np.mean(some) for name, some in totals.items()})
+    assert compute_random_baseline(documents, grades) == pytest.approx({name: np.mean(some) for name, some in totals.items()})
 
 
 def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():
@@ -101,7 +101,7 @@ def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():
         order = random.permutation(relevant)
         drawn.append([retrieved_ndcg(order, -np.arange(300)), ndcg(order, [1] * 7), reciprocal_rank(order), recall(order, 7)])
     drawn = np.array(drawn)
-    expected = list(expected_by_chance(300, (1,) * 7).values())
+    expected = list(compute_random_baseline(300, (1,) * 7).values())
     assert np.abs(drawn.mean(axis=0) - expected).max() < 4 * (drawn.std(axis=0) / np.sqrt(len(drawn))).max()
 
 
@@ -110,5 +110,5 @@ def test_the_example_of_the_documentation():
     assert retrieved_ndcg(grades > 0, -np.arange(10.0)) == pytest.approx(0.651, abs=5e-4)
     assert ndcg(grades, all_grades) == pytest.approx(0.488, abs=5e-4)
     assert reciprocal_rank(grades) == 1 / 2 and recall(grades, 3) == 2 / 3
-    chance = expected_by_chance(1000, all_grades)
+    chance = compute_random_baseline(1000, all_grades)
     assert [round(value, 3) for value in chance.values()] == [0.014, 0.006, 0.009, 0.1]

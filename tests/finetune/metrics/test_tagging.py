@@ -5,7 +5,7 @@ import pytest
 import seqeval.metrics
 from sklearn.metrics import f1_score
 
-from megaenc.finetune.tasks.token_classification import majority_vote, span_counts, span_f1, spans, tag_f1
+from megaenc.finetune.tasks.token_classification import count_spans, majority_vote, parse_spans, span_f1, tag_f1
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-A-B", "I-A-B"]
 
@@ -41,21 +41,21 @@ def test_span_f1_as_seqeval_has_it(share):
     gold = sentences(2, 0.5, 0.1, 0.15, 0.1, 0.1, 0.02, 0.03)
     predicted = noisy(gold, share)
     named = [[[TAGS[tag] for tag in row] for row in side] for side in (gold, predicted)]
-    found = span_f1(span_counts(*named))
+    found = span_f1(count_spans(*named))
     assert found["span_f1"] == pytest.approx(seqeval.metrics.f1_score(*named, zero_division=0), abs=1e-12)
     assert found["span_precision"] == pytest.approx(seqeval.metrics.precision_score(*named, zero_division=0), abs=1e-12)
     assert found["span_recall"] == pytest.approx(seqeval.metrics.recall_score(*named, zero_division=0), abs=1e-12)
 
 
 def test_spans_by_hand():
-    assert spans(["B-PER", "I-PER", "O", "B-LOC", "B-LOC", "I-PER", "I-PER"]) == {
+    assert parse_spans(["B-PER", "I-PER", "O", "B-LOC", "B-LOC", "I-PER", "I-PER"]) == {
         ("PER", 0, 1),
         ("LOC", 3, 3),
         ("LOC", 4, 4),
         ("PER", 5, 6),
     }
     nothing = [["O", "O"]]
-    assert span_f1(span_counts(nothing, nothing)) == {"span_f1": 0.0, "span_precision": 0.0, "span_recall": 0.0}
+    assert span_f1(count_spans(nothing, nothing)) == {"span_f1": 0.0, "span_precision": 0.0, "span_recall": 0.0}
 
 
 def test_sub_tokens_vote():
@@ -83,4 +83,4 @@ def test_the_example_of_the_documentation():
     predicted = [["B-PER", "O", "O", "O", "B-LOC", "O"], ["O", "O"]]
     numbers = [[np.array([TAGS.index(tag) for tag in row]) for row in side] for side in (gold, predicted)]
     assert tag_f1(*numbers).mean() == pytest.approx(0.857, abs=5e-4)
-    assert span_f1(span_counts(gold, predicted)) == {"span_f1": 0.5, "span_precision": 0.5, "span_recall": 0.5}
+    assert span_f1(count_spans(gold, predicted)) == {"span_f1": 0.5, "span_precision": 0.5, "span_recall": 0.5}

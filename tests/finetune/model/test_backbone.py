@@ -11,7 +11,7 @@ import transformers
 
 from megaenc.errors import InputError
 from megaenc.finetune.model import backbone as attention
-from megaenc.finetune.model.backbone import Backbone, pack, rectangles
+from megaenc.finetune.model.backbone import Backbone, group_padded_lengths, pack_texts
 from megaenc.finetune.model.load import load_backbone
 
 _SIZES = {
@@ -77,12 +77,12 @@ def test_packed_states_are_those_of_the_model_read_its_own_way(tmp_path, kind):
     model = _save(tmp_path, kind)
     causal = "bidirectionally" not in kind and kind.split()[0] in ("llama", "qwen3", "mistral", "gpt2")
     backbone = _load(tmp_path, "causal" if causal else "bidirectional")
-    assert backbone.packed == (kind in _KINDS)
-    assert backbone.context == (_KINDS | _PADDED)[kind][2]
+    assert backbone.is_packed == (kind in _KINDS)
+    assert backbone.context_length == (_KINDS | _PADDED)[kind][2]
     assert backbone.hidden_size == 64
     texts = _texts(9, 3, 20, 1, 9)
     with torch.no_grad():
-        found = backbone.states(pack(texts, "cpu"))
+        found = backbone.compute_states(pack_texts(texts, "cpu"))
     torch.testing.assert_close(found, _padded(model, texts), rtol=0, atol=1e-4)
 
 
@@ -96,7 +96,7 @@ def test_each_state_depends_on_what_it_should(tmp_path, kind, attention):
     texts = _texts(size, 2, size)
     embedded = []
     backbone.model.get_input_embeddings().register_forward_hook(lambda *call: embedded.append(call[2]))
-    states = backbone.states(pack(texts, "cpu"))
+    states = backbone.compute_states(pack_texts(texts, "cpu"))
     weights = torch.randn(64, generator=torch.Generator().manual_seed(0))
     moved = torch.stack([torch.autograd.grad(s @ weights, embedded, retain_graph=True)[0][0].abs().sum(-1) for s in states])
     text = torch.tensor([0] * 2 + [1] * size + [2] * size)
@@ -114,13 +114,15 @@ def test_a_decoder_of_the_padded_way_is_pointed_in_the_direction(tmp_path, monke
     model = _save(tmp_path, "llama")
     monkeypatch.setattr(transformers.LlamaModel, "_can_set_attn_implementation", classmethod(lambda cls: False))
     backbone = _load(tmp_path, "bidirectional")
-    assert not backbone.packed
+    assert not backbone.is_packed
     texts = _texts(3, 20, 5)
     with torch.no_grad():
-        found = backbone.states(pack(texts, "cpu"))
+        found = backbone.compute_states(pack_texts(texts, "cpu"))
     monkeypatch.undo()
     with torch.no_grad():
-        torch.testing.assert_close(found, _load(tmp_path, "bidirectional").states(pack(texts, "cpu")), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            found, _load(tmp_path, "bidirectional").compute_states(pack_texts(texts, "cpu")), rtol=0, atol=1e-4
+        )
     assert (found - _padded(model, texts)).abs().max() > 0.01  # read causally
 
 
@@ -134,7 +136,7 @@ def test_a_model_that_computes_something_else_packed_is_padded(tmp_path, monkeyp
 
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding, "forward", without_positions)
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "apply_rotary_pos_emb", _absolute)
-    assert not _load(tmp_path, "causal").packed
+    assert not _load(tmp_path, "causal").is_packed
     assert "not packed: llama " in capsys.readouterr().out
 
 
@@ -146,23 +148,23 @@ def _absolute(query, key, cos, sin, unsqueeze_dim=1):
 def test_the_token_that_pads_is_trained(tmp_path):
     _save(tmp_path, "eurobert")  # pads with the token that ends texts
     backbone = _load(tmp_path, "bidirectional")
-    backbone.states(pack([np.array([5, 6, 0])], "cpu")).sum().backward()
+    backbone.compute_states(pack_texts([np.array([5, 6, 0])], "cpu")).sum().backward()
     assert backbone.model.embed_tokens.weight.grad[0].abs().sum() > 0
 
 
 def test_dropout_is_the_config_s(tmp_path):
     _save(tmp_path, "bert")
     backbone = _load(tmp_path, "bidirectional")
-    packed = pack(_texts(5, 9), "cpu")
-    assert torch.equal(backbone.states(packed), backbone.states(packed))
+    packed = pack_texts(_texts(5, 9), "cpu")
+    assert torch.equal(backbone.compute_states(packed), backbone.compute_states(packed))
     backbone.train()
-    assert not torch.equal(backbone.states(packed), backbone.states(packed))
+    assert not torch.equal(backbone.compute_states(packed), backbone.compute_states(packed))
 
 
 def test_16_bit_parameters_remember_what_they_were(tmp_path):
     model = _save(tmp_path, "eurobert")
     backbone = _load(tmp_path, "bidirectional", torch.bfloat16)
-    assert backbone.states(pack(_texts(4), "cpu")).dtype == torch.bfloat16
+    assert backbone.compute_states(pack_texts(_texts(4), "cpu")).dtype == torch.bfloat16
     assert torch.equal(backbone.model.embed_tokens.weight.unrounded, model.embed_tokens.weight)
     assert not hasattr(backbone.model.norm.weight, "unrounded")  # ones: nothing was lost
     assert backbone.model.rotary_emb.inv_freq.dtype == torch.float32
@@ -176,7 +178,7 @@ def test_the_study_s_models_are_read_without_their_code(tmp_path):
     (tmp_path / "modeling.py").write_text("raise SystemExit('this must never run')")
     texts = _texts(4, 6)
     with torch.no_grad():
-        found = _load(tmp_path, "bidirectional").states(pack(texts, "cpu"))
+        found = _load(tmp_path, "bidirectional").compute_states(pack_texts(texts, "cpu"))
     torch.testing.assert_close(found, _padded(model, texts), rtol=0, atol=1e-4)
 
 
@@ -184,7 +186,7 @@ def test_a_folder_saved_with_a_head_is_read_without_it(tmp_path):
     model = _save(tmp_path, "bert", transformers.BertForMaskedLM)
     texts = _texts(4, 6)
     with torch.no_grad():
-        found = _load(tmp_path, "bidirectional").states(pack(texts, "cpu"))
+        found = _load(tmp_path, "bidirectional").compute_states(pack_texts(texts, "cpu"))
     torch.testing.assert_close(found, _padded(model.bert, texts), rtol=0, atol=1e-4)
 
 
@@ -244,7 +246,12 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path):
 
 
 def test_texts_of_like_length_are_padded_together():
-    assert rectangles(((2, 3), (1, 11), (1, 12), (3, 200), (1, 220), (1, 221))) == [[3, 3, 11], [12], [200, 200, 200, 220], [221]]
+    assert group_padded_lengths(((2, 3), (1, 11), (1, 12), (3, 200), (1, 220), (1, 221))) == [
+        [3, 3, 11],
+        [12],
+        [200, 200, 200, 220],
+        [221],
+    ]
 
 
 def test_megatron_stays_out():
@@ -257,20 +264,20 @@ def test_gradients_reach_every_parameter(tmp_path):
     _save(tmp_path, "qwen3")
     backbone = _load(tmp_path, "bidirectional")
     assert isinstance(backbone, Backbone)
-    backbone.states(pack(_texts(4, 6, 4), "cpu")).square().sum().backward()
+    backbone.compute_states(pack_texts(_texts(4, 6, 4), "cpu")).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in backbone.parameters())
 
 
 def test_a_kernel_that_does_not_do_is_not_used(tmp_path, monkeypatch, capsys):
     """What an accelerator's kernel for 16 bits might do, here in the place of the one for processors."""
     _save(tmp_path, "eurobert")
-    by_length, words = attention._by_length, []
+    by_length, words = attention._sdpa_by_length, []
     for wrong, said in (
         (lambda *given: (_ for _ in ()).throw(RuntimeError("head dimension 8\nand more")), "fails: head dimension 8"),
         (lambda *given: by_length(*given) * 2, "computes other states"),
     ):
         broken = {torch.bfloat16: wrong, torch.float32: by_length}
-        monkeypatch.setattr(attention, "_by_length", lambda q, *rest, broken=broken: broken[q.dtype](q, *rest))
+        monkeypatch.setattr(attention, "_sdpa_by_length", lambda q, *rest, broken=broken: broken[q.dtype](q, *rest))
         with pytest.raises(InputError, match=said) as refused:
             _load(tmp_path, "bidirectional", torch.bfloat16)
         words.append(str(refused.value))

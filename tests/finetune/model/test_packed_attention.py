@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from megaenc.finetune.model.backbone import _READING, pack, packed_attention
+from megaenc.finetune.model.backbone import _ACTIVE_PACK, pack_texts, packed_attention_forward
 
 _LENGTHS = (2, 5, 5, 9)
 
@@ -16,10 +16,12 @@ def _states(heads, groups):
 
 
 def _attend(query, key, value, causal, **asked):
-    packed = pack([np.ones(length, dtype=np.int64) for length in _LENGTHS], "cpu")
-    reader = SimpleNamespace(attention="causal" if causal else "bidirectional", wide_window=False, windows=set(), one_kernel=True)
-    _READING.set((reader, packed))
-    return packed_attention(nn.Module(), query, key, value, None, scaling=0.3, **asked)[0]
+    packed = pack_texts([np.ones(length, dtype=np.int64) for length in _LENGTHS], "cpu")
+    reader = SimpleNamespace(
+        attention="causal" if causal else "bidirectional", has_wide_window=False, windows=set(), use_varlen_kernel=True
+    )
+    _ACTIVE_PACK.set((reader, packed))
+    return packed_attention_forward(nn.Module(), query, key, value, None, scaling=0.3, **asked)[0]
 
 
 def _by_the_definition(query, key, value, causal, window):

@@ -8,30 +8,30 @@ import trees
 from scipy import stats
 
 from megaenc.finetune.results import aggregate
-from megaenc.finetune.results.files import scan
+from megaenc.finetune.results.files import read_result_tree
 
 PRINTED = [0.9102, 0.9154, 0.9137, 0.9200, 0.9233]  # 610M MLM-40 on MS MARCO: 91.65 (0.45)
 
 
 def test_the_interval_that_the_study_printed():
-    found = aggregate.interval(PRINTED)
+    found = aggregate.compute_interval(PRINTED)
     assert f"{100 * found.mean:.2f} ({100 * found.half:.2f})" == "91.65 (0.45)" and found.scores == 5
-    assert f"{100 * aggregate.interval(PRINTED, 't').half:.2f}" == "0.64"
+    assert f"{100 * aggregate.compute_interval(PRINTED, 't').half:.2f}" == "0.64"
 
 
 def test_the_t_interval_is_scipys():
     low, high = stats.t.interval(0.95, 4, loc=statistics.mean(PRINTED), scale=stats.sem(PRINTED))
-    found = aggregate.interval(PRINTED, "t")
+    found = aggregate.compute_interval(PRINTED, "t")
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high), abs=1e-12)
 
 
 def test_one_score_has_no_interval():
-    found = aggregate.interval([0.5])
+    found = aggregate.compute_interval([0.5])
     assert found.mean == 0.5 and math.isnan(found.half)
 
 
 def cells(root):
-    return {(cell.model, cell.dataset): cell for cell in aggregate.cells(scan(root))}
+    return {(cell.model, cell.dataset): cell for cell in aggregate.group_cells(read_result_tree(root))}
 
 
 def test_the_rate_is_chosen_by_the_mean_on_validation(tmp_path):
@@ -39,14 +39,14 @@ def test_the_rate_is_chosen_by_the_mean_on_validation(tmp_path):
         trees.published(tmp_path, "toy", "SC/sst2", 1e-5, seed, [0.80, 0.90][seed], 0.3)
         trees.published(tmp_path, "toy", "SC/sst2", 2e-5, seed, [0.95, 0.70][seed], 0.9)
     cell = cells(tmp_path)["toy", "sst2"]
-    assert cell.chosen == 1e-5
-    assert aggregate.scores(cell, lambda run: run.test.score) == {0: 0.3, 1: 0.3}
+    assert cell.chosen_rate == 1e-5
+    assert aggregate.read_chosen_scores(cell, lambda run: run.test.score) == {0: 0.3, 1: 0.3}
 
 
 def test_only_rates_with_every_seed_can_be_chosen(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6], 2e-5: [0.9, None], 5e-5: [0.55, 0.58]})
     cell = cells(tmp_path)["toy", "sst2"]
-    assert cell.complete == (1e-5, 5e-5) and cell.chosen == 5e-5
+    assert cell.complete_rates == (1e-5, 5e-5) and cell.chosen_rate == 5e-5
 
 
 def test_a_model_that_has_not_got_so_far_is_not_whole(tmp_path):
@@ -56,59 +56,59 @@ def test_a_model_that_has_not_got_so_far_is_not_whole(tmp_path):
     trees.cell(tmp_path, "half", "SC/sst2", {1e-5: [0.5, 0.6, 0.7]})
     trees.cell(tmp_path, "begun", "SC/other", {1e-5: [0.5, 0.6]})
     found = cells(tmp_path)
-    assert found["begun", "sst2"].chosen is None and found["begun", "other"].chosen == 1e-5
-    assert found["half", "sst2"].chosen == 1e-5 and (len(found["half", "sst2"].runs), found["half", "sst2"].planned) == (3, 6)
+    assert found["begun", "sst2"].chosen_rate is None and found["begun", "other"].chosen_rate == 1e-5
+    assert found["half", "sst2"].chosen_rate == 1e-5 and (len(found["half", "sst2"].runs), found["half", "sst2"].planned_run_count) == (3, 6)
 
 
 def test_the_grid_that_was_asked_for_is_all_that_counts(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6, 0.9], 2e-5: [0.8, 0.9, 0.9]})
-    [cell] = aggregate.cells(scan(tmp_path), aggregate.GridSpec((1e-5, 5e-5), (0, 1)))
-    assert cell.chosen == 1e-5 and aggregate.scores(cell, lambda run: run.test.score) == {0: 0.5, 1: 0.6}
-    assert (len(cell.runs), cell.planned, cell.rates) == (2, 4, (1e-5, 5e-5))
-    [cell] = aggregate.cells(scan(tmp_path), aggregate.GridSpec((1e-5,), (0, 1, 2, 3)))
-    assert cell.chosen is None
+    [cell] = aggregate.group_cells(read_result_tree(tmp_path), aggregate.GridSpec((1e-5, 5e-5), (0, 1)))
+    assert cell.chosen_rate == 1e-5 and aggregate.read_chosen_scores(cell, lambda run: run.test.score) == {0: 0.5, 1: 0.6}
+    assert (len(cell.runs), cell.planned_run_count, cell.rates) == (2, 4, (1e-5, 5e-5))
+    [cell] = aggregate.group_cells(read_result_tree(tmp_path), aggregate.GridSpec((1e-5,), (0, 1, 2, 3)))
+    assert cell.chosen_rate is None
 
 
 def test_of_equal_rates_the_lower_is_chosen(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6], 2e-5: [0.6, 0.5]})
-    assert cells(tmp_path)["toy", "sst2"].chosen == 1e-5
+    assert cells(tmp_path)["toy", "sst2"].chosen_rate == 1e-5
 
 
 def test_nothing_is_chosen_where_no_rate_is_complete(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, None], 2e-5: [None, 0.5]})
     cell = cells(tmp_path)["toy", "sst2"]
-    assert cell.chosen is None and aggregate.scores(cell, lambda run: run.test.score) is None
-    assert aggregate.sensitivity(aggregate.by_rate(cell, lambda run: run.test.score), cell.seeds) is None
+    assert cell.chosen_rate is None and aggregate.read_chosen_scores(cell, lambda run: run.test.score) is None
+    assert aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds) is None
 
 
 def test_the_average_is_formed_by_seed(tmp_path):
     """Scores that go against each other: their average hardly varies, though each does."""
     trees.cell(tmp_path, "toy", "SC/a", {1e-5: [0.1, 0.2, 0.3]})
     trees.cell(tmp_path, "toy", "SC/b", {2e-5: [0.5, 0.4, 0.3]})
-    found = aggregate.average(list(cells(tmp_path).values()), lambda run: run.test.score)
+    found = aggregate.average_by_seed(list(cells(tmp_path).values()), lambda run: run.test.score)
     assert found == pytest.approx({0: 0.3, 1: 0.3, 2: 0.3})
-    assert aggregate.interval(list(found.values())).half == pytest.approx(0, abs=1e-12)
+    assert aggregate.compute_interval(list(found.values())).half == pytest.approx(0, abs=1e-12)
 
 
 def test_there_is_no_average_over_different_seeds(tmp_path):
     trees.cell(tmp_path, "toy", "SC/a", {1e-5: [0.1, 0.2, 0.3]})
     trees.cell(tmp_path, "toy", "SC/b", {2e-5: [0.5, 0.4]})
-    assert aggregate.average(list(cells(tmp_path).values()), lambda run: run.test.score) is None
+    assert aggregate.average_by_seed(list(cells(tmp_path).values()), lambda run: run.test.score) is None
 
 
 def test_the_average_is_over_the_studys_three_where_they_are_there(tmp_path):
     for name in ("squad", "qed", "squad_v2"):
         trees.cell(tmp_path, "toy", f"QA/{name}", {1e-5: [0.5]})
     found = list(cells(tmp_path).values())
-    assert aggregate.averaged("QA", found) == [found]
+    assert aggregate.group_for_averages("QA", found) == [found]
     trees.cell(tmp_path, "toy", "QA/record", {1e-5: [0.5]})
-    [found] = aggregate.averaged("QA", list(cells(tmp_path).values()))
+    [found] = aggregate.group_for_averages("QA", list(cells(tmp_path).values()))
     assert [cell.dataset for cell in found] == ["squad", "squad_v2", "record"]
 
 
 def test_sensitivity_to_the_learning_rate(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.80, 0.90], 2e-5: [0.84, 0.84], 5e-5: [0.20, 0.30], 1e-4: [0.83, None]})
     cell = cells(tmp_path)["toy", "sst2"]
-    found = aggregate.sensitivity(aggregate.by_rate(cell, lambda run: run.test.score), cell.seeds)
+    found = aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds)
     assert found.means == pytest.approx({1e-5: 0.85, 2e-5: 0.84, 5e-5: 0.25})
-    assert found.spread == pytest.approx(0.6) and found.near_best() == 2
+    assert found.spread == pytest.approx(0.6) and found.count_near_best() == 2

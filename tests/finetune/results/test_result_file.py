@@ -8,7 +8,7 @@ import trees
 
 from megaenc.errors import InputError
 from megaenc.finetune.results import files as result_files
-from megaenc.finetune.results.files import read_examples
+from megaenc.finetune.results.files import read_example_scores
 from megaenc.finetune.results.summary import summary_main
 from megaenc.study.report import command as report_command
 
@@ -117,7 +117,7 @@ def test_a_failure_without_a_text_is_one_line(reason, tree, tmp_path, refusal):
 def test_a_folder_that_is_named_after_no_rate_and_seed_is_passed_by(name, tree):
     (tree / "610m-clm-42k/SC/sst2" / name).mkdir()
     (tree / "610m-clm-42k/SC/sst2" / name / "results.json").write_text("damaged")
-    assert len(result_files.scan(tree)) == 2
+    assert len(result_files.read_result_tree(tree)) == 2
 
 
 def test_the_same_run_twice_is_one_line(tree, tmp_path, refusal):
@@ -162,13 +162,13 @@ NO_EXAMPLES = [
 def test_damaged_scores_of_examples_are_one_line(content, tmp_path):
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(InputError, match=r"results\.json: field `test`"):
-        read_examples(tmp_path / "results.json", None)
+        read_example_scores(tmp_path / "results.json", None)
 
 
 def test_whole_results_are_read(tree, tmp_path):
     """So that the damage, and nothing else, is refused above."""
-    assert [one.test.score for one in result_files.scan(tree)] == [0.5, 0.5]
-    assert read_examples(tree / "610m-clm-42k/SC/sst2/lr2e-05_sd1/results.json", "accuracy") == [0.0, 1.0]
+    assert [one.test.score for one in result_files.read_result_tree(tree)] == [0.5, 0.5]
+    assert read_example_scores(tree / "610m-clm-42k/SC/sst2/lr2e-05_sd1/results.json", "accuracy") == [0.0, 1.0]
     summary_main([str(tree), "--output", str(tmp_path / "new" / "all.json")])
     assert json.loads((tmp_path / "new" / "all.json").read_text())["rows"][0]["mean"] == 50
 

@@ -10,25 +10,27 @@ import pytest
 import trees
 
 from megaenc.errors import InputError
-from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.config import FinetuneConfig, format_learning_rate
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.grid.jobs import Fingerprints, Job, Named, named_model, rate_name
+from megaenc.finetune.grid.jobs import FinetuneJob, Fingerprints, NamedSource, parse_model
 from megaenc.finetune.results import files as result_files
 
 FINGERPRINTS = Fingerprints("m" * 64, "t" * 64, "p" * 64, {"nq": "n" * 64, "sst2": "s" * 64}, "stamp")
 
 
-def job(output, family=TaskFamily.SC, dataset="sst2", train_on="sst2", rate=2e-5, **protocol) -> Job:
-    model, sets = Named("toy", "/models/toy"), (Named(dataset, dataset),)
-    return Job(model, family, train_on, sets, rate, 3, str(output), FinetuneConfig(**protocol), DatasetConfig(), FINGERPRINTS)
+def job(output, family=TaskFamily.SC, dataset="sst2", train_on="sst2", rate=2e-5, **protocol) -> FinetuneJob:
+    model, sets = NamedSource("toy", "/models/toy"), (NamedSource(dataset, dataset),)
+    return FinetuneJob(
+        model, family, train_on, sets, rate, 3, str(output), FinetuneConfig(**protocol), DatasetConfig(), FINGERPRINTS
+    )
 
 
-def write(one: Job, dataset="sst2", **fitting) -> Path:
+def write(one: FinetuneJob, dataset="sst2", **fitting) -> Path:
     splits = {split: fake_runs.scores(one, dataset, split) for split in ("validation", "test")}
     found = dataclasses.replace(one.protocol, **fitting)
-    result_files.write(one, dataset, splits, steps=7, protocol=found, trained="0" * 64, seconds={"training": 1.23456})
-    return result_files.folder(one, dataset)
+    result_files.write_result(one, dataset, splits, steps=7, protocol=found, trained="0" * 64, seconds={"training": 1.23456})
+    return result_files.job_folder(one, dataset)
 
 
 @pytest.mark.parametrize(
@@ -36,23 +38,23 @@ def write(one: Job, dataset="sst2", **fitting) -> Path:
     [(1e-5, "1e-05"), (2e-4, "2e-04"), (5e-4, "5e-04"), (1.5e-5, "1.5e-05"), (0.1, "1e-01"), (1.0, "1e+00"), (3e-4 / 7, None)],
 )
 def test_rates_are_named_as_in_published_results(rate, name):
-    assert float(rate_name(rate)) == rate and (name is None or rate_name(rate) == name)
+    assert float(format_learning_rate(rate)) == rate and (name is None or format_learning_rate(rate) == name)
 
 
 def test_folders_are_those_of_published_results(tmp_path):
-    assert result_files.folder(job("out"), "sst2") == Path("out/toy/SC/sst2/lr2e-05_sd3")
+    assert result_files.job_folder(job("out"), "sst2") == Path("out/toy/SC/sst2/lr2e-05_sd3")
     retrieval = job("out", TaskFamily.IR, "nq", "msmarco_pairs", 5e-4)
-    assert result_files.folder(retrieval, "nq") == Path("out/toy/IR/nq/msmarco_pairs_lr5e-04_sd3")
+    assert result_files.job_folder(retrieval, "nq") == Path("out/toy/IR/nq/msmarco_pairs_lr5e-04_sd3")
 
 
 def test_what_is_written_is_read_back(tmp_path):
     one = job(tmp_path)
     write(one)
-    [found] = result_files.scan(tmp_path)
+    [found] = result_files.read_result_tree(tmp_path)
     asked = fake_runs.scores(one, "sst2", "test")
     assert (found.model, found.family, found.dataset, found.train_on) == ("toy", "SC", "sst2", "sst2")
     assert (found.learning_rate, found.seed, found.failure) == (2e-5, 3, None)
-    assert found.test == result_files.Split(asked.score, asked.metrics, None, asked.baseline)
+    assert found.test == result_files.SplitScores(asked.score, asked.metrics, None, asked.baseline)
     assert found.validation.score == fake_runs.scores(one, "sst2", "validation").score
 
 
@@ -71,30 +73,30 @@ def test_the_file_holds_everything_and_no_time(tmp_path):
 def test_a_result_takes_the_place_of_a_failure(tmp_path):
     one = job(tmp_path)
     result_files.write_failure(one, "the loss is nan in step 3", step=3, protocol=one.protocol)
-    assert result_files.state(one, "sst2") == "failed"
-    [found] = result_files.scan(tmp_path)
+    assert result_files.read_job_state(one, "sst2") == "failed"
+    [found] = result_files.read_result_tree(tmp_path)
     assert found.failure == "the loss is nan in step 3" and found.test is None
     write(one)
-    assert result_files.state(one, "sst2") == "finished" and not list(tmp_path.rglob("failed.json"))
+    assert result_files.read_job_state(one, "sst2") == "finished" and not list(tmp_path.rglob("failed.json"))
 
 
 def test_nothing_is_missing_but_what_is_not_there(tmp_path):
-    assert result_files.state(job(tmp_path), "sst2") == "missing"
+    assert result_files.read_job_state(job(tmp_path), "sst2") == "missing"
 
 
 @pytest.mark.parametrize(("field", "value"), [("batch_size", 16), ("warmup", 0.2), ("attention", "causal"), ("threads", 2)])
 def test_results_of_another_protocol_are_named(tmp_path, field, value):
     write(job(tmp_path))
     with pytest.raises(InputError, match=rf"results.json: field `protocol.{field}`: found .*, expected '?{value}"):
-        result_files.state(job(tmp_path, **{field: value}), "sst2")
+        result_files.read_job_state(job(tmp_path, **{field: value}), "sst2")
 
 
 def test_what_fits_may_have_been_anything(tmp_path):
     write(job(tmp_path), max_length=2028, precision="bf16")
-    assert result_files.state(job(tmp_path), "sst2") == "finished"
-    assert result_files.state(job(tmp_path, max_length=2028, precision="bf16"), "sst2") == "finished"
+    assert result_files.read_job_state(job(tmp_path), "sst2") == "finished"
+    assert result_files.read_job_state(job(tmp_path, max_length=2028, precision="bf16"), "sst2") == "finished"
     with pytest.raises(InputError, match=r"field `protocol.precision`: found 'bf16', expected 'fp32'"):
-        result_files.state(job(tmp_path, precision="fp32"), "sst2")
+        result_files.read_job_state(job(tmp_path, precision="fp32"), "sst2")
 
 
 @pytest.mark.parametrize("name", ["model", "tokenizer", "train_on"])
@@ -102,19 +104,19 @@ def test_results_of_other_inputs_are_named(tmp_path, name):
     write(job(tmp_path))
     other = dataclasses.replace(job(tmp_path), fingerprints=dataclasses.replace(FINGERPRINTS, **{name: "x" * 64}))
     with pytest.raises(InputError, match=rf"field `fingerprints.{name}`"):
-        result_files.state(other, "sst2")
+        result_files.read_job_state(other, "sst2")
 
 
 def test_published_results_do_not_go_on(tmp_path):
     trees.published(tmp_path, "toy", "SC/sst2", 2e-5, 3, 0.5, 0.6)
     with pytest.raises(InputError, match=r"field `protocol`: not there"):
-        result_files.state(job(tmp_path), "sst2")
+        result_files.read_job_state(job(tmp_path), "sst2")
 
 
 def test_published_results_are_read(tmp_path):
     trees.published(tmp_path, "610m-mlm40-42k", "IR/nq", 5e-4, 2, 0.75, 0.875, "msmarco_pairs_")
     trees.published(tmp_path, "610m-mlm40-42k", "SC/sst2", 1e-5, 0, 0.5, 0.625)
-    retrieval, classified = result_files.scan(tmp_path)
+    retrieval, classified = result_files.read_result_tree(tmp_path)
     assert (retrieval.dataset, retrieval.train_on, retrieval.learning_rate, retrieval.seed) == ("nq", "msmarco_pairs", 5e-4, 2)
     assert (retrieval.validation.score, retrieval.test.score, retrieval.test.collapsed) == (0.75, 0.875, None)
     assert (classified.train_on, classified.test.score) == ("sst2", 0.625)
@@ -134,7 +136,7 @@ def test_published_results_are_read(tmp_path):
 )
 def test_published_runs_that_collapsed_are_seen(tmp_path, place, test, why):
     trees.published(tmp_path, "toy", place, 2e-5, 3, 0.5, test)
-    assert result_files.scan(tmp_path)[0].test.collapsed == why
+    assert result_files.read_result_tree(tmp_path)[0].test.collapsed == why
 
 
 @pytest.mark.parametrize("lists", [[], [[]], [[1], [2, 3]], [[], [1.5e-5]]])
@@ -142,7 +144,7 @@ def test_lists_are_left_out_without_parsing_them(lists):
     others = {"a": ["]", '"scores_i": ['], "scores_i": [1, 2], "b": {}}
     values = {"metrics_i": {f"m{at}": row for at, row in enumerate(lists)}} | others
     for indent in (None, 4):
-        read = json.loads(result_files.without_lists(json.dumps(values, indent=indent).encode()))
+        read = json.loads(result_files.drop_score_lists(json.dumps(values, indent=indent).encode()))
         assert read == others | {"metrics_i": None, "scores_i": None}
 
 
@@ -150,25 +152,25 @@ def test_what_is_no_result_is_passed_by_or_named(tmp_path):
     write(job(tmp_path))
     for other in (".tokenised/SC/sst2/lr1e-05_sd0", "toy/SC/sst2/notes", "toy/other/sst2/lr1e-05_sd0", "toy/SC/sst2/lr1e-04_sd0"):
         (tmp_path / other).mkdir(parents=True)
-    assert len(result_files.scan(tmp_path)) == 1
+    assert len(result_files.read_result_tree(tmp_path)) == 1
     for content, message in (('{"test": {}}', "field `validation.score`"), ("[]", "found a list"), ("{", "not JSON")):
         (tmp_path / "toy/SC/sst2/lr1e-04_sd0/results.json").write_text(content)
         with pytest.raises(InputError, match=message):
-            result_files.scan(tmp_path)
+            result_files.read_result_tree(tmp_path)
 
 
 def test_a_tree_without_results_is_one_line(tmp_path):
     with pytest.raises(InputError, match="holds no results"):
-        result_files.scan(tmp_path)
+        result_files.read_result_tree(tmp_path)
     with pytest.raises(InputError, match="No such file"):
-        result_files.scan(tmp_path / "nowhere")
+        result_files.read_result_tree(tmp_path / "nowhere")
 
 
 def test_what_a_killed_run_left_is_swept_away(tmp_path):
     one = job(tmp_path)
     folder = write(one)
     (folder / ".results.json.12-0123abcd.tmp").touch()
-    result_files.sweep(one)
+    result_files.remove_partial_files(one)
     assert sorted(path.name for path in folder.iterdir()) == ["results.json", "timing.json"]
 
 
@@ -177,7 +179,7 @@ def test_models_are_named_by_their_folder_or_otherwise(tmp_path, monkeypatch, gi
     monkeypatch.chdir(tmp_path)
     for folder in ("toy", "sub/toy"):
         fake_runs.make_model(tmp_path / folder)
-    assert named_model(given).name == name
+    assert parse_model(given).name == name
 
 
 @pytest.mark.parametrize("given", ["..=toy", "=toy", "a b\n=toy", ".=toy", "a\u202eb=toy", "\x1b[2J=toy", "a/../b=toy"])
@@ -185,10 +187,10 @@ def test_names_that_are_no_folders_are_refused(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     fake_runs.make_model(tmp_path / "toy")
     if given == "=toy":
-        assert named_model(given).name == "toy"
+        assert parse_model(given).name == "toy"
         return
     with pytest.raises(InputError, match="found the name" if "/" not in given else "no such folder"):
-        named_model(given)
+        parse_model(given)
 
 
 @pytest.mark.parametrize("folder", ["..", "../..", ".", "a\nb", "-"])
@@ -197,7 +199,7 @@ def test_a_folder_of_any_name_has_its_results_below_the_output(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "one" / "two")
     fake_runs.make_model(Path(folder))
     try:
-        name = named_model(folder).name
+        name = parse_model(folder).name
     except InputError:
         assert folder == "a\nb"
         return

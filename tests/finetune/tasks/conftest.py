@@ -51,7 +51,7 @@ def make_model(folder) -> Callable:
 
     def make(task):
         torch.manual_seed(1)
-        head = task.head(HIDDEN)
+        head = task.build_head(HIDDEN)
         with torch.no_grad():
             for weights in head.parameters():
                 weights.normal_()
@@ -106,7 +106,7 @@ class Oracle(nn.Module):
         self.told = {tuple(text.tolist()): states for text, states in told}
         self.seen = 0
 
-    def states(self, packed):
+    def compute_states(self, packed):
         self.seen += len(packed.lengths)
         texts = packed.tokens.split(packed.lengths)
         return torch.cat([torch.as_tensor(self.told[tuple(text.tolist())], dtype=torch.float32) for text in texts])
@@ -120,7 +120,7 @@ def oracle() -> Callable:
     def make(task, told):
         told = list(told)
         size = np.asarray(told[0][1]).shape[1]
-        head = task.head(size)
+        head = task.build_head(size)
         with torch.no_grad():
             for weights in head.parameters():
                 weights.copy_(torch.eye(size)) if weights.ndim == 2 else weights.zero_()
@@ -144,13 +144,13 @@ def dataset() -> Callable:
 @pytest.fixture
 def refuses_nan() -> Callable:
     """Evaluating with weights of which one became NaN in the last update is no score, but NotFinite."""
-    from megaenc.finetune.tasks import NotFinite
+    from megaenc.finetune.tasks import NonFinitePredictionError
 
     def check(task, model, data, examples):
         task.evaluate(model, data, examples)
         with torch.no_grad():
             list(model.parameters())[-1].view(-1)[0] = torch.nan
-        with pytest.raises(NotFinite, match="what the model predicts is nan or inf"):
+        with pytest.raises(NonFinitePredictionError, match="what the model predicts is nan or inf"):
             task.evaluate(model, data, examples)
 
     return check

@@ -17,10 +17,10 @@ EXAMPLES = [LabelledText(str(at), text, label) for at, (text, label) in enumerat
 def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward):
     task = Classification(dataset("abc"), FinetuneConfig(tokens_per_forward=tokens_per_forward))
     data, model = task.encode(EXAMPLES, encoder), make_model(task)
-    head = task.head(16)
+    head = task.build_head(16)
     head.load_state_dict(model.head.state_dict())
     rows = np.array([4, 1, 2, 0])
-    states, mask = plain_states.forward(data.texts(rows))
+    states, mask = plain_states.forward(data.gather_rows(rows))
     mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     expected = cross_entropy(head(mean), torch.tensor([EXAMPLES[row].label for row in rows]))
     expected.backward()
@@ -33,7 +33,7 @@ def test_heads_are_drawn_by_the_seed(dataset):
     heads = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        heads.append(task.head(512))
+        heads.append(task.build_head(512))
     assert torch.equal(heads[0].weight, heads[1].weight) and not torch.equal(heads[0].weight, heads[2].weight)
     assert heads[0].weight.shape == (3, 512) and heads[0].weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert not heads[0].bias.any() and heads[0].weight.dtype == torch.float32
@@ -41,14 +41,15 @@ def test_heads_are_drawn_by_the_seed(dataset):
 
 def told(data, predicted):
     return [
-        (text, np.tile(np.eye(3)[label], (len(text), 1))) for text, label in zip(data.texts(range(5)), predicted, strict=True)
+        (text, np.tile(np.eye(3)[label], (len(text), 1)))
+        for text, label in zip(data.gather_rows(range(5)), predicted, strict=True)
     ]
 
 
 def test_scores(dataset, encoder, oracle):
     task = Classification(dataset(["a", "b", "c"]), FinetuneConfig(tokens_per_forward=20))
     data = task.encode(EXAMPLES, encoder)
-    assert task.count(data) == 5
+    assert task.count_examples(data) == 5
     perfect = oracle(task, told(data, data.columns["labels"]))
     heard: list[tuple[int, int]] = []
     task.progress = lambda done, total: heard.append((done, total))

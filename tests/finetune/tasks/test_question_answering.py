@@ -38,7 +38,7 @@ def encoder(tokenizer):
 def test_rows_are_question_and_context(task, encoder, tokenizer):
     data = task.encode(EXAMPLES, encoder)
     for row, example in enumerate(EXAMPLES):
-        tokens = data.texts([row])[0]
+        tokens = data.gather_rows([row])[0]
         first, past = data.columns["context"][row]
         ids = [
             tokenizer.encode(half, add_special_tokens=False)
@@ -57,10 +57,10 @@ def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, 
     """Every sub-token is learned, the end and the question's too, as a token classifier does."""
     task = QuestionAnswering(dataset(), FinetuneConfig(tokens_per_forward=tokens_per_forward))
     data, model = task.encode(EXAMPLES, encoder), make_model(task)
-    head = task.head(16)
+    head = task.build_head(16)
     head.load_state_dict(model.head.state_dict())
     rows = np.array([3, 0, 2])
-    states, mask = plain_states.forward(data.texts(rows))
+    states, mask = plain_states.forward(data.gather_rows(rows))
     labels = torch.full(mask.shape, -100)
     for at, row in enumerate(rows):
         labels[at, : data.lengths[row]] = torch.from_numpy(data.columns["inside"][data.starts[row] : data.starts[row + 1]])
@@ -72,7 +72,7 @@ def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, 
 
 def told(data, inside_of=None):
     """States [outside, inside]: inside where the labels are, or at the positions given for each row with their log-odds."""
-    for row, text in enumerate(data.texts(range(len(data)))):
+    for row, text in enumerate(data.gather_rows(range(len(data)))):
         states = np.zeros((len(text), 2))
         states[:, 0] = 1
         if inside_of is None:
@@ -134,11 +134,11 @@ def test_long_contexts_lose_their_ends_and_answers_there_are_missed(task, encode
     start, end = whole.columns["gold"][0]
     assert end - start >= 2
     data = task.encode(EXAMPLES[:3], TextEncoder(tokenizer, int(start) + 2))
-    assert data.truncated == 3 and data.lengths.tolist() == [start + 2] * 3
+    assert data.truncated_count == 3 and data.lengths.tolist() == [start + 2] * 3
     assert np.array_equal(data.columns["gold"], whole.columns["gold"][:3])
     inside = np.split(data.columns["inside"], data.starts[1:-1])
     assert [part.sum() for part in inside] == [1, 0, 0]
-    assert all(text[-1] == tokenizer.eos_token_id for text in data.texts(range(3)))
+    assert all(text[-1] == tokenizer.eos_token_id for text in data.gather_rows(range(3)))
     scores = task.evaluate(oracle(task, told(data)), data, EXAMPLES[:3])
     assert scores.scores_i == pytest.approx([2 / (1 + end - start), 0, 1])
     assert scores.metrics_i["exact_match"] == [0, 0, 1]
@@ -151,7 +151,7 @@ def test_long_contexts_lose_their_ends_and_answers_there_are_missed(task, encode
 def test_questions_that_are_too_long_are_said(task, tokenizer, oracle, capsys):
     data = task.encode(EXAMPLES, TextEncoder(tokenizer, 6))
     assert "4 questions are longer than 6 tokens" in capsys.readouterr().out
-    assert data.lengths.tolist() == [6] * 4 and data.truncated == 4
+    assert data.lengths.tolist() == [6] * 4 and data.truncated_count == 4
     assert not data.columns["inside"].any() and (data.columns["context"] == 5).all()
     assert task.evaluate(oracle(task, told(data)), data, EXAMPLES).scores_i == [0, 0, 1, 0]
 

@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy, normalize
 
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Pair, RetrievalExamples
-from megaenc.finetune.model.backbone import pack
+from megaenc.finetune.model.backbone import pack_texts
 from megaenc.finetune.tasks import TASKS, TaskModel
-from megaenc.finetune.tasks.base import mean_states
+from megaenc.finetune.tasks.base import mean_pool
 from megaenc.finetune.tasks.retrieval import RetrievalTask as RetrievalTask
 
 PAIRS = [
@@ -41,11 +41,11 @@ def test_every_family_has_its_task():
 def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward, scale):
     task = RetrievalTask(dataset(), FinetuneConfig(tokens_per_forward=tokens_per_forward, scale=scale))
     data, model = task.encode(PAIRS, encoder), make_model(task)
-    assert task.count(data) == 5
+    assert task.count_examples(data) == 5
     rows = np.array([4, 0, 3, 2])
     vectors = []
     for side in ("queries", "documents"):
-        states, mask = plain_states.forward(data[side].texts(rows))
+        states, mask = plain_states.forward(data[side].gather_rows(rows))
         vectors.append((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
     expected = plain_loss(*vectors, scale)
     expected.backward()
@@ -63,7 +63,7 @@ class Words(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.read: list[int] = []
 
-    def states(self, packed):
+    def compute_states(self, packed):
         self.read.append(len(packed.lengths))
         return self.dropout(self.table(packed.tokens))
 
@@ -81,12 +81,12 @@ def test_parts_drop_the_same_both_times(dataset, encoder):
 
     # The same parts with one graph over all of them.
     model.zero_grad()
-    texts = data["queries"].texts(rows) + data["documents"].texts(rows)
+    texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
     vectors: list[torch.Tensor] = [torch.empty(0)] * 10
     torch.manual_seed(7)
-    for part in task.forwards(np.array([len(text) for text in texts])):
-        packed = pack([texts[at] for at in part], "cpu")
-        for at, vector in zip(part, mean_states(model.backbone.states(packed), packed), strict=True):
+    for part in task.split_into_forwards(np.array([len(text) for text in texts])):
+        packed = pack_texts([texts[at] for at in part], "cpu")
+        for at, vector in zip(part, mean_pool(model.backbone.compute_states(packed), packed), strict=True):
             vectors[at] = vector
     expected = plain_loss(torch.stack(vectors[:5]), torch.stack(vectors[5:]), 20.0)
     expected.backward()
@@ -112,7 +112,7 @@ def planted(task, data, oracle, queries, documents):
     for side, vectors in (("queries", queries), ("documents", documents)):
         told += [
             (text, np.tile(vector, (len(text), 1)))
-            for text, vector in zip(data[side].texts(range(len(vectors))), vectors, strict=True)
+            for text, vector in zip(data[side].gather_rows(range(len(vectors))), vectors, strict=True)
         ]
     return oracle(task, told)
 

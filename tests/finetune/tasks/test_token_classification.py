@@ -48,10 +48,10 @@ def test_a_beginning_has_no_tag(task, tokenizer):
 def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward):
     task = TokenClassification(dataset(TAGS), FinetuneConfig(tokens_per_forward=tokens_per_forward))
     data, model = task.encode(EXAMPLES, encoder), make_model(task)
-    head = task.head(16)
+    head = task.build_head(16)
     head.load_state_dict(model.head.state_dict())
     rows = np.array([2, 0, 1])
-    states, mask = plain_states.forward(data.texts(rows))
+    states, mask = plain_states.forward(data.gather_rows(rows))
     tags = torch.full(mask.shape, -100)
     for at, row in enumerate(rows):
         tags[at, : data.lengths[row]] = torch.from_numpy(data.columns["tags"][data.starts[row] : data.starts[row + 1]])
@@ -63,7 +63,7 @@ def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, 
 
 def told(data, tags_of):
     """States that say, for each row and word, the tag of `tags_of`; whatever at the end."""
-    for row, text in enumerate(data.texts(range(len(data)))):
+    for row, text in enumerate(data.gather_rows(range(len(data)))):
         words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
         yield text, np.eye(len(TAGS))[[tags_of[row][word] if word >= 0 else 1 for word in words]]
 
@@ -103,7 +103,7 @@ def test_words_that_were_cut_off_are_outside(task, encoder, tokenizer, oracle):
     words = whole.columns["words"][: whole.lengths[0]]
     room = int(np.flatnonzero(words == 2)[0])  # Marie Curie, and nothing of what follows
     data = task.encode(EXAMPLES, TextEncoder(tokenizer, room + 1))
-    assert data.lengths.max() == room + 1 and data.truncated == int((whole.lengths > room + 1).sum()) > 0
+    assert data.lengths.max() == room + 1 and data.truncated_count == int((whole.lengths > room + 1).sum()) > 0
     scores = task.evaluate(oracle(task, told(data, [example.tags for example in EXAMPLES])), data, EXAMPLES)
     # Paris is lost.
     assert scores.metrics_i["spans_right"][0] == scores.metrics_i["spans_predicted"][0] == 1
@@ -154,7 +154,7 @@ def test_other_tokenizers(task, kind):
     tokenizer = other_tokenizer(kind)
     data = task.encode(EXAMPLES, TextEncoder(tokenizer, 200))
     for row, example in enumerate(EXAMPLES):
-        tokens = data.texts([row])[0]
+        tokens = data.gather_rows([row])[0]
         words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
         assert words[-1] == -1 and tokens[-1] == tokenizer.sep_token_id
         assert np.array_equal(np.unique(words[:-1]), np.arange(len(example.words)))

@@ -28,7 +28,7 @@ def packing(attention, lengths=LENGTHS, prefixes=PREFIXES):
     from megaenc.model.packed_sequences import PackedSequences
 
     prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
-    return PackedSequences.of([0, *np.cumsum(lengths).tolist()], attention, HOST, prefixes)
+    return PackedSequences.from_edges([0, *np.cumsum(lengths).tolist()], attention, HOST, prefixes)
 
 
 def numbers(heads, groups, width, lengths=LENGTHS):
@@ -43,13 +43,13 @@ def plug(monkeypatch):
     """Put a stand-in where the kernel of one of WAYS would be called; returns the name of the backend."""
     from megaenc.model.attention import backends, padded
 
-    backends.flash_kernel.cache_clear()
+    backends.load_flash_kernel.cache_clear()
 
     def plug(way):
         name, _, version = way.partition(", torch ")
         if name == "varlen":
             told = {"enable_gqa": True} if version == "2.13" else {}
-            monkeypatch.setattr(backends, "_GROUPED", told)
+            monkeypatch.setattr(backends, "_GQA_OPTION", told)
             monkeypatch.setattr(backends, "varlen_attn", kernels.varlen_2_13 if told else kernels.varlen_2_11)
         elif name.startswith("flash"):
             kernels.install(monkeypatch, "flash_attn", kernels.flash_attn_2)
@@ -58,19 +58,19 @@ def plug(monkeypatch):
                 monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
             return "flash"
         elif name == "cudnn":
-            monkeypatch.setattr(padded, "by_cudnn", contextlib.nullcontext)
+            monkeypatch.setattr(padded, "cudnn_only", contextlib.nullcontext)
         return name
 
     yield plug
-    backends.flash_kernel.cache_clear()
+    backends.load_flash_kernel.cache_clear()
 
 
 def computed(name, q, k, v, upstream, packed):
     """Values and the gradients of q, k and v."""
-    from megaenc.model.attention.backends import attend_by
+    from megaenc.model.attention.backends import compute_attention
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend_by(name, *leaves, packed)
+    out = compute_attention(name, *leaves, packed)
     return out.detach(), *torch.autograd.grad(out, leaves, upstream)
 
 
@@ -78,11 +78,11 @@ def computed(name, q, k, v, upstream, packed):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "{}-{}-{}".format(*shape))
 @pytest.mark.parametrize("way", WAYS)
 def test_values_and_gradients_are_those_of_the_formula(way, shape, attention, plug):
-    from megaenc.model.attention.selftest import reference
+    from megaenc.model.attention.selftest import reference_attention
 
     inputs, packed = numbers(*shape), packing(attention)
     found = computed(plug(way), *inputs, packed)
-    for here, there in zip(found, reference(*inputs, packed.spans()), strict=True):
+    for here, there in zip(found, reference_attention(*inputs, packed.spans()), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-5)
 
 
@@ -96,17 +96,17 @@ def test_no_document_has_a_prefix(way, plug):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scale_of_its_own(way, plug):
-    from megaenc.model.attention.backends import attend_by
+    from megaenc.model.attention.backends import compute_attention
 
     q, k, v, _ = numbers(4, 2, 10)
     name, packed = plug(way), packing(Attention.CAUSAL)
     torch.testing.assert_close(
-        attend_by(name, q, k, v, packed, 0.5), attend_by(name, q * 0.5 * 10**0.5, k, v, packed), rtol=1e-4, atol=1e-5
+        compute_attention(name, q, k, v, packed, 0.5), compute_attention(name, q * 0.5 * 10**0.5, k, v, packed), rtol=1e-4, atol=1e-5
     )
 
 
 def test_flash_attn_3_is_for_a_hopper_alone(plug, monkeypatch):
-    from megaenc.model.attention.backends import flash_kernel
+    from megaenc.model.attention.backends import load_flash_kernel
 
     plug("flash-attn 3")
     called = []
@@ -114,8 +114,8 @@ def test_flash_attn_3_is_for_a_hopper_alone(plug, monkeypatch):
     kernels.install(monkeypatch, "flash_attn_interface", lambda *_, **__: called.append("3"))
     for capability in ((9, 0), (8, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        flash_kernel.cache_clear()
-        flash_kernel(HOST)(*"qkv", None, None, 1, 1, scale=1.0, causal=True)
+        load_flash_kernel.cache_clear()
+        load_flash_kernel(HOST)(*"qkv", None, None, 1, 1, scale=1.0, causal=True)
     assert called == ["3", "2", "2"]
 
 
@@ -130,7 +130,7 @@ def shapes(monkeypatch):
         seen.append(tuple(k.shape))
         return dot_product(q, k, v, **how)
 
-    monkeypatch.setattr(padded, "by_cudnn", contextlib.nullcontext)
+    monkeypatch.setattr(padded, "cudnn_only", contextlib.nullcontext)
     monkeypatch.setattr(padded.F, "scaled_dot_product_attention", watched)
     return seen
 
@@ -145,10 +145,10 @@ def test_padded_documents_come_in_few_shapes(shapes):
 
 @pytest.mark.parametrize("attention", Attention)
 def test_padding_is_worked_out_once_for_all_layers(attention, shapes, monkeypatch):
-    from megaenc.model.attention.padded import Padded
+    from megaenc.model.attention.padded import PaddedBatches
 
-    times, of = [], Padded.of
-    monkeypatch.setattr(Padded, "of", lambda *arguments: times.append(1) or of(*arguments))
+    times, of = [], PaddedBatches.of
+    monkeypatch.setattr(PaddedBatches, "of", lambda *arguments: times.append(1) or of(*arguments))
     inputs, packed = numbers(4, 2, 8), packing(attention)
     for _ in range(3):
         computed("cudnn", *inputs, packed)
@@ -156,14 +156,14 @@ def test_padding_is_worked_out_once_for_all_layers(attention, shapes, monkeypatc
 
 
 def test_what_is_lacking():
-    from megaenc.model.attention.backends import lacking
+    from megaenc.model.attention.backends import missing_requirement
 
     accelerator = torch.device("cuda", 0)
-    assert lacking("sdpa", HOST, torch.float32) == lacking("sdpa", accelerator, torch.float32) == ""
+    assert missing_requirement("sdpa", HOST, torch.float32) == missing_requirement("sdpa", accelerator, torch.float32) == ""
     for name in ("flash", "varlen", "cudnn"):
-        assert lacking(name, HOST, torch.bfloat16) == "needs an accelerator"
-        assert lacking(name, accelerator, torch.float32) == "computes in 16-bit numbers and not in float32"
-    assert lacking("varlen", accelerator, torch.bfloat16) == ""
+        assert missing_requirement(name, HOST, torch.bfloat16) == "needs an accelerator"
+        assert missing_requirement(name, accelerator, torch.float32) == "computes in 16-bit numbers and not in float32"
+    assert missing_requirement("varlen", accelerator, torch.bfloat16) == ""
 
 
 NONE, ALONE = "flash-attn is not installed", "flash-attn 2 is not installed, and version 3, which is, is for a Hopper alone"
@@ -182,19 +182,19 @@ def test_flash_attn_is_there_or_not(modules, capability, hip, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     third = THIRD in modules and capability == (9, 0) and not hip
     module = THIRD if third else SECOND if SECOND in modules else ""
-    assert backends.flash_module(accelerator) == module
-    found = backends.lacking("flash", accelerator, torch.bfloat16)
+    assert backends.flash_attn_module(accelerator) == module
+    found = backends.missing_requirement("flash", accelerator, torch.bfloat16)
     assert found == ("" if module else ALONE if modules else NONE)
 
 
 def test_cudnn_is_there_or_not(monkeypatch):
-    from megaenc.model.attention.backends import lacking
+    from megaenc.model.attention.backends import missing_requirement
 
     accelerator = torch.device("cuda", 0)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    assert lacking("cudnn", accelerator, torch.bfloat16) == ""
+    assert missing_requirement("cudnn", accelerator, torch.bfloat16) == ""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert lacking("cudnn", accelerator, torch.bfloat16) == "this torch has no cuDNN"
+    assert missing_requirement("cudnn", accelerator, torch.bfloat16) == "this torch has no cuDNN"
 
 
 def test_real_kernels_take_what_the_stand_ins_take():
@@ -205,7 +205,7 @@ def test_real_kernels_take_what_the_stand_ins_take():
 
     from megaenc.model.attention import backends
 
-    inspect.signature(varlen_attn).bind(*range(7), scale=1.0, window_size=(-1, 0), **backends._GROUPED)
+    inspect.signature(varlen_attn).bind(*range(7), scale=1.0, window_size=(-1, 0), **backends._GQA_OPTION)
 
 
 def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
@@ -217,5 +217,5 @@ def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
     allowed = []
     monkeypatch.setattr(backends, "sdpa_kernel", lambda kinds: allowed.extend(kinds) or sdpa_kernel(kinds))
     q, k, v, _ = (x.to("meta") for x in numbers(4, 2, 16))
-    assert backends.attend_by("sdpa", q, k, v, packing(Attention.PREFIX)).shape == q.shape
+    assert backends.compute_attention("sdpa", q, k, v, packing(Attention.PREFIX)).shape == q.shape
     assert SDPBackend.MATH in allowed and SDPBackend.CUDNN_ATTENTION not in allowed

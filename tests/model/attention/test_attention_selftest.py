@@ -31,12 +31,12 @@ def check(name="sdpa", masks=tuple(Attention), **other):
 def test_the_dot_product_of_torch_is_right(heads, groups, head_dim, dtype):
     """With room between what is found and what is allowed, and more than there would be if nothing were computed."""
     verdict = check(heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
-    assert (verdict.right, verdict.available, verdict.why) == (True, True, "")
-    assert 0 < verdict.error < verdict.allowed * 0.7
+    assert (verdict.passed, verdict.available, verdict.reason) == (True, True, "")
+    assert 0 < verdict.error < verdict.tolerance * 0.7
 
 
 def test_the_reference_is_the_formula_a_position_at_a_time():
-    from megaenc.model.attention.selftest import reference
+    from megaenc.model.attention.selftest import reference_attention
 
     torch.manual_seed(0)
     spans = [(0, 2, 5), (5, 5, 6), (6, 6, 9), (9, 13, 13)]  # a prefix, causal, causal, bidirectional
@@ -50,44 +50,44 @@ def test_the_reference_is_the_formula_a_position_at_a_time():
                 rows.append(scores.softmax(0) @ torch.stack([v[other, head // 2] for other in seen]))
     out = torch.stack(rows).view(13, 4, 6)
     expected = (out, *torch.autograd.grad((out * upstream).sum(), (q, k, v)))
-    for here, there in zip(reference(*(x.detach() for x in (q, k, v, upstream)), spans), expected, strict=True):
+    for here, there in zip(reference_attention(*(x.detach() for x in (q, k, v, upstream)), spans), expected, strict=True):
         torch.testing.assert_close(here, there.detach())
 
 
 def test_what_is_allowed():
     """16 roundings of the numbers, and float32 sums of as many terms."""
-    from megaenc.model.attention.selftest import tolerance
+    from megaenc.model.attention.selftest import error_tolerance
 
     sums = 4 * 355 * 2.0**-24
-    assert tolerance(torch.bfloat16, 355, HOST) == pytest.approx(16 / 256 + sums)
-    assert tolerance(torch.float16, 355, HOST) == pytest.approx(16 / 2048 + sums)
-    assert tolerance(torch.float32, 355, HOST) == pytest.approx(16 * 2.0**-24 + sums)
+    assert error_tolerance(torch.bfloat16, 355, HOST) == pytest.approx(16 / 256 + sums)
+    assert error_tolerance(torch.float16, 355, HOST) == pytest.approx(16 / 2048 + sums)
+    assert error_tolerance(torch.float32, 355, HOST) == pytest.approx(16 * 2.0**-24 + sums)
 
 
 def test_products_in_tensorfloat_are_allowed_to_whom_has_asked_for_them(monkeypatch):
-    from megaenc.model.attention.selftest import tolerance
+    from megaenc.model.attention.selftest import error_tolerance
 
     accelerator = torch.device("cuda", 0)
-    assert tolerance(torch.float32, 355, accelerator) == tolerance(torch.float32, 355, HOST) < 1e-4
+    assert error_tolerance(torch.float32, 355, accelerator) == error_tolerance(torch.float32, 355, HOST) < 1e-4
     for ask in (
         lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "high"),
         lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "1"),
     ):
         with monkeypatch.context() as patch:
             ask(patch)
-            assert tolerance(torch.float32, 355, accelerator) == pytest.approx(16 / 2048, rel=0.02)
-            assert tolerance(torch.float32, 355, HOST) < 1e-4
+            assert error_tolerance(torch.float32, 355, accelerator) == pytest.approx(16 / 2048, rel=0.02)
+            assert error_tolerance(torch.float32, 355, HOST) < 1e-4
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert tolerance(torch.float32, 355, accelerator) < 1e-4
+    assert error_tolerance(torch.float32, 355, accelerator) < 1e-4
 
 
 # Ways to be wrong. Each is called as attention_backends.attend_by is, which does the rest as it should be done.
 
 
 def right(q, k, v, packing):
-    from megaenc.model.attention.backends import attend_by
+    from megaenc.model.attention.backends import compute_attention
 
-    return attend_by("sdpa", q, k, v, packing)
+    return compute_attention("sdpa", q, k, v, packing)
 
 
 def as_if(attention, packing):
@@ -95,7 +95,7 @@ def as_if(attention, packing):
     from megaenc.model.packed_sequences import PackedSequences
 
     edges = packing.cu_seqlens_q.tolist()
-    return PackedSequences.of(edges, attention, HOST)
+    return PackedSequences.from_edges(edges, attention, HOST)
 
 
 def mask_is_ignored(q, k, v, packing):
@@ -114,7 +114,7 @@ def scale_of_wider_heads(q, k, v, packing):
 def one_document(q, k, v, packing):
     from megaenc.model.packed_sequences import PackedSequences
 
-    return right(q, k, v, PackedSequences.of([0, q.size(0)], Attention.BIDIRECTIONAL, HOST))
+    return right(q, k, v, PackedSequences.from_edges([0, q.size(0)], Attention.BIDIRECTIONAL, HOST))
 
 
 def last_key_of_the_document_before(q, k, v, packing):
@@ -176,8 +176,8 @@ def planted(monkeypatch):
     from megaenc.model.attention import selftest
 
     def verdict(wrong, **how):
-        monkeypatch.setattr(selftest, "lacking", lambda *_: "")
-        monkeypatch.setattr(selftest, "attend_by", lambda name, *others: wrong(*others))
+        monkeypatch.setattr(selftest, "missing_requirement", lambda *_: "")
+        monkeypatch.setattr(selftest, "compute_attention", lambda name, *others: wrong(*others))
         return check("varlen", **how)
 
     return verdict
@@ -205,11 +205,11 @@ def planted(monkeypatch):
 )
 def test_what_is_wrong_is_named(wrong, what, mask, dtype, planted):
     verdict = planted(wrong, dtype=dtype, head_dim=96)
-    assert verdict.available and not verdict.right
-    assert verdict.why.startswith(what) and f"under {mask} attention with heads 96 wide" in verdict.why
-    assert "\n" not in verdict.why
+    assert verdict.available and not verdict.passed
+    assert verdict.reason.startswith(what) and f"under {mask} attention with heads 96 wide" in verdict.reason
+    assert "\n" not in verdict.reason
     if "off by" in what:
-        assert verdict.error > 1.5 * verdict.allowed and f"{verdict.error:.2g}, where {verdict.allowed:.2g}" in verdict.why
+        assert verdict.error > 1.5 * verdict.tolerance and f"{verdict.error:.2g}, where {verdict.tolerance:.2g}" in verdict.reason
 
 
 def test_a_leak_that_depends_on_the_neighbour_alone(planted):
@@ -220,21 +220,21 @@ def test_a_leak_that_depends_on_the_neighbour_alone(planted):
         return right(q, k, v, packing) + (loud * 0.3 * v.mean(0)).repeat_interleave(q.size(1) // v.size(1), 0)
 
     verdict = planted(wrong)
-    assert verdict.why.startswith("values, when other documents change, off by")
+    assert verdict.reason.startswith("values, when other documents change, off by")
 
 
 def test_only_the_masks_of_the_run_count(planted):
-    assert planted(everything_is_causal, masks=[Attention.CAUSAL]).right
-    assert not planted(everything_is_causal, masks=BOTH).right
+    assert planted(everything_is_causal, masks=[Attention.CAUSAL]).passed
+    assert not planted(everything_is_causal, masks=BOTH).passed
 
 
 def test_what_cannot_be_tried_is_not_computed(planted, monkeypatch):
     from megaenc.model.attention import selftest
 
-    monkeypatch.setattr(selftest, "attend_by", None)
+    monkeypatch.setattr(selftest, "compute_attention", None)
     verdict = check("flash")
-    assert (verdict.available, verdict.right, verdict.error) == (False, False, None)
-    assert verdict.why == "needs an accelerator"
+    assert (verdict.available, verdict.passed, verdict.error) == (False, False, None)
+    assert verdict.reason == "needs an accelerator"
 
 
 @pytest.mark.parametrize("row", ["_HOST", "_ACCELERATOR"])
@@ -255,14 +255,14 @@ def as_on_an_accelerator(monkeypatch):
     """The rows of an accelerator, on the host."""
     from megaenc.model.attention import selftest
 
-    rows = selftest._rows
-    monkeypatch.setattr(selftest, "_rows", lambda _, *others: rows(torch.device("cuda"), *others))
+    rows = selftest._trial_packs
+    monkeypatch.setattr(selftest, "_trial_packs", lambda _, *others: rows(torch.device("cuda"), *others))
 
 
 @pytest.mark.parametrize(("dtype", "seq_length"), [(torch.float32, 4096), (torch.bfloat16, 700)])
 def test_a_long_document_is_right_too(dtype, seq_length, as_on_an_accelerator):
     verdict = check(dtype=dtype, seq_length=seq_length, masks=BOTH)
-    assert verdict.right and 0 < verdict.error < verdict.allowed * 0.7
+    assert verdict.passed and 0 < verdict.error < verdict.tolerance * 0.7
 
 
 @pytest.mark.parametrize("seq_length", [0, 600, 4096])
@@ -274,8 +274,8 @@ def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_the
         return right(q, k, torch.where((at > 500)[:, None, None], 0.0, v), packing)
 
     verdict = planted(wrong, seq_length=seq_length, masks=[Attention.CAUSAL])
-    assert verdict.right == (seq_length == 0)
-    assert verdict.right or verdict.why.startswith("values off by")
+    assert verdict.passed == (seq_length == 0)
+    assert verdict.passed or verdict.reason.startswith("values off by")
 
 
 @pytest.mark.parametrize(
@@ -290,13 +290,13 @@ def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_the
 def test_masks_that_would_fill_the_memory_are_refused(packs, seq_length, masks, needed, planted):
     planted(right)
     verdict = check("cudnn", packs=packs, seq_length=seq_length, masks=masks, dtype=torch.bfloat16)
-    assert verdict.right == (not needed) and needed in verdict.why
+    assert verdict.passed == (not needed) and needed in verdict.reason
 
 
 def test_what_masks_take_is_what_is_said():
-    from megaenc.model.attention.padded import Padded, mask_bytes
+    from megaenc.model.attention.padded import PaddedBatches, max_mask_bytes
     from megaenc.model.packed_sequences import PackedSequences
 
-    row = PackedSequences.of([0, 300, 600, 900], Attention.BIDIRECTIONAL, HOST)
-    [batch] = Padded.of(row, HOST, torch.bfloat16).batches
-    assert batch.bias.nbytes == mask_bytes(3, 300, torch.bfloat16)
+    row = PackedSequences.from_edges([0, 300, 600, 900], Attention.BIDIRECTIONAL, HOST)
+    [batch] = PaddedBatches.from_packed(row, HOST, torch.bfloat16).batches
+    assert batch.bias.nbytes == max_mask_bytes(3, 300, torch.bfloat16)

@@ -24,14 +24,14 @@ def same_numbers_every_time():
 
 
 def kind(forward=OPEN[0], gradient=OPEN[1]):
-    from megaenc.model.fp8.tensor import Float8
+    from megaenc.model.fp8.tensor import Float8Recipe
 
-    return Float8(forward, gradient)
+    return Float8Recipe(forward, gradient)
 
 
 def scaled(x, dtype):
     """The numbers that `x` becomes, and by what they are to be multiplied."""
-    numbers, inverse = kind().scaled(x, kind().highest(x), dtype)
+    numbers, inverse = kind().quantize(x, kind().amax(x), dtype)
     return numbers.float(), float(inverse)
 
 
@@ -58,9 +58,9 @@ def test_each_number_is_the_nearest_one(dtype):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_the_tolerance_follows_from_the_last_place(dtype):
-    from megaenc.model.fp8.tensor import rounding
+    from megaenc.model.fp8.tensor import rounding_error
 
-    assert rounding(dtype) == pytest.approx(LAST_PLACE[dtype] / 2 / math.sqrt(3))
+    assert rounding_error(dtype) == pytest.approx(LAST_PLACE[dtype] / 2 / math.sqrt(3))
 
 
 def test_parts_of_a_matrix_are_rounded_as_the_whole_is():
@@ -86,15 +86,15 @@ def test_what_is_no_finite_number_makes_every_product_one(wrong):
     x, weight = torch.randn(32, 16), torch.randn(16, 16)
     x[5, 6] = wrong
     f8 = kind()
-    (x8, x_inverse), (w8, w_inverse) = (f8.scaled(m, f8.highest(m), f8.forward) for m in (x, weight))
-    assert f8.product(x8, w8, x_inverse, w_inverse, torch.float32).isnan().all()
+    (x8, x_inverse), (w8, w_inverse) = (f8.quantize(m, f8.amax(m), f8.forward) for m in (x, weight))
+    assert f8.matmul(x8, w8, x_inverse, w_inverse, torch.float32).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rows", [16, 17, 31])
 def test_a_turned_matrix_ends_in_zeros(rows, dtype):
     x = torch.randn(rows, 48).to(dtype)
-    turned = kind().turned(x)
+    turned = kind().transpose(x)
     assert turned.shape == (48, -(-rows // 16) * 16)
     assert turned.is_contiguous()
     assert torch.equal(turned.float()[:, :rows], x.float().t())
@@ -105,16 +105,16 @@ def layers(fp8_format, bias=True):
     """One of each class in float8 beside one of megatron-core's own, with the same weights."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from megaenc.backend import ParallelConfig, detect
+    from megaenc.backend import ParallelConfig, detect_backend
     from megaenc.model import ModelConfig
     from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
-    from megaenc.model.fp8.tensor import float8
-    from megaenc.model.layer_spec import transformer_config
+    from megaenc.model.fp8.tensor import select_float8_recipe
+    from megaenc.model.layer_spec import build_transformer_config
 
-    config = transformer_config(ModelConfig(), ParallelConfig(), torch.float32)
+    config = build_transformer_config(ModelConfig(), ParallelConfig(), torch.float32)
     options = {"config": config, "init_method": torch.nn.init.normal_, "bias": bias, "skip_bias_add": False}
     row = options | {"input_is_parallel": True}
-    chosen = {"float8": float8(fp8_format, detect())}
+    chosen = {"float8": select_float8_recipe(fp8_format, detect_backend())}
     for own, theirs, how in (
         (Float8ColumnParallelLinear, ColumnParallelLinear, options),
         (Float8RowParallelLinear, RowParallelLinear, row),
@@ -136,9 +136,9 @@ def relative(found, expected):
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
 def test_layers_are_as_far_from_float32_as_rounding_makes_them(fp8_format):
     """Root mean squares of the rounding errors, which are not zero either: something was in float8."""
-    from megaenc.model.fp8.tensor import rounding
+    from megaenc.model.fp8.tensor import rounding_error
 
-    u4, u5 = rounding(OPEN[0]), rounding(OPEN[1] if fp8_format == "hybrid" else OPEN[0])
+    u4, u5 = rounding_error(OPEN[0]), rounding_error(OPEN[1] if fp8_format == "hybrid" else OPEN[0])
     for mine, reference in layers(fp8_format):
         x, gradient = torch.randn(TOKENS, 1, WIDTH), torch.randn(TOKENS, 1, OUT)
         inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -169,7 +169,7 @@ def test_layers_are_exactly_what_their_rounded_matrices_give():
 
 
 def test_an_input_of_bfloat16_has_results_of_bfloat16():
-    from megaenc.model.fp8.linear import _products as products
+    from megaenc.model.fp8.linear import _run_float8_linear as products
 
     x, weight, gradient = (torch.randn(*shape).bfloat16() for shape in ((TOKENS, WIDTH), (OUT, WIDTH), (TOKENS, OUT)))
     assert [(each.dtype, tuple(each.shape)) for each in products(kind(), x, weight, gradient)] == [
@@ -181,58 +181,58 @@ def test_an_input_of_bfloat16_has_results_of_bfloat16():
 
 def test_the_start_finds_what_computes_something_else(monkeypatch):
     """A kernel that forgets the scale, which is what a wrong build would do."""
-    from megaenc.backend import detect
+    from megaenc.backend import detect_backend
     from megaenc.model.fp8 import linear as module
 
     widths = [(OUT, WIDTH), (WIDTH, OUT)]
-    module.check_products("hybrid", detect(), widths, torch.float32)
-    product = module.Float8.product
+    module.check_float8_linear("hybrid", detect_backend(), widths, torch.float32)
+    product = module.Float8Recipe.matmul
     halved = staticmethod(
         lambda a, b, a_inverse, b_inverse, *how, **named: product(a, b, a_inverse, b_inverse / 2, *how, **named)
     )
-    monkeypatch.setattr(module.Float8, "product", halved)
+    monkeypatch.setattr(module.Float8Recipe, "matmul", halved)
     with pytest.raises(
         InputError, match=r"--fp8-format hybrid: the output of a 48 x 80 layer is 50 % off .*; leave the flag out"
     ):
-        module.check_products("hybrid", detect(), widths, torch.float32)
+        module.check_float8_linear("hybrid", detect_backend(), widths, torch.float32)
 
 
 @pytest.mark.parametrize("a", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_a_processor_computes_what_torch_s_kernel_does(a):
-    from megaenc.model.fp8.tensor import Float8
+    from megaenc.model.fp8.tensor import Float8Recipe
 
     torch.manual_seed(0)
     left, right = torch.randn(16, 32).to(a), torch.randn(48, 32).to(torch.float8_e4m3fn)
     scales = torch.tensor(0.25), torch.tensor(8.0)
-    found = Float8.product(left, right, *scales, torch.float32)
+    found = Float8Recipe.matmul(left, right, *scales, torch.float32)
     expected = torch._scaled_mm(left, right.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_the_products_raise_is_one_line(monkeypatch):
     """So that `on_all` tells it to every rank, and none waits for one that has left with a traceback."""
-    from megaenc.backend import detect
+    from megaenc.backend import detect_backend
     from megaenc.model.fp8 import linear as module
 
     def no_kernel(*_, **__):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmulAlgoGetHeuristic")
 
-    monkeypatch.setattr(module.Float8, "product", staticmethod(no_kernel))
+    monkeypatch.setattr(module.Float8Recipe, "matmul", staticmethod(no_kernel))
     with pytest.raises(InputError) as refused:
-        module.check_products("hybrid", detect(), [(OUT, WIDTH)], torch.float32)
+        module.check_float8_linear("hybrid", detect_backend(), [(OUT, WIDTH)], torch.float32)
     assert str(refused.value).startswith(f"--fp8-format hybrid: the products of a {OUT} x {WIDTH} layer fail on ")
     assert str(refused.value).endswith("NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic; leave the flag out")
 
 
 def machine(monkeypatch, name, **has):
-    """As `detect` finds it, without there being one."""
-    from megaenc.backend import detect
+    """As `detect_backend` finds it, without there being one."""
+    from megaenc.backend import detect_backend
 
     properties = type("Properties", (), {"gcnArchName": has.get("architecture")})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: has["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: has["called"])
-    return replace(detect(), name=name, device=torch.device("cpu"))
+    return replace(detect_backend(), name=name, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -259,11 +259,11 @@ def test_each_machine_has_its_types_or_one_line_says_that_it_has_none(name, has,
 
 
 def test_gradients_have_the_wide_type_in_the_hybrid_format_alone():
-    from megaenc.backend import detect
-    from megaenc.model.fp8.tensor import float8
+    from megaenc.backend import detect_backend
+    from megaenc.model.fp8.tensor import select_float8_recipe
 
-    assert (float8("hybrid", detect()).forward, float8("hybrid", detect()).gradient) == OPEN
-    assert (float8("e4m3", detect()).forward, float8("e4m3", detect()).gradient) == (OPEN[0], OPEN[0])
+    assert (select_float8_recipe("hybrid", detect_backend()).forward, select_float8_recipe("hybrid", detect_backend()).gradient) == OPEN
+    assert (select_float8_recipe("e4m3", detect_backend()).forward, select_float8_recipe("e4m3", detect_backend()).gradient) == (OPEN[0], OPEN[0])
 
 
 def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatch, capsys):
@@ -271,12 +271,12 @@ def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatc
     from megaenc.model.fp8 import tensor as module
 
     backend = machine(monkeypatch, "cuda", capability=(9, 0), called="H100")
-    monkeypatch.setattr(module, "_unlike", lambda own, plain, device: "it rounds otherwise" if own.triton else "")
-    module.float8.cache_clear()
-    assert not module.float8("hybrid", backend).triton
+    monkeypatch.setattr(module, "_find_difference", lambda own, plain, device: "it rounds otherwise" if own.triton else "")
+    module.select_float8_recipe.cache_clear()
+    assert not module.select_float8_recipe("hybrid", backend).triton
     said = "--fp8-format hybrid: Triton's kernels are not used to scale (it rounds otherwise); torch's are, which take longer\n"
     assert capsys.readouterr().out == said
-    module.float8.cache_clear()
+    module.select_float8_recipe.cache_clear()
 
 
 @pytest.mark.slow

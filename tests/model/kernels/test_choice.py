@@ -7,24 +7,24 @@ from types import SimpleNamespace
 import torch
 
 from megaenc.model.kernels import selftest
-from megaenc.model.kernels.selftest import CHECKS, SelfTestResult, Widths
+from megaenc.model.kernels.selftest import CHECKS, SelfTestResult, LayerWidths
 
-WIDTHS = Widths(hidden=48, head=12, ffn=80, vocabulary=128)
+WIDTHS = LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
 
 
 def test_the_host_computes_by_torchs_own_operations(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(selftest, "check_kernel", None)  # nor is anything tried
-    assert selftest.fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS) == selftest.NONE
+    assert selftest.select_fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS) == selftest.NO_FUSED_KERNELS
 
 
 def test_who_wants_none_has_none(monkeypatch):
     monkeypatch.setattr(selftest, "check_kernel", None)
-    assert selftest.fused_kernels(False, torch.device("cuda", 0), torch.bfloat16, WIDTHS) == selftest.NONE
+    assert selftest.select_fused_kernels(False, torch.device("cuda", 0), torch.bfloat16, WIDTHS) == selftest.NO_FUSED_KERNELS
 
 
 def test_each_check_is_a_choice():
-    assert [field.name for field in fields(selftest.Fused)] == list(CHECKS)
+    assert [field.name for field in fields(selftest.FusedKernels)] == list(CHECKS)
 
 
 def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
@@ -35,7 +35,7 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
     monkeypatch.setattr(selftest, "dist", two)
     wrong = {"loss": "CompilationError: at 3:1"}
     verdicts = [SelfTestResult(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS]
-    assert selftest._agreed(verdicts) == {"norm": True, "rotary": False, "swiglu": True, "loss": False, "sum": True}
+    assert selftest._agree_across_ranks(verdicts) == {"norm": True, "rotary": False, "swiglu": True, "loss": False, "sum": True}
     assert capsys.readouterr().out.splitlines() == [
         "fused kernels: torch's own rotary instead (the gradient of x is 0.5 off, allowed 0.0078)",
         "fused kernels: torch's own loss instead (CompilationError: at 3:1)",
@@ -47,9 +47,9 @@ def test_without_triton_one_line_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("norm", "rotary", "swiglu", "cross_entropy", "loss"):
         monkeypatch.delitem(sys.modules, f"megaenc.model.kernels.{name}", raising=False)
-    selftest._chosen.cache_clear()
-    found = selftest.fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS)
-    selftest._chosen.cache_clear()
+    selftest._test_all_kernels.cache_clear()
+    found = selftest.select_fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS)
+    selftest._test_all_kernels.cache_clear()
     assert (found.norm, found.rotary, found.swiglu, found.loss) == (False,) * 4
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("fused kernels: torch's own norm, rotary, swiglu, loss instead (ModuleNotFoundError: import of triton")

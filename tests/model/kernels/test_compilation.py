@@ -19,13 +19,13 @@ TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip"
 TURNED = {"SIGN": -1, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
 BLOCK = {"COLUMNS": 4096, "num_warps": 8}
 KERNELS = {
-    "norm": [(norm.rms_norm_forward_kernel, launch.tile(1728)), (norm.rms_norm_backward_kernel, launch.tile(1728))],
-    "norm of heads": [(norm.rms_norm_forward_kernel, launch.tile(96)), (norm.rms_norm_backward_kernel, launch.tile(96))],
+    "norm": [(norm.rms_norm_forward_kernel, launch.row_tile_constants(1728)), (norm.rms_norm_backward_kernel, launch.row_tile_constants(1728))],
+    "norm of heads": [(norm.rms_norm_forward_kernel, launch.row_tile_constants(96)), (norm.rms_norm_backward_kernel, launch.row_tile_constants(96))],
     "rotary": [(rotary.rotary_kernel, TURNED)],
-    "swiglu": [(swiglu.swiglu_forward_kernel, launch.strip(5120)), (swiglu.swiglu_backward_kernel, launch.strip(5120))],
+    "swiglu": [(swiglu.swiglu_forward_kernel, launch.column_block_constants(5120)), (swiglu.swiglu_backward_kernel, launch.column_block_constants(5120))],
     "loss": [
         (cross_entropy.cross_entropy_statistics_kernel, BLOCK),
-        (cross_entropy.cross_entropy_gradient_kernel, launch.strip(128_256)),
+        (cross_entropy.cross_entropy_gradient_kernel, launch.column_block_constants(128_256)),
     ],
 }
 IN_FLOAT32 = {"to_weight", "cos", "sin", "top", "total"}
@@ -83,9 +83,9 @@ def test_logits_are_read_many_at_a_time_whatever_the_size_of_the_vocabulary(kern
 
 
 def test_tiles_are_what_the_kernels_want():
-    assert launch.tile(1728) == {"ROWS": 1, "COLUMNS": 2048, "num_warps": 8}
-    assert launch.tile(96) == {"ROWS": 16, "COLUMNS": 128, "num_warps": 8}
-    assert launch.tile(1) == {"ROWS": 2048, "COLUMNS": 1, "num_warps": 8}
-    assert launch.tile(40_000)["num_warps"] == 16  # 1,024 threads, which is what a program of AMD's can have
-    assert launch.strip(3) == {"COLUMNS": 4, "num_warps": 1}
-    assert launch.rows_of(torch.empty(5, 1, 3, 8).transpose(0, 2)).shape == (15, 8)
+    assert launch.row_tile_constants(1728) == {"ROWS": 1, "COLUMNS": 2048, "num_warps": 8}
+    assert launch.row_tile_constants(96) == {"ROWS": 16, "COLUMNS": 128, "num_warps": 8}
+    assert launch.row_tile_constants(1) == {"ROWS": 2048, "COLUMNS": 1, "num_warps": 8}
+    assert launch.row_tile_constants(40_000)["num_warps"] == 16  # 1,024 threads, which is what a program of AMD's can have
+    assert launch.column_block_constants(3) == {"COLUMNS": 4, "num_warps": 1}
+    assert launch.flatten_rows(torch.empty(5, 1, 3, 8).transpose(0, 2)).shape == (15, 8)

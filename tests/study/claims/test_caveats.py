@@ -30,7 +30,7 @@ def collapsed(evidence, where, runs=None):
     """The same with worthless predictions in so many runs at the chosen rate."""
     return Evidence(
         [
-            dataclasses.replace(one, at_rate_collapsed=len(one.seeds) if runs is None else runs) if where(one) else one
+            dataclasses.replace(one, collapsed_at_rate=len(one.seeds) if runs is None else runs) if where(one) else one
             for one in evidence.scores
         ]
     )
@@ -41,7 +41,7 @@ def test_a_side_that_collapsed_is_not_compared():
     found = by_claim(collapsed(evidence, lambda one: one.family == "TC"))
     assert found["1c"].verdict == "not resolved" and found["1c"].overall is None
     assert "Not compared, as a side learned nothing: TC at tiny (MLM 15 % and CLM collapsed)." in found["1c"].reason
-    some = by_claim(collapsed(evidence, lambda one: one.family == "SC" and one.setting.clm_steps == 10))["4"]
+    some = by_claim(collapsed(evidence, lambda one: one.family == "SC" and one.model_key.clm_steps == 10))["4"]
     assert [one.verdict for one in some.comparisons] == ["not resolved", "holds", "holds"]
     assert some.comparisons[0].where == "tiny, 40 steps, 15 % (25 % CLM, then MLM collapsed)" and math.isnan(
         some.comparisons[0].p
@@ -56,7 +56,7 @@ def test_what_is_not_complete_is_said():
     evidence = mini(5)
     half = [
         dataclasses.replace(score, seeds={seed: value for seed, value in score.seeds.items() if seed < 2})
-        if score.setting.clm_steps == 40
+        if score.model_key.clm_steps == 40
         else score
         for score in evidence.scores
     ]

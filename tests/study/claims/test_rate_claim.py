@@ -7,10 +7,10 @@ import simulated
 from scipy import stats
 from small_studies import by_claim
 
-from megaenc.study.claims.tests import sensitivity
-from megaenc.study.manifest.model_key import ModelKey, name_of
+from megaenc.study.claims.tests import judge_rate_sensitivity
+from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.results.evidence import Evidence, Score
-from megaenc.study.stats.comparisons import Models
+from megaenc.study.stats.comparisons import ModelSelector
 
 
 def test_noisier_seeds_are_no_sensitivity():
@@ -24,8 +24,8 @@ def test_noisier_seeds_are_no_sensitivity():
                 table = 0.8 - 0.004 * np.arange(6)[:, None] + noise * random.standard_normal((6, 5))
                 by_rate = {rate: dict(enumerate(row)) for rate, row in zip(rates, table, strict=True)}
                 apart.append(np.ptp(table, axis=0).mean())
-                scores.append(Score(name_of(setting), setting, str(family), dataset, 0.8, 0.01, by_rate[1e-5], by_rate))
-        alarms += sensitivity(Models(Evidence(scores))).p < 0.05
+                scores.append(Score(format_model_name(setting), setting, str(family), dataset, 0.8, 0.01, by_rate[1e-5], by_rate))
+        alarms += judge_rate_sensitivity(ModelSelector(Evidence(scores))).p < 0.05
         spreads.append(np.mean(apart[:4]) - np.mean(apart[4:]))
     assert alarms <= stats.binom.ppf(0.995, 200, 0.05) == 19
     assert np.mean(spreads) > 2 * np.std(spreads) > 0  # what a test of best less worst by seed would see
@@ -36,7 +36,7 @@ def rated(grids, family="SC", **more):
     sides = (ModelKey("tiny", mlm_steps=40, mask_ratio=0.15), ModelKey("tiny", clm_steps=40))
     return Evidence(
         [
-            Score(name_of(setting), setting, family, "toy", 0.9, 0.01, by_rate[1e-4], by_rate, **of_side)
+            Score(format_model_name(setting), setting, family, "toy", 0.9, 0.01, by_rate[1e-4], by_rate, **of_side)
             for setting, by_rate, of_side in zip(sides, grids, more.get("of_sides", ({}, {})), strict=True)
         ]
     )

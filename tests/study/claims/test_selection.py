@@ -8,15 +8,15 @@ import simulated
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims.verdicts import judge
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.manifest.scope import Scope
+from megaenc.study.manifest.scope import StudyScope
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.published import published
-from megaenc.study.stats.comparisons import Models
+from megaenc.study.stats.comparisons import ModelSelector
 
 WORDS = {"210M": "small", "610M": "medium", "1B": "large"}
 
 
-def gap_by_words(scope: Scope):
+def gap_by_words(scope: StudyScope):
     """Claim 1d of a study whose gap narrows, read in the order of the names of its models, sizes called by words."""
 
     def shift(one, family):
@@ -25,43 +25,43 @@ def gap_by_words(scope: Scope):
 
     scores = []
     for score in simulated.study(3, shift=shift, quiet=True).scores:
-        size = WORDS[score.setting.size]
-        scores.append(replace(score, setting=replace(score.setting, size=size), model=f"{size}-{score.model}"))
+        size = WORDS[score.model_key.size]
+        scores.append(replace(score, model_key=replace(score.model_key, size=size), model=f"{size}-{score.model}"))
     return judge(Evidence(sorted(scores, key=lambda score: score.model), scope=scope), draws=0)[3]
 
 
 def test_sizes_come_in_the_manifests_order():
-    found = gap_by_words(Scope(sizes=("small", "medium", "large")))
+    found = gap_by_words(StudyScope(sizes=("small", "medium", "large")))
     assert found.verdict == "holds" and found.overall.where == "small to large"
 
 
 def test_sizes_in_an_unknown_order_are_no_data():
-    found = gap_by_words(Scope())
+    found = gap_by_words(StudyScope())
     assert found.verdict == "no data" and found.reason.startswith("Needs sizes in a known order")
 
 
-def only(keep, scope: Scope = Scope()) -> Evidence:  # noqa: B008
-    return Evidence([score for score in published().scores if keep(score.setting)], scope=scope)
+def only(keep, scope: StudyScope = StudyScope()) -> Evidence:  # noqa: B008
+    return Evidence([score for score in published().scores if keep(score.model_key)], scope=scope)
 
 
 def test_the_end_of_a_half_done_study_is_the_planned_one():
-    plan = Scope({score.model: score.setting for score in published().scores}, ("210M", "610M", "1B"))
+    plan = StudyScope({score.model: score.model_key for score in published().scores}, ("210M", "610M", "1B"))
 
     def half(one):  # CLM is done, MLM has its shorter budget alone
         return one.size == "610M" and one.decayed and not one.cpt_mlm_steps and (one.steps == 22_000 or one.clm_steps == 42_000)
 
-    assert {pair[1][0].steps for pair in Models(only(half)).final().values()} == {22_000}  # all that there is
-    assert Models(only(half, plan)).final() == {}
+    assert {pair[1][0].steps for pair in ModelSelector(only(half)).final().values()} == {22_000}  # all that there is
+    assert ModelSelector(only(half, plan)).final() == {}
     assert judge(only(half, plan), draws=0)[0].verdict == "no data"
 
 
 def test_the_ratio_that_stands_for_mlm_is_the_planned_one():
-    plan = Scope({score.model: score.setting for score in published().scores}, ("210M", "610M", "1B"))
+    plan = StudyScope({score.model: score.model_key for score in published().scores}, ("210M", "610M", "1B"))
 
     def without(one):
         return one.size == "210M" and one.mask_ratio != 0.4
 
-    assert Models(only(without)).mlm != "MLM 40 %" and Models(only(without, plan)).mlm == "MLM 40 %"
+    assert ModelSelector(only(without)).mlm != "MLM 40 %" and ModelSelector(only(without, plan)).mlm == "MLM 40 %"
 
 
 @pytest.mark.parametrize("budget", [100, 0])
@@ -75,5 +75,5 @@ def test_early_is_of_the_run_that_a_checkpoint_is_on_the_way_of(budget):
 
 
 def test_nothing_published_ends_before_its_run_does():
-    early = [score for score in published().scores if not score.setting.decayed and score.setting.steps <= 10_000]
+    early = [score for score in published().scores if not score.model_key.decayed and score.model_key.steps <= 10_000]
     assert "early is step 1,000, 2,000, 5,000, 10,000;" in judge(Evidence(early), draws=0)[4].reason

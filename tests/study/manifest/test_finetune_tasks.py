@@ -8,7 +8,7 @@ import pytest
 from megaenc.finetune.datasets import registry
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.grid.command import GridConfig
-from megaenc.study.run.finetune_stage import located, name_in_results, trainings
+from megaenc.study.run.finetune_stage import dataset_result_name, plan_training_sets, resolve_dataset_path
 
 
 @pytest.fixture
@@ -46,20 +46,22 @@ def data(tmp_path):
 )
 def test_names_are_those_that_fine_tuning_uses(dataset, train_on, data):
     flags = DatasetConfig(train_on=train_on)
-    (planned,) = trainings(GridConfig(datasets=(dataset,), data=flags), data)
-    found = registry.find(located(dataset, data), train_on=located(train_on, data) if train_on else "")
+    (planned,) = plan_training_sets(GridConfig(datasets=(dataset,), data=flags), data)
+    found = registry.find_dataset(
+        resolve_dataset_path(dataset, data), train_on=resolve_dataset_path(train_on, data) if train_on else ""
+    )
     assert (planned.datasets, planned.train_on) == ((found.name,), found.train_on)
-    assert planned.family in ("", found.family) and name_in_results(located(dataset, data)) == found.name
+    assert planned.family in ("", found.family) and dataset_result_name(resolve_dataset_path(dataset, data)) == found.name
 
 
 def test_a_revision_of_the_hub_is_no_part_of_the_name(data):
-    assert [one.datasets for one in trainings(GridConfig(datasets=("sst2@main",)), data)] == [("sst2",)]
-    assert located("sst2@main", data) == "sst2@main"
+    assert [one.datasets for one in plan_training_sets(GridConfig(datasets=("sst2@main",)), data)] == [("sst2",)]
+    assert resolve_dataset_path("sst2@main", data) == "sst2@main"
 
 
 def test_a_demo_set_can_be_trained_for_on_other_pairs(data):
     flags = DatasetConfig(train_on="sets/two")
-    found = trainings(GridConfig(datasets=("demo_sc", "demo_ir"), data=flags), data)
+    found = plan_training_sets(GridConfig(datasets=("demo_sc", "demo_ir"), data=flags), data)
     assert [(one.datasets, one.family, one.train_on) for one in found] == [
         (("demo_sc",), "SC", "demo_sc"),
         (("demo_ir",), "IR", "two"),
@@ -67,4 +69,7 @@ def test_a_demo_set_can_be_trained_for_on_other_pairs(data):
 
 
 def test_a_path_may_not_be_there_yet(data):
-    assert [one.datasets for one in trainings(GridConfig(datasets=("later=sets/x", "sets/y")), data)] == [("later",), ("y",)]
+    assert [one.datasets for one in plan_training_sets(GridConfig(datasets=("later=sets/x", "sets/y")), data)] == [
+        ("later",),
+        ("y",),
+    ]

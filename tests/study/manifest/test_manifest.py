@@ -4,7 +4,7 @@ import manifests
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.study.manifest.model_key import ModelKey, setting_of
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.manifest.schema import read_manifest
 
 
@@ -14,9 +14,9 @@ def read(folder, **changes):
 
 def test_the_paper_has_38_models_and_12_checkpoints_under_their_published_names():
     manifest = read_manifest(manifests.STUDY / "paper.yaml")
-    settings = manifest.settings()
+    settings = manifest.model_keys()
     assert (len(manifest.models), len(settings)) == (38, 50)
-    assert {name: setting_of(name) for name in settings} == settings
+    assert {name: parse_model_name(name) for name in settings} == settings
     assert {"610m-mlm40-42k", "610m-clm-10k-mlm40-42k", "610m-clm-dec42k-mlm40-64k", "1b-clm-42k", "210m-mlm50-42k"} < set(
         settings
     )
@@ -42,15 +42,15 @@ def test_an_entry_makes_every_combination_and_clm_alone_only_once(tmp_path):
 def test_a_share_that_is_no_whole_number_of_steps_is_rounded_as_schedules_are(tmp_path):
     entry = {"size": "toy", "steps": 101, "clm_share": 0.5, "mask": 0.4}
     (model,) = read(tmp_path, **manifests.models(entry)).models
-    assert (model.setting.clm_steps, model.schedule) == (51, "clm:51,mlm(mask=0.4):50")
+    assert (model.key.clm_steps, model.schedule) == (51, "clm:51,mlm(mask=0.4):50")
 
 
 def test_a_continued_model_has_no_warm_up_and_its_parents_size_and_seed(tmp_path):
     first = {"size": "toy", "steps": 400, "mask": 0.4, "seed": [1, 2]}
     then = {"after": "toy-mlm40-400-seed2", "steps": 100, "mask": 0.4}
     *_, model = read(tmp_path, **manifests.models(then, first)).models  # in any order of the file
-    assert (model.name, model.warmup, model.setting.seed) == ("toy-mlm40-dec400-mlm40-500-seed2", 0, 2)
-    assert model.setting == setting_of(model.name)
+    assert (model.name, model.warmup, model.key.seed) == ("toy-mlm40-dec400-mlm40-500-seed2", 0, 2)
+    assert model.key == parse_model_name(model.name)
 
 
 def test_flags_of_a_size_win_over_those_of_all_and_an_entrys_own_over_both(tmp_path):
@@ -76,16 +76,16 @@ def test_flags_of_a_size_win_over_those_of_all_and_an_entrys_own_over_both(tmp_p
 )
 def test_a_schedule_is_kept_where_the_columns_cannot_say_it(tmp_path, schedule, setting):
     (model,) = read(tmp_path, **manifests.models({"size": "toy", "steps": 400, "schedule": schedule})).models
-    assert model.setting == setting
+    assert model.key == setting
 
 
 def test_a_checkpoint_on_the_way_is_what_has_been_trained_by_then(tmp_path):
     entry = {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4, "checkpoints": [50, 100, 250]}
-    settings = read(tmp_path, **manifests.models(entry)).settings()
-    assert settings == {name: setting_of(name) for name in settings}
+    settings = read(tmp_path, **manifests.models(entry)).model_keys()
+    assert settings == {name: parse_model_name(name) for name in settings}
     assert settings["toy-clm-100-mlm40-400-250"] == ModelKey("toy", 100, 150, mask_ratio=0.4, decayed=False)
     alternating = {"size": "toy", "steps": 400, "name": "turns", "schedule": "4x(clm:50,mlm:50)", "checkpoints": [125]}
-    assert read(tmp_path, **manifests.models(alternating)).settings()["turns-125"].clm_steps == 75
+    assert read(tmp_path, **manifests.models(alternating)).model_keys()["turns-125"].clm_steps == 75
 
 
 TOY = {"size": "toy", "steps": 400, "mask": 0.4}

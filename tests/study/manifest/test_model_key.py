@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaenc.study.manifest.model_key import ModelKey, name_of, setting_of
+from megaenc.study.manifest.model_key import ModelKey, format_model_name, parse_model_name
 
 PUBLISHED = {
     "210m-clm-42k": ModelKey("210M", clm_steps=42_000),
@@ -30,23 +30,23 @@ OWN = {
 
 @pytest.mark.parametrize(("name", "setting"), [*PUBLISHED.items(), *OWN.items()])
 def test_a_name_says_what_the_model_is(name, setting):
-    assert setting_of(name) == setting
+    assert parse_model_name(name) == setting
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *(name for name in OWN if name != "tiny-clm-100-mlm40-400-50")])
 def test_a_setting_is_spelled_as_it_was_published(name):
-    assert name_of(setting_of(name)) == name
+    assert format_model_name(parse_model_name(name)) == name
 
 
 @pytest.mark.parametrize(("name", "setting"), PUBLISHED.items())
 def test_the_columns_of_the_published_tables_are_enough_for_the_name(name, setting):
-    assert name_of(setting) == name
+    assert format_model_name(setting) == name
 
 
 def test_what_comes_after_an_intermediate_checkpoint_does_not_make_it_another():
-    before_the_switch = setting_of("tiny-clm-100-mlm40-400-50")
-    assert before_the_switch == setting_of("tiny-clm-400-50")
-    assert name_of(before_the_switch) == "tiny-clm-400-50"
+    before_the_switch = parse_model_name("tiny-clm-100-mlm40-400-50")
+    assert before_the_switch == parse_model_name("tiny-clm-400-50")
+    assert format_model_name(before_the_switch) == "tiny-clm-400-50"
 
 
 @pytest.mark.parametrize(
@@ -70,25 +70,25 @@ def test_what_comes_after_an_intermediate_checkpoint_does_not_make_it_another():
     ],
 )
 def test_other_names_stand_for_nothing(name):
-    assert setting_of(name) is None
+    assert parse_model_name(name) is None
 
 
 def test_an_objective_that_the_columns_cannot_say_is_spelled_as_its_schedule():
     alternating = ModelKey("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm:1000)")
-    assert name_of(alternating) == "610m-21x-clm-1000-mlm-1000-42k"
+    assert format_model_name(alternating) == "610m-21x-clm-1000-mlm-1000-42k"
     detour = ModelKey("610M", 0, 42_000, 22_000, 0.4, schedule="clm:10000,mlm:12000")
-    assert name_of(detour) == "610m-mlm40-dec42k-clm-10000-mlm-12000-64k"
+    assert format_model_name(detour) == "610m-mlm40-dec42k-clm-10000-mlm-12000-64k"
 
 
 def test_what_cannot_be_named_says_so():
     with pytest.raises(ValueError, match="without a mask ratio"):
-        name_of(ModelKey("610M", mlm_steps=42_000))
+        format_model_name(ModelKey("610M", mlm_steps=42_000))
     with pytest.raises(ValueError, match="not on the way to 42000"):
-        name_of(ModelKey("610M", clm_steps=64_000, decayed=False))
+        format_model_name(ModelKey("610M", clm_steps=64_000, decayed=False))
 
 
 def test_steps_and_share():
-    model = setting_of("610m-clm-10k-mlm40-dec40k-mlm40-64k")
+    model = parse_model_name("610m-clm-10k-mlm40-dec40k-mlm40-64k")
     assert (model.steps, model.clm_share) == (64_000, 0.25)
-    assert setting_of("610m-clm-42k").clm_share == 1
-    assert sorted([setting_of("610m-mlm40-42k"), setting_of("210m-clm-42k")])[0].size == "210M"
+    assert parse_model_name("610m-clm-42k").clm_share == 1
+    assert sorted([parse_model_name("610m-mlm40-42k"), parse_model_name("210m-clm-42k")])[0].size == "210M"

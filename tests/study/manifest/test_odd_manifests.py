@@ -12,8 +12,8 @@ import yaml
 from megaenc.errors import InputError
 from megaenc.objectives import registry
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.plan.command import lines, main
-from megaenc.study.plan.cost import cost_of
+from megaenc.study.plan.command import format_plan, main
+from megaenc.study.plan.cost import compute_study_cost
 from megaenc.study.plan.dag import build_graph
 
 TOY = {"size": "toy", "steps": 100, "mask": 0.4}
@@ -75,7 +75,7 @@ def places(value, at=()):
 
 def planned(path):
     graph = build_graph(read_manifest(path))
-    return graph, list(lines(graph, cost_of(graph)))
+    return graph, list(format_plan(graph, compute_study_cost(graph)))
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_an_odd_value_at_any_key_is_one_line_or_a_plan(odd, tmp_path):
             assert len(str(error)) < 1500 and "study.yaml" in str(error), (at, str(error))
         else:
             assert all(line.isprintable() for line in said), at
-            for stage in graph.nodes.values():
+            for stage in graph.stages.values():
                 assert re.fullmatch(r"[A-Za-z0-9][\w.-]{0,250}", stage.name), (at, stage.name)
     assert refused > 10
 
@@ -150,7 +150,7 @@ def test_many_seeds_of_fine_tuning_are_one_line(tmp_path, refusal):
 
 def test_packs_of_random_length_take_no_loop(tmp_path):
     graph, _ = planned(manifests.write(tmp_path, models=[TOY | {"pretrain": {"packing": "random-length", "seq_length": 10**12}}]))
-    assert cost_of(graph).shared.flops > 1e29
+    assert compute_study_cost(graph).with_sharing.flops > 1e29
 
 
 def test_a_long_chain_of_branches_is_planned(tmp_path):

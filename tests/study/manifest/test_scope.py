@@ -3,7 +3,7 @@
 from megaenc.finetune.results.aggregate import GridSpec
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.manifest.scope import scope_of
+from megaenc.study.manifest.scope import build_scope
 
 MANIFEST = """
 sizes:
@@ -20,9 +20,9 @@ finetune: {datasets: [demo_sc, demo_qa], learning_rates: [1e-3, 2e-4], seeds: 3}
 
 def test_sizes_models_and_grid_are_the_manifests(tmp_path):
     (tmp_path / "study.yaml").write_text(MANIFEST)
-    scope = scope_of(read_manifest(tmp_path / "study.yaml"))
+    scope = build_scope(read_manifest(tmp_path / "study.yaml"))
     assert scope.sizes == ("small", "medium", "large")
-    assert scope.names["small-clm-100"] == ModelKey("small", 100) and len(scope.names) == 6
-    assert scope.asked == GridSpec((2e-4, 1e-3), (0, 1, 2)) and scope.datasets == (("SC", "demo_sc"), ("QA", "demo_qa"))
+    assert scope.model_keys["small-clm-100"] == ModelKey("small", 100) and len(scope.model_keys) == 6
+    assert scope.grid == GridSpec((2e-4, 1e-3), (0, 1, 2)) and scope.datasets == (("SC", "demo_sc"), ("QA", "demo_qa"))
     (tmp_path / "study.yaml").write_text(MANIFEST[: MANIFEST.index("finetune")])
-    assert scope_of(read_manifest(tmp_path / "study.yaml")).asked is None
+    assert build_scope(read_manifest(tmp_path / "study.yaml")).grid is None

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from megaenc.estimate.layout_case import ObjectiveWork
-from megaenc.model.config import ModelConfig, preset
-from megaenc.study.manifest.expand import expected_documents
-from megaenc.study.manifest.pretrain_args import run_flags
+from megaenc.model.config import ModelConfig, get_preset
+from megaenc.study.manifest.expand import expected_length_model
+from megaenc.study.manifest.pretrain_args import build_run_config
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.plan.cost import amount, cost_of, explained
+from megaenc.study.plan.cost import compute_study_cost, compute_training_cost, explain_steps
 from megaenc.study.plan.dag import build_graph
 
 
@@ -26,20 +26,20 @@ HARDWARE = {"tokens_per_second": 512, "finetune_seconds": 36, "devices": 2}
 
 def test_the_paper_in_numbers():
     graph = of_file("paper")
-    cost = cost_of(graph)
-    assert (len(graph.runs), len(graph.exports), cost.trainings) == (38, 50, 15_000)
+    cost = compute_study_cost(graph)
+    assert (len(graph.runs), len(graph.exports), cost.finetune_runs) == (38, 50, 15_000)
     assert {group: (shared.steps, alone.steps) for group, (shared, alone) in cost.groups.items()} == {
         "base": (630_000, 630_000),
         "pfs": (250_000, (5 * 12 + 5 * 22 + 3 * 42 + 4 * 42) * 1000),
         "cpt": (52_000, 2 * (2 + 12 + 22) * 1000),
     }
-    assert cost.shared.tokens == 932_000 * 1152 * 2048
+    assert cost.with_sharing.tokens == 932_000 * 1152 * 2048
     assert cost.groups["base"][0].device_hours == pytest.approx(81_000, rel=0.001)  # as the paper says
     assert cost.finetune_hours == pytest.approx(15_000 * 2143 / 3600)
 
 
 def test_the_differences_from_the_paper_are_explained_by_the_graph():
-    assert explained(of_file("paper")) == {
+    assert explain_steps(of_file("paper")) == {
         "base": "630,000 steps: 15 x 42,000 from new weights; the paper says 630,000, the same",
         "pfs": "250,000 steps: 114,000 in 9 branches, 4 x 2,000 of decay alone (122,000) "
         "and 128,000 for the 4 of its 17 models that are inferred; "
@@ -51,21 +51,21 @@ def test_the_differences_from_the_paper_are_explained_by_the_graph():
 
 def pack_flops(flags, vocab_size, predicted, seen):
     """Operations of a pack of which a share is predicted, and a share of the squared lengths seen both ways."""
-    length, squares = flags.data.seq_length, expected_documents(flags).squares
+    length, squares = flags.data.seq_length, expected_length_model(flags).squares
     return ObjectiveWork("", length, predicted * length, squares, seen * squares).flops(flags.shape, vocab_size)
 
 
 def test_operations_are_those_that_training_counts():
     """`ModelConfig.training_flops` on packs cut as the study does, and on whole ones."""
-    flags = run_flags({"model": "610m", "packing": "random-length", "seq_length": 2048})
+    flags = build_run_config({"model": "610m", "packing": "random-length", "seq_length": 2048})
     rng = np.random.default_rng(0)
     cuts = [int(cut) for cut in rng.integers(12, 2048 - 12 + 1, 4000)]
     for seen, predicted in ((0.0, 1.0), (1.0, 0.4)):
         spans = [[(0, round(seen * cut), cut), (cut, cut + round(seen * (2048 - cut)), 2048)] for cut in cuts]
-        counted = [preset("610m").training_flops(128_256, round(predicted * 2048), span) for span in spans]
+        counted = [get_preset("610m").training_flops(128_256, round(predicted * 2048), span) for span in spans]
         assert pack_flops(flags, 128_256, predicted, seen) == pytest.approx(np.mean(counted), rel=2e-3)
-    whole = run_flags({"model": "610m", "seq_length": 512})
-    counted = preset("610m").training_flops(1000, 512, [(0, 512, 512)])
+    whole = build_run_config({"model": "610m", "seq_length": 512})
+    counted = get_preset("610m").training_flops(1000, 512, [(0, 512, 512)])
     assert pack_flops(whole, 1000, 1.0, 1.0) == pytest.approx(counted)
 
 
@@ -74,8 +74,8 @@ def test_a_phase_is_counted_with_its_own_objective(tmp_path):
     run = found.runs["toy-clm-100-mlm40-400"]
     flags = run.model.run
     clm, mlm = (8 * pack_flops(flags, 1024, *part) for part in ((1.0, 0.0), (0.4, 1.0)))
-    assert amount(found.manifest, run.model, 0, 400).flops == pytest.approx(100 * clm + 300 * mlm)
-    assert amount(found.manifest, run.model, 60, 110).flops == pytest.approx(40 * clm + 10 * mlm)
+    assert compute_training_cost(found.manifest, run.model, 0, 400).flops == pytest.approx(100 * clm + 300 * mlm)
+    assert compute_training_cost(found.manifest, run.model, 60, 110).flops == pytest.approx(40 * clm + 10 * mlm)
     assert clm > mlm  # a head over every position
 
 
@@ -86,28 +86,30 @@ def test_hours_bytes_and_waits(tmp_path):
         {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4},
         {"after": "toy-clm-400", "steps": 100, "mask": 0.4},
     ]
-    cost = cost_of(graph(tmp_path, hardware=HARDWARE, **manifests.models(*entries)))
-    assert cost.shared.device_hours == pytest.approx(800 / 3600)
-    assert cost.alone.device_hours == pytest.approx(900 / 3600)
+    cost = compute_study_cost(graph(tmp_path, hardware=HARDWARE, **manifests.models(*entries)))
+    assert cost.with_sharing.device_hours == pytest.approx(800 / 3600)
+    assert cost.without_sharing.device_hours == pytest.approx(900 / 3600)
     assert cost.finetune_hours == pytest.approx(3 * 2 * 2 * 3 * 36 / 3600)
-    parameters = ModelConfig(2, 64, 128, 2, 1).parameters(1024)
+    parameters = ModelConfig(2, 64, 128, 2, 1).parameter_count(1024)
     assert cost.disk["checkpoints with optimizer"] == 4 * 12 * parameters  # three ends and the step of the branch, in float32
     assert cost.disk["exports"] == 3 * 4 * parameters
-    assert cost.at_the_branch.hours == pytest.approx((400 / 2 + 100 / 2 + 36) / 3600)
-    assert cost.at_the_branch.stages[:2] == ("pretrain/toy-clm-400", "pretrain/toy-clm-dec400-mlm40-500")
-    assert cost.at_the_end.hours == pytest.approx((400 / 2 + 300 / 2 + 36) / 3600)
-    assert cost.at_the_end.stages[1:] == tuple(f"{kind}/toy-clm-100-mlm40-400" for kind in ("pretrain", "export", "finetune"))
+    assert cost.longest_chain.hours == pytest.approx((400 / 2 + 100 / 2 + 36) / 3600)
+    assert cost.longest_chain.stages[:2] == ("pretrain/toy-clm-400", "pretrain/toy-clm-dec400-mlm40-500")
+    assert cost.longest_chain_run_by_run.hours == pytest.approx((400 / 2 + 300 / 2 + 36) / 3600)
+    assert cost.longest_chain_run_by_run.stages[1:] == tuple(
+        f"{kind}/toy-clm-100-mlm40-400" for kind in ("pretrain", "export", "finetune")
+    )
 
 
 def test_bf16_keeps_master_weights_and_exports_half(tmp_path):
     sizes = {"toy": manifests.BASE["sizes"]["toy"] | {"bf16": True}}
     found = graph(tmp_path, sizes=sizes, **manifests.models({"size": "toy", "steps": 400, "mask": 0.4}))
-    parameters = ModelConfig(2, 64, 128, 2, 1).parameters(1024)
-    assert list(cost_of(found).disk.values())[:2] == [14 * parameters, 2 * parameters]
+    parameters = ModelConfig(2, 64, 128, 2, 1).parameter_count(1024)
+    assert list(compute_study_cost(found).disk.values())[:2] == [14 * parameters, 2 * parameters]
 
 
 def test_without_a_rate_no_hours_are_made_up(tmp_path):
-    cost = cost_of(graph(tmp_path))
-    assert (cost.shared.device_hours, cost.finetune_hours, cost.at_the_end.hours) == (None, None, None)
+    cost = compute_study_cost(graph(tmp_path))
+    assert (cost.with_sharing.device_hours, cost.finetune_hours, cost.longest_chain_run_by_run.hours) == (None, None, None)
     of_sizes = graph(tmp_path, hardware={"tokens_per_second_of": {"toy": 512}})
-    assert cost_of(of_sizes).shared.device_hours == pytest.approx(cost.shared.steps / 3600)
+    assert compute_study_cost(of_sizes).with_sharing.device_hours == pytest.approx(cost.with_sharing.steps / 3600)

@@ -8,12 +8,12 @@ import pytest
 import runs
 
 from megaenc import flags
-from megaenc.model.config import preset
-from megaenc.study.manifest.pretrain_args import OF_THE_STUDY
+from megaenc.model.config import get_preset
+from megaenc.study.manifest.pretrain_args import RESERVED_FLAGS
 from megaenc.study.manifest.schema import read_manifest
-from megaenc.study.plan.dag import build_graph, shared_steps
-from megaenc.study.run.stage import arguments
-from megaenc.training.config import PretrainConfig, read_settings
+from megaenc.study.plan.dag import build_graph, count_shared_steps
+from megaenc.study.run.stage import format_flags
+from megaenc.training.config import PretrainConfig, parse_config
 
 
 def graph(folder, **changes):
@@ -21,7 +21,7 @@ def graph(folder, **changes):
 
 
 def starts(found):
-    return {name: (run.start, run.parent, run.at, run.steps) for name, run in found.runs.items()}
+    return {name: (run.start, run.parent, run.branch_step, run.steps) for name, run in found.runs.items()}
 
 
 def test_every_shared_beginning_is_trained_once(tmp_path):
@@ -51,7 +51,7 @@ def test_the_papers_shared_steps():
     assert steps("pfs", inferred=True) == 4 * 32_000
     assert steps("cpt") == 2 * 26_000
     (trunk,) = [run for run in runs if run.name == "610m-clm-42k"]
-    assert trunk.keep == (1000, 2000, 3000, 5000, 6000, 9000, 10000, 11000, 17000, 20000, 21000, 32000, 40000)
+    assert trunk.checkpoint_steps == (1000, 2000, 3000, 5000, 6000, 9000, 10000, 11000, 17000, 20000, 21000, 32000, 40000)
 
 
 def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_path):
@@ -60,17 +60,20 @@ def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_p
         **manifests.models(*manifests.BASE["models"], {"size": "toy", "steps": 300, "mask": 0.4, "checkpoints": [50, 200]}),
     )
     done = set()
-    for stage in found.nodes.values():
+    for stage in found.stages.values():
         assert set(stage.needs) <= done, stage.id
         done.add(stage.id)
     for run in found.runs.values():
-        if run.at:
-            assert run.at in found.runs[run.parent].keep and run.at > found.runs[run.parent].at
+        if run.branch_step:
+            assert (
+                run.branch_step in found.runs[run.parent].checkpoint_steps
+                and run.branch_step > found.runs[run.parent].branch_step
+            )
     for export in found.exports.values():
         run = found.runs[export.run]
-        assert export.step in (*run.keep, run.model.steps) and export.step > run.at
+        assert export.step in (*run.checkpoint_steps, run.model.steps) and export.step > run.branch_step
     assert found.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"  # whose first 280 steps it shares
-    assert found.runs["toy-mlm40-400"].keep == (50, 80, 200, 280)
+    assert found.runs["toy-mlm40-400"].checkpoint_steps == (50, 80, 200, 280)
 
 
 def test_a_model_branches_off_a_branch(tmp_path):
@@ -119,15 +122,15 @@ def test_how_a_flag_is_spelled_changes_nothing(tmp_path, change):
 def test_how_far_two_schedules_agree(tmp_path, one, other, shared):
     entries = [{"size": "toy", "steps": 400, "name": name, "schedule": text} for name, text in (("one", one), ("other", other))]
     first, second = read_manifest(manifests.write(tmp_path, **manifests.models(*entries))).models
-    assert shared_steps(first, second) == shared_steps(second, first) == shared
+    assert count_shared_steps(first, second) == count_shared_steps(second, first) == shared
 
 
 def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
-    """`first_difference` is what refuses a branch: up to where a run branches there is none, and mostly one right after."""
+    """`first_differing_step` is what refuses a branch: up to where a run branches there is none, and mostly one right after."""
     from megaenc.data.tokenizer.vocabulary import Vocabulary
     from megaenc.objectives import Schedule
-    from megaenc.training.lr_schedule import LearningRate
-    from megaenc.training.parent_run import first_difference
+    from megaenc.training.lr_schedule import WSDSchedule
+    from megaenc.training.parent_run import first_differing_step
 
     vocabulary = Vocabulary(1024, 0, 1, (0, 1), "")
     for file in ("paper", "open"):
@@ -137,10 +140,13 @@ def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
         for run in branches:
             here, there = run.model, runs[run.parent].model
             schedules = [Schedule.build(model.schedule, model.steps, vocabulary, 1) for model in (here, there)]
-            assert first_difference(*schedules, run.at) is None
-            rates = [LearningRate(1.0, model.warmup, model.decay, model.steps) for model in (here, there)]
-            assert all(rates[0](step) == rates[1](step) for step in {1, min(here.warmup, run.at) or 1, run.at // 2 + 1, run.at})
-            assert first_difference(*schedules, run.at + 1) or run.at == here.undecayed
+            assert first_differing_step(*schedules, run.branch_step) is None
+            rates = [WSDSchedule(1.0, model.warmup, model.decay, model.steps) for model in (here, there)]
+            assert all(
+                rates[0](step) == rates[1](step)
+                for step in {1, min(here.warmup, run.branch_step) or 1, run.branch_step // 2 + 1, run.branch_step}
+            )
+            assert first_differing_step(*schedules, run.branch_step + 1) or run.branch_step == here.last_undecayed_step
 
 
 @pytest.mark.parametrize(("file", "processes"), [("paper", 192), ("open", 192), ("peak-rate", 192), ("small", 1), ("mini", 1)])
@@ -148,19 +154,19 @@ def test_the_real_settings_take_every_run(file, processes):
     runs = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml"), Path("out")).runs.values()
     for run in runs:
         given = run.flags
-        shape = preset(given.get("model", "tiny"))
+        shape = get_preset(given.get("model", "tiny"))
         settings = flags.replace_fields(PretrainConfig(shape=shape), given, source="plan")
         settings.check(processes)
         assert settings.total_iters == run.model.steps and settings.objective_schedule == run.model.schedule
         assert settings.optimizer.lr_warmup_iters == run.model.warmup
-        assert settings.output.save_steps == run.keep and settings.output.save == f"out/runs/{run.name}"
+        assert settings.output.save_steps == run.checkpoint_steps and settings.output.save == f"out/runs/{run.name}"
         assert bool(settings.start.branch_from) == (run.start == "branch")
         assert (settings.start.skip_samples == "parent") == (run.start == "weights")
-    assert settings == flags.replace_fields(read_settings(arguments(given), "pretrain"), {"model": settings.model}, source="x")
+    assert settings == flags.replace_fields(parse_config(format_flags(given), "pretrain"), {"model": settings.model}, source="x")
 
 
 def test_flags_that_the_study_decides_are_flags_of_pretrain():
-    assert set(flags.flatten(PretrainConfig())) > OF_THE_STUDY
+    assert set(flags.flatten(PretrainConfig())) > RESERVED_FLAGS
 
 
 def test_a_plan_needs_no_torch():
@@ -181,9 +187,9 @@ def test_the_corpus_is_made_first_and_every_run_reads_it(tmp_path):
 
 def test_fine_tuning_counts_retrieval_once(tmp_path):
     grids = build_graph(read_manifest(manifests.STUDY / "paper.yaml")).grids
-    assert (sum(grid.results for grid in grids.values()), sum(grid.runs for grid in grids.values())) == (18_000, 15_000)
+    assert (sum(grid.result_count for grid in grids.values()), sum(grid.run_count for grid in grids.values())) == (18_000, 15_000)
     (first, *_) = graph(tmp_path).grids.values()
-    assert [(training.train_on, training.family) for training in first.trainings] == [("demo_sc", "SC"), ("demo_ir", "IR")]
+    assert [(training.train_on, training.family) for training in first.training_sets] == [("demo_sc", "SC"), ("demo_ir", "IR")]
     assert first.flags == {"datasets": ("demo_sc", "demo_ir"), "learning_rates": (1e-4, 1e-3), "seeds": 3}
 
 

@@ -12,7 +12,7 @@ SHORT = {"models": [{"size": "toy", "steps": 400, "mask": 0.4}], "finetune": Non
 def starts(found):
     """(kind, parent, step) of each run by its name."""
     runs = [node for id, node in found.items() if id.startswith("pretrain/")]
-    return {run.name: (run.start, run.parent, run.at) for run in runs}
+    return {run.name: (run.start, run.parent, run.branch_step) for run in runs}
 
 
 def test_a_longer_model_does_not_turn_a_run_that_has_begun_into_its_branch(tmp_path):
@@ -22,7 +22,7 @@ def test_a_longer_model_does_not_turn_a_run_that_has_begun_into_its_branch(tmp_p
     assert starts(found) == {"toy-mlm40-400": ("new", "", 0), "toy-mlm40-600": ("branch", "toy-mlm40-400", 380)}
     for node in found.values():
         node.check()
-    command = found["pretrain/toy-mlm40-400"].command()
+    command = found["pretrain/toy-mlm40-400"].next_command()
     assert "--branch-from" not in command and command[command.index("--save-steps") + 1] == "380"
 
 

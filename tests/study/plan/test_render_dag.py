@@ -6,7 +6,7 @@ import manifests
 
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
-from megaenc.study.plan.render_dag import picture, rows_of, tree
+from megaenc.study.plan.render_dag import draw_graph, format_tree, layout_rows
 
 
 def graph(folder, **changes):
@@ -22,7 +22,7 @@ def test_the_tree_says_where_each_run_begins_and_what_it_makes(tmp_path):
         {"size": "toy", "steps": 400, "name": "turns", "schedule": "2x(mlm:100,clm:100)"},
     ]
     assert (
-        "\n".join(line.rstrip() for line in tree(graph(tmp_path, **manifests.models(*entries))))
+        "\n".join(line.rstrip() for line in format_tree(graph(tmp_path, **manifests.models(*entries))))
         == """\
 toy:
   toy-clm-400                                         +400  CLM to 400  evaluated at 50 200 too
@@ -38,7 +38,7 @@ toy:
 def test_no_line_to_a_branch_crosses_a_bar():
     for file in ("paper", "open"):
         found = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml"))
-        rows = rows_of(found)
+        rows = layout_rows(found)
         assert sorted(row.run.name for row in rows) == sorted(found.runs)
         for number, row in enumerate(rows):
             if row.parent is not None:
@@ -48,14 +48,14 @@ def test_no_line_to_a_branch_crosses_a_bar():
 
 
 def test_a_continued_run_is_drawn_after_its_parents_end(tmp_path):
-    rows = {row.run.name: row for row in rows_of(graph(tmp_path))}
+    rows = {row.run.name: row for row in layout_rows(graph(tmp_path))}
     assert (rows["toy-clm-dec400-mlm40-620"].start, rows["toy-clm-dec400-mlm40-620"].end) == (400, 620)
     assert (rows["toy-clm-dec400-mlm40-520"].start, rows["toy-clm-dec400-mlm40-520"].end) == (500, 520)
 
 
 def test_the_picture_names_every_run_once_and_every_objective(tmp_path):
     found = graph(tmp_path)
-    drawn = picture(found, "a study")
+    drawn = draw_graph(found, "a study")
     texts = [text.get_text() for text in drawn.axes[0].texts]
     assert sorted(texts) == sorted(found.runs)
     (legend,) = drawn.legends

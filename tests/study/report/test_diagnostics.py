@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.report.score_tables import collapse_table, rate_table, sensitivity, spread_tables, variance_table
+from megaenc.study.report.score_tables import (
+    build_collapse_table,
+    build_rate_table,
+    rate_sensitivity,
+    build_diagnostic_tables,
+    build_variance_table,
+)
 from megaenc.study.results.evidence import Evidence, Score, read_evidence
 from megaenc.study.results.published import published
-from megaenc.study.stats.inference import seeds_needed
+from megaenc.study.stats.inference import required_seeds
 
 ONE, OTHER = ModelKey("mini", 10), ModelKey("mini", 0, 10, mask_ratio=0.4)
 
@@ -23,15 +29,15 @@ def score(setting, seeds, examples=None, **more):
 
 
 def test_published_means_say_nothing_of_rates_seeds_or_runs():
-    assert spread_tables(published()) == []
+    assert build_diagnostic_tables(published()) == []
 
 
 def test_rates_with_every_seed_make_the_spread():
     rates = {1e-5: {0: 0.80, 1: 0.82}, 1e-4: {0: 0.90, 1: 0.90}, 5e-4: {0: 0.10}, 2e-4: {0: 0.894, 1: 0.892}}
     found = score(ONE, {0: 0.9, 1: 0.9}, rates=rates)
-    assert sensitivity(found).means == pytest.approx({1e-5: 0.81, 1e-4: 0.9, 2e-4: 0.893})
-    assert [row.cells for row in rate_table(Evidence([found])).rows] == [("clm", "9.00 (2/3)")]
-    assert rate_table(Evidence([score(ONE, {0: 0.9}, rates={1e-5: {0: 0.9}})])) is None
+    assert rate_sensitivity(found).means == pytest.approx({1e-5: 0.81, 1e-4: 0.9, 2e-4: 0.893})
+    assert [row.cells for row in build_rate_table(Evidence([found])).rows] == [("clm", "9.00 (2/3)")]
+    assert build_rate_table(Evidence([score(ONE, {0: 0.9}, rates={1e-5: {0: 0.9}})])) is None
 
 
 def test_a_rate_that_broke_runs_counts_at_the_floor():
@@ -39,26 +45,28 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
     rates = {rate: {0: 0.9 - loss, 1: 0.9 - loss} for rate, loss in ((1e-5, 0.005), (2e-5, 0.0), (5e-5, 0.02))}
     failed = {1e-4: frozenset({0, 1}), 2e-4: frozenset({1})}
     given = {"rates": {**rates, 2e-4: {0: 0.9}}, "rates_failed": failed, "runs": 10, "planned": 10}
-    known = score(ONE, {0: 0.9, 1: 0.9}, floor=0.5, **given)
-    assert sensitivity(known).means == pytest.approx({1e-5: 0.895, 2e-5: 0.9, 5e-5: 0.88, 1e-4: 0.5, 2e-4: 0.7})
-    table = rate_table(Evidence([known]))
+    known = score(ONE, {0: 0.9, 1: 0.9}, baseline=0.5, **given)
+    assert rate_sensitivity(known).means == pytest.approx({1e-5: 0.895, 2e-5: 0.9, 5e-5: 0.88, 1e-4: 0.5, 2e-4: 0.7})
+    table = build_rate_table(Evidence([known]))
     assert [row.cells for row in table.rows] == [("clm", "40.00 (2/5, 2 failed)")] and "counts as the score that" in table.note
-    assert [row.cells for row in rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, **given)])).rows] == [
+    assert [row.cells for row in build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, **given)])).rows] == [
         ("clm", "2.00 (2/5, 2 failed)")
     ]
-    alone = score(ONE, {0: 0.9}, rates={1e-5: {0: 0.9}}, rates_failed={1e-4: frozenset({0})})
-    assert [row.cells for row in rate_table(Evidence([alone])).rows] == [("clm", "(1 failed)")]
+    alone = score(ONE, {0: 0.9}, rates={1e-5: {0: 0.9}}, failed_seeds={1e-4: frozenset({0})})
+    assert [row.cells for row in build_rate_table(Evidence([alone])).rows] == [("clm", "(1 failed)")]
 
 
 def test_a_model_that_always_collapses_is_not_called_steady():
     rates = {1e-5: {0: 0.5, 1: 0.5}, 1e-4: {0: 0.5, 1: 0.5}}
-    table = rate_table(Evidence([score(ONE, {0: 0.5, 1: 0.5}, rates=rates, collapsed=4, runs=4, planned=4, at_rate_collapsed=2)]))
+    table = build_rate_table(
+        Evidence([score(ONE, {0: 0.5, 1: 0.5}, rates=rates, collapsed=4, runs=4, planned=4, collapsed_at_rate=2)])
+    )
     assert table.rows[0].cells == ("clm", "0.00 (2/2) †4/4") and "looks as if no rate mattered" in table.note
 
 
 def test_the_rates_of_a_grid_that_is_not_done_are_marked():
     rates = {1e-5: {0: 0.80, 1: 0.82}, 1e-4: {0: 0.90, 1: 0.90}}
-    table = rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, rates=rates, runs=4, planned=12)]))
+    table = build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, rates=rates, runs=4, planned=12)]))
     assert table.rows[0].cells == ("clm", "9.00 (1/2) [4/12]") and "only k of n fine-tunings" in table.note
 
 
@@ -84,7 +92,7 @@ def test_collapsed_runs_are_counted_by_data_set_and_by_rate(tmp_path):
     average = evidence.find(ONE, "average", "IR")
     assert (average.collapsed, average.runs, average.planned) == (1, 10, 10)
     assert evidence.find(OTHER, "sst2") is None
-    table = collapse_table(evidence)
+    table = build_collapse_table(evidence)
     assert [f"{column.group} {column.name}".strip() for column in table.columns] == [
         "Model", "SC SST-2", "IR NQ", "IR MS MARCO", "By learning rate 1e-05", "By learning rate 5e-05", "All collapsed",
         "All share",
@@ -104,10 +112,10 @@ def test_failed_runs_are_known_to_a_score_and_its_average(tmp_path):
             run(tmp_path / "clm/SC" / dataset, "5e-05", seed, score=None if (dataset, seed) == ("b", 1) else 0.7, baseline=floor)
     evidence = read_evidence(tmp_path, {"clm": ONE})
     score = evidence.find(ONE, "b")
-    assert (score.rates_failed, score.floor, score.rates[5e-5]) == ({5e-5: {1}}, 0.3, {0: 0.7})
-    assert score.counted == {1e-5: {0: 0.9, 1: 0.9}, 5e-5: {0: 0.7, 1: 0.3}}
+    assert (score.failed_seeds, score.baseline, score.rates[5e-5]) == ({5e-5: {1}}, 0.3, {0: 0.7})
+    assert score.rate_scores_with_failures == {1e-5: {0: 0.9, 1: 0.9}, 5e-5: {0: 0.7, 1: 0.3}}
     average = evidence.find(ONE, "average", "SC")
-    assert average.rates_failed == {5e-5: {1}} and average.counted[5e-5] == pytest.approx({0: 0.7, 1: 0.5})
+    assert average.failed_seeds == {5e-5: {1}} and average.rate_scores_with_failures[5e-5] == pytest.approx({0: 0.7, 1: 0.5})
 
 
 def test_seeds_and_examples_part_the_variance():
@@ -117,7 +125,7 @@ def test_seeds_and_examples_part_the_variance():
     for setting, shift in ((ONE, 0.0), (OTHER, 0.02)):
         block = 0.5 + shift + 0.1 * ease + 0.01 * random.normal(size=(seeds, 1)) + 0.02 * random.normal(size=(seeds, count))
         sides[setting] = score(setting, dict(enumerate(block.mean(1))), dict(enumerate(block)))
-    [row] = variance_table(Evidence(list(sides.values()))).rows
+    [row] = build_variance_table(Evidence(list(sides.values()))).rows
     assert row.cells[:4] == ("SC", "SST-2", 2, 5)
     run, of_seeds, of_examples = (float(cell) for cell in row.cells[4:7])
     assert of_seeds == pytest.approx(run / math.sqrt(5), abs=0.006)
@@ -131,15 +139,15 @@ def test_seeds_and_examples_part_the_variance():
 def test_seeds_needed_are_those_of_the_statistics():
     ours = score(ONE, {0: 0.50, 1: 0.52, 2: 0.54})
     theirs = score(OTHER, {0: 0.60, 1: 0.60, 2: 0.63})
-    [row] = variance_table(Evidence([theirs, ours])).rows
-    from megaenc.study.stats.inference import Components
+    [row] = build_variance_table(Evidence([theirs, ours])).rows
+    from megaenc.study.stats.inference import VarianceComponents
 
     differences = np.array([0.10, 0.08, 0.09])
-    parts = Components(float(differences.var(ddof=1)) / 3, math.nan)
-    assert row.cells[7:] == tuple(seeds_needed(wanted, parts, 3) for wanted in (0.002, 0.005, 0.01, 0.02))
+    parts = VarianceComponents(float(differences.var(ddof=1)) / 3, math.nan)
+    assert row.cells[7:] == tuple(required_seeds(wanted, parts, 3) for wanted in (0.002, 0.005, 0.01, 0.02))
     assert row.cells[6] is None  # no examples, no number
 
 
 def test_one_model_alone_has_no_difference():
-    [row] = variance_table(Evidence([score(ONE, {0: 0.5, 1: 0.6})])).rows
+    [row] = build_variance_table(Evidence([score(ONE, {0: 0.5, 1: 0.6})])).rows
     assert row.cells[4:] == ("7.07", "5.00", None, None, None, None, None)

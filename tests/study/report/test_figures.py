@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
-from megaenc.finetune.results.files import scan
+from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures import objectives
-from megaenc.study.report.figures.base import PAPER, FigureSpec, as_svg, inline
-from megaenc.study.report.figures.registry import figures_of, flops_by_shape, losses, rates
-from megaenc.study.results.evidence import Evidence, Score, of_results
-from megaenc.study.results.pretrain_runs import flops_of, read_runs
+from megaenc.study.report.figures.base import BACKGROUND_COLOUR, FigureSpec, figure_to_svg, embed_svg
+from megaenc.study.report.figures.registry import build_figures, published_flops_by_model, build_loss_figure, build_rate_figure
+from megaenc.study.results.evidence import Evidence, Score, build_evidence
+from megaenc.study.results.pretrain_runs import flops_by_model, read_runs
 from megaenc.study.results.published import published
 
 
@@ -25,7 +25,7 @@ def points(picture: FigureSpec, family: int, name: str) -> dict[float, float]:
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Evidence:
     root = write_results(tmp_path_factory.mktemp("results"), settings())
-    return of_results(scan(root), settings().get)
+    return build_evidence(read_result_tree(root), settings().get)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
 
 
 def test_objectives_by_size():
-    picture = objectives.clm_and_mlm(published())
+    picture = objectives.build_objectives_figure(published())
     assert [panel.title for panel in picture.panels][::3] == ["Sequence classification", "Retrieval"]
     assert list(points(picture, 0, "CLM").values()) == [82.80, 83.58, 82.68]
     assert list(points(picture, 3, "MLM").values()) == [75.78, 79.55, 79.95]
@@ -42,37 +42,37 @@ def test_objectives_by_size():
 
 
 def test_objectives_of_one_size_by_data_set(ours):
-    picture = objectives.clm_and_mlm(ours)
+    picture = objectives.build_objectives_figure(ours)
     assert [panel.ticks for panel in picture.panels] == [{0: "demo_sc"}, {0: "demo_qa"}]
     mlm = ours.find(ModelKey("mini", 0, 300, mask_ratio=0.4), "demo_sc")
     [line] = [line for line in picture.panels[0].lines if line.name == "MLM"]
-    assert (line.points[0].mean, line.points[0].half) == pytest.approx((100 * mlm.mean, 100 * mlm.half))
+    assert (line.points[0].mean, line.points[0].half_width) == pytest.approx((100 * mlm.mean, 100 * mlm.half_width))
 
 
 def test_mask_ratios():
-    picture = objectives.mask_ratios(published())
+    picture = objectives.build_mask_ratio_figure(published())
     assert list(points(picture, 0, "1B").values()) == [87.97, 87.00, 88.23, 88.21]
     assert picture.panels[0].ticks == {20: "20 %", 30: "30 %", 40: "40 %", 50: "50 %"}
 
 
 def test_mask_ratios_with_and_without_clm(ours):
-    assert not objectives.mask_ratios_with_clm(published()).panels
-    picture = objectives.mask_ratios_with_clm(ours)
+    assert not objectives.build_two_stage_mask_ratio_figure(published()).panels
+    picture = objectives.build_two_stage_mask_ratio_figure(ours)
     assert [line.name for line in picture.panels[0].lines] == ["MLM alone", "25 % CLM, then MLM"]
     two_stage = ours.find(ModelKey("mini", 75, 225, mask_ratio=0.2), "demo_sc")
     assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
 
 
 def test_efficiency_by_step_and_by_operations(ours, runs):
-    picture = objectives.by_step(published())
+    picture = objectives.build_step_efficiency_figure(published())
     assert points(picture, 0, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
-    by_flops = objectives.by_flops(ours, flops_of(runs, settings()))
+    by_flops = objectives.build_flop_efficiency_figure(ours, flops_by_model(runs, settings()))
     assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e12, 150e12]
-    assert "Models of a manifest always need it" in objectives.by_flops(ours, {}).caption
+    assert "Models of a manifest always need it" in objectives.build_flop_efficiency_figure(ours, {}).caption
 
 
 def test_shares_of_each_budget():
-    picture = objectives.clm_shares(published())
+    picture = objectives.build_clm_share_figure(published())
     assert [line.name for line in picture.panels[0].lines] == ["12k steps", "22k steps", "42k steps"]
     line = picture.panels[0].lines[2]
     assert [round(point.mean, 2) for point in line.points] == [87.0, 87.85, 87.58, 87.06, 83.58]
@@ -80,49 +80,49 @@ def test_shares_of_each_budget():
 
 
 def test_continued_pretraining_begins_with_the_finished_model():
-    picture = objectives.continued(published())
+    picture = objectives.build_continued_pretraining_figure(published())
     assert list(points(picture, 0, "from CLM").values()) == [83.58, 85.39, 87.84, 88.40]
     assert list(points(picture, 0, "from MLM").values()) == [87.00, 87.08, 87.61, 87.47]
     assert list(picture.panels[0].ticks.values()) == ["0", "2k", "12k", "22k"]
 
 
 def test_rates_are_drawn_below_each_models_best(ours):
-    picture = rates(ours)
+    picture = build_rate_figure(ours)
     assert len(picture.panels) == len(DATASETS)
     for line in picture.panels[0].lines:
         assert max(point.mean for point in line.points) == 0 and tuple(point.x for point in line.points) == RATES
     strong = {line.name: line.points[1].mean for line in picture.panels[0].lines if line.labelled}
     assert strong["MLM"] < strong["CLM"] < 0  # as the folders were made
-    assert not rates(published()).panels
+    assert not build_rate_figure(published()).panels
 
 
 def test_losses_of_the_runs(runs):
-    picture = losses(runs)
+    picture = build_loss_figure(runs)
     assert [panel.title for panel in picture.panels] == ["under clm", "under mlm"]
     names = [line.name for line in picture.panels[0].lines]
     assert list(dict.fromkeys(names)) == ["MLM", "CLM", "CLM, then MLM", "on a finished model"] and len(names) == len(runs)
     [curve] = [line for line in picture.panels[0].lines if line.name == "CLM" and line.points[-1].x == 300]
-    rows = runs["mini-clm-300"].validated
+    rows = runs["mini-clm-300"].validations
     assert [(point.x, point.mean) for point in curve.points] == [(row["step"], row["objectives"]["clm"]["loss"]) for row in rows]
-    few = losses({name: runs[name] for name in list(runs)[:2]})
+    few = build_loss_figure({name: runs[name] for name in list(runs)[:2]})
     assert [line.name for line in few.panels[0].lines] == list(runs)[:2]
-    assert losses({}).caption == "No runs were given: --runs names their folder."
+    assert build_loss_figure({}).caption == "No runs were given: --runs names their folder."
 
 
 def test_published_values_lie_behind_the_same_models_and_beside_others(ours, runs):
     setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
     same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, ModelKey("610M", 42_000))])
-    first = figures_of(same, {}, {}, published())[0]
+    first = build_figures(same, {}, {}, published())[0]
     light = [line for line in first.drawn.panels[0].lines if line.light]
     assert [line.name for line in light] == ["MLM, published", "CLM, published"] and first.published is None
-    others = figures_of(ours, runs, flops_of(runs, settings()), published())
+    others = build_figures(ours, runs, flops_by_model(runs, settings()), published())
     assert [one.drawn.key for one in others if not one.drawn.panels] == []
     beside = [one.drawn.key for one in others if one.published is not None]
     assert beside == ["objectives", "mask-ratios", "efficiency-steps", "efficiency-flops", "clm-shares", "continued-pretraining"]
 
 
 def test_all_that_tables_alone_allow():
-    shown = figures_of(published(), {}, flops_by_shape(published()))
+    shown = build_figures(published(), {}, published_flops_by_model(published()))
     assert [one.drawn.key for one in shown if not one.drawn.panels] == [
         "mask-ratios-with-clm",
         "learning-rates",
@@ -144,7 +144,7 @@ def test_another_seed_of_the_pretraining_is_points_without_a_line():
         for at in (10, 20)
         for seed in (1, 2)
     ]
-    [first, second] = objectives.by_step(Evidence(scores)).panels[0].lines
+    [first, second] = objectives.build_step_efficiency_figure(Evidence(scores)).panels[0].lines
     assert (first.joined, first.labelled, second.joined, second.labelled) == (True, True, False, False)
     assert [point.mean for point in second.points] == pytest.approx([14, 24])
 
@@ -152,7 +152,7 @@ def test_another_seed_of_the_pretraining_is_points_without_a_line():
 def test_published_values_have_bars_too_thin_ones():
     setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
     same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, ModelKey("610M", 42_000))], kind="t")
-    picture = objectives.clm_and_mlm(same, published())
+    picture = objectives.build_objectives_figure(same, published())
     widths = [float(bars.get_linewidth()[0]) for bars in picture.wide.axes[0].collections]
     assert len(widths) == 4 and sorted(widths) == [0.7, 0.7, 1.2, 1.2]
     assert "95 % by Student's t" in picture.caption and "published ones are 1.96 standard errors over 5" in picture.caption
@@ -160,24 +160,24 @@ def test_published_values_have_bars_too_thin_ones():
 
 def test_captions_say_what_a_bar_is_worth(ours):
     for make in (
-        objectives.clm_and_mlm,
-        objectives.mask_ratios,
-        objectives.mask_ratios_with_clm,
-        objectives.by_step,
-        objectives.clm_shares,
-        objectives.continued,
+        objectives.build_objectives_figure,
+        objectives.build_mask_ratio_figure,
+        objectives.build_two_stage_mask_ratio_figure,
+        objectives.build_step_efficiency_figure,
+        objectives.build_clm_share_figure,
+        objectives.build_continued_pretraining_figure,
     ):
         assert "1.96 standard errors over 3 fine-tuning seeds, which hold the true mean 81 times in 100" in make(ours).caption
-    assert "88 times in 100" in objectives.clm_shares(published()).caption
+    assert "88 times in 100" in objectives.build_clm_share_figure(published()).caption
 
 
 def test_points_of_collapsed_models_are_hollow(ours):
-    picture = objectives.clm_and_mlm(ours)
+    picture = objectives.build_objectives_figure(ours)
     assert not any(point.collapsed for panel in picture.panels for line in panel.lines for point in line.points)
-    scores = [dataclasses.replace(one, at_rate_collapsed=one.setting.clm_steps // 300) for one in ours.scores]
-    picture = objectives.clm_and_mlm(Evidence(scores))
+    scores = [dataclasses.replace(one, collapsed_at_rate=one.model_key.clm_steps // 300) for one in ours.scores]
+    picture = objectives.build_objectives_figure(Evidence(scores))
     assert {line.name: line.points[0].collapsed for line in picture.panels[0].lines} == {"MLM": False, "CLM": True}
-    [inside] = [line for line in picture.wide.axes[0].get_lines() if line.get_color() == PAPER]
+    [inside] = [line for line in picture.wide.axes[0].get_lines() if line.get_color() == BACKGROUND_COLOUR]
     assert inside.get_ydata()[0] == picture.panels[0].lines[1].points[0].mean and "Hollow points" in picture.caption
 
 
@@ -185,11 +185,11 @@ def test_points_of_collapsed_models_are_hollow(ours):
 def test_names_with_dollar_signs_are_no_formulas(name):
     models = (ModelKey(name, 0, 10, mask_ratio=0.4), ModelKey(name, 10), ModelKey("y", 0, 10, mask_ratio=0.4), ModelKey("y", 10))
     ours = Evidence([Score(f"m{one}", one, "SC", name, 0.5, 0.01) for one in models])
-    svg = objectives.clm_and_mlm(ours).svg
+    svg = objectives.build_objectives_figure(ours).svg
     assert svg.count(f">{name}</text>") == 1 and f">Sequence classification: {name}</text>" in svg
     ways = [ModelKey("x", mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
     ways += [ModelKey(name, mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
-    found = objectives.by_step(Evidence([Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in ways]))
+    found = objectives.build_step_efficiency_figure(Evidence([Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in ways]))
     assert f">MLM, {name}</text>" in found.svg  # in the legend
 
 
@@ -204,7 +204,7 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     detour = ModelKey("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
     names = {turns: "610m-turns-42k", detour: "610m-mlm40-dec42k-clm-47k-mlm40-64k"}
     scores = [Score(names.get(one, f"{one}"), one, "SC", "sst2", 0.5 + one.clm_steps / 1e6, 0.01) for one in (*plain, *names)]
-    picture = objectives.schedules(Evidence(scores))
+    picture = objectives.build_schedule_figure(Evidence(scores))
     found = {line.name: [round(point.x) for point in line.points] for line in picture.panels[0].lines}
     assert found == {"MLM": [0], "CLM": [0], "MLM on CLM": [1], "MLM on MLM": [1], names[turns]: [0], names[detour]: [1]}
     looks = [(line.colour, line.marker) for line in picture.panels[0].lines]
@@ -212,12 +212,12 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     assert picture.panels[0].ticks == {0: "42k steps", 1: "64k steps"}
     assert points(picture, 0, names[turns]).popitem()[1] == 52.1
     assert picture.draw(1).legends[0]._ncols == 1  # long names have a line each on a phone
-    assert objectives.schedules(Evidence(scores[:-2])) is None
-    assert [one.drawn.key for one in figures_of(Evidence(scores), {}, {})][-2:] == ["other-schedules", "losses"]
+    assert objectives.build_schedule_figure(Evidence(scores[:-2])) is None
+    assert [one.drawn.key for one in build_figures(Evidence(scores), {}, {})][-2:] == ["other-schedules", "losses"]
 
 
 def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):
-    picture = objectives.clm_and_mlm(ours)
+    picture = objectives.build_objectives_figure(ours)
     assert picture.wide.get_size_inches()[0] == 9 and picture.draw(1).get_size_inches()[0] == 3.75
     axis = picture.wide.axes[0]
     assert [float(line.get_ydata()[0]) for line in axis.get_lines() if line.get_marker() == "s"] == [
@@ -228,8 +228,8 @@ def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):
 
 
 def test_svg_is_text_the_same_each_time_and_takes_the_pages_colours(ours):
-    picture = objectives.clm_and_mlm(ours)
-    assert as_svg(picture.draw(), "a") == as_svg(picture.draw(), "a") and "demo_sc" in picture.svg
-    drawn = inline(picture.svg, "objectives-wide", 'CLM "and" <MLM>')
+    picture = objectives.build_objectives_figure(ours)
+    assert figure_to_svg(picture.draw(), "a") == figure_to_svg(picture.draw(), "a") and "demo_sc" in picture.svg
+    drawn = embed_svg(picture.svg, "objectives-wide", 'CLM "and" <MLM>')
     assert 'aria-label="CLM &quot;and&quot; &lt;MLM&gt;"' in drawn and "var(--ink)" in drawn and "#ffffff" not in drawn
     assert 'id="objectives-wide-figure_1"' in drawn and "width=" not in drawn[: drawn.index(">")]

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import pytest
 
 from megaenc.study.claims.verdicts import Verdict
-from megaenc.study.report.figures.base import FigureSpec, Line, Panel, Point
-from megaenc.study.report.figures.registry import RenderedFigure
-from megaenc.study.report.html import MARK, ReportPage, page
+from megaenc.study.report.figures.base import FigureSpec, FigureLine, FigurePanel, FigurePoint
+from megaenc.study.report.figures.registry import ReportFigure
+from megaenc.study.report.html import GENERATOR_TAG, ReportPage, render_page
 from megaenc.study.report.table import Column, Table, TableRow
 from megaenc.study.stats import inference
 from megaenc.study.stats.comparisons import Comparison
@@ -46,7 +46,7 @@ class Checked(HTMLParser):
 
 
 def comparison(**changes) -> Comparison:
-    made = inference.TestResult(0.02, 0.01, 0.03, 0.001, inference.Components(1e-5, math.nan), 4.0, 5)
+    made = inference.TestResult(0.02, 0.01, 0.03, 0.001, inference.VarianceComponents(1e-5, math.nan), 4.0, 5)
     given = {
         "left": "MLM", "right": EVIL, "where": "610M", "family": "SC", "dataset": "sst2", "test": made, "p": 0.00001,
         "p_adjusted": 0.004, "effect": -1.5, "verdict": "holds",
@@ -57,12 +57,14 @@ def comparison(**changes) -> Comparison:
 def card(comparison: Comparison, overall: Comparison | None = None) -> str:
     """Return the page of one verdict."""
     verdict = Verdict(1, "title", "question?", [comparison], "holds", "because.", "a", overall)
-    return page(ReportPage("A study", "lead", [verdict], [], [], [], "", []))
+    return render_page(ReportPage("A study", "lead", [verdict], [], [], [], "", []))
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    nothing = inference.TestResult(0.02, math.nan, math.nan, math.nan, inference.Components(math.nan, math.nan), math.nan, 1)
+    nothing = inference.TestResult(
+        0.02, math.nan, math.nan, math.nan, inference.VarianceComponents(math.nan, math.nan), math.nan, 1
+    )
     one, unknown = comparison(), comparison(test=nothing, effect=math.nan, p=math.nan, verdict="not resolved")
     verdicts = [
         Verdict(
@@ -80,17 +82,17 @@ def text() -> str:
         Verdict(4, "fourth", "question?", [one], "not resolved", "who knows."),
     ]
     published = [Verdict(3, "third", "question?", [one], "holds", "as printed.")]
-    lines = (Line("CLM", "#0072B2", "o", (Point(1, 50.0, 1.0), Point(2, 60.0))),)
-    picture = FigureSpec("objectives", "CLM and MLM", f"caption {EVIL}", (Panel("SC", lines, "step"),))
+    lines = (FigureLine("CLM", "#0072B2", "o", (FigurePoint(1, 50.0, 1.0), FigurePoint(2, 60.0))),)
+    picture = FigureSpec("objectives", "CLM and MLM", f"caption {EVIL}", (FigurePanel("SC", lines, "step"),))
     columns = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"))
     rows = (
         TableRow(("1B", 42_000, "91.65 (0.45)"), name="1b-clm-42k"),
         TableRow((EVIL, 1, None), light=True, rule=True, name=EVIL),
     )
     tables = [Table("base", "Base models", "Percent.", columns, rows), Table("base-standard", "Standard", "Note.", columns, rows)]
-    figures = [RenderedFigure(picture, picture), RenderedFigure(FigureSpec("losses", "Losses", "No runs were given."))]
+    figures = [ReportFigure(picture, picture), ReportFigure(FigureSpec("losses", "Losses", "No runs were given."))]
     facts = [("Hardware", EVIL), ("Commit", "1a2b3c")]
-    return page(
+    return render_page(
         ReportPage(
             f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, f"Without any run: {EVIL}."
         )
@@ -145,7 +147,7 @@ def test_the_bootstrap_stands_beside_the_deciding_test_alone():
 
 
 def test_seeds_that_are_never_enough_have_a_word():
-    parts = inference.Components(1e-6, 4e-5)
+    parts = inference.VarianceComponents(1e-6, 4e-5)
     never = comparison(test=inference.TestResult(0.01, 0.0, 0.02, 0.1, parts, 50.0, 5))
     unknown = comparison(test=inference.TestResult(0.01, 0.0, 0.02, 0.1, parts, 50.0, 0))
     assert '<td class="number">never</td></tr>' in card(never) and '<td class="number"></td></tr>' in card(unknown)
@@ -171,7 +173,7 @@ def test_tables_align_numbers_and_move_by_themselves(text):
 
 
 def test_a_page_says_that_it_is_a_report_and_what_has_no_score(text):
-    assert text.index(MARK) < text.index("<body>") and "Without any run: &lt;b" in text
+    assert text.index(GENERATOR_TAG) < text.index("<body>") and "Without any run: &lt;b" in text
 
 
 def test_both_colour_schemes_and_the_scores_to_take_away(text):

@@ -14,10 +14,10 @@ from study_folders import settings, write_results, write_runs
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.report import command as report_command
 from megaenc.study.report import output_dir
-from megaenc.study.report.command import ReportConfig, report_of
-from megaenc.study.report.html import MARK
+from megaenc.study.report.command import ReportConfig, build_report
+from megaenc.study.report.html import GENERATOR_TAG
 from megaenc.study.results.evidence import AVERAGE
-from megaenc.study.results.published import PRINTED, row_setting, rows
+from megaenc.study.results.published import DATASET_NAMES, parse_model_key, read_published_rows
 
 MANIFEST = """
 title: A study of <five> shares
@@ -44,14 +44,16 @@ def study(tmp_path_factory):
 
 def test_every_published_cell_comes_back_from_result_files(tmp_path):
     published_tree.write(tmp_path / "results", examples=0)
-    report = report_of(ReportConfig(results=str(tmp_path / "results")))
+    report = build_report(ReportConfig(results=str(tmp_path / "results")))
     made = {}
     for line in csv.DictReader(io.StringIO(report.scores)):
         made[tuple(list(line.values())[:8])] = (line["mean"], line["ci95"])
     cells = 0
-    for row in rows():
+    for row in read_published_rows():
         expected = (row["mean"], row["ci95"])
-        if PRINTED[row["dataset"]] == AVERAGE and not published_tree.reachable(row_setting(row), TaskFamily(row["task"])):
+        if DATASET_NAMES[row["dataset"]] == AVERAGE and not published_tree.reachable(
+            parse_model_key(row), TaskFamily(row["task"])
+        ):
             continue  # no five scores of three sets have this average: what was rounded cannot be undone
         assert made[tuple(list(row.values())[:8])] == expected, row
         cells += 1
@@ -66,7 +68,7 @@ def test_every_published_cell_comes_back_from_result_files(tmp_path):
 
 
 def test_the_printed_tables_alone(capsys):
-    report = report_of(ReportConfig(published=True))
+    report = build_report(ReportConfig(published=True))
     assert [table.key for table in report.tables] == ["base", "efficiency", "pfs", "cpt"] and not report.published
     assert sum(bool(one.drawn.panels) for one in report.figures) == 6
     assert "arXiv 2507.00994" in dict(report.facts)["Numbers"]
@@ -78,7 +80,7 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
         (output / name).mkdir(parents=True)
         for file in ("of-before.csv", "own.csv", "notes.txt", ".of-before.csv.1-0a1b2c3d.tmp", ".own.csv.1-0a1b2c3d.tmp"):
             (output / name / file).touch()
-    (output / "index.html").write_text(f"<head>{MARK}</head>")
+    (output / "index.html").write_text(f"<head>{GENERATOR_TAG}</head>")
     (output / "files.txt").write_text(
         "# written by megaenc study report\ntables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n"
     )
@@ -119,11 +121,11 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
         for path in (tmp_path / "results" / model / "SC/demo_sc").glob(left):
             shutil.rmtree(path)
     shutil.rmtree(tmp_path / "results/mini-clm-150-mlm40-300")
-    report = report_of(ReportConfig(manifest=f"{study}/study.yaml", results=f"{tmp_path}/results"))
+    report = build_report(ReportConfig(manifest=f"{study}/study.yaml", results=f"{tmp_path}/results"))
     cells = {row.name: row.cells for table in report.tables if table.key == "base" for row in table.rows}
     assert cells["mini-mlm40-300"][3].endswith(" [3/6]") and not cells["mini-mlm40-300"][4].endswith("]")
     assert cells["mini-clm-300"][3] is None and cells["mini-clm-300"][4] is not None
-    assert report.lacking == (
+    assert report.missing_scores == (
         "Without a score, which takes a learning rate with every seed finished: mini-clm-300 (SC demo_sc: 4 of 6 runs ended). "
         "Without any run: mini-clm-150-mlm40-300."
     )
@@ -133,7 +135,7 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
 
 def test_results_outside_of_the_manifests_grid_are_left_out(study, tmp_path):
     (tmp_path / "fewer.yaml").write_text(MANIFEST.replace("seeds: 3", "seeds: 2"))
-    report = report_of(ReportConfig(manifest=f"{tmp_path}/fewer.yaml", results=f"{study}/results"))
+    report = build_report(ReportConfig(manifest=f"{tmp_path}/fewer.yaml", results=f"{study}/results"))
     assert dict(report.facts)["Fine-tuning"].endswith("20 with rates or seeds that the manifest does not ask for are left out")
     assert dict(report.facts)["Fine-tuning seeds"] == "0, 1"
     assert {line["finetuning_seeds"] for line in csv.DictReader(io.StringIO(report.scores))} == {"2"}
@@ -159,7 +161,7 @@ def test_a_folder_that_no_report_wrote_is_left_alone(tmp_path, refusal):
     assert "holds tables and no report" in refused("tables/raw.csv")
     (site / "files.txt").write_text("my own list\n")
     assert "holds files.txt and no report" in refused("files.txt")
-    (site / "index.html").write_text(MARK)
+    (site / "index.html").write_text(GENERATOR_TAG)
     assert "holds files.txt and no report" in refused("index.html", "files.txt")
     (site / "files.txt").write_text("# written by megaenc study report\ntables/raw.csv\n")
     assert "holds tables/base.csv, which no report wrote" in refused("index.html", "files.txt", "tables/base.csv")
@@ -241,7 +243,7 @@ def test_a_subfolder_that_becomes_a_link_meanwhile_is_left_alone(old_report, tmp
     outside = tmp_path / "outside"
     shutil.copytree(old_report / "tables", outside)
     (tmp_path / "tables").symlink_to(outside)
-    output_dir._remove(tmp_path / "tables", [tmp_path / "tables/stale.csv"])
+    output_dir._unlink_files(tmp_path / "tables", [tmp_path / "tables/stale.csv"])
     assert (outside / "stale.csv").exists()
 
 
@@ -255,7 +257,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(place, tmp_path, monkeypatch, refusal):
-    monkeypatch.setattr(report_command, "report_of", lambda settings: pytest.fail("the work was begun"))
+    monkeypatch.setattr(report_command, "build_report", lambda settings: pytest.fail("the work was begun"))
     (tmp_path / "file").write_text("mine")
     assert "--output" in refusal(report_command.main, ["--published", "--output", PLACES[place](tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
@@ -272,7 +274,7 @@ def test_intervals_of_student_are_wider(study):
     given = {"manifest": f"{study}/study.yaml", "results": f"{study}/results"}
     halves = []
     for kind in ("normal", "t"):
-        report = report_of(ReportConfig(**given, interval=kind))
+        report = build_report(ReportConfig(**given, interval=kind))
         [line, *_] = csv.DictReader(io.StringIO(report.scores))
         halves.append(float(line["ci95"]))
     assert halves[1] == pytest.approx(halves[0] * 4.303 / 1.96, rel=0.02)

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from megaenc.study.report.table import Column, Table, TableRow, as_csv, as_latex, as_markdown, score
+from megaenc.study.report.table import Column, Table, TableRow, table_to_csv, table_to_latex, table_to_markdown, format_score
 
 COLUMNS = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"), Column("NQ", "IR"))
 
@@ -17,13 +17,13 @@ def table():
 
 
 def test_scores_have_the_digits_of_the_study():
-    assert score(0.9165, 0.0045) == "91.65 (0.45)"
-    assert score(0.5, None) == "50.00" == score(0.5, float("nan"))
-    assert score(None) is None is score(float("nan"))
+    assert format_score(0.9165, 0.0045) == "91.65 (0.45)"
+    assert format_score(0.5, None) == "50.00" == format_score(0.5, float("nan"))
+    assert format_score(None) is None is format_score(float("nan"))
 
 
 def test_csv_keeps_counts_plain_and_missing_cells_empty(table):
-    assert list(csv.reader(io.StringIO(as_csv(table)))) == [
+    assert list(csv.reader(io.StringIO(table_to_csv(table)))) == [
         ["Size", "Steps", "SC SST-2", "IR NQ"],
         ["1B", "42000", "91.65 (0.45)", ""],
         ["a_b|c <1 %", "10", "", "1.00"],
@@ -31,7 +31,7 @@ def test_csv_keeps_counts_plain_and_missing_cells_empty(table):
 
 
 def test_markdown_is_aligned_and_escaped(table):
-    assert as_markdown(table).splitlines() == [
+    assert table_to_markdown(table).splitlines() == [
         "### Models & sizes",
         "",
         "Percent.",
@@ -44,7 +44,7 @@ def test_markdown_is_aligned_and_escaped(table):
 
 
 def test_latex_has_booktabs_rules_and_escapes(table):
-    text = as_latex(table)
+    text = table_to_latex(table)
     assert r"\caption{Models \& sizes. Percent.}" in text and r"\label{tab:base}" in text
     assert r" &  & \multicolumn{1}{c}{SC} & \multicolumn{1}{c}{IR} \\" in text
     assert r"\cmidrule(lr){3-3} \cmidrule(lr){4-4}" in text
@@ -55,7 +55,7 @@ def test_latex_has_booktabs_rules_and_escapes(table):
 
 def test_a_wide_table_has_its_groups_below_each_other():
     columns = (Column("Size", number=False), *(Column(f"set {at}", group) for group in "ABC" for at in range(4)))
-    text = as_latex(Table("wide", "Wide", "Note.", columns, (TableRow(("1B", *map(str, range(12)))),)))
+    text = table_to_latex(Table("wide", "Wide", "Note.", columns, (TableRow(("1B", *map(str, range(12)))),)))
     assert text.count(r"\begin{tabular}{lrrrr}") == 3 and text.count(r"\begin{table}") == 1
     assert "1B & 4 & 5 & 6 & 7" in text
 

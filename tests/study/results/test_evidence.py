@@ -9,11 +9,11 @@ import pytest
 from megaenc.errors import InputError
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results.aggregate import GridSpec
-from megaenc.finetune.results.files import scan
-from megaenc.study.manifest.model_key import ModelKey, setting_of
-from megaenc.study.manifest.scope import Scope
-from megaenc.study.results.evidence import AVERAGE, of_results, read_evidence, without_score
-from megaenc.study.results.published import PRINTED, published, raw, row_setting, rows
+from megaenc.finetune.results.files import read_result_tree
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
+from megaenc.study.manifest.scope import StudyScope
+from megaenc.study.results.evidence import AVERAGE, build_evidence, read_evidence, describe_missing_scores
+from megaenc.study.results.published import DATASET_NAMES, published, raw, parse_model_key, read_published_rows
 
 MLM, CLM = "610m-mlm40-42k", "610m-clm-42k"
 
@@ -32,11 +32,11 @@ def evidence(tree):
 
 def test_every_published_cell_to_the_printed_digit(evidence):
     wrong = []
-    for row in rows():
-        score = evidence.find(row_setting(row), PRINTED[row["dataset"]], row["task"])
-        if (f"{100 * score.mean:.2f}", f"{100 * score.half:.2f}") != (row["mean"], row["ci95"]):
-            wrong.append((row, score.mean, score.half))
-    assert len(rows()) == 800 and not wrong
+    for row in read_published_rows():
+        score = evidence.find(parse_model_key(row), DATASET_NAMES[row["dataset"]], row["task"])
+        if (f"{100 * score.mean:.2f}", f"{100 * score.half_width:.2f}") != (row["mean"], row["ci95"]):
+            wrong.append((row, score.mean, score.half_width))
+    assert len(read_published_rows()) == 800 and not wrong
 
 
 def test_scores_exist_that_print_as_each_average_does():
@@ -54,7 +54,7 @@ def test_rates_are_chosen_on_validation(evidence):
 
 
 def test_examples_are_those_of_the_chosen_rate(evidence):
-    score = evidence.find(setting_of(MLM), "squad")
+    score = evidence.find(parse_model_name(MLM), "squad")
     found = score.examples()
     assert sorted(found) == [0, 1, 2, 3, 4] and found is score.examples()  # read once
     for seed, of_each in found.items():
@@ -63,7 +63,7 @@ def test_examples_are_those_of_the_chosen_rate(evidence):
 
 def test_examples_are_read_when_they_are_asked_for(tree, tmp_path):
     published_tree.write(tmp_path, models=[MLM])
-    score = raw(tmp_path).find(setting_of(MLM), "squad")
+    score = raw(tmp_path).find(parse_model_name(MLM), "squad")
     for path in tmp_path.rglob("results.json"):
         path.unlink()
     with pytest.raises(InputError, match=r"results\.json.*expected what a run wrote"):
@@ -71,7 +71,7 @@ def test_examples_are_read_when_they_are_asked_for(tree, tmp_path):
 
 
 def test_an_average_is_formed_by_seed_at_each_sets_own_rate(evidence):
-    score = evidence.find(setting_of(CLM), AVERAGE, "SC")
+    score = evidence.find(parse_model_name(CLM), AVERAGE, "SC")
     assert [member.dataset for member in score.members] == ["sst2", "qqp", "mnli_m"] and score.examples() == {}
     for seed, value in score.seeds.items():
         assert value == pytest.approx(np.mean([member.seeds[seed] for member in score.members]))
@@ -95,12 +95,12 @@ def test_models_of_a_manifest_and_others(tmp_path):
     for model in ("mine", "another"):
         result(tmp_path / model / "SC/toy/lr2e-05_sd0", 0.5)
     found = read_evidence(tmp_path, {"mine": ModelKey("tiny", mlm_steps=40, mask_ratio=0.4)})
-    assert [(score.model, score.setting and score.setting.size) for score in found.scores] == [
+    assert [(score.model, score.model_key and score.model_key.size) for score in found.scores] == [
         ("another", None),
         ("mine", "tiny"),
     ]
     assert found.settings() == [ModelKey("tiny", mlm_steps=40, mask_ratio=0.4)]
-    assert found.scores[0].half is None  # a single seed
+    assert found.scores[0].half_width is None  # a single seed
 
 
 def test_other_metrics_and_their_examples(tmp_path):
@@ -127,7 +127,7 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
     (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
     score = read_evidence(tmp_path, {}).scores[0]
     assert (score.collapsed, score.runs, score.rate) == (2, 3, 2e-5) and set(score.rates) == {2e-5, 5e-5}
-    assert score.at_rate_collapsed == 0 and score.rates_failed == {1e-4: {0}} and score.floor is None
+    assert score.collapsed_at_rate == 0 and score.failed_seeds == {1e-4: {0}} and score.baseline is None
 
 
 def test_what_collapsed_at_the_chosen_rate_and_what_the_baseline_gets(tmp_path):
@@ -136,9 +136,9 @@ def test_what_collapsed_at_the_chosen_rate_and_what_the_baseline_gets(tmp_path):
             said = {"collapsed": "constant prediction" if seed else None, "metrics": {"accuracy": 0.5}}
             result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.5, baseline={"score": 0.4, "accuracy": 0.3}, **said)
     one, other, average = read_evidence(tmp_path, {}).scores
-    assert (one.at_rate_collapsed, one.floor, one.rates_failed) == (2, 0.4, {})
-    assert average.at_rate_collapsed == one.at_rate_collapsed + other.at_rate_collapsed
-    assert read_evidence(tmp_path, {}, "accuracy").scores[0].floor == 0.3
+    assert (one.collapsed_at_rate, one.baseline, one.failed_seeds) == (2, 0.4, {})
+    assert average.collapsed_at_rate == one.collapsed_at_rate + other.collapsed_at_rate
+    assert read_evidence(tmp_path, {}, "accuracy").scores[0].baseline == 0.3
 
 
 def test_collapsed_runs_of_the_chosen_rate_are_those_of_the_mean(tmp_path):
@@ -148,7 +148,7 @@ def test_collapsed_runs_of_the_chosen_rate_are_those_of_the_mean(tmp_path):
             result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless)
             result(tmp_path / "mine/SC" / dataset / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction")
     found = {score.dataset: score for score in read_evidence(tmp_path, {}).scores}
-    assert {name: (score.at_rate_collapsed, score.collapsed) for name, score in found.items()} == {
+    assert {name: (score.collapsed_at_rate, score.collapsed) for name, score in found.items()} == {
         "sst2": (0, 2),
         "qqp": (1, 3),
         AVERAGE: (1, 5),
@@ -160,13 +160,13 @@ def test_a_manifest_says_what_should_be_there(tmp_path):
     for rate, seed in ((2e-5, 0), (2e-5, 1), (5e-5, 0), (9e-5, 0), (2e-5, 7)):
         result(tmp_path / "mine" / "SC/sst2" / f"lr{rate:.0e}_sd{seed}", 0.5 + 100 * rate)
     plan = {"mine": ModelKey("tiny", 40), "other": ModelKey("tiny", 80), "third": ModelKey("tiny", mlm_steps=80, mask_ratio=0.2)}
-    scope = Scope(plan, ("tiny",), GridSpec((2e-5, 5e-5), (0, 1)), (("SC", "sst2"),))
-    found = of_results(scan(tmp_path), plan.get, scope=scope)
+    scope = StudyScope(plan, ("tiny",), GridSpec((2e-5, 5e-5), (0, 1)), (("SC", "sst2"),))
+    found = build_evidence(read_result_tree(tmp_path), plan.get, scope=scope)
     [score] = found.scores
     assert (score.rate, score.runs, score.planned, sorted(score.seeds)) == (2e-5, 3, 4, [0, 1])
     assert found.grouped() == {"pfs": [plan["mine"]]} and found.mask_ratio == 0.2
     assert list(read_evidence(tmp_path, plan).grouped()) == ["base"]
-    assert without_score(found) == "Without any run: other, third."
+    assert describe_missing_scores(found) == "Without any run: other, third."
 
 
 def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):
@@ -175,10 +175,10 @@ def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):
     result(tmp_path / "begun" / "SC/sst2" / "lr2e-05_sd0", 0.5)
     (tmp_path / "begun/SC/sst2/lr2e-05_sd1").mkdir()
     (tmp_path / "begun/SC/sst2/lr2e-05_sd1/failed.json").write_text('{"reason": "the loss is nan"}')
-    said = without_score(read_evidence(tmp_path, {}))
+    said = describe_missing_scores(read_evidence(tmp_path, {}))
     assert said.endswith("every seed finished: begun (SC SST-2: 2 of 2 runs ended, 1 failed).")
-    scope = Scope({"mine": ModelKey("tiny", 40)}, datasets=(("SC", "sst2"), ("", "own")))
-    assert "mine (own: no run)" in without_score(of_results(scan(tmp_path), {}.get, scope=scope))
+    scope = StudyScope({"mine": ModelKey("tiny", 40)}, datasets=(("SC", "sst2"), ("", "own")))
+    assert "mine (own: no run)" in describe_missing_scores(build_evidence(read_result_tree(tmp_path), {}.get, scope=scope))
 
 
 def test_a_set_that_is_called_like_an_average_is_a_set(tmp_path):
@@ -198,5 +198,7 @@ def test_sets_after_several_trainings_are_told_apart(tmp_path):
 def test_t_intervals_on_request(tmp_path):
     for seed, score in enumerate([0.9102, 0.9154, 0.9137, 0.9200, 0.9233]):
         result(tmp_path / MLM / "IR/msmarco" / f"msmarco_pairs_lr2e-05_sd{seed}", score)
-    normal, wide = (raw(tmp_path, kind=kind).find(setting_of(MLM), "msmarco") for kind in ("normal", "t"))
-    assert f"{100 * normal.mean:.2f} ({100 * normal.half:.2f})" == "91.65 (0.45)" and f"{100 * wide.half:.2f}" == "0.64"
+    normal, wide = (raw(tmp_path, kind=kind).find(parse_model_name(MLM), "msmarco") for kind in ("normal", "t"))
+    assert (
+        f"{100 * normal.mean:.2f} ({100 * normal.half_width:.2f})" == "91.65 (0.45)" and f"{100 * wide.half_width:.2f}" == "0.64"
+    )

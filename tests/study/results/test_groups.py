@@ -3,20 +3,28 @@
 from study_folders import settings
 
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.results.groups import SETUPS, dataset_label, datasets_of, grouped, reference_mask, sizes_known, sizes_of
-from megaenc.study.results.published import published, row_setting, rows
+from megaenc.study.results.groups import (
+    SETUP_TITLES,
+    dataset_label,
+    datasets_by_family,
+    group_by_setup,
+    reference_mask_ratio,
+    is_size_order_known,
+    sort_sizes,
+)
+from megaenc.study.results.published import published, parse_model_key, read_published_rows
 
 
 def test_published_models_stand_in_the_tables_that_they_were_published_in():
-    expected = {setup: [] for setup in SETUPS}
-    for row in rows():
-        expected[row["setup"]].append(row_setting(row))
-    found = grouped(published().settings())
+    expected = {setup: [] for setup in SETUP_TITLES}
+    for row in read_published_rows():
+        expected[row["setup"]].append(parse_model_key(row))
+    found = group_by_setup(published().settings())
     assert found == {setup: list(dict.fromkeys(members)) for setup, members in expected.items() if members}
 
 
 def test_a_study_of_another_scale_has_the_same_groups():
-    found = grouped(settings().values())
+    found = group_by_setup(settings().values())
     assert {setup: len(members) for setup, members in found.items()} == {"base": 3, "efficiency": 4, "pfs": 10, "cpt": 6}
     assert [one.clm_share for one in found["pfs"] if (one.steps, one.mask_ratio) != (300, 0.2)] == [
         0,
@@ -34,7 +42,7 @@ def test_a_study_of_another_scale_has_the_same_groups():
 def test_schedules_and_seeds():
     alternating = ModelKey("210M", 100, 100, mask_ratio=0.4, schedule="alternating")
     seeds = [ModelKey("210M", 200, seed=seed) for seed in (2, 1)]
-    found = grouped([alternating, *seeds])
+    found = group_by_setup([alternating, *seeds])
     assert found == {"base": seeds[::-1], "other": [alternating]}
 
 
@@ -47,31 +55,33 @@ def test_what_is_planned_says_what_is_the_base():
         ModelKey("mini", 75, 75, mask_ratio=0.4),
     ]
     done = [ModelKey("mini", 150), ModelKey("mini", 75, 75, mask_ratio=0.4)]
-    assert grouped(done)["base"] == [ModelKey("mini", 150)]
-    assert grouped(done, plan) == {"pfs": done[::-1]}
-    assert grouped([ModelKey("mini", 0, 150, mask_ratio=0.4)], plan) == {"pfs": [ModelKey("mini", 0, 150, mask_ratio=0.4)]}
+    assert group_by_setup(done)["base"] == [ModelKey("mini", 150)]
+    assert group_by_setup(done, plan) == {"pfs": done[::-1]}
+    assert group_by_setup([ModelKey("mini", 0, 150, mask_ratio=0.4)], plan) == {"pfs": [ModelKey("mini", 0, 150, mask_ratio=0.4)]}
 
 
 def test_the_base_is_what_both_objectives_have():
     """CLM that got further than MLM is not the base alone: the claims compare what both have."""
     mlm, clm, longer = ModelKey("1B", 0, 20, mask_ratio=0.4), ModelKey("1B", 20), ModelKey("1B", 40)
-    assert grouped([longer, clm, mlm]) == {"base": [mlm, clm], "pfs": [longer]}
-    assert grouped([longer, mlm])["base"] == [longer]
+    assert group_by_setup([longer, clm, mlm]) == {"base": [mlm, clm], "pfs": [longer]}
+    assert group_by_setup([longer, mlm])["base"] == [longer]
 
 
 def test_sizes_with_words_for_names_need_a_manifest():
     words = [ModelKey(size) for size in ("large", "medium", "small")]
-    assert sizes_of(words, ["small", "medium", "large"]) == ["small", "medium", "large"]
-    assert sizes_known(words, ["small", "medium", "large"]) and not sizes_known(words)
+    assert sort_sizes(words, ["small", "medium", "large"]) == ["small", "medium", "large"]
+    assert is_size_order_known(words, ["small", "medium", "large"]) and not is_size_order_known(words)
     assert (
-        sizes_known(words[:1]) and sizes_known([ModelKey("1B"), ModelKey("210M")]) and not sizes_known([ModelKey("1B"), *words])
+        is_size_order_known(words[:1])
+        and is_size_order_known([ModelKey("1B"), ModelKey("210M")])
+        and not is_size_order_known([ModelKey("1B"), *words])
     )
 
 
 def test_order_of_sizes_data_sets_and_masks():
-    assert sizes_of([ModelKey(size) for size in ("1B", "mini", "610M", "210M", "40k")]) == ["40k", "210M", "610M", "1B", "mini"]
+    assert sort_sizes([ModelKey(size) for size in ("1B", "mini", "610M", "210M", "40k")]) == ["40k", "210M", "610M", "1B", "mini"]
     pairs = [("IR", "msmarco"), ("SC", "average"), ("SC", "own"), ("SC", "qqp"), ("SC", "sst2")]
-    assert datasets_of(pairs) == {"SC": ["sst2", "qqp", "own", "average"], "IR": ["msmarco"]}
+    assert datasets_by_family(pairs) == {"SC": ["sst2", "qqp", "own", "average"], "IR": ["msmarco"]}
     assert dataset_label("IR", "average after msmarco") == "Average after MS MARCO"
-    assert reference_mask(published().settings()) == 0.4
-    assert reference_mask([ModelKey("1B", 9)]) is None
+    assert reference_mask_ratio(published().settings()) == 0.4
+    assert reference_mask_ratio([ModelKey("1B", 9)]) is None

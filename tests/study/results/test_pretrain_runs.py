@@ -8,8 +8,8 @@ from study_folders import settings, write_runs
 
 from megaenc.errors import InputError
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.report.methods import of_runs
-from megaenc.study.results.pretrain_runs import flops_of, flops_of_the_study, named_settings, read_runs
+from megaenc.study.report.methods import pretraining_facts
+from megaenc.study.results.pretrain_runs import flops_by_model, published_model_flops, resolve_model_keys, read_runs
 from megaenc.study.results.published import published
 
 
@@ -27,13 +27,13 @@ def test_kinds_parents_and_what_each_run_made_itself(runs):
     continued, branch = runs["mini-clm-dec300-mlm40-330"], runs["mini-clm-75-mlm40-300"]
     assert (continued.kind, continued.parent) == ("continued", "mini-clm-300")
     assert (branch.start, branch.parent) == ("branch", "mini-clm-300")
-    made = dict(of_runs({"branch": branch}))
+    made = dict(pretraining_facts({"branch": branch}))
     assert made["Pretraining"] == f"1 runs, 225 steps, {2048 * 225:,} tokens"
     assert made["Time in pretraining"] == f"{225 * 0.5 / 3600:.2f} hours in updates"
 
 
 def test_operations_include_what_came_before(runs):
-    found = flops_of(runs, settings())
+    found = flops_by_model(runs, settings())
     spent = {one.steps: found[one] for one in (ModelKey("mini", 75, 225, mask_ratio=0.4), ModelKey("mini", 50, decayed=False))}
     assert spent == {300: 300e12, 50: 50e12}
     assert found[ModelKey("mini", 300, 0, 150, 0.4)] == (300 + 150) * 1e12
@@ -42,25 +42,25 @@ def test_operations_include_what_came_before(runs):
 
 def test_a_checkpoint_before_the_branch_is_its_parents(runs):
     early = ModelKey("mini", 50, decayed=False, budget=300)
-    assert flops_of(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e12}
-    assert flops_of(runs, {"mini-clm-300-7": ModelKey("mini", 7, decayed=False)}) == {}  # no row says
+    assert flops_by_model(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e12}
+    assert flops_by_model(runs, {"mini-clm-300-7": ModelKey("mini", 7, decayed=False)}) == {}  # no row says
 
 
 def test_operations_of_the_study_by_shape():
-    clm, mlm = (flops_of_the_study(one) for one in (ModelKey("610M", 1000), ModelKey("610M", 0, 1000, mask_ratio=0.4)))
+    clm, mlm = (published_model_flops(one) for one in (ModelKey("610M", 1000), ModelKey("610M", 0, 1000, mask_ratio=0.4)))
     tokens, head = 1000 * 1152 * 2048, 128_256 * 1152
     body = 607.9e6 - head  # looking an embedding up is no matrix product
     for spent, share in ((clm, 1.0), (mlm, 0.4)):
         assert 1 < spent / (6 * tokens * (body + share * head)) < 1.15  # what is left is attention
     assert mlm < clm
-    assert flops_of_the_study(ModelKey("610M", 500, 500, mask_ratio=0.4)) == pytest.approx((clm + mlm) / 2)
-    assert flops_of_the_study(ModelKey("mini", 10)) is None
-    assert all(flops_of_the_study(one) for one in published().settings())
+    assert published_model_flops(ModelKey("610M", 500, 500, mask_ratio=0.4)) == pytest.approx((clm + mlm) / 2)
+    assert published_model_flops(ModelKey("mini", 10)) is None
+    assert all(published_model_flops(one) for one in published().settings())
 
 
 def test_names_are_the_manifests_first():
     given = {"610m-clm-42k": ModelKey("own", 5)}
-    found = named_settings(["610m-clm-42k", "610m-clm-12k", "something"], given)
+    found = resolve_model_keys(["610m-clm-42k", "610m-clm-12k", "something"], given)
     assert found == {"610m-clm-42k": ModelKey("own", 5), "610m-clm-12k": ModelKey("610M", 12_000)}
 
 

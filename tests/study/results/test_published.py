@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.results.aggregate import STUDY
-from megaenc.study.manifest.model_key import ModelKey, setting_of
+from megaenc.finetune.results.aggregate import STUDY_DATASETS
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.results import published
 from megaenc.study.results.evidence import AVERAGE
 
 
 def test_all_cells_are_there_and_the_package_says_so():
-    rows = published.rows()
+    rows = published.read_published_rows()
     assert len(rows) == 800 and {row["setup"] for row in rows} == {"base", "efficiency", "pfs", "cpt"}
     found = published.published()
     assert len(found.settings()) == 46 and len(found.scores) == 46 * 16
@@ -23,9 +23,9 @@ def test_all_cells_are_there_and_the_package_says_so():
 
 
 def test_a_model_of_two_tables_has_the_same_numbers_in_both():
-    for row in published.rows():
-        score = published.published().find(published.row_setting(row), published.PRINTED[row["dataset"]], row["task"])
-        assert (f"{100 * score.mean:.2f}", f"{100 * score.half:.2f}") == (row["mean"], row["ci95"])
+    for row in published.read_published_rows():
+        score = published.published().find(published.parse_model_key(row), published.DATASET_NAMES[row["dataset"]], row["task"])
+        assert (f"{100 * score.mean:.2f}", f"{100 * score.half_width:.2f}") == (row["mean"], row["ci95"])
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_a_model_of_two_tables_has_the_same_numbers_in_both():
 )
 def test_models_have_the_names_of_the_artefacts(name, setting):
     assert published.published().find(setting, "sst2").model == name
-    assert all(setting_of(score.model) == score.setting for score in published.published().scores)
+    assert all(parse_model_name(score.model) == score.model_key for score in published.published().scores)
 
 
 def test_numbers_that_the_study_printed():
     found = published.published()
-    score = found.find(setting_of("610m-mlm40-42k"), "msmarco")
-    assert (score.mean, score.half) == pytest.approx((0.9165, 0.0045))
+    score = found.find(parse_model_name("610m-mlm40-42k"), "msmarco")
+    assert (score.mean, score.half_width) == pytest.approx((0.9165, 0.0045))
     assert score.seeds == {} and score.rates == {} and score.examples() == {} and score.members == ()
 
 
@@ -53,10 +53,10 @@ def test_averages_are_those_of_the_three_sets():
     found = published.published()
     for setting in found.settings():
         for family in TaskFamily:
-            means = [found.find(setting, dataset, family).mean for dataset in STUDY[family]]
+            means = [found.find(setting, dataset, family).mean for dataset in STUDY_DATASETS[family]]
             assert abs(sum(means) / 3 - found.find(setting, AVERAGE, family).mean) < 0.0001001  # each rounded to 0.0001
 
 
 def test_data_sets_come_in_the_order_of_the_study():
-    expected = [(str(family), name) for family in TaskFamily for name in (*STUDY[family], AVERAGE)]
+    expected = [(str(family), name) for family in TaskFamily for name in (*STUDY_DATASETS[family], AVERAGE)]
     assert published.published().datasets() == expected

@@ -12,21 +12,21 @@ from megaenc.study.run.stage_log import EtaEstimator
 
 
 def test_time_left_follows_what_was_measured(tmp_path):
-    nodes = [Fake(f"pretrain/{number}", tmp_path, work=number, planned=1.0 * number) for number in (1, 2, 4)]
+    nodes = [Fake(f"pretrain/{number}", tmp_path, work=number, planned_seconds=1.0 * number) for number in (1, 2, 4)]
     remaining = EtaEstimator(nodes, tmp_path)
     assert remaining.seconds(1) == 7 and remaining.seconds(7) == 4
     remaining.measured(nodes[0], 10.0)
     assert remaining.seconds(1) == 60 and remaining.seconds(2) == 40
     remaining.under_way(nodes[2], 0.75)
     assert remaining.seconds(1) == 30
-    unknown = [*nodes, Fake("export/x", tmp_path, planned=None)]
+    unknown = [*nodes, Fake("export/x", tmp_path, planned_seconds=None)]
     assert EtaEstimator(unknown, tmp_path).seconds(1) is None
 
 
 def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
     """Ten hours and a kill, of which no end is known; the six minutes that were left are not what such a run takes."""
-    nodes = [Fake("pretrain/a", tmp_path), Fake("pretrain/b", tmp_path, planned=36_000.0)]
-    log = stage_log.log_of(tmp_path, "pretrain/a")
+    nodes = [Fake("pretrain/a", tmp_path), Fake("pretrain/b", tmp_path, planned_seconds=36_000.0)]
+    log = stage_log.log_path(tmp_path, "pretrain/a")
     log.parent.mkdir(parents=True)
     begin, end = "==> 2026-01-01T10:00:00Z $ x\n", "<== 2026-01-01T10:06:00Z finished\n"
     log.write_text("==> 2026-01-01T00:00:00Z $ x\n" + begin + end)
@@ -47,5 +47,5 @@ def test_a_part_of_a_stage_is_credited_with_a_part_of_its_work(tmp_path):
 def test_the_plans_time_is_that_of_the_processes_that_train(tmp_path):
     hardware = {"devices": 4, "tokens_per_second": 1000}
     manifest = read_manifest(manifests.write(tmp_path, hardware=hardware))
-    planned = [build_graph(manifest, processes=count).runs["toy-clm-400"].planned for count in (0, 4, 1)]
+    planned = [build_graph(manifest, processes=count).runs["toy-clm-400"].planned_seconds for count in (0, 4, 1)]
     assert planned[0] == planned[1] == planned[2] / 4 > 0

@@ -22,22 +22,22 @@ def at(monkeypatch):
 
 
 def test_what_is_new_comes_behind_what_was_true_before(at, tmp_path):
-    provenance.record(tmp_path)
+    provenance.record_environment(tmp_path)
     written = (tmp_path / "study.json").read_bytes()
-    assert provenance.noted(tmp_path / "study.json") == HERE
-    provenance.record(tmp_path)
+    assert provenance.read_provenance(tmp_path / "study.json") == HERE
+    provenance.record_environment(tmp_path)
     assert (tmp_path / "study.json").read_bytes() == written, "the same machine on the same day adds nothing"
     at(date="2026-11-23", hardware="4 x H100")
-    provenance.record(tmp_path)
-    found = provenance.noted(tmp_path / "study.json")
+    provenance.record_environment(tmp_path)
+    found = provenance.read_provenance(tmp_path / "study.json")
     assert (found["date"], found["hardware"]) == ("2026-11-22, then 2026-11-23", "2 cores of one, then 4 x H100")
     assert found["commit"] == "1a2b3c"
 
 
 def test_what_somebody_has_written_there_stays(at, tmp_path):
     (tmp_path / "study.json").write_text('{"electricity": "hydro", "hardware": "the big one"}')
-    provenance.record(tmp_path)
-    found = provenance.noted(tmp_path / "study.json")
+    provenance.record_environment(tmp_path)
+    found = provenance.read_provenance(tmp_path / "study.json")
     assert (found["electricity"], found["hardware"]) == ("hydro", "the big one, then 2 cores of one")
 
 
@@ -45,10 +45,10 @@ def test_what_somebody_has_written_there_stays(at, tmp_path):
 def test_a_broken_file_is_left_alone_and_named_by_the_report(text, at, tmp_path):
     file = tmp_path / "study.json"
     file.write_text(text)
-    provenance.record(tmp_path)
+    provenance.record_environment(tmp_path)
     assert file.read_text() == text
     with pytest.raises(InputError, match=r"study\.json: .*expected an object of texts"):
-        provenance.noted(file)
+        provenance.read_provenance(file)
 
 
 def test_this_machine_has_cores_memory_and_versions():
@@ -66,7 +66,7 @@ def test_the_commit_is_that_of_the_checkout_the_code_is_in(monkeypatch, tmp_path
     code.parent.mkdir()
     code.write_text("")
     monkeypatch.setattr(provenance.megaenc, "__file__", str(code))
-    commit = provenance._commit.__wrapped__
+    commit = provenance._describe_commit.__wrapped__
     assert commit().startswith("megaenc 0."), "an installed package"
     git("init", "-q")
     git("add", ".")

@@ -13,8 +13,8 @@ def test_a_run_can_be_drawn_and_summed_up(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
     runs.script(runs.PRETRAIN, [*flags, "--eval-interval", "2", "--eval-iters", "1", "--save", str(run)])
 
-    plot.plot([run], tmp_path / "loss.png", "flops")
-    phases = plot.phases_of(plot.read_steps(run))
+    plot.write_plot([run], tmp_path / "loss.png", "flops")
+    phases = plot.split_phases(plot.read_steps(run))
     assert [(phase.objective, phase.start, phase.end) for phase in phases] == [("clm", 0, 2), ("mlm", 2, 4)]
 
     found = run_summary.summarise(run)
@@ -23,5 +23,5 @@ def test_a_run_can_be_drawn_and_summed_up(small_corpus, tmp_path):
     first, *_, last = runs.validations(run)
     mlm = found.learnt[1]
     assert mlm.loss == (first["objectives"]["mlm"]["loss"], last["objectives"]["mlm"]["loss"])
-    plot.plot([run, shutil.copytree(run, tmp_path / "again")], tmp_path / "runs.png", "predicted_tokens")
+    plot.write_plot([run, shutil.copytree(run, tmp_path / "again")], tmp_path / "runs.png", "predicted_tokens")
     assert found.seconds == pytest.approx(sum(row["step_seconds"] for row in runs.metrics(run)))

@@ -8,27 +8,27 @@ import pytest
 from megaenc.errors import InputError
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
-from megaenc.study.run.command import StudyRunConfig, choose, conclude, main, places
-from megaenc.study.run.executor import needed
+from megaenc.study.run.command import StudyRunConfig, device_slots, main, print_summary, select_stages
+from megaenc.study.run.executor import with_dependencies
 
 
 def test_only_takes_what_is_needed_along(tmp_path):
-    nodes = build_graph(read_manifest(manifests.write(tmp_path)), tmp_path / "study").nodes
-    found = [node.id for node in choose(nodes, ["toy-clm-dec400-mlm40-420"])]
+    nodes = build_graph(read_manifest(manifests.write(tmp_path)), tmp_path / "study").stages
+    found = [node.id for node in select_stages(nodes, ["toy-clm-dec400-mlm40-420"])]
     name = "toy-clm-dec400-mlm40-420"
     assert found == ["corpus", "pretrain/toy-clm-400", f"pretrain/{name}", f"export/{name}", f"finetune/{name}"]
-    assert [node.id for node in choose(nodes, ["pretrain/toy-clm-4*"])] == ["corpus", "pretrain/toy-clm-400"]
-    assert choose(nodes, []) == list(nodes.values()) == needed(nodes, nodes)
+    assert [node.id for node in select_stages(nodes, ["pretrain/toy-clm-4*"])] == ["corpus", "pretrain/toy-clm-400"]
+    assert select_stages(nodes, []) == list(nodes.values()) == with_dependencies(nodes, nodes)
     with pytest.raises(InputError, match="--only: found toy-clm-40, did you mean toy-clm-400"):
-        choose(nodes, ["toy-clm-40"])
+        select_stages(nodes, ["toy-clm-40"])
 
 
 def test_places(monkeypatch):
-    monkeypatch.setattr("megaenc.study.run.command.accelerators", lambda: ["one", "another"])
+    monkeypatch.setattr("megaenc.study.run.command.accelerator_names", lambda: ["one", "another"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert places(0) == ["3", "5"] and places(3) == ["3", "5", "3"]
-    monkeypatch.setattr("megaenc.study.run.command.accelerators", list)
-    assert places(2) == ["", ""]
+    assert device_slots(0) == ["3", "5"] and device_slots(3) == ["3", "5", "3"]
+    monkeypatch.setattr("megaenc.study.run.command.accelerator_names", list)
+    assert device_slots(2) == ["", ""]
 
 
 def test_a_dry_run_says_each_command_and_does_nothing(tmp_path, capsys):
@@ -108,7 +108,7 @@ def test_flags_that_would_change_nothing_are_refused(tmp_path, capsys):
 
 def test_the_next_command_can_be_typed_as_it_is(tmp_path, capsys):
     study = tmp_path / "my study"
-    conclude([], study, {}, 1.0, StudyRunConfig("a manifest.yaml"))
+    print_summary([], study, {}, 1.0, StudyRunConfig("a manifest.yaml"))
     words = shlex.split(capsys.readouterr().out.split("`")[1])
     assert words[:4] == ["megaenc", "study", "report", "a manifest.yaml"] and words[5] == str(study / "results")
 

@@ -8,7 +8,7 @@ import pytest
 from made_stages import GRID, STUDY, TWO, make
 
 from megaenc.errors import InputError
-from megaenc.study.run.stage import StaleArtifactError, check, finished
+from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages
 
 CHANGED = [{**TWO[0], "pretrain": {"weight_decay": 0.0}}, TWO[1]]
 
@@ -16,25 +16,25 @@ CHANGED = [{**TWO[0], "pretrain": {"weight_decay": 0.0}}, TWO[1]]
 @pytest.fixture
 def study(tmp_path):
     """A finished study of two models."""
-    found = made_stages.nodes(tmp_path, models=TWO, finetune=GRID)
+    found = made_stages.stages(tmp_path, models=TWO, finetune=GRID)
     make(*found.values())
     return tmp_path
 
 
 def nodes(folder, **changes):
-    return made_stages.nodes(folder, **{"models": TWO, "finetune": GRID, **changes})
+    return made_stages.stages(folder, **{"models": TWO, "finetune": GRID, **changes})
 
 
 def test_a_finished_study_is_done_and_fits(study):
     found = nodes(study)
-    check(found.values(), found, study / STUDY)
-    assert finished(found.values()) == set(found) and len(found) == 7
+    check_stages(found.values(), found, study / STUDY)
+    assert finished_stages(found.values()) == set(found) and len(found) == 7
 
 
 def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):
     found = nodes(study, models=CHANGED)
     with pytest.raises(StaleArtifactError) as refused:
-        check(found.values(), found, study / STUDY)
+        check_stages(found.values(), found, study / STUDY)
     made = "runs/base runs/more hf/base hf/more results/base results/more"
     assert "runs/base: made from another manifest: weight_decay is 0.1 there, 0.0 here" in str(refused.value)
     assert f"remove what was made so ({made}), or choose" in str(refused.value)
@@ -44,10 +44,10 @@ def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
     """The run was removed, as it was said; export, results and what continues it were forgotten."""
     shutil.rmtree(study / STUDY / "runs" / "base")
     found = nodes(study, models=CHANGED)
-    check(found.values(), found, study / STUDY)  # there is nothing to compare them with
-    assert finished(found.values()) == {"corpus"}
+    check_stages(found.values(), found, study / STUDY)  # there is nothing to compare them with
+    assert finished_stages(found.values()) == {"corpus"}
     make(found["pretrain/base"])
-    assert finished(found.values()) == set(found)
+    assert finished_stages(found.values()) == set(found)
     for id, expected in (("pretrain/more", "began with another base than"), ("export/base", "made of another base than")):
         with pytest.raises(StaleArtifactError, match=expected):
             found[id].check()
@@ -59,7 +59,7 @@ def test_the_same_run_made_again_is_the_same(study):
     shutil.rmtree(study / STUDY / "runs" / "base")
     found = nodes(study)
     make(found["pretrain/base"])
-    check(found.values(), found, study / STUDY)
+    check_stages(found.values(), found, study / STUDY)
 
 
 def test_results_of_another_export_are_not_this_models(study):
@@ -86,7 +86,7 @@ def test_every_result_is_compared_and_not_the_first_alone(study):
     two_seeds = {**GRID, "seeds": 2}
     found = nodes(study, finetune=two_seeds)
     grid = found["finetune/base"]
-    assert not grid.done()
+    assert not grid.is_done()
     make(grid)
     grid.check()
     first, second = sorted(grid.folder.rglob("results.json"))

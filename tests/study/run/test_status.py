@@ -12,8 +12,8 @@ import runs
 from fake_nodes import WELL, Fake
 
 from megaenc.study.run import stage_log
-from megaenc.study.run.executor import execute
-from megaenc.study.run.status import headline, main, rows, unfit
+from megaenc.study.run.executor import execute_stages
+from megaenc.study.run.status import build_table, find_mismatches, format_headline, main
 
 
 def test_a_table_of_every_state(tmp_path):
@@ -25,10 +25,10 @@ def test_a_table_of_every_state(tmp_path):
         Fake("export/b", tmp_path, ("pretrain/b",)),
         Fake("finetune/a", tmp_path, ("export/a",)),
     ]
-    execute(nodes[:2], tmp_path, ["", ""])
-    stage_log.begin(stage_log.log_of(tmp_path, "export/a"), ["convert"])
-    with stage_log.lock(tmp_path, "export/a"):
-        table = {row.stage: row for row in rows(nodes, tmp_path)}
+    execute_stages(nodes[:2], tmp_path, ["", ""])
+    stage_log.log_start(stage_log.log_path(tmp_path, "export/a"), ["convert"])
+    with stage_log.lock_stage(tmp_path, "export/a"):
+        table = {row.stage: row for row in build_table(nodes, tmp_path)}
     assert {name: row.state for name, row in table.items()} == {
         "pretrain/a": "done",
         "pretrain/b": "failed",
@@ -40,7 +40,9 @@ def test_a_table_of_every_state(tmp_path):
     assert table["pretrain/b"].why == f"exit code 1: ValueError: too small ({log})"
     assert table["export/b"].why == "needs pretrain/b, which failed" and table["finetune/a"].why == "needs export/a"
     assert table["pretrain/a"].seconds >= 1 and table["pretrain/a"].progress == "1 of 1 parts"
-    assert headline(list(table.values()), 75.0) == "5 stages: 1 done, 1 running, 2 waiting, 1 failed; 20 %, about 1:15 left"
+    assert (
+        format_headline(list(table.values()), 75.0) == "5 stages: 1 done, 1 running, 2 waiting, 1 failed; 20 %, about 1:15 left"
+    )
 
 
 def test_to_look_at_a_lock_changes_nothing(tmp_path):
@@ -50,7 +52,7 @@ def test_to_look_at_a_lock_changes_nothing(tmp_path):
     lock.touch()  # of a process that was killed
     lock.parent.chmod(0o500)
     assert not stage_log.is_locked(tmp_path, "pretrain/a") and lock.exists()
-    with stage_log.lock(tmp_path, "pretrain/a") as mine:
+    with stage_log.lock_stage(tmp_path, "pretrain/a") as mine:
         assert mine and stage_log.is_locked(tmp_path, "pretrain/a")
     lock.parent.chmod(0o700)
 
@@ -63,44 +65,44 @@ def test_what_does_not_fit_has_failed_and_what_is_to_be_compared_waits(tmp_path)
     ]
     for node in nodes[1:]:
         node.made.touch()
-    table = {row.stage: (row.state, row.why) for row in rows(nodes, tmp_path, unfit(nodes))}
+    table = {row.stage: (row.state, row.why) for row in build_table(nodes, tmp_path, find_mismatches(nodes))}
     assert table["export/a"] == ("waiting", "needs pretrain/a")
     assert table["pretrain/b"] == ("failed", "runs/b: made from another manifest")
 
 
 def test_what_was_killed_or_stopped_waits(tmp_path):
     node = Fake("pretrain/a", tmp_path)
-    log = stage_log.log_of(tmp_path, node.id)
-    stage_log.begin(log, node.command())
-    assert rows([node], tmp_path)[0].state == "waiting"
-    stage_log.begin(log, node.command())
-    stage_log.end(log, stage_log.STOPPED)
-    assert rows([node], tmp_path)[0].state == "waiting"
+    log = stage_log.log_path(tmp_path, node.id)
+    stage_log.log_start(log, node.next_command())
+    assert build_table([node], tmp_path)[0].state == "waiting"
+    stage_log.log_start(log, node.next_command())
+    stage_log.log_end(log, stage_log.STOPPED)
+    assert build_table([node], tmp_path)[0].state == "waiting"
 
 
 def test_the_line_that_says_why():
     ours = ["step 1", "error: --lr: found 0, expected a number above 0", "E1122 torch: exitcode: 1", "=====", "Root Cause"]
-    assert stage_log.best_line(ours) == "error: --lr: found 0, expected a number above 0"
+    assert stage_log.find_error_line(ours) == "error: --lr: found 0, expected a number above 0"
     trace = ["Traceback (most recent call last):", '  File "x.py", line 3', "    f()", "torch.OutOfMemoryError: no room", ""]
-    assert stage_log.best_line([*trace, "bye"]) == "torch.OutOfMemoryError: no room"
+    assert stage_log.find_error_line([*trace, "bye"]) == "torch.OutOfMemoryError: no room"
     grid = [
         "without result: toy sst2 1e-03 sd0: killed by SIGKILL",
         "done in 0:01",
         "without result: 1 training; the same command",
     ]
-    assert stage_log.best_line(grid) == grid[0]
-    assert stage_log.best_line(["one", "two", ""]) == "two" and stage_log.best_line([]) == ""
+    assert stage_log.find_error_line(grid) == grid[0]
+    assert stage_log.find_error_line(["one", "two", ""]) == "two" and stage_log.find_error_line([]) == ""
 
 
 def test_tries_of_a_log_cut_in_a_line(tmp_path):
     log = tmp_path / "x.log"
-    stage_log.begin(log, ["a"])
+    stage_log.log_start(log, ["a"])
     with open(log, "a") as stream:
         stream.write("half a li")
-    stage_log.begin(log, ["a"])
-    stage_log.end(log, "exit code 3")
-    first, second = stage_log.tries(log)
-    assert (first.ended, first.how, first.said) == (None, "", "half a li") and second.how == "exit code 3"
+    stage_log.log_start(log, ["a"])
+    stage_log.log_end(log, "exit code 3")
+    first, second = stage_log.read_attempts(log)
+    assert (first.end_time, first.outcome, first.message) == (None, "", "half a li") and second.outcome == "exit code 3"
 
 
 def test_to_a_pipe_it_is_written_once(tmp_path, capsys):
@@ -182,7 +184,7 @@ DAMAGED = [
 @pytest.mark.parametrize(("file", "content", "words"), DAMAGED)
 def test_damaged_files_are_told_in_the_row_of_their_stage(file, content, words, tmp_path, capsys):
     changes = {"models": made_stages.TWO, "finetune": made_stages.GRID}
-    nodes = made_stages.nodes(tmp_path, **changes)
+    nodes = made_stages.stages(tmp_path, **changes)
     made_stages.make(*nodes.values())
     path = tmp_path / "study" / file
     path.parent.mkdir(parents=True, exist_ok=True)

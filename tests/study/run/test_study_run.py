@@ -17,10 +17,10 @@ from fake_nodes import WELL, Fake, calls
 from megaenc.errors import InputError
 from megaenc.study.run import stage_log
 from megaenc.study.run.command import main
-from megaenc.study.run.executor import environment, execute
-from megaenc.study.run.stage import finished
-from megaenc.training.dry_run import run_footer
-from megaenc.training.run_init import digest
+from megaenc.study.run.executor import execute_stages, stage_environment
+from megaenc.study.run.stage import finished_stages
+from megaenc.training.dry_run import format_run_footer
+from megaenc.training.run_init import identity_digest
 
 
 def test_each_begins_when_what_it_needs_is_done(tmp_path):
@@ -31,12 +31,12 @@ def test_each_begins_when_what_it_needs_is_done(tmp_path):
         Fake("pretrain/b", tmp_path, ("pretrain/a",)),
         Fake("pretrain/c", tmp_path, ("corpus",)),
     ]
-    assert execute(nodes, tmp_path, ["", ""]) == {}
+    assert execute_stages(nodes, tmp_path, ["", ""]) == {}
     said = calls(tmp_path)
     assert said[:2] == ["begin corpus", "end corpus"]
     assert said.index("begin pretrain/b") > said.index("end pretrain/a") > said.index("end pretrain/c")
     assert len(said) == 8
-    assert execute(nodes, tmp_path, ["", ""]) == {} and calls(tmp_path) == said
+    assert execute_stages(nodes, tmp_path, ["", ""]) == {} and calls(tmp_path) == said
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -46,7 +46,7 @@ def test_so_many_at_a_time(tmp_path, count):
     meet = f"n=0; while [ {here} -lt {count} ] && [ $n -lt 600 ]; do n=$((n+1)); sleep 0.05; done"
     script = f"touch $MADE.on; {meet}; echo {here} >> {tmp_path}/most; sleep 0.3; rm $MADE.on; " + WELL
     nodes = [Fake(f"export/{number}", tmp_path, script=script) for number in range(2 * count)]
-    assert execute(nodes, tmp_path, [""] * count) == {}
+    assert execute_stages(nodes, tmp_path, [""] * count) == {}
     assert max(map(int, (tmp_path / "most").read_text().split())) == count
     assert len(calls(tmp_path)) == 4 * count
 
@@ -54,22 +54,22 @@ def test_so_many_at_a_time(tmp_path, count):
 def test_the_one_with_most_behind_it_goes_first(tmp_path):
     nodes = [
         Fake("export/short", tmp_path),
-        Fake("pretrain/long", tmp_path, planned=50.0),
-        Fake("pretrain/root", tmp_path, planned=1.0),
-        Fake("pretrain/child", tmp_path, ("pretrain/root",), planned=100.0),
+        Fake("pretrain/long", tmp_path, planned_seconds=50.0),
+        Fake("pretrain/root", tmp_path, planned_seconds=1.0),
+        Fake("pretrain/child", tmp_path, ("pretrain/root",), planned_seconds=100.0),
     ]
-    execute(nodes, tmp_path, [""])
+    execute_stages(nodes, tmp_path, [""])
     begun = [line.split("/")[1] for line in calls(tmp_path) if line.startswith("begin")]
     assert begun == ["root", "child", "long", "short"]
 
 
 def test_a_crash_is_tried_once_more(tmp_path, capsys):
     crash_first = "[ -e $MADE.once ] || { touch $MADE.once; echo KeyError: why >&2; kill -9 $$; }; " + WELL
-    assert execute([Fake("export/a", tmp_path, script=crash_first)], tmp_path, [""]) == {}
+    assert execute_stages([Fake("export/a", tmp_path, script=crash_first)], tmp_path, [""]) == {}
     said = capsys.readouterr().out
     assert "export/a: killed by SIGKILL" in said and "KeyError: why; is tried once more" in said
-    first, second = stage_log.tries(stage_log.log_of(tmp_path, "export/a"))
-    assert first.failed and first.said == "KeyError: why" and not second.failed
+    first, second = stage_log.read_attempts(stage_log.log_path(tmp_path, "export/a"))
+    assert first.is_failed and first.message == "KeyError: why" and not second.is_failed
 
 
 def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path):
@@ -81,36 +81,36 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path):
         Fake("pretrain/b", tmp_path, script="sleep 0.3; " + WELL),
         Fake("export/b", tmp_path, ("pretrain/b",)),
     ]
-    failed = execute(nodes, tmp_path, ["", ""])
+    failed = execute_stages(nodes, tmp_path, ["", ""])
     assert failed == {"pretrain/a": f"exit code 7: no room ({tmp_path / 'logs' / 'pretrain' / 'a.log'})"}
     assert [line for line in calls(tmp_path) if "/a" in line] == ["begin pretrain/a"] * 2
-    assert nodes[-1].done()
-    assert execute([replace(broken, script=WELL), *nodes[1:]], tmp_path, ["", ""]) == {}
-    assert all(node.done() for node in nodes)
+    assert nodes[-1].is_done()
+    assert execute_stages([replace(broken, script=WELL), *nodes[1:]], tmp_path, ["", ""]) == {}
+    assert all(node.is_done() for node in nodes)
 
 
 def test_wrong_input_is_not_tried_again(tmp_path):
     script = "echo training; echo 'error: --lr: found 0' >&2; exit 2"
-    failed = execute([Fake("pretrain/a", tmp_path, script=script)], tmp_path, [""])
+    failed = execute_stages([Fake("pretrain/a", tmp_path, script=script)], tmp_path, [""])
     assert failed["pretrain/a"].startswith("error: --lr: found 0 (") and len(calls(tmp_path)) == 1
 
 
 def test_what_ends_well_without_its_work_has_failed(tmp_path):
-    assert "is not there" in execute([Fake("export/a", tmp_path, script="true")], tmp_path, [""])["export/a"]
+    assert "is not there" in execute_stages([Fake("export/a", tmp_path, script="true")], tmp_path, [""])["export/a"]
 
 
 @pytest.mark.multiprocess
 def test_a_run_of_several_processes_waits_for_as_many_places(tmp_path):
     show = "echo $CUDA_VISIBLE_DEVICES > $MADE"
-    wide = Fake("pretrain/a", tmp_path, script=show, processes=2, planned=1.0)
-    narrow = Fake("export/b", tmp_path, script="sleep 0.4; " + show, planned=5.0)
-    assert execute([narrow, wide], tmp_path, ["0", "1"]) == {}
+    wide = Fake("pretrain/a", tmp_path, script=show, processes=2, planned_seconds=1.0)
+    narrow = Fake("export/b", tmp_path, script="sleep 0.4; " + show, planned_seconds=5.0)
+    assert execute_stages([narrow, wide], tmp_path, ["0", "1"]) == {}
     assert wide.made.read_text() in ("1,0\n", "0,1\n") and narrow.made.read_text() == "0\n"
     two_a_device = replace(wide, study=tmp_path / "shared")
-    assert execute([two_a_device], two_a_device.study, ["0", "0", "1", "1"]) == {}
+    assert execute_stages([two_a_device], two_a_device.study, ["0", "0", "1", "1"]) == {}
     assert two_a_device.made.read_text() == "0,1\n"
     with pytest.raises(InputError, match="found 1 devices and 2, expected as many as one pretraining run has processes: 2"):
-        execute([replace(wide, study=tmp_path / "new")], tmp_path, ["0", "0"])
+        execute_stages([replace(wide, study=tmp_path / "new")], tmp_path, ["0", "0"])
 
 
 WORKER = """
@@ -118,11 +118,11 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from fake_nodes import WELL, Fake
-from megaenc.atomic_io import stopped_by_sigterm
+from megaenc.atomic_io import exit_on_sigterm
 from megaenc.study.run.executor import execute
 study = Path({study!r})
 saves = "trap 'touch $MADE.saved; exit 75' TERM; echo $$ > $MADE.pid; n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done; "
-with stopped_by_sigterm():
+with exit_on_sigterm():
     execute([Fake("pretrain/a", study), Fake("pretrain/b", study, ("pretrain/a",), saves + WELL)], study, [""])
 """
 
@@ -159,7 +159,7 @@ def test_told_to_stop_it_lets_them_save(tmp_path, number):
     out, _ = process.communicate(timeout=60)
     assert process.returncode not in (0, None) and "stopping: pretrain/b" in out
     assert (tmp_path / "pretrain_b.made.saved").exists() and not is_alive(int(pid.read_text()))
-    assert stage_log.tries(stage_log.log_of(tmp_path, "pretrain/b"))[-1].how == stage_log.STOPPED
+    assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/b"))[-1].outcome == stage_log.STOPPED
 
 
 def test_whoever_reads_may_leave(tmp_path):
@@ -190,8 +190,8 @@ def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, c
     nodes = [Fake("pretrain/a", tmp_path), stale, right, Fake("finetune/a", tmp_path, ("export/a",))]
     for made in (stale.made, right.made, nodes[-1].made):
         made.touch()
-    assert finished(nodes) == set()
-    assert execute(nodes, tmp_path, [""]) == {"export/a": "hf/a: made of another a"}
+    assert finished_stages(nodes) == set()
+    assert execute_stages(nodes, tmp_path, [""]) == {"export/a": "hf/a: made of another a"}
     assert calls(tmp_path) == ["begin pretrain/a", "end pretrain/a"]
     conclude = "export/a: failed: hf/a: made of another a"
     assert conclude in capsys.readouterr().out
@@ -200,13 +200,13 @@ def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, c
 @pytest.mark.multiprocess
 def test_a_stop_under_torchrun_is_no_crash(tmp_path):
     """torchrun makes a 1 of the exit code; the run itself says that it was told to."""
-    told = run_footer(15, 300, 2.5, "runs/a", "SIGTERM")
+    told = format_run_footer(15, 300, 2.5, "runs/a", "SIGTERM")
     script = f"echo '{told}'; echo 'SignalException: Process 7 got signal: 15'; exit 1"
     node = Fake("pretrain/a", tmp_path, script=script, processes=2)
-    [why] = execute([node], tmp_path, ["", ""]).values()
+    [why] = execute_stages([node], tmp_path, ["", ""]).values()
     assert why.startswith("was told to stop, and has saved (") and calls(tmp_path) == ["begin pretrain/a"]
-    assert stage_log.tries(stage_log.log_of(tmp_path, "pretrain/a"))[-1].how == stage_log.STOPPED
-    assert float(environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60  # seconds, where its own are 30
+    assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome == stage_log.STOPPED
+    assert float(stage_environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60  # seconds, where its own are 30
 
 
 def test_killed_it_takes_them_along_and_goes_on(tmp_path):
@@ -215,9 +215,9 @@ def test_killed_it_takes_them_along_and_goes_on(tmp_path):
     process.wait()
     wait_until(lambda: not is_alive(int(pid.read_text())))
     assert not (tmp_path / "pretrain_b.made.saved").exists() and not stage_log.is_locked(tmp_path, "pretrain/b")
-    assert stage_log.tries(stage_log.log_of(tmp_path, "pretrain/b"))[-1].how == ""
+    assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/b"))[-1].outcome == ""
     again = [Fake("pretrain/a", tmp_path), Fake("pretrain/b", tmp_path, ("pretrain/a",))]
-    assert execute(again, tmp_path, [""]) == {}
+    assert execute_stages(again, tmp_path, [""]) == {}
     assert calls(tmp_path).count("begin pretrain/a") == 1
 
 
@@ -228,7 +228,7 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
     hold += f"Path({str(node.made)!r}).touch()"
     other = subprocess.Popen([sys.executable, "-c", hold], env=runs.surroundings())
     wait_until((tmp_path / "held").exists, other)
-    assert execute([node, child], tmp_path, [""]) == {}
+    assert execute_stages([node, child], tmp_path, [""]) == {}
     assert other.wait() == 0 and "another process is at it" in capsys.readouterr().out
     assert calls(tmp_path) == ["begin export/a", "end export/a"]
 
@@ -302,7 +302,7 @@ def refuses_what_has_changed(manifest: Path, study: Path, capsys) -> None:
         ({"finetune": {**SMALLEST["finetune"], "max_steps": 3}}, "finetune: max_steps is 2 there, 3 here"),
         ({"corpus": {"text": ["text.jsonl"], "vocab_size": 310}}, "corpus: vocab_size is 300 there, 310 here"),
     ]
-    assert json.loads((study / "hf" / "toy-clm-6" / "conversion.json").read_text())["identity"] == digest(
+    assert json.loads((study / "hf" / "toy-clm-6" / "conversion.json").read_text())["identity"] == identity_digest(
         json.loads((study / "runs" / "toy-clm-6" / "run.json").read_text())["identity"]
     )
     for change, expected in changes:

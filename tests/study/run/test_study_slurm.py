@@ -15,11 +15,11 @@ import submitit
 from fake_nodes import WELL, Fake, calls
 
 from megaenc.errors import InputError
-from megaenc.finetune.grid.slurm import Cluster
+from megaenc.finetune.grid.slurm import ClusterConfig
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import slurm, stage_log
-from megaenc.study.run.slurm import StageTask, job_name, machines, queued, submit
+from megaenc.study.run.slurm import StageTask, count_machines, job_name, read_queue, submit_stages
 
 HERE = Path(__file__).parents[1]
 
@@ -36,19 +36,19 @@ def sbatch(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("submitit.core.utils.CommandFunction.__call__", take)
     monkeypatch.setattr(submitit.SlurmExecutor, "_throttle", lambda self: None)
-    monkeypatch.setattr(slurm, "queued", lambda study: {})
+    monkeypatch.setattr(slurm, "read_queue", lambda study: {})
     return scripts
 
 
 def a_study(folder: Path) -> list:
-    nodes = build_graph(read_manifest(manifests.write(folder)), folder / "study", processes=4, grid_jobs=0).nodes
+    nodes = build_graph(read_manifest(manifests.write(folder)), folder / "study", processes=4, grid_jobs=0).stages
     wanted = ["corpus", "pretrain/toy-clm-400", "export/toy-clm-400", "finetune/toy-clm-400"]
     return [nodes[id] for id in wanted]
 
 
 def test_each_job_waits_for_those_that_it_needs(tmp_path, sbatch):
-    cluster = Cluster(slurm_partition="gpu", slurm_gpus=2, slurm_cpus=7, slurm_minutes=90, slurm_extra=("account=abc",))
-    jobs = submit(a_study(tmp_path), tmp_path / "study", cluster)
+    cluster = ClusterConfig(slurm_partition="gpu", slurm_gpus=2, slurm_cpus=7, slurm_minutes=90, slurm_extra=("account=abc",))
+    jobs = submit_stages(a_study(tmp_path), tmp_path / "study", cluster)
     corpus, pretrain, export, grid = sbatch
     assert [job.job_id for several in jobs.values() for job in several] == ["11", "12", "13", "14_0", "14_1"]
     assert not any("dependency" in line for line in corpus)
@@ -64,13 +64,13 @@ def test_each_job_waits_for_those_that_it_needs(tmp_path, sbatch):
 
 def test_a_grid_is_an_array_of_its_data_sets(tmp_path, sbatch):
     *_, grid = a_study(tmp_path)
-    words = [part.command() for part in grid.parts()]
-    assert [part.id for part in grid.parts()] == [f"{grid.id}@demo_sc", f"{grid.id}@demo_ir"]
+    words = [part.next_command() for part in grid.split_by_training_set()]
+    assert [part.id for part in grid.split_by_training_set()] == [f"{grid.id}@demo_sc", f"{grid.id}@demo_ir"]
     assert [line[line.index("--datasets") + 1 :][:2] for line in words] == [
         ["demo_sc", "--learning-rates"],
         ["demo_ir", "--learning-rates"],
     ]
-    assert sum(part.progress()[1] for part in grid.parts()) == grid.progress()[1] == 12
+    assert sum(part.progress()[1] for part in grid.split_by_training_set()) == grid.progress()[1] == 12
 
 
 def test_what_is_done_or_queued_is_not_submitted_again(tmp_path, sbatch, monkeypatch, capsys):
@@ -80,8 +80,8 @@ def test_what_is_done_or_queued_is_not_submitted_again(tmp_path, sbatch, monkeyp
         Fake("export/b", tmp_path, ("pretrain/b",)),
     )
     a.made.touch()
-    monkeypatch.setattr(slurm, "queued", lambda study: {"pretrain/b": "7"})
-    assert list(submit([a, b, c], tmp_path, Cluster())) == ["export/b"]
+    monkeypatch.setattr(slurm, "read_queue", lambda study: {"pretrain/b": "7"})
+    assert list(submit_stages([a, b, c], tmp_path, ClusterConfig())) == ["export/b"]
     assert "#SBATCH --dependency=afterok:7" in sbatch[0] and len(sbatch) == 1
     assert "1 done before, 1 in the queue already, 1 submitted" in capsys.readouterr().out
 
@@ -90,18 +90,18 @@ def test_the_queue_is_read_by_the_names_of_jobs(tmp_path, monkeypatch):
     names = [job_name(tmp_path, "pretrain/a"), job_name(tmp_path, "finetune/a"), job_name(tmp_path / "x", "export/a")]
     said = "".join(f"{number} {name}\n" for number, name in enumerate(names, 17))
     monkeypatch.setattr("subprocess.run", lambda *a, **k: subprocess.CompletedProcess(a, 0, said, ""))
-    assert queued(tmp_path) == {"pretrain/a": "17", "finetune/a": "18"}
+    assert read_queue(tmp_path) == {"pretrain/a": "17", "finetune/a": "18"}
 
 
 def test_without_a_cluster_it_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="--slurm: squeue cannot be asked"):
-        submit([Fake("pretrain/a", tmp_path)], tmp_path, Cluster())
+        submit_stages([Fake("pretrain/a", tmp_path)], tmp_path, ClusterConfig())
     with pytest.raises(InputError, match="has 6 processes, expected a number that divides it"):
-        machines(Cluster(slurm_gpus=4), Fake("pretrain/a", tmp_path, processes=6))
-    assert machines(Cluster(slurm_gpus=0), Fake("pretrain/a", tmp_path, processes=6)) == 1  # all on the cores of one
+        count_machines(ClusterConfig(slurm_gpus=4), Fake("pretrain/a", tmp_path, processes=6))
+    assert count_machines(ClusterConfig(slurm_gpus=0), Fake("pretrain/a", tmp_path, processes=6)) == 1  # all on the cores of one
     with pytest.raises(InputError, match="--slurm-cpus: found 0, expected at least 1"):
-        Cluster(slurm_cpus=0).check()
+        ClusterConfig(slurm_cpus=0).check()
 
 
 @pytest.mark.parametrize("kind", ["debug", "local"])
@@ -114,12 +114,12 @@ def test_submitits_own_executors_do_a_study(tmp_path, monkeypatch, capsys, kind)
         Fake("export/b", tmp_path, ("pretrain/b",)),
         Fake("export/a", tmp_path, ("pretrain/a",)),
     ]
-    jobs = submit(nodes, tmp_path, Cluster(slurm_cluster=kind))
+    jobs = submit_stages(nodes, tmp_path, ClusterConfig(slurm_cluster=kind))
     for job in jobs["export/a"]:
         job.result()
-    assert [node.done() for node in nodes] == [True, True, False, False, True]
+    assert [node.is_done() for node in nodes] == [True, True, False, False, True]
     assert "export/b: not submitted, as what it needs has failed" in capsys.readouterr().out
-    assert list(submit(nodes[:2], tmp_path, Cluster(slurm_cluster=kind))) == []
+    assert list(submit_stages(nodes[:2], tmp_path, ClusterConfig(slurm_cluster=kind))) == []
 
 
 SAVES = "trap 'touch $MADE.saved; exit 75' TERM; kill -USR2 $$; touch $MADE.on; "
@@ -151,7 +151,7 @@ task()
     out, _ = process.communicate(timeout=90)
     assert "again True" in out and process.returncode == 255
     assert (tmp_path / "pretrain_a.made.saved").exists()
-    assert stage_log.tries(stage_log.log_of(tmp_path, "pretrain/a"))[-1].how == stage_log.STOPPED
+    assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome == stage_log.STOPPED
     StageTask(Fake("pretrain/a", tmp_path, script=WELL), tmp_path)()
     assert calls(tmp_path) == ["begin pretrain/a"] * 2 + ["end pretrain/a"]
 
@@ -172,13 +172,13 @@ def test_a_job_compares_what_is_there_with_what_was_made_again(tmp_path):
 def test_what_waits_to_be_compared_is_submitted(tmp_path, sbatch):
     parent, child = Fake("pretrain/a", tmp_path), Fake("export/a", tmp_path, ("pretrain/a",))
     child.made.touch()
-    assert list(submit([parent, child], tmp_path, Cluster())) == ["pretrain/a", "export/a"]
+    assert list(submit_stages([parent, child], tmp_path, ClusterConfig())) == ["pretrain/a", "export/a"]
 
 
 def test_a_grid_that_waits_to_be_compared_is_one_job(tmp_path, sbatch, monkeypatch):
     nodes = a_study(tmp_path)
-    monkeypatch.setattr(type(nodes[-1]), "done", lambda self: True)
-    assert [job.job_id for job in submit(nodes, tmp_path / "study", Cluster())["finetune/toy-clm-400"]] == ["14"]
+    monkeypatch.setattr(type(nodes[-1]), "is_done", lambda self: True)
+    assert [job.job_id for job in submit_stages(nodes, tmp_path / "study", ClusterConfig())["finetune/toy-clm-400"]] == ["14"]
 
 
 @pytest.mark.parametrize("how", [stage_log.STOPPED, "exit code 1"])
@@ -188,14 +188,14 @@ def test_another_machine_waits_where_the_first_was_told_to_stop(tmp_path, monkey
     for name, value in {"JOB_ID": "77", "NODEID": "1", "JOB_NODELIST": "n[3-4]", "NTASKS": "2", "PROCID": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    log, waited = stage_log.log_of(tmp_path / "study", pretrain.id), []
-    stage_log.begin(log, ["torchrun"])
+    log, waited = stage_log.log_path(tmp_path / "study", pretrain.id), []
+    stage_log.log_start(log, ["torchrun"])
     monkeypatch.setattr("megaenc.study.run.slurm.subprocess.run", lambda words, env: subprocess.CompletedProcess(words, 1))
 
     def sleep(seconds):
         waited.append(seconds)
         if len(waited) == 1:  # it looks again until the first has said how it ended
-            stage_log.end(log, how)
+            stage_log.log_end(log, how)
 
     monkeypatch.setattr("megaenc.study.run.slurm.time.sleep", sleep)
     with pytest.raises(RuntimeError, match="exit code 1 on"):

@@ -8,21 +8,29 @@ import pytest
 from scipy import stats
 
 from megaenc.study.stats import inference
-from megaenc.study.stats.inference import Components, bootstrap, components, contrast, holm, seeds_needed, welch_from_intervals
+from megaenc.study.stats.inference import (
+    VarianceComponents,
+    bootstrap_intervals,
+    variance_components,
+    contrast_t_test,
+    holm_adjust,
+    required_seeds,
+    welch_from_intervals,
+)
 
 NAN = math.nan
 
 
 def test_over_seeds_alone_it_is_the_paired_t_test():
     first, second = np.array([0.91, 0.93, 0.92, 0.90, 0.94]), np.array([0.90, 0.91, 0.92, 0.88, 0.92])
-    found, expected = contrast(first - second), stats.ttest_rel(first, second)
+    found, expected = contrast_t_test(first - second), stats.ttest_rel(first, second)
     assert found.p == pytest.approx(expected.pvalue, rel=1e-9) and found.df == 4 and found.seeds == 5
     assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval()))
 
 
 def test_one_seed_has_an_interval_over_its_examples_and_no_p():
     block = np.array([[1.0, 0, 0, 1, -1, 1, 1, 0]])
-    found, expected = contrast(block.mean(1), [block], margin=0.9), stats.ttest_1samp(block[0], 0)
+    found, expected = contrast_t_test(block.mean(1), [block], margin=0.9), stats.ttest_1samp(block[0], 0)
     assert (found.low, found.high) == pytest.approx(expected.confidence_interval())
     assert math.isnan(found.p) and math.isnan(found.margin_p)
 
@@ -30,13 +38,13 @@ def test_one_seed_has_an_interval_over_its_examples_and_no_p():
 def test_parts_with_seeds_of_their_own_are_welchs_test():
     first, second = np.array([0.91, 0.93, 0.92, 0.90, 0.94]), np.array([0.80, 0.90])
     variances = [(np.var(part, ddof=1) / len(part), len(part) - 1) for part in (first, second)]
-    found = inference.combined(first.mean() - second.mean(), variances, NAN)
+    found = inference.welch_satterthwaite_test(first.mean() - second.mean(), variances, NAN)
     expected = stats.ttest_ind(first, second, equal_var=False)
     assert found.p == pytest.approx(expected.pvalue) and found.df == pytest.approx(expected.df)
-    assert inference.combined(0.1, [(NAN, 0), (0.01, 4)], NAN).seeds == 0
-    assert math.isnan(inference.combined(0.1, [(NAN, 0), (0.01, 4)], NAN).p)  # one of them has one seed
-    more = inference.combined(0.1, variances, 0.1)
-    assert more.p > inference.combined(0.1, variances, NAN).p and more.components.examples == 0.1
+    assert inference.welch_satterthwaite_test(0.1, [(NAN, 0), (0.01, 4)], NAN).seeds == 0
+    assert math.isnan(inference.welch_satterthwaite_test(0.1, [(NAN, 0), (0.01, 4)], NAN).p)  # one of them has one seed
+    more = inference.welch_satterthwaite_test(0.1, variances, 0.1)
+    assert more.p > inference.welch_satterthwaite_test(0.1, variances, NAN).p and more.components.examples == 0.1
 
 
 def test_examples_that_parts_share_add_up():
@@ -50,7 +58,7 @@ def test_examples_that_parts_share_add_up():
                 0.3 * ease + 0.5 * random.standard_normal((5, 200)),
                 sign * 0.1 * ease + 0.5 * random.standard_normal((2, 200)),
             ]
-            found.append(inference.shared(parts))
+            found.append(inference.example_variance(parts))
         assert np.mean(found) == pytest.approx((0.3 + sign * 0.1) ** 2 / 200, rel=0.1)
 
 
@@ -60,7 +68,7 @@ def test_seeds_and_examples_by_hand():
     by_seed, by_example = block.mean(1), block.mean(0)
     left = block - by_seed[:, None] - by_example + block.mean()
     between, residual = 3 * np.var(by_example, ddof=1), (left**2).sum() / 2
-    found = contrast(by_seed, [block])
+    found = contrast_t_test(by_seed, [block])
     assert found.components.seeds == pytest.approx(np.var(by_seed, ddof=1) / 3)
     assert found.components.examples == pytest.approx((between - residual) / 6)
     total = found.components.total
@@ -79,7 +87,7 @@ def test_components_are_those_that_made_the_scores():
             + 0.1 * random.standard_normal((5, count))
             for of_seed, of_example, count in sets
         ]
-        found.append(components(sum(block.mean(1) for block in blocks), blocks))
+        found.append(variance_components(sum(block.mean(1) for block in blocks), blocks))
     seeds = sum(of_seed**2 + 0.1**2 / count for of_seed, _, count in sets) / 5  # what is left over differs between seeds too
     examples = sum(of_example**2 / count for _, of_example, count in sets)
     assert np.mean([one.seeds for one in found]) == pytest.approx(seeds, rel=0.1)
@@ -95,51 +103,53 @@ def test_published_means_are_compared_as_welch_does():
 
 def test_equivalence_is_two_one_sided_tests():
     scores = np.array([0.001, -0.002, 0.003, 0.0, 0.002])
-    found = contrast(scores, margin=0.005)
+    found = contrast_t_test(scores, margin=0.005)
     above = stats.ttest_1samp(scores, -0.005, alternative="greater").pvalue
     below = stats.ttest_1samp(scores, 0.005, alternative="less").pvalue
-    assert found.margin_p == pytest.approx(max(above, below)) and math.isnan(contrast(scores).margin_p)
+    assert found.margin_p == pytest.approx(max(above, below)) and math.isnan(contrast_t_test(scores).margin_p)
 
 
 def test_without_any_spread_nothing_is_said():
-    assert math.isnan(contrast(np.full(3, 0.1)).p) and math.isnan(contrast(np.array([0.1, 0.1 + 1e-16, 0.3 - 0.2])).p)
-    same = contrast(np.zeros(3), margin=0.01)  # two models that say the same constant are not shown to be equal
-    assert math.isnan(same.p) and math.isnan(same.margin_p) and math.isnan(contrast(np.array([0.1])).p)
+    assert math.isnan(contrast_t_test(np.full(3, 0.1)).p) and math.isnan(
+        contrast_t_test(np.array([0.1, 0.1 + 1e-16, 0.3 - 0.2])).p
+    )
+    same = contrast_t_test(np.zeros(3), margin=0.01)  # two models that say the same constant are not shown to be equal
+    assert math.isnan(same.p) and math.isnan(same.margin_p) and math.isnan(contrast_t_test(np.array([0.1])).p)
     constants = np.stack([np.random.default_rng(0).choice([-1.0, 1.0], 300)] * 3)  # other ones: a difference in every example
-    found = contrast(constants.mean(1), [constants], margin=0.5)
+    found = contrast_t_test(constants.mean(1), [constants], margin=0.5)
     assert math.isnan(found.p) and math.isnan(found.margin_p) and found.low < found.difference < found.high
     assert math.isnan(welch_from_intervals([0.5, 0.4], [NAN, 0.1], [1, -1]).p)
 
 
 def test_holm_by_hand():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
+    assert holm_adjust([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
         [0.03, 0.06, 0.06, 0.02]
     )  # 0.005 x 4, 0.01 x 3, 0.03 x 2, then no less
-    with_none = holm([0.01, NAN, 0.5, 0.9])
+    with_none = holm_adjust([0.01, NAN, 0.5, 0.9])
     assert with_none[0] == pytest.approx(0.03) and math.isnan(with_none[1]) and with_none[2:] == pytest.approx([1.0, 1.0])
-    assert holm([]) == []
+    assert holm_adjust([]) == []
 
 
 def test_hedges_correction():
     first, second = [1.0, 2, 3, 4, 5], [0.0, 1, 2, 3, 4]
     exact = math.gamma(4) / (math.sqrt(4) * math.gamma(3.5))  # 8 degrees of freedom
     assert exact == pytest.approx(1 - 3 / (4 * 8 - 1), abs=0.002)  # the usual approximation
-    assert inference.effect_size(first, second) == pytest.approx(exact / math.sqrt(2.5))
-    assert math.isnan(inference.effect_size([1.0], [2.0])) and math.isnan(inference.effect_size([1.0, 1], [2.0, 2]))
+    assert inference.hedges_g(first, second) == pytest.approx(exact / math.sqrt(2.5))
+    assert math.isnan(inference.hedges_g([1.0], [2.0])) and math.isnan(inference.hedges_g([1.0, 1], [2.0, 2]))
 
 
 @pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
 def test_seeds_needed_are_those_of_the_tables(effect, pairs):
     """Pairs for 80 % power, two-sided 5 %, effect in sd of the differences: as in Cohen's tables and G*Power."""
-    assert seeds_needed(effect, Components(1 / 5, NAN), seeds=5) == pairs
+    assert required_seeds(effect, VarianceComponents(1 / 5, NAN), seeds=5) == pairs
 
 
 def test_examples_limit_what_seeds_can_show():
-    without, some = Components(1e-4, NAN), Components(1e-4, 2e-5)
-    assert seeds_needed(0.02, without, 5) < seeds_needed(0.02, some, 5)
-    assert seeds_needed(0.01, some, 5) is None  # the examples' standard error alone is 0.0045
-    assert seeds_needed(0.02, Components(NAN, 1e-5), 1) is None
-    assert seeds_needed(0.5, Components(0.0, 1e-5), 5) == 2
+    without, some = VarianceComponents(1e-4, NAN), VarianceComponents(1e-4, 2e-5)
+    assert required_seeds(0.02, without, 5) < required_seeds(0.02, some, 5)
+    assert required_seeds(0.01, some, 5) is None  # the examples' standard error alone is 0.0045
+    assert required_seeds(0.02, VarianceComponents(NAN, 1e-5), 1) is None
+    assert required_seeds(0.5, VarianceComponents(0.0, 1e-5), 5) == 2
 
 
 @pytest.mark.parametrize(
@@ -153,9 +163,9 @@ def test_power_is_how_often_a_difference_is_seen(of_seeds, of_examples, count):
     for _ in range(2000):
         block = 0.02 + of_seeds * random.standard_normal((count, 1)) + of_examples * 10 * random.standard_normal((1, 100))
         block = block + 1e-4 * random.standard_normal((count, 100))
-        seen.append(contrast(block.mean(1), [block] if of_examples else ()).p < 0.05)
-    parts = Components(of_seeds**2 / 5, of_examples**2 if of_examples else NAN)
-    assert inference.power(0.02, parts, 5, count) == pytest.approx(np.mean(seen), abs=0.035)  # three standard errors
+        seen.append(contrast_t_test(block.mean(1), [block] if of_examples else ()).p < 0.05)
+    parts = VarianceComponents(of_seeds**2 / 5, of_examples**2 if of_examples else NAN)
+    assert inference.t_test_power(0.02, parts, 5, count) == pytest.approx(np.mean(seen), abs=0.035)  # three standard errors
 
 
 def test_rates_are_apart_by_what_seeds_do_not_do():
@@ -163,14 +173,14 @@ def test_rates_are_apart_by_what_seeds_do_not_do():
     grid = 0.8 + 0.03 * random.standard_normal((6, 1)) + 0.02 * random.standard_normal((6, 5)) + 0.1 * random.random((1, 5))
     left = grid - grid.mean(0) - grid.mean(1, keepdims=True) + grid.mean()
     between_rates, residual = 5 * np.var(grid.mean(1), ddof=1), (left**2).sum() / (5 * 4)
-    assert inference.rate_variance(grid).mean() == pytest.approx((between_rates - residual) / 5)
-    without = [inference.rate_variance(np.delete(grid, seed, axis=1)).mean() for seed in range(5)]
-    assert inference.rate_variance(grid) == pytest.approx(
-        5 * inference.rate_variance(grid).mean() - 4 * np.array(without)
+    assert inference.rate_variance_pseudo_values(grid).mean() == pytest.approx((between_rates - residual) / 5)
+    without = [inference.rate_variance_pseudo_values(np.delete(grid, seed, axis=1)).mean() for seed in range(5)]
+    assert inference.rate_variance_pseudo_values(grid) == pytest.approx(
+        5 * inference.rate_variance_pseudo_values(grid).mean() - 4 * np.array(without)
     )  # jackknife
-    assert inference.rate_variance(grid[:, :2]).shape == (1,)
+    assert inference.rate_variance_pseudo_values(grid[:, :2]).shape == (1,)
     with pytest.raises(ValueError, match="at least two rates and two seeds"):
-        inference.rate_variance(grid[:, :1])
+        inference.rate_variance_pseudo_values(grid[:, :1])
 
 
 def test_noise_does_not_look_like_rates():
@@ -178,7 +188,9 @@ def test_noise_does_not_look_like_rates():
     random = np.random.default_rng(1)
     levels_of = 0.8 - np.array([0.0, 0.004, 0.008])[:, None]
     for noise in (0.003, np.array([0.001, 0.004, 0.02])[:, None]):  # the same everywhere, and more at high rates
-        found = [inference.rate_variance(levels_of + noise * random.standard_normal((3, 5))).mean() for _ in range(4000)]
+        found = [
+            inference.rate_variance_pseudo_values(levels_of + noise * random.standard_normal((3, 5))).mean() for _ in range(4000)
+        ]
         assert np.mean(found) == pytest.approx(0.004**2, rel=0.15)
 
 
@@ -190,11 +202,11 @@ def test_collapse_rates():
 def test_bootstrap_intervals_are_about_those_of_t_where_seeds_are_many():
     random = np.random.default_rng(0)
     block = 0.1 + 0.3 * random.standard_normal((40, 1)) + 0.5 * random.standard_normal((1, 300))
-    found = contrast(block.mean(1), [block])
-    for low, high in bootstrap(block.mean(1), [block], 4000):
+    found = contrast_t_test(block.mean(1), [block])
+    for low, high in bootstrap_intervals(block.mean(1), [block], 4000):
         assert (low, high) == pytest.approx((found.low, found.high), abs=0.15 * (found.high - found.low))
-    assert bootstrap(block.mean(1), [block], 100) == bootstrap(block.mean(1), [block], 100)
-    assert all(math.isnan(edge) for interval in bootstrap(block[:2].mean(1), [block[:2]]) for edge in interval)
+    assert bootstrap_intervals(block.mean(1), [block], 100) == bootstrap_intervals(block.mean(1), [block], 100)
+    assert all(math.isnan(edge) for interval in bootstrap_intervals(block[:2].mean(1), [block[:2]]) for edge in interval)
 
 
 @pytest.mark.parametrize("world", levels.WORLDS)

@@ -54,7 +54,7 @@ def test_other_examples_leave_the_seeds_alone():
     evidence = mini(5)
     odd = [
         dataclasses.replace(score, examples=lambda: {seed: np.ones(7) for seed in range(5)})
-        if score.setting.clm_steps == 10
+        if score.model_key.clm_steps == 10
         else score
         for score in evidence.scores
     ]
@@ -65,7 +65,9 @@ def test_other_examples_leave_the_seeds_alone():
 
 def test_seeds_that_have_nothing_in_common():
     scores = [
-        dataclasses.replace(score, seeds={seed + 5 * bool(score.setting.clm_steps): value for seed, value in score.seeds.items()})
+        dataclasses.replace(
+            score, seeds={seed + 5 * bool(score.model_key.clm_steps): value for seed, value in score.seeds.items()}
+        )
         for score in mini(5).scores
     ]
     found = by_claim(Evidence(scores))["1a"]
@@ -80,5 +82,5 @@ def test_a_set_may_be_called_average():
 def test_seeds_needed_are_never_enough_or_not_known():
     found = by_claim(published())["1a"].overall
     assert found.seeds_needed is None
-    of_examples = inference.TestResult(0.01, 0.0, 0.02, 0.1, inference.Components(1e-6, 4e-5), 50.0, 5)
+    of_examples = inference.TestResult(0.01, 0.0, 0.02, 0.1, inference.VarianceComponents(1e-6, 4e-5), 50.0, 5)
     assert dataclasses.replace(found, test=of_examples).seeds_needed == math.inf

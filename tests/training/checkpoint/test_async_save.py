@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megaenc.errors import InputError, LocalInputError
 from megaenc.training.checkpoint.manager import CheckpointManager
-from megaenc.training.dist.signals import STOPPED
+from megaenc.training.dist.signals import EXIT_STOPPED
 
 SLOW, LATE = runs.WORKERS / "slow_disk.py", ["2", "1"]  # written two updates later, or after a second
 NEVER = ["100000", "120"]
@@ -72,7 +72,7 @@ def test_each_checkpoint_is_that_of_its_step(waiting, small_corpus, processes, t
     assert written == [("4", "6"), ("8", "10"), ("12", "14"), ("16", "18"), ("20", "20")]
     checkpoints = CheckpointManager(folder / "checkpoints")
     assert checkpoints.steps() == [4, 8, 12, 16, 20]
-    assert checkpoints.latest() == 20
+    assert checkpoints.tracked_step() == 20
     assert_same_checkpoints(folder, waiting, checkpoints.steps())
     assert curve(folder) == curve(waiting)
 
@@ -122,7 +122,7 @@ def test_a_kill_in_the_middle_leaves_the_one_before(waiting, small_corpus, tmp_p
         while not (attempts := list(folder.glob("checkpoints/.iter_0000008.*"))):
             time.sleep(0.01)
         process.kill()
-    assert CheckpointManager(folder / "checkpoints").steps() == [CheckpointManager(folder / "checkpoints").latest()] == [4]
+    assert CheckpointManager(folder / "checkpoints").steps() == [CheckpointManager(folder / "checkpoints").tracked_step()] == [4]
     [attempt] = attempts
     assert attempt.is_dir()
     runs.script(runs.PRETRAIN, [*flags, "--save", str(folder)])
@@ -140,10 +140,10 @@ def test_a_signal_waits_for_the_save_that_is_under_way(small_corpus, tmp_path):
         assert CheckpointManager(folder / "checkpoints").steps() == []
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
-    assert process.returncode == STOPPED
+    assert process.returncode == EXIT_STOPPED
     stopped = runs.metrics(folder)[-1]["step"]
     assert CheckpointManager(folder / "checkpoints").steps() == [30, stopped]
-    assert CheckpointManager(folder / "checkpoints").latest() == stopped
+    assert CheckpointManager(folder / "checkpoints").tracked_step() == stopped
     assert "stopped by SIGTERM" in out
 
 
@@ -170,11 +170,11 @@ def test_disk_that_fills_up(small_corpus, small_disk):
 
 @pytest.fixture
 def engine(one_process, small_corpus):
-    from megaenc.training.config import read_settings
+    from megaenc.training.config import parse_config
     from megaenc.training.engine import Engine
-    from megaenc.training.planning import make_plan
+    from megaenc.training.planning import build_plan
 
-    return Engine(make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16"], "test")), one_process)
+    return Engine(build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16"], "test")), one_process)
 
 
 @pytest.mark.parametrize("error", [InputError, LocalInputError, RuntimeError])
@@ -183,7 +183,7 @@ def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, m
 
     checkpoints, digest, begun = CheckpointManager(tmp_path), manager.digest, []
     monkeypatch.setattr(manager, "digest", lambda file: (begun.append(file), time.sleep(0.3), digest(file))[-1])
-    engine.update(1)
+    engine.train_step(1)
     with pytest.raises(error, match="of another kind"), checkpoints.finished():
         checkpoints.save(engine, 1, {}, block=False)
         checkpoints.finish_save(block=False)
@@ -206,6 +206,6 @@ def test_the_tracker_names_a_checkpoint_that_is_there(engine, tmp_path, monkeypa
         write(path, content)
 
     monkeypatch.setattr(manager, "atomic_write", watched)
-    engine.update(1)
+    engine.train_step(1)
     CheckpointManager(tmp_path).save(engine, 1, {})
     assert named == [("1\n", True)]

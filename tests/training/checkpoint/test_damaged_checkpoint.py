@@ -43,14 +43,14 @@ def test_state_lists_every_file_with_its_checksum(saved_run):
 def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
     """Alone in its folder: of the other files only the sizes are looked at."""
     checkpoints = CheckpointDir(shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints"))
-    file, expected = checkpoints.path(12) / "state.json", checkpoints.state(12)
+    file, expected = checkpoints.path(12) / "state.json", checkpoints.read_state(12)
     content, changed = file.read_bytes(), []
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
         try:
-            if checkpoints.state(12) != expected:
+            if checkpoints.read_state(12) != expected:
                 changed.append(bit)
         except DamagedCheckpointError:
             pass
@@ -63,10 +63,10 @@ def test_a_state_without_a_digest_is_read_as_older_runs_wrote_it(saved_run, tmp_
     state = json.loads(file.read_text())
     digest = state.pop("sha256")
     file.write_text(json.dumps(state, indent=1))
-    assert CheckpointDir(tmp_path).state(12) == state
+    assert CheckpointDir(tmp_path).read_state(12) == state
     file.write_text(json.dumps(state | {"sah256": digest}))
     with pytest.raises(DamagedCheckpointError, match="its content changed"):
-        CheckpointDir(tmp_path).state(12)
+        CheckpointDir(tmp_path).read_state(12)
 
 
 @pytest.mark.parametrize("wrong", [{"identity": None}, {"files": {}}, {"files": {"common.pt": {"bytes": 1}}}, {"tokens": "1"}])
@@ -77,7 +77,7 @@ def test_a_state_with_fields_of_another_kind_is_damage(saved_run, tmp_path, wron
     del state["sha256"]
     file.write_text(json.dumps(state | {"sha256": json_digest(state)}))
     with pytest.raises(DamagedCheckpointError, match="not what a save wrote"):
-        CheckpointDir(tmp_path).state(12)
+        CheckpointDir(tmp_path).read_state(12)
 
 
 @pytest.mark.multiprocess

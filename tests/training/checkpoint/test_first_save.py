@@ -4,8 +4,8 @@ import pytest
 import runs
 import torch
 
-from megaenc.training.config import read_settings
-from megaenc.training.planning import make_plan
+from megaenc.training.config import parse_config
+from megaenc.training.planning import build_plan
 
 
 def weights(engine) -> list[torch.Tensor]:
@@ -18,13 +18,13 @@ def test_what_goes_on_from_it_is_what_was_never_saved(precision, optimizer, one_
     from megaenc.training.checkpoint.manager import CheckpointManager
     from megaenc.training.engine import Engine
 
-    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, precision, *optimizer], "test"))
+    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN, precision, *optimizer], "test"))
     saved, checkpoints = Engine(plan, one_process), CheckpointManager(tmp_path)
     checkpoints.save(saved, 0, {})
     loaded, untouched = Engine(plan, one_process), Engine(plan, one_process)
     checkpoints.load(loaded, 0)
     for step in (1, 2, 3):
-        norms = [engine.update(step).grad_norm for engine in (saved, loaded, untouched)]
+        norms = [engine.train_step(step).grad_norm for engine in (saved, loaded, untouched)]
         assert len(set(norms)) == 1, norms
     for engine in (saved, loaded):
         assert all(map(torch.equal, weights(engine), weights(untouched)))

@@ -138,7 +138,7 @@ def test_what_is_loaded_is_what_was_checked(small_corpus, saved_run, copy, trace
 
 def test_other_bytes_than_those_of_the_checksum_are_damage(copy):
     """Of a file that was swapped between its checksum and its check."""
-    state = CheckpointLoader(copy / "checkpoints").state(12)
+    state = CheckpointLoader(copy / "checkpoints").read_state(12)
     (checkpoint_of(copy) / "common.pt").write_bytes(saved({"optimizer": 1}))
     with pytest.raises(DamagedCheckpointError, match=r"common\.pt: its content changed while it was read"):
         rewrite_pickles(checkpoint_of(copy), state["files"])

@@ -42,20 +42,20 @@ def folder(tmp_path):
 def test_a_damaged_one_is_not_counted(folder):
     checkpoints = CheckpointManager(folder, keep_last=2)
     (checkpoints.path(40) / "__0_0.distcp").write_bytes(b"cut")
-    checkpoints.retain(50)
+    checkpoints.delete_old(50)
     assert checkpoints.steps() == [30, 50]
 
 
 def test_nothing_goes_beside_a_newest_that_is_damaged(folder):
     checkpoints = CheckpointManager(folder, keep_last=1)
     (checkpoints.path(50) / "state.json").unlink()
-    checkpoints.retain(50)
+    checkpoints.delete_old(50)
     assert checkpoints.steps() == [10, 20, 30, 40, 50]
 
 
 def test_steps_that_a_run_has_gone_back_from_stay(folder):
     checkpoints = CheckpointManager(folder, keep_last=1)
-    checkpoints.retain(30)
+    checkpoints.delete_old(30)
     assert checkpoints.steps() == [30, 40, 50]
 
 
@@ -63,7 +63,7 @@ def test_what_has_read_packs_that_the_run_leaves_out_is_not_counted(folder, monk
     """As after a rewind from step 40 to 30 whose next save is at step 50: the one to fall back to is 30."""
     monkeypatch.setattr("megaenc.training.checkpoint.manager.saw_same_data", lambda plan, state: state["step"] != 40)
     checkpoints = CheckpointManager(folder, keep_last=2)
-    checkpoints.retain(50, plan=object())
+    checkpoints.delete_old(50, plan=object())
     assert checkpoints.steps() == [30, 50]
 
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", stale)
     checkpoints = CheckpointManager(folder, keep_every=20)
-    checkpoints.retain(50)
+    checkpoints.delete_old(50)
     assert checkpoints.steps() == [20, 40, 50]
 
 
@@ -86,11 +86,11 @@ def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypat
     monkeypatch.setattr(
         "megaenc.training.checkpoint.manager.shutil.rmtree", lambda *how, **more: None
     )  # as a kill there would have it
-    checkpoints.retain(50)
+    checkpoints.delete_old(50)
     assert checkpoints.steps() == [20, 30, 40, 50]
     monkeypatch.undo()
     assert [path.name[:14] for path in checkpoints.folder.glob(".*")] == [".iter_0000010."]
-    checkpoints.clean()
+    checkpoints.remove_leftovers()
     assert list(checkpoints.folder.glob(".*")) == []
 
 

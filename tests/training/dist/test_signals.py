@@ -11,7 +11,7 @@ import pytest
 import runs
 
 from megaenc.training.checkpoint.loader import CheckpointLoader
-from megaenc.training.dist.signals import STOPPED
+from megaenc.training.dist.signals import EXIT_STOPPED
 
 LONG = ["--no-bf16", "--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0"]  # ends only when it is told to
 
@@ -50,7 +50,7 @@ class Running:
 def assert_saved_where_it_stopped(folder) -> int:
     checkpoints = CheckpointLoader(folder / "checkpoints")
     step = runs.metrics(folder)[-1]["step"]
-    assert checkpoints.steps() == [checkpoints.latest()] == [step]
+    assert checkpoints.steps() == [checkpoints.tracked_step()] == [step]
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, step + 1))
     return step
 
@@ -63,7 +63,7 @@ def test_a_signal_saves_and_ends_with_75(name, small_corpus, tmp_path):
         running.process.send_signal(signal.Signals[name])
         code, out = running.end()
     step = assert_saved_where_it_stopped(tmp_path / "run")
-    assert code == STOPPED == 75
+    assert code == EXIT_STOPPED == 75
     assert out.splitlines()[-1].startswith(f"step {step} of 100000: ")
     assert out.splitlines()[-1].endswith(f"; stopped by {name}, the same command goes on")
 
@@ -79,7 +79,7 @@ def test_signals_that_follow_change_nothing(small_corpus, tmp_path):
             running.process.send_signal(signal.SIGUSR1)
         code, _ = running.end()
     assert_saved_where_it_stopped(tmp_path / "run")
-    assert code == STOPPED
+    assert code == EXIT_STOPPED
 
 
 @pytest.mark.multiprocess
@@ -142,7 +142,7 @@ sys.exit(75)
 
 
 def test_no_signal_after_the_first_ends_the_process_before_it_is_done():
-    runs.run([sys.executable, "-c", AFTERWARDS], expect=STOPPED)
+    runs.run([sys.executable, "-c", AFTERWARDS], expect=EXIT_STOPPED)
 
 
 def test_the_second_ctrl_c_ends_at_once():

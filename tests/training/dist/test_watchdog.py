@@ -8,7 +8,7 @@ import psutil
 import pytest
 import runs
 
-from megaenc.training.dist.watchdog import HUNG, _line, _standing
+from megaenc.training.dist.watchdog import EXIT_HUNG, _format_hang, _parse_report
 
 SECONDS = 6  # a step takes a hundredth of it
 
@@ -45,7 +45,7 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tm
     result, line = hang(small_corpus, folder, "stand_still")
     assert "rank 1 in stand_still (fault_at_step.py:" in line
     assert "rank 0 in " in line
-    assert str(HUNG) == "70" in exit_codes(result)
+    assert str(EXIT_HUNG) == "70" in exit_codes(result)
 
     assert sorted(file.name for file in (folder / "stacks").iterdir()) == ["rank_00000.txt", "rank_00001.txt"]
     stacks = [(folder / "stacks" / f"rank_{rank:05d}.txt").read_text() for rank in range(2)]
@@ -86,7 +86,7 @@ with watchdog.Watchdog({SECONDS / 60}, None) as dog:
 
 @pytest.mark.slow
 def test_a_first_step_has_time_and_a_second_one_has_not():
-    result = runs.run([sys.executable, "-c", ALONE], expect=HUNG, timeout=60)
+    result = runs.run([sys.executable, "-c", ALONE], expect=EXIT_HUNG, timeout=60)
     assert result.stdout == "the first step was let be\n"
     said = (
         r"error: no progress for \d+ seconds: rank 0 in <module> \(<string>:11\), step 2; stacks of all threads in standard error"
@@ -100,7 +100,7 @@ def test_the_line_names_the_odd_rank_first_and_who_is_silent(monkeypatch):
     waiting = {"at": "all_reduce (distributed_c10d.py:3252)", "doing": "step 7", "quiet": 600.0, "stacks": "runs/a/stacks"}
     found = {rank: waiting for rank in range(12) if rank not in (3, 9)}
     found[3] = waiting | {"at": "read (packs.py:80)", "quiet": 601.3}
-    assert _line(found) == (
+    assert _format_hang(found) == (
         "error: no progress for 10 minutes: rank 9 silent (stacks follow on standard error, unless the process is gone); "
         "rank 3 in read (packs.py:80), step 7; ranks 0-2, 4-8, 10-11 in all_reduce (distributed_c10d.py:3252), step 7; "
         "stacks of all threads in runs/a/stacks"
@@ -114,10 +114,10 @@ HUGE = b'{"quiet": 1' + b"0" * 400 + b"}"
     "value", [b"", b"\x80\x04.", b"[1]", b"[" * 100_000, b'{"at": 3, "quiet": true}', b'{"quiet": NaN}', HUGE]
 )
 def test_what_no_rank_has_told_is_unknown(value):
-    assert _line({0: _standing(value)}).startswith("error: no progress for ")
-    assert _standing(value) | {"quiet": 0.0} == {"doing": "unknown", "at": "unknown", "stacks": "unknown", "quiet": 0.0}
+    assert _format_hang({0: _parse_report(value)}).startswith("error: no progress for ")
+    assert _parse_report(value) | {"quiet": 0.0} == {"doing": "unknown", "at": "unknown", "stacks": "unknown", "quiet": 0.0}
 
 
 def test_what_a_rank_tells_is_kept_but_for_what_steers_a_terminal():
     told = {"doing": "step 5", "at": "\x1b[2Jread (a.py:1)", "quiet": 3.5, "stacks": "/runs/a"}
-    assert _standing(json.dumps(told).encode()) == told | {"at": r"\x1b[2Jread (a.py:1)"}
+    assert _parse_report(json.dumps(told).encode()) == told | {"at": r"\x1b[2Jread (a.py:1)"}

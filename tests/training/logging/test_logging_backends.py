@@ -12,7 +12,7 @@ from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.config_groups import MonitoringConfig
-from megaenc.training.logging.backends import Background, TensorBoard, WeightsAndBiases
+from megaenc.training.logging.backends import BackgroundLogger, TensorBoardLogger, WandbLogger
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,11 @@ def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
 
 
 def test_steps_that_are_made_again_within_a_run_replace_those_before(tmp_path):
-    board = TensorBoard(str(tmp_path), "0123456789abcdef", {"seed": 1})
-    board.cut(-1)
+    board = TensorBoardLogger(str(tmp_path), "0123456789abcdef", {"seed": 1})
+    board.drop_rows_after(-1)
     for step in range(1, 6):
         board.log("train", {"step": step, "loss": 1.0 * step})
-    board.cut(3)
+    board.drop_rows_after(3)
     for step in range(4, 7):
         board.log("train", {"step": step, "loss": 10.0 * step})
     board.close()
@@ -65,7 +65,7 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    board = WeightsAndBiases(MonitoringConfig(wandb_project="encoders"), str(tmp_path), "abcd1234", {"seed": 1}, patience=2)
+    board = WandbLogger(MonitoringConfig(wandb_project="encoders"), str(tmp_path), "abcd1234", {"seed": 1}, patience=2)
     board.log("train", {"step": 3, "loss": 0.1})
     board.close()
     wandb.teardown()  # its own process may be writing still; without one at the end of a run, it ends with that
@@ -75,18 +75,18 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
 
 
 def test_the_events_of_another_run_are_left_alone(tmp_path):
-    TensorBoard(str(tmp_path), "0123456789abcdef", {})
-    TensorBoard(str(tmp_path), "0123456789abcdef", {})
+    TensorBoardLogger(str(tmp_path), "0123456789abcdef", {})
+    TensorBoardLogger(str(tmp_path), "0123456789abcdef", {})
     with pytest.raises(InputError, match="holds the events of another run"):
-        TensorBoard(str(tmp_path), "fedcba9876543210", {})
+        TensorBoardLogger(str(tmp_path), "fedcba9876543210", {})
 
 
 def test_a_board_that_fails_is_one_line_and_the_run_goes_on(tmp_path, capfd):
     (tmp_path / "file").write_text("")
-    board = Background("TensorBoard", lambda: TensorBoard(str(tmp_path / "file"), "0123456789abcdef", {}))
-    board.do("cut", -1)
+    board = BackgroundLogger("TensorBoard", lambda: TensorBoardLogger(str(tmp_path / "file"), "0123456789abcdef", {}))
+    board.submit("drop_rows_after", -1)
     for step in range(5):
-        board.do("log", "train", {"step": step, "loss": 1.0})
+        board.submit("log", "train", {"step": step, "loss": 1.0})
     board.flush()
     board.close()
     out = capfd.readouterr().out
@@ -97,14 +97,14 @@ def test_a_board_that_fails_is_one_line_and_the_run_goes_on(tmp_path, capfd):
 def test_a_board_that_hangs_holds_nothing_up(capfd):
     class Hanging:
         def log(self, group, row): ...
-        def cut(self, step): ...
+        def drop_rows_after(self, step): ...
         def close(self): ...
         def flush(self):
             time.sleep(60)
 
-    board = Background("slow", Hanging)
+    board = BackgroundLogger("slow", Hanging)
     began = time.monotonic()
-    board.do("cut", -1)
+    board.submit("drop_rows_after", -1)
     while not board._opened.is_set():
         time.sleep(0.01)
     board.flush(seconds=0.1)
@@ -139,7 +139,7 @@ def test_neither_is_imported_unless_asked_for(small_corpus, tmp_path):
 
 def test_the_environment_decides_over_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    board = WeightsAndBiases(MonitoringConfig(wandb_project="encoders"), str(tmp_path), "abcd1234", {})
+    board = WandbLogger(MonitoringConfig(wandb_project="encoders"), str(tmp_path), "abcd1234", {})
     board.log("train", {"step": 3, "loss": 0.1})
     board.close()
     assert not any("offline-run" in name for _, names, _ in os.walk(tmp_path) for name in names)

@@ -7,7 +7,7 @@ import pytest
 import runs
 import torch
 
-from megaenc.training.logging.stragglers import ForwardTime, compared, probe
+from megaenc.training.logging.stragglers import ForwardTimer, compare_ranks, time_matmul
 
 
 def reports(folder) -> list[dict]:
@@ -67,19 +67,19 @@ def rank(number, pipeline=0, data=1.0, compute=4.0, probed=0.1):
 
 def test_stages_may_hold_more_and_are_compared_among_themselves():
     even = [rank(0), rank(1), rank(2, 1, compute=8.0), rank(3, 1, compute=8.0)]
-    assert {each["ratio"] for each in compared(even)["ranks"]} == {1.0}
-    slow = compared([*even[:3], rank(3, 1, compute=13.5)])
+    assert {each["ratio"] for each in compare_ranks(even)["ranks"]} == {1.0}
+    slow = compare_ranks([*even[:3], rank(3, 1, compute=13.5)])
     assert (slow["slowest_rank"], slow["slowest_ratio"], slow["ranks"][0]["slow_in"]) == (3, 14.5 / 9, "compute")
 
 
 def test_a_slow_device_is_found_by_the_probe_where_all_of_its_group_are_slow():
-    found = compared([rank(0, compute=6.0), rank(1, compute=6.0, probed=0.2), rank(2), rank(3)])
+    found = compare_ranks([rank(0, compute=6.0), rank(1, compute=6.0, probed=0.2), rank(2), rank(3)])
     assert [each["rank"] for each in found["ranks"]][:2] == [1, 0]
     assert (found["slowest_ratio"], found["ranks"][0]["slow_in"]) == (2.0, "the probe")
 
 
 def test_twice_as_slow_in_a_small_part_is_not_slow():
-    assert compared([rank(0, data=0.02), rank(1, data=0.01), rank(2, data=0.01)])["slowest_ratio"] < 1.01
+    assert compare_ranks([rank(0, data=0.02), rank(1, data=0.01), rank(2, data=0.01)])["slowest_ratio"] < 1.01
 
 
 def test_forward_passes_of_training_alone_are_timed(monkeypatch):
@@ -98,7 +98,7 @@ def test_forward_passes_of_training_alone_are_timed(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     chunk = torch.nn.Linear(2, 2)
-    timed = ForwardTime([chunk])
+    timed = ForwardTimer([chunk])
     for _ in range(3):
         chunk(torch.ones(1, 2))
     with torch.no_grad():
@@ -108,4 +108,4 @@ def test_forward_passes_of_training_alone_are_timed(monkeypatch):
 
 
 def test_the_probe_needs_nobody():
-    assert 0 < probe(torch.device("cpu")) < 60
+    assert 0 < time_matmul(torch.device("cpu")) < 60

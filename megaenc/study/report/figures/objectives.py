@@ -9,78 +9,78 @@ from typing import Any
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures.base import (
     BLUE,
-    OBJECTIVES,
+    OBJECTIVE_STYLES,
     ORANGE,
     PURPLE,
     FigureSpec,
-    Line,
-    Panel,
-    Series,
-    bars,
-    behind,
+    FigureLine,
+    FigurePanel,
+    FigureSeries,
+    describe_bars,
+    published_label,
     panel_title,
-    picture_of,
-    points_of,
+    build_family_figure,
+    build_points,
 )
 from megaenc.study.results.evidence import Evidence
-from megaenc.study.results.groups import FAMILIES, dataset_label, datasets_of, objective, parent_of, percent, steps_of
-from megaenc.viz.style import short, styles
+from megaenc.study.results.groups import FAMILY_LABELS, dataset_label, datasets_by_family, objective_name, parent_key, format_percent, format_steps
+from megaenc.viz.style import format_count, assign_styles
 
 
-def clm_and_mlm(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw the base models of CLM and of MLM at the usual mask ratio, by size, or by data set if there is one size."""
     key, title = "objectives", "CLM and MLM"
     base, mask = evidence.grouped().get("base", []), evidence.mask_ratio
-    models = {name: [one for one in base if objective(one) == name and one.mask_ratio in (None, mask)] for name in ("MLM", "CLM")}
+    models = {name: [one for one in base if objective_name(one) == name and one.mask_ratio in (None, mask)] for name in ("MLM", "CLM")}
     if not all(models.values()):
         lacking = " and ".join(name for name, found in models.items() if not found)
         return FigureSpec(key, title, f"No base model of {lacking} has a score yet.")
     sizes = evidence.sizes_of(one for found in models.values() for one in found)
-    hidden = f"MLM hides {percent(mask)} of the tokens."
+    hidden = f"MLM hides {format_percent(mask)} of the tokens."
     if len(sizes) == 1:
-        panels = _by_dataset(evidence, published, models)
-        said = f"{hidden} {bars(evidence, published, panels)}"
+        panels = _build_dataset_panels(evidence, published, models)
+        said = f"{hidden} {describe_bars(evidence, published, panels)}"
         return FigureSpec(key, title, f"Base models of size {sizes[0]} on every data set. {said}", panels)
-    series = [(name, OBJECTIVES[name], [(sizes.index(one.size), one) for one in found]) for name, found in models.items()]
+    series = [(name, OBJECTIVE_STYLES[name], [(sizes.index(one.size), one) for one in found]) for name, found in models.items()]
     axis = {"dodge": 0.08, "ticks": dict(enumerate(sizes)), "x_label": "size of the model"}
-    return picture_of(key, title, f"Base models by size. {hidden}", evidence, series, published, **axis)
+    return build_family_figure(key, title, f"Base models by size. {hidden}", evidence, series, published, **axis)
 
 
-def _by_dataset(evidence: Evidence, published: Evidence | None, models: dict[str, list[ModelKey]]) -> tuple[Panel, ...]:
+def _build_dataset_panels(evidence: Evidence, published: Evidence | None, models: dict[str, list[ModelKey]]) -> tuple[FigurePanel, ...]:
     panels = []
-    for family, names in datasets_of(evidence.datasets()).items():
+    for family, names in datasets_by_family(evidence.datasets()).items():
         lines = []
         for source, (at, (name, found)) in itertools.product((evidence, published), enumerate(models.items())):
             for setting in found if source is not None else ():
                 places = [(place + 0.14 * (at - 0.5), dataset, setting) for place, dataset in enumerate(names)]
-                if points := points_of(source, family, places):
+                if points := build_points(source, family, places):
                     light = source is published
-                    label = behind(name) if light else name
-                    lines.append(Line(label, *OBJECTIVES[name], points, joined=False, light=light))
+                    label = published_label(name) if light else name
+                    lines.append(FigureLine(label, *OBJECTIVE_STYLES[name], points, joined=False, light=light))
         if lines:
             ticks = {place: dataset_label(family, dataset) for place, dataset in enumerate(names)}
-            title = FAMILIES.get(family, family) if len(names) > 1 else panel_title(family, names[0])
-            panels.append(Panel(title, tuple(lines), "", ticks=ticks))
+            title = FAMILY_LABELS.get(family, family) if len(names) > 1 else panel_title(family, names[0])
+            panels.append(FigurePanel(title, tuple(lines), "", ticks=ticks))
     return tuple(panels)
 
 
-def mask_ratios(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw MLM base models of each size over their mask ratios."""
     key, title = "mask-ratios", "Mask ratios"
-    base = [one for one in evidence.grouped().get("base", []) if objective(one) == "MLM"]
+    base = [one for one in evidence.grouped().get("base", []) if objective_name(one) == "MLM"]
     if len({one.mask_ratio for one in base}) < 2:
         return FigureSpec(key, title, "No size has MLM models of two mask ratios with scores yet.")
-    style = styles(evidence.sizes_of(base))
-    series = [(size, look, _at_masks(one for one in base if one.size == size)) for size, look in style.items()]
-    return picture_of(key, title, "MLM base models of each size.", evidence, series, published, **_mask_axis(series))
+    style = assign_styles(evidence.sizes_of(base))
+    series = [(size, look, _place_by_mask_ratio(one for one in base if one.size == size)) for size, look in style.items()]
+    return build_family_figure(key, title, "MLM base models of each size.", evidence, series, published, **_build_mask_ratio_axis(series))
 
 
-def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw MLM alone and CLM then MLM over mask ratios, at each size and budget that has two ratios of both."""
     key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, float], list[ModelKey]] = defaultdict(list)
     for one in evidence.settings():
-        if one.decayed and not one.cpt_mlm_steps and objective(one) in ("MLM", "CLM + MLM"):
+        if one.decayed and not one.cpt_mlm_steps and objective_name(one) in ("MLM", "CLM + MLM"):
             groups[one.size, one.steps, round(one.clm_share, 2)].append(one)
     several = {where: found for where, found in groups.items() if len({one.mask_ratio for one in found}) > 1}
     with_clm = [where for where in several if where[2] and (*where[:2], 0.0) in several]
@@ -88,42 +88,42 @@ def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) 
         return FigureSpec(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
     named = len({where[:2] for where in with_clm}) > 1
     series: dict[str, tuple] = {}
-    colours = iter(_styles(2 * len(with_clm)))
+    colours = iter(_list_styles(2 * len(with_clm)))
     for size, steps, of in with_clm:
         for share in (0.0, of):
             members = several[size, steps, share]
-            name = f"{percent(share)} CLM, then MLM" if share else "MLM alone"
-            name += f" ({size}, {steps_of(steps)} steps)" if named else ""
-            style = next(colours) if named else OBJECTIVES[objective(members[0])]
-            series.setdefault(name, (name, style, _at_masks(members)))
-    axis = _mask_axis([*series.values()]) | {"x_label": "tokens hidden in MLM"}
-    return picture_of(key, title, "Models of the same budget.", evidence, [*series.values()], published, **axis)
+            name = f"{format_percent(share)} CLM, then MLM" if share else "MLM alone"
+            name += f" ({size}, {format_steps(steps)} steps)" if named else ""
+            style = next(colours) if named else OBJECTIVE_STYLES[objective_name(members[0])]
+            series.setdefault(name, (name, style, _place_by_mask_ratio(members)))
+    axis = _build_mask_ratio_axis([*series.values()]) | {"x_label": "tokens hidden in MLM"}
+    return build_family_figure(key, title, "Models of the same budget.", evidence, [*series.values()], published, **axis)
 
 
-def _at_masks(models: Iterable[ModelKey]) -> list[tuple[float, ModelKey]]:
+def _place_by_mask_ratio(models: Iterable[ModelKey]) -> list[tuple[float, ModelKey]]:
     return [(100 * one.mask_ratio, one) for one in models]
 
 
-def _mask_axis(series: Series) -> dict[str, Any]:
+def _build_mask_ratio_axis(series: FigureSeries) -> dict[str, Any]:
     """Return an axis of the mask ratios of all models, on which series are a sixtieth apart."""
     ratios = sorted({one.mask_ratio for *_, places in series for _, one in places})
-    ticks = {100 * ratio: percent(ratio) for ratio in ratios}
+    ticks = {100 * ratio: format_percent(ratio) for ratio in ratios}
     return {"dodge": 100 * (ratios[-1] - ratios[0]) / 60, "ticks": ticks, "x_label": "tokens hidden"}
 
 
-def _styles(count: int) -> list[tuple[str, str]]:
-    return list(styles([f"{at}" for at in range(count)]).values())
+def _list_styles(count: int) -> list[tuple[str, str]]:
+    return list(assign_styles([f"{at}" for at in range(count)]).values())
 
 
-def by_step(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw checkpoints on the way over their steps."""
     places = {one: float(one.steps) for one in evidence.settings() if not one.decayed}
     seen = sorted(set(places.values()))
-    axis = {"x_label": "step", "unit": "steps", "ticks": {place: short(place) for place in seen} if len(seen) <= 8 else None}
-    return _efficiency("efficiency-steps", "Data efficiency by step", evidence, published, places, **axis)
+    axis = {"x_label": "step", "unit": "steps", "ticks": {place: format_count(place) for place in seen} if len(seen) <= 8 else None}
+    return _build_efficiency_figure("efficiency-steps", "Data efficiency by step", evidence, published, places, **axis)
 
 
-def by_flops(evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None) -> FigureSpec:
+def build_flop_efficiency_figure(evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None) -> FigureSpec:
     """Draw the same over the operations that they took; `flops` by setting, those that it lacks are left out."""
     key, title = "efficiency-flops", "Data efficiency by FLOP"
     settings = [one for one in evidence.settings() if not one.decayed]
@@ -135,10 +135,10 @@ def by_flops(evidence: Evidence, flops: Mapping[ModelKey, float], published: Evi
         )
         return FigureSpec(key, title, why)
     axis = {"x_label": "FLOPs of the matrix products", "unit": "operations"}
-    return _efficiency(key, title, evidence, published, places, **axis)
+    return _build_efficiency_figure(key, title, evidence, published, places, **axis)
 
 
-def _efficiency(
+def _build_efficiency_figure(
     key: str, title: str, evidence: Evidence, published: Evidence | None, places: Mapping[ModelKey, float], **axis
 ) -> FigureSpec:
     if len(set(places.values())) < 2:
@@ -146,21 +146,21 @@ def _efficiency(
     sizes, masks = evidence.sizes_of(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
     groups: dict[tuple[str, float | None, str], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one, at in places.items():
-        groups[objective(one), one.mask_ratio, one.size].append((at, one))
+        groups[objective_name(one), one.mask_ratio, one.size].append((at, one))
     series = []
     for kind in sorted(groups, key=lambda kind: (kind[0] != "MLM", kind[0], kind[1] or 0, sizes.index(kind[2]))):
         name, mask, size = kind
-        colour, marker = OBJECTIVES.get(name, (PURPLE, "D"))
-        label = name + (f" {percent(mask)}" if mask is not None and len(masks) > 1 else "")
+        colour, marker = OBJECTIVE_STYLES.get(name, (PURPLE, "D"))
+        label = name + (f" {format_percent(mask)}" if mask is not None and len(masks) > 1 else "")
         if len(sizes) > 1:
-            label, marker = f"{label}, {size}", _styles(len(sizes))[sizes.index(size)][1]
+            label, marker = f"{label}, {size}", _list_styles(len(sizes))[sizes.index(size)][1]
         series.append((label, (colour, marker), groups[kind]))
     log = max(places.values()) >= 8 * min(places.values())
     caption = "Checkpoints before any decay of the learning rate."
-    return picture_of(key, title, caption, evidence, series, published, log=log, **axis)
+    return build_family_figure(key, title, caption, evidence, series, published, log=log, **axis)
 
 
-def clm_shares(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw models from scratch at the usual mask ratio over their CLM shares, at each budget with a two-stage model."""
     key, title, mask = "clm-shares", "CLM share at each budget", evidence.mask_ratio
     budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
@@ -168,33 +168,33 @@ def clm_shares(evidence: Evidence, published: Evidence | None = None) -> FigureS
         if one.decayed and not one.cpt_mlm_steps and not one.schedule and one.mask_ratio in (None, mask):
             budgets[one.size, one.steps].append((100 * one.clm_share, one))
     for where, members in list(budgets.items()):
-        if not any(objective(one) == "CLM + MLM" for _, one in members) or len({share for share, _ in members}) < 2:
+        if not any(objective_name(one) == "CLM + MLM" for _, one in members) or len({share for share, _ in members}) < 2:
             del budgets[where]
     if not budgets:
         return FigureSpec(key, title, "No two-stage model (CLM, then MLM) has a score beside a model of the same budget.")
-    names = _names_of(evidence, budgets)
-    style = styles(list(names.values()))
+    names = _name_budgets(evidence, budgets)
+    style = assign_styles(list(names.values()))
     series = [(name, style[name], budgets[where]) for where, name in names.items()]
     ticks = {float(share): f"{share} %" for share in (0, 25, 50, 75, 100)}
     axis = {"dodge": 1.2, "ticks": ticks, "x_label": "share of the steps that are CLM, before MLM"}
-    caption = f"From MLM alone to CLM alone; MLM hides {percent(mask)} of the tokens."
-    return picture_of(key, title, caption, evidence, series, published, **axis)
+    caption = f"From MLM alone to CLM alone; MLM hides {format_percent(mask)} of the tokens."
+    return build_family_figure(key, title, caption, evidence, series, published, **axis)
 
 
-def _names_of(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> dict[tuple[str, int], str]:
+def _name_budgets(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> dict[tuple[str, int], str]:
     """Return sizes and steps in their order, each with a name that tells them apart."""
     sizes = evidence.sizes_of(ModelKey(size) for size, _ in budgets)
     order = sorted(budgets, key=lambda where: (sizes.index(where[0]), where[1]))
-    return {(size, steps): f"{steps_of(steps)} steps" + (f", {size}" if len(sizes) > 1 else "") for size, steps in order}
+    return {(size, steps): f"{format_steps(steps)} steps" + (f", {size}" if len(sizes) > 1 else "") for size, steps in order}
 
 
-def continued(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
+def build_continued_pretraining_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw finished models, at 0 more steps, and those that went on from them with MLM, by its length."""
     key, title, settings = "continued-pretraining", "Continued pretraining by length", evidence.settings()
     groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
     for one in settings:
         if one.cpt_mlm_steps and one.decayed and not one.schedule:
-            parent = parent_of(one)
+            parent = parent_key(one)
             members = groups[replace(parent, seed=1), one.mask_ratio]  # seeds of one model make one line
             members.append(one)
             if parent in settings and parent not in members:
@@ -203,56 +203,56 @@ def continued(evidence: Evidence, published: Evidence | None = None) -> FigureSp
         return FigureSpec(key, title, "No model of continued pretraining has a score yet.")
     sizes, masks = evidence.sizes_of(parent for parent, _ in groups), {mask for _, mask in groups}
     order = sorted(groups, key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]))
-    kinds = [objective(parent) for parent, _ in order]
+    kinds = [objective_name(parent) for parent, _ in order]
     names = [f"from {kind}" for kind in kinds]
-    looks = [OBJECTIVES.get(kind) for kind in kinds]
+    looks = [OBJECTIVE_STYLES.get(kind) for kind in kinds]
     if len(set(kinds)) < len(kinds):  # an objective alone does not say which
         for at, (parent, mask) in enumerate(order):
-            names[at] += f" {steps_of(parent.steps)}" + (f", {parent.size}" if len(sizes) > 1 else "")
-            names[at] += f", {percent(mask)} hidden" if len(masks) > 1 else ""
-        looks = [styles(names)[name] for name in names]
+            names[at] += f" {format_steps(parent.steps)}" + (f", {parent.size}" if len(sizes) > 1 else "")
+            names[at] += f", {format_percent(mask)} hidden" if len(masks) > 1 else ""
+        looks = [assign_styles(names)[name] for name in names]
     places = ([(one.cpt_mlm_steps, one) for one in groups[where]] for where in order)
     series = list(zip(names, looks, places, strict=True))
     lengths = sorted({one.cpt_mlm_steps for members in groups.values() for one in members})
-    ticks = {float(steps): steps_of(steps) for steps in lengths}
+    ticks = {float(steps): format_steps(steps) for steps in lengths}
     axis = {"dodge": lengths[-1] / 70, "ticks": ticks, "x_label": "MLM steps after the finished model"}
-    return picture_of(key, title, "At 0 the finished, decayed models.", evidence, series, published, **axis)
+    return build_family_figure(key, title, "At 0 the finished, decayed models.", evidence, series, published, **axis)
 
 
-_LOOKS = {"MLM": (ORANGE, "s"), "CLM": (BLUE, "o"), "MLM on CLM": (BLUE, "v"), "MLM on MLM": (ORANGE, "D")}
+_REFERENCE_STYLES = {"MLM": (ORANGE, "s"), "CLM": (BLUE, "o"), "MLM on CLM": (BLUE, "v"), "MLM on MLM": (ORANGE, "D")}
 """Models without a schedule of their own, in the figure of other schedules."""
 
 
-def schedules(evidence: Evidence) -> FigureSpec | None:
+def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
     """Draw models of other schedules next to CLM and MLM of as many steps, by size and steps; None if there is no such model."""
-    names = {one.setting: one.model for one in evidence.scores if one.setting is not None}
+    names = {one.model_key: one.model for one in evidence.scores if one.model_key is not None}
     groups: dict[tuple[str, int], list[ModelKey]] = defaultdict(list)
     for one in names:
         if one.schedule and one.decayed:
             groups[one.size, one.steps].append(one)
     if not groups:
         return None
-    budgets, mask = _names_of(evidence, groups), evidence.mask_ratio
+    budgets, mask = _name_budgets(evidence, groups), evidence.mask_ratio
     placed: dict[str, list[tuple[float, ModelKey]]] = defaultdict(list)
     for at, where in enumerate(budgets):
         alike = [one for one in names if (one.size, one.steps) == where]
-        here = [(label, one) for label in _LOOKS for one in alike if _plain(one, mask) == label]
+        here = [(label, one) for label in _REFERENCE_STYLES for one in alike if _reference_label(one, mask) == label]
         here += [(names[one], one) for one in groups[where]]
         labels = list(dict.fromkeys(label for label, _ in here))  # several seeds of one model stand above each other
         for label, one in here:
             placed[label].append((at + 0.8 * ((labels.index(label) + 0.5) / len(labels) - 0.5), one))
-    order = [*(name for name in _LOOKS if name in placed), *(name for name in placed if name not in _LOOKS)]
-    free = itertools.cycle(look for look in _styles(42) if look[0] not in (BLUE, ORANGE))
-    series = [(name, _LOOKS.get(name) or next(free), placed[name]) for name in order]
+    order = [*(name for name in _REFERENCE_STYLES if name in placed), *(name for name in placed if name not in _REFERENCE_STYLES)]
+    free = itertools.cycle(look for look in _list_styles(42) if look[0] not in (BLUE, ORANGE))
+    series = [(name, _REFERENCE_STYLES.get(name) or next(free), placed[name]) for name in order]
     ticks = {float(at): name for at, name in enumerate(budgets.values())}
-    hidden = "" if mask is None else f" ({percent(mask)} hidden)"
+    hidden = "" if mask is None else f" ({format_percent(mask)} hidden)"
     caption = f"Each model of another schedule, and CLM and MLM{hidden} after as many steps where there are such."
     axis = {"ticks": ticks, "x_label": "optimizer steps in all", "joined": False}
-    return picture_of("other-schedules", "Other schedules", caption, evidence, series, **axis)
+    return build_family_figure("other-schedules", "Other schedules", caption, evidence, series, **axis)
 
 
-def _plain(setting: ModelKey, mask: float | None) -> str:
+def _reference_label(setting: ModelKey, mask: float | None) -> str:
     """Return which of _LOOKS a finished model is, or something else."""
     if setting.schedule or not setting.decayed or setting.mask_ratio not in (None, mask):
         return ""
-    return f"MLM on {objective(setting)}" if setting.cpt_mlm_steps else objective(setting)
+    return f"MLM on {objective_name(setting)}" if setting.cpt_mlm_steps else objective_name(setting)

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from megaenc.model.kernels import cross_entropy, norm, rotary, selftest, swiglu
-from megaenc.model.kernels.selftest import ALLOWED, CHECKS, Widths, check_kernel
+from megaenc.model.kernels.selftest import TOLERANCE, CHECKS, LayerWidths, check_kernel
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
-HOST, WIDTHS = torch.device("cpu"), Widths(hidden=48, head=12, ffn=80, vocabulary=128)
+HOST, WIDTHS = torch.device("cpu"), LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
 
 
-@pytest.mark.parametrize("dtype", ALLOWED, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", [name for name in CHECKS if name != "sum"])
 def test_what_is_right_passes(name, dtype):
     verdict = check_kernel(name, HOST, dtype, WIDTHS)
-    assert (verdict.name, verdict.available, verdict.why, verdict.right) == (name, True, "", True)
-    assert 0 < verdict.error < verdict.allowed in ALLOWED.values()
+    assert (verdict.name, verdict.available, verdict.reason, verdict.passed) == (name, True, "", True)
+    assert 0 < verdict.error < verdict.tolerance in TOLERANCE.values()
 
 
 PADDED = 'columns, scores, float("-inf"))\n        top'
@@ -43,7 +43,7 @@ MISTAKES = [
 
 
 def plant(module, right, wrong, tmp_path, monkeypatch):
-    """Put `wrong` where `right` stands in the text of `module`."""
+    """Put `wrong` where `passed` stands in the text of `module`."""
     text = Path(module.__file__).read_text(encoding="utf-8")
     assert text.count(right) == 1
     file = tmp_path / "mistaken.py"
@@ -58,14 +58,14 @@ def plant(module, right, wrong, tmp_path, monkeypatch):
 def test_a_planted_mistake_is_found(name, module, right, wrong, said, tmp_path, monkeypatch):
     plant(module, right, wrong, tmp_path, monkeypatch)
     verdict = check_kernel(name, HOST, torch.float32, WIDTHS)
-    assert verdict.available and not verdict.right and verdict.why.startswith(said), verdict
+    assert verdict.available and not verdict.passed and verdict.reason.startswith(said), verdict
 
 
 def test_what_is_wrong_is_named_and_the_others_are_used(tmp_path, monkeypatch, capsys):
     plant(rotary, "SIGN=sign", "SIGN=1", tmp_path, monkeypatch)
-    found = selftest.fused_kernels(True, HOST, torch.float32, WIDTHS)
-    selftest._chosen.cache_clear()
-    assert found == selftest.Fused(norm=True, rotary=False, swiglu=True, loss=True, sum=True)
+    found = selftest.select_fused_kernels(True, HOST, torch.float32, WIDTHS)
+    selftest._test_all_kernels.cache_clear()
+    assert found == selftest.FusedKernels(norm=True, rotary=False, swiglu=True, loss=True, sum=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("fused kernels: torch's own rotary instead (the gradient of x is ")
 
@@ -76,10 +76,10 @@ def test_what_cannot_run_is_not_available(monkeypatch):
 
     monkeypatch.setattr(swiglu, "_SwiGLU", type("Broken", (), {"apply": refuse}))
     verdict = check_kernel("swiglu", HOST, torch.float32, WIDTHS)
-    assert (verdict.available, verdict.error, verdict.why) == (False, None, "RuntimeError: no such device")
+    assert (verdict.available, verdict.error, verdict.reason) == (False, None, "RuntimeError: no such device")
 
 
 def test_the_host_adds_no_bfloat16_products_up_in_float32():
     """torch has that product on accelerators alone; the loss then adds rounded ones up."""
     verdict = check_kernel("sum", HOST, torch.bfloat16, WIDTHS)
-    assert not verdict.available and verdict.why.startswith("NotImplementedError: ")
+    assert not verdict.available and verdict.reason.startswith("NotImplementedError: ")

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from megaenc.model.functional import Rotation
-from megaenc.model.kernels.cross_entropy import statistics, to_gradient_
+from megaenc.model.kernels.cross_entropy import softmax_statistics, logits_to_gradient_
 from megaenc.model.kernels.norm import rms_norm
-from megaenc.model.kernels.selftest import Fused
+from megaenc.model.kernels.selftest import FusedKernels
 from megaenc.model.kernels.swiglu import swiglu
-from megaenc.model.linear_cross_entropy import combined, rows_at_once, summed_loss
+from megaenc.model.linear_cross_entropy import combine_statistics, rows_per_chunk, linear_cross_entropy
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -105,14 +105,14 @@ def test_logits_of_a_vocabulary_in_shares(rows, shares, dtype):
     parts, firsts = whole.split(real, 1), [1000 * rank for rank in range(shares)]
     parts = [torch.cat([part, torch.full((rows, 1000 - part.size(1)), 1e4, dtype=dtype)], 1) for part in parts]
     how = list(zip(firsts, real, strict=True))
-    own = torch.stack([statistics(part, labels, *which) for part, which in zip(parts, how, strict=True)])
-    top, total, target, token = combined(own)
+    own = torch.stack([softmax_statistics(part, labels, *which) for part, which in zip(parts, how, strict=True)])
+    top, total, target, token = combine_statistics(own)
     exact = whole.double()
     is_rounded(total.log() + top - target, F.cross_entropy(exact, labels, reduction="none"))
     assert torch.equal(token.long(), (exact == exact.amax(1, keepdim=True)).int().argmax(1) if rows else labels)
     if shares == 3:
         assert (own[2, 1] == 0).all() and (own[2, 0] == torch.finfo(torch.float32).min).all()
-    errors = [to_gradient_(part, labels, top, total, *which) for part, which in zip(parts, how, strict=True)]
+    errors = [logits_to_gradient_(part, labels, top, total, *which) for part, which in zip(parts, how, strict=True)]
     expected = exact.softmax(1) - F.one_hot(labels, whole.size(1))
     is_rounded(torch.cat([error[:, :columns] for error, columns in zip(errors, real, strict=True)], 1), expected)
     assert all((error[:, columns:] == 0).all() for error, columns in zip(errors, real, strict=True))
@@ -122,7 +122,7 @@ def test_logits_of_a_vocabulary_in_shares(rows, shares, dtype):
 def test_of_equals_the_lowest_id_is_the_guess(at):
     logits = torch.full((1, 5000), -2.0)
     logits[0, at:] = 7.0
-    assert statistics(logits, torch.tensor([4]), 100, 5000)[3].tolist() == [100 + at]
+    assert softmax_statistics(logits, torch.tensor([4]), 100, 5000)[3].tolist() == [100 + at]
 
 
 @pytest.fixture
@@ -138,11 +138,11 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, group):
     """In one part and in several."""
     hidden, weight = draw(predictions, 24, dtype=dtype), draw(1000, 24, dtype=dtype)
     labels = torch.randint(0, 937, (predictions,))
-    plain, plain_correct = summed_loss(hidden, weight, labels, 937, group)
+    plain, plain_correct = linear_cross_entropy(hidden, weight, labels, 937, group)
     expected = torch.autograd.grad(plain * 0.5, (hidden, weight))
     off = 1e-6 if dtype == torch.float32 else 2**-7
     for at_once in (2**30, 130 * 1000 * dtype.itemsize):
-        loss, correct = summed_loss(hidden, weight, labels, 937, group, Fused(loss=True), at_once)
+        loss, correct = linear_cross_entropy(hidden, weight, labels, 937, group, FusedKernels(loss=True), at_once)
         assert loss.dtype == torch.float32 and int(correct) == int(plain_correct)
         torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-4)
         found = torch.autograd.grad(loss * 0.5, (hidden, weight))  # as the schedules scale it
@@ -151,19 +151,19 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, group):
             assert (here - there).norm() <= off * there.norm()
         assert (found[1][937:] == 0).all()
     with torch.no_grad():
-        assert float(summed_loss(hidden, weight, labels, 937, group, Fused(loss=True))[0]) == float(loss)
+        assert float(linear_cross_entropy(hidden, weight, labels, 937, group, FusedKernels(loss=True))[0]) == float(loss)
 
 
 def test_parts_are_few_and_even():
     gib = 2**30
-    assert rows_at_once(10_000, 2 * 128_256, gib) == 3_456  # of 4,096: three parts
-    assert rows_at_once(4_096, 2 * 128_256, gib) == 4_096
-    assert rows_at_once(523, 2 * 128_256, gib) == 640
-    assert rows_at_once(0, 2 * 128_256, gib) == 1
-    assert rows_at_once(10, 2 * gib, gib) == 1
-    assert rows_at_once(1_000, gib // 100, gib) == 100
+    assert rows_per_chunk(10_000, 2 * 128_256, gib) == 3_456  # of 4,096: three parts
+    assert rows_per_chunk(4_096, 2 * 128_256, gib) == 4_096
+    assert rows_per_chunk(523, 2 * 128_256, gib) == 640
+    assert rows_per_chunk(0, 2 * 128_256, gib) == 1
+    assert rows_per_chunk(10, 2 * gib, gib) == 1
+    assert rows_per_chunk(1_000, gib // 100, gib) == 100
     for predictions in (1, 127, 4_097, 50_000):
-        rows = rows_at_once(predictions, 2 * 128_256, gib)
+        rows = rows_per_chunk(predictions, 2 * 128_256, gib)
         assert rows * 2 * 128_256 <= gib
         assert -(-predictions // rows) == -(-predictions // 4_096)
 

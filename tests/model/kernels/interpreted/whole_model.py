@@ -34,7 +34,7 @@ def outcome(objective, fused, dtype=torch.float32, layout=KEPT, **shape):
     torch.manual_seed(0)
     tokens, labels = torch.randint(0, 100, (1, 17)), torch.randint(0, 100, (len(predict_at),))
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(EDGES)])
-    packing = PackedSequences.of(EDGES, attention, torch.device("cpu"))
+    packing = PackedSequences.from_edges(EDGES, attention, torch.device("cpu"))
     loss, correct = encoder(tokens, positions, packing, predict_at, labels)
     loss.backward()
     return loss.detach(), correct, {name: weight.grad for name, weight in encoder.named_parameters()}
