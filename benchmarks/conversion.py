@@ -131,7 +131,7 @@ def main() -> None:
     settings = flags.parse(Settings, None, prog="conversion.py", description=__doc__)
     with tempfile.TemporaryDirectory(dir=settings.folder or None) as work:
         result = figures(settings, Path(work))
-    report.write(settings.output, result)
+    report.write_report(settings.output, result)
 
 
 if __name__ == "__main__":

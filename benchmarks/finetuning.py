@@ -170,7 +170,7 @@ def main() -> None:
     settings = flags.parse(Settings, None, prog="finetuning.py", description=__doc__)
     with tempfile.TemporaryDirectory() as work:
         found = figures(settings, Path(work))
-    report.write(settings.output, found)
+    report.write_report(settings.output, found)
     hourly = found["runs_per_hour"]
     print(f"runs per hour: {hourly['grid']:.0f} in the grid, {hourly['trainer']:.0f} by the Trainer: {found['ratio']:.1f} times")
 

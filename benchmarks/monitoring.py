@@ -193,7 +193,7 @@ def main() -> None:
 
     settings = flags.parse(Settings, None, prog="monitoring.py", description=__doc__)
     result = figures(settings, rounds(settings))
-    report.write(settings.output, result)
+    report.write_report(settings.output, result)
     print(table(result))
 
 

@@ -1,4 +1,4 @@
-"""`python -m megaenc COMMAND`: the same as `megaenc COMMAND`."""
+"""Entry point of `python -m megaenc COMMAND`, the same as `megaenc COMMAND`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Nothing is half-written: files and folders get a name of their own first and are renamed when they are whole."""
+"""Atomic writes of files and folders (temporary name, fsync, rename), and file locks."""
 
 import contextlib
 import errno
@@ -17,44 +17,43 @@ from pathlib import Path
 
 from megaenc.errors import InputError
 
-_TRIES = 20  # to lock a file that others may be removing
-_UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_LOCK_ATTEMPTS = 20  # other processes may keep removing the lock file
+_UNWRITABLE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def resolve_path(path: Path) -> Path:
-    """Return the path that `path` leads to, `..` and links followed, whether anything is there or not."""
+    """Return the absolute path behind `path`, with `..` and symbolic links resolved; it need not exist."""
     return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
-def atomic_files(*paths: Path, last_look: Callable[[], None] | None = None) -> Iterator[list[Path]]:
-    """Yield a temporary name next to each of `paths`; rename all to `paths`, in order, if the block succeeds, else remove them.
+def atomic_files(*paths: Path, before_rename: Callable[[], None] | None = None) -> Iterator[list[Path]]:
+    """Yield a temporary path next to each of `paths`; rename all to `paths`, in order, if the block succeeds, else remove them.
 
-    Files that `paths` name already are replaced, all of them or none, and never removed: a signal, an error or a kill leaves the
-    old content or the new (a kill between two renames: each file old or new). The temporary names are unique to the attempt. The
-    last path is the one whose presence marks the set as complete. `last_look` is called when all is on the disk, right before the
-    first rename: if it raises, nothing is changed. Raises InputError if the folder cannot be written to.
+    Existing files are replaced together or not at all: a signal or an error leaves the old or the new content, a kill between two
+    renames leaves each file old or new. The presence of the last path marks the set as complete. `before_rename` is called after
+    fsync and before the first rename; if it raises, nothing changes. Raises InputError if the folder cannot be written to.
     """
     temporary = [temporary_path(path) for path in paths]
     try:
-        with _final_names(temporary, paths), _one_line(paths[0].parent, *_UNUSABLE):
+        with _report_final_names(temporary, paths), _report_os_errors(paths[0].parent, *_UNWRITABLE_ERRNOS):
             yield temporary
             for path in temporary:
                 with open(path, "rb+") as stream:
                     os.fsync(stream.fileno())
-            if last_look is not None:
-                last_look()
+            if before_rename is not None:
+                before_rename()
             if len(paths) == 1:
                 os.replace(temporary[0], paths[0])
             else:
-                _uninterrupted(lambda: _replace_all(temporary, paths))
+                _run_uninterrupted(lambda: _replace_all(temporary, paths))
     finally:
         for path in temporary:  # the first error is the one to report
             remove_path(path)
 
 
 def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
-    """Rename each source to its target, all of them or none: a failure puts back the files that were there before."""
+    """Rename each source to its target; if one rename fails, restore all previous files."""
     backups = [temporary_path(path) for path in targets]
     replaced = 0
     try:
@@ -64,7 +63,7 @@ def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
                     os.link(target, backup)
                 except FileNotFoundError:
                     raise
-                except OSError:  # of a file system without hard links
+                except OSError:  # the file system has no hard links
                     shutil.copy2(target, backup)
         for source, target in zip(sources, targets, strict=True):
             os.replace(source, target)
@@ -81,13 +80,13 @@ def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
             remove_path(backup)
 
 
-def _uninterrupted(call: Callable[[], None]) -> None:
-    """Run `call` to its end, whatever signals arrive: their handlers raise in the main thread, and this is another."""
-    begun, ended = threading.Lock(), threading.Event()
+def _run_uninterrupted(call: Callable[[], None]) -> None:
+    """Run `call` in a thread of its own, so that signal handlers, which raise in the main thread, cannot interrupt it."""
+    start_lock, ended = threading.Lock(), threading.Event()
     errors: list[BaseException] = []
 
     def run() -> None:
-        if begun.acquire(blocking=False):
+        if start_lock.acquire(blocking=False):
             try:
                 call()
             except BaseException as error:
@@ -99,14 +98,14 @@ def _uninterrupted(call: Callable[[], None]) -> None:
         threading.Thread(target=run).start()
         ended.wait()
     finally:
-        if not begun.acquire(blocking=False):  # else the interrupt came before the thread, which now does nothing
+        if not start_lock.acquire(blocking=False):  # otherwise the interrupt came first, and the thread will not call
             ended.wait()
     if errors:
         raise errors[0]
 
 
 def find_stale_temp_files(*paths: Path) -> list[Path]:
-    """The temporary files and folders of `paths`, all of one folder, that attempts at work or killed have put beside them."""
+    """Return the temporary files and folders that running or killed writers of `paths`, all in one folder, have created."""
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
     try:
@@ -116,7 +115,7 @@ def find_stale_temp_files(*paths: Path) -> list[Path]:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, as far as that can be done."""
+    """Remove a file, or a folder with its content; errors are ignored."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -125,88 +124,87 @@ def remove_path(path: Path) -> None:
 
 
 def longest_file_name(*paths: Path) -> str:
-    """The longest name in bytes, be it a temporary one, that writing one of `paths` takes."""
+    """Return the longest temporary file name, in bytes, that writing one of `paths` needs."""
     return max((temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name)))
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a hidden name next to `path` that no other attempt has."""
+    """Return a hidden path next to `path` that is unique to this call."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """Give a temporary folder beside `path`; when the block ends well, rename it to `path` (absent or empty), else remove it.
+    """Yield a temporary folder next to `path`; rename it to `path` (absent or empty) if the block succeeds, else remove it.
 
-    All of it is on the disk before it is renamed. Raises InputError where the folder cannot be written, or something has taken
-    its place meanwhile.
+    Its content is synced to disk before the rename. Raises InputError if it cannot be written or `path` was filled meanwhile.
     """
-    place = resolve_path(path)
-    temporary = temporary_path(place)
+    target = resolve_path(path)
+    temporary = temporary_path(target)
     try:
         try:
             temporary.mkdir()
-        except OSError as error:  # ENOENT in /proc, a name that is too long, and whatever a file system answers
+        except OSError as error:  # ENOENT in /proc, a name that is too long and so on
             raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
-        with _one_line(place.parent, *_UNUSABLE):
+        with _report_os_errors(target.parent, *_UNWRITABLE_ERRNOS):
             yield temporary
-            for inside in (*temporary.rglob("*"), temporary):
-                fsync_path(inside)
+            for entry in (*temporary.rglob("*"), temporary):
+                fsync_path(entry)
         try:
-            with _one_line(path, *_UNUSABLE):
-                os.rename(temporary, place)
+            with _report_os_errors(path, *_UNWRITABLE_ERRNOS):
+                os.rename(temporary, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise InputError(f"{path}: something has come there meanwhile ({error.strerror}); choose another name") from None
+            raise InputError(f"{path}: created meanwhile by another process ({error.strerror}); choose another name") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def fsync_path(path: Path) -> None:
-    """Put a file or the names in a folder on the disk. Raises OSError."""
+    """Write a file, or the directory entries of a folder, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of file systems that know no such thing for folders
+        if error.errno != errno.EINVAL:  # some file systems do not support this for folders
             raise
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
-def _one_line(place: Path, *numbers: int) -> Iterator[None]:
-    """Raise InputError, naming `place`, for an OSError of one of `numbers`, and for any error if the disk is full.
+def _report_os_errors(path: Path, *errnos: int) -> Iterator[None]:
+    """Raise InputError, naming `path`, for an OSError with one of `errnos`, and for any error if the disk is full.
 
-    Libraries that write by themselves (tokenizers, torch) raise errors without a number.
+    Libraries that write files themselves (tokenizers, torch) raise errors without an errno.
     """
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in numbers:
+        if isinstance(error, OSError) and error.errno in errnos:
             reason = error.strerror
-        elif os.strerror(errno.ENOSPC) in str(error) or (not isinstance(error, OSError) and _is_full(place)):
+        elif os.strerror(errno.ENOSPC) in str(error) or (not isinstance(error, OSError) and _is_disk_full(path)):
             reason = os.strerror(errno.ENOSPC)
         else:
             raise
-        raise InputError(f"{place}: cannot be written to: {reason}") from None
+        raise InputError(f"{path}: cannot be written to: {reason}") from None
 
 
-def _is_full(place: Path) -> bool:
-    """Return whether no block is free on the disk of `place`, a folder."""
+def _is_disk_full(folder: Path) -> bool:
+    """Return whether the disk of `folder` has no free block."""
     try:
-        status = os.statvfs(place)
+        status = os.statvfs(folder)
         return status.f_blocks > 0 and status.f_bavail == 0  # some file systems report no sizes
     except OSError:
         return False
 
 
 @contextlib.contextmanager
-def _final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Iterator[None]:
-    """Turn an OSError about one of the files `temporary` into an InputError about its final name in `paths`."""
+def _report_final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Iterator[None]:
+    """Convert an OSError about a file of `temporary` into an InputError about the corresponding file of `paths`."""
     try:
         yield
     except OSError as error:
@@ -217,83 +215,86 @@ def _final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Iterator[N
 
 
 class FileLock:
-    """A lock on the file `path`, which is created if it is missing; held until `close` or the end of the process."""
+    """An exclusive lock on the file `path`, created if missing; held until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.created = path, False
 
-    def take(self) -> bool:
-        """Return whether the lock could be taken. Raises OSError, without a file name if the file system knows no locks."""
-        for _ in range(_TRIES):
+    def acquire(self) -> bool:
+        """Try to acquire the lock without waiting; return whether this process now holds it.
+
+        Raises OSError, without a file name if the file system does not support locks.
+        """
+        for _ in range(_LOCK_ATTEMPTS):
             try:
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
                 self.created = True
             except FileExistsError:
                 try:
                     self._descriptor = os.open(self.path, os.O_RDWR)
-                except FileNotFoundError:  # its process has just removed it
+                except FileNotFoundError:  # its owner has just removed it
                     continue
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self.is_held():
                     return True
             except BlockingIOError:
-                self.close()
+                self.release()
                 return False
             except BaseException:
-                self.close()
+                self.release()
                 raise
-            self.close()  # the process before has just removed it
-        raise OSError(errno.ESTALE, "its inode number changes from look to look")
+            self.release()  # its previous owner has just removed it
+        raise OSError(errno.ESTALE, "its inode number keeps changing")
 
     def is_held(self) -> bool:
-        """Return whether this process still has the lock to itself: nobody has removed or replaced its file."""
+        """Return whether this process still holds the lock, that is, its file was neither removed nor replaced."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
 
-    def close(self) -> None:
-        """Release the lock."""
+    def release(self) -> None:
+        """Release the lock; its file stays."""
         os.close(self._descriptor)
 
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Try to have something to oneself, of which the file `path` is the lock; whether it is. There is no file afterwards.
+    """Try to lock the file `path` for the block without waiting, and yield whether it is locked; remove the file afterwards.
 
-    A lock ends with its process, however that ends. On a file system without locks everybody gets it, so what is done under one
-    must be written whole and the same by all. Raises InputError where no file can be made.
+    A lock ends with its process. On a file system without locks every process gets it, so code that runs under a lock must write
+    atomically and deterministically. Raises InputError if the file cannot be created.
     """
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(path)
-            if mine := lock.take():
-                stack.callback(lock.close)
+            if has_lock := lock.acquire():
+                stack.callback(lock.release)
         except OSError as error:
             if error.filename is not None:
                 raise InputError(f"{path.parent}: cannot be written to: {error.strerror}") from None
-            mine = error.errno != errno.ESTALE
-        if mine:
+            has_lock = error.errno != errno.ESTALE
+        if has_lock:
             stack.callback(path.unlink, missing_ok=True)
-        yield mine
+        yield has_lock
 
 
 @contextlib.contextmanager
 def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
-    """Run the block under the lock `path` (see `try_lock`), after the processes that hold it; False if that takes `seconds`."""
+    """Wait up to `seconds` for the lock file `path` (see `try_lock`) and yield whether it is locked for the block."""
     deadline = time.monotonic() + seconds
     while True:
-        with try_lock(path) as mine:
-            if mine or time.monotonic() > deadline:
-                yield mine
+        with try_lock(path) as has_lock:
+            if has_lock or time.monotonic() > deadline:
+                yield has_lock
                 return
         time.sleep(0.2)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody has `path` (see `try_lock`), asked without writing anything. False where it cannot be read."""
+    """Return whether a process holds the lock file `path` (see `try_lock`), without writing; False if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -302,7 +303,7 @@ def is_locked(path: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # of a file system without locks
+    except OSError:  # the file system has no locks
         return False
     finally:
         os.close(descriptor)
@@ -311,10 +312,10 @@ def is_locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block like Ctrl-C does, through its `finally` clauses, with exit code 143. For the main thread.
+    """Exit with code 143 through the `finally` clauses when SIGTERM arrives during the block; only in the main thread.
 
-    So does SIGHUP (129), with which a terminal ends, unless it is ignored as under nohup. It comes from shell and kernel both, so
-    the second changes nothing.
+    SIGHUP (129), sent when a terminal closes, does the same unless it is ignored, as under nohup. Shell and kernel both send it:
+    the second one is ignored.
     """
 
     def stop(number: int, frame: object) -> None:
@@ -333,6 +334,6 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a crash leaves the old content or the new."""
+    """Write `text` to `path`; a crash leaves either the old or the new content."""
     with atomic_files(path) as [temporary]:
         temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`megaenc COMMAND ...`: one door to every command; each is imported only when it is called."""
+"""The command `megaenc`, which imports and runs its subcommands on demand."""
 
 import importlib
 import sys
@@ -7,40 +7,52 @@ from collections.abc import Sequence
 import megaenc
 from megaenc.errors import InputError, closest_match, handle_command_errors
 
-# name, of one word or two: (module:function, what it does)
+# Name, of one or two words: (module:function, description).
 COMMANDS = {
-    "demo": ("megaenc.data.demo:main", "make a corpus of English from what is installed here, without any download"),
+    "demo": ("megaenc.data.demo:main", "make an English corpus from the documentation of installed packages, without a download"),
     "tokenizer": ("megaenc.data.tokenizer.train_command:main", "train a byte-level BPE tokenizer on text"),
-    "preprocess": ("megaenc.data.preprocess.command:main", "tokenise text to the .bin and .idx that training reads"),
-    "data inspect": ("megaenc.objectives.inspect:main", "show a corpus in figures, and one pack as an objective sees it"),
-    "data verify": ("megaenc.data.indexed.verify:main", "check that the files of a corpus are whole, down to the last token"),
+    "preprocess": ("megaenc.data.preprocess.command:main", "tokenize text to the .bin and .idx files that training reads"),
+    "data inspect": ("megaenc.objectives.inspect:main", "print statistics of a corpus, and one pack as an objective sees it"),
+    "data verify": ("megaenc.data.indexed.verify:main", "check that the files of a corpus are complete, down to the last token"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),
-    "estimate": ("megaenc.estimate.command:main", "say what a run takes before it starts: memory, time, hours, a layout"),
+    "estimate": ("megaenc.estimate.command:main", "estimate the memory, time and GPU hours of a run, and propose a layout"),
     "convert": ("megaenc.convert.command:main", "convert checkpoints to and from Hugging Face"),
-    "finetune run": ("megaenc.finetune.command:run_main", "fine-tune a model on one data set, with one rate and one seed"),
-    "finetune grid": ("megaenc.finetune.grid.command:grid_main", "fine-tune models on data sets with every rate and seed"),
+    "finetune run": (
+        "megaenc.finetune.command:run_main",
+        "fine-tune a model on one data set, with one learning rate and one seed",
+    ),
+    "finetune grid": (
+        "megaenc.finetune.grid.command:grid_main",
+        "fine-tune models on data sets with every learning rate and seed",
+    ),
     "finetune summary": (
         "megaenc.finetune.results.summary:summary_main",
-        "print means and intervals of a grid, and how the rates matter",
+        "print means and confidence intervals of a grid, and the effect of the learning rate",
     ),
-    "finetune demo": ("megaenc.finetune.datasets.demo:main", "make four small data sets from what is installed here"),
-    "bench pretrain": ("megaenc.bench.pretrain:main", "compare the speed of training with transformers' on the same work"),
-    "bench data": ("megaenc.bench.data:main", "measure tokenising beside gigatoken alone and Hugging Face's ways"),
-    "bench loader": ("megaenc.bench.loader:main", "measure how fast a run gets its packs, and what ordering the documents costs"),
-    "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
-    "study plan": ("megaenc.study.plan.command:main", "say which runs a study takes, what they share and cost"),
-    "study run": ("megaenc.study.run.command:main", "train, export and fine-tune all of a study, here or on a cluster"),
-    "study status": ("megaenc.study.run.status:main", "show how far a study is, what failed and why"),
-    "study report": ("megaenc.study.report.command:main", "tables, figures and verdicts of a study, in files and as one page"),
-    "plot": ("megaenc.viz.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
-    "summary": ("megaenc.viz.run_summary:main", "print what a run has learnt, before and after"),
-    "doctor": ("megaenc.doctor.command:main", "look at all that training depends on here, and say what will bite"),
+    "finetune demo": ("megaenc.finetune.datasets.demo:main", "make four small data sets from installed packages"),
+    "bench pretrain": ("megaenc.bench.pretrain:main", "compare the training speed with transformers' on the same work"),
+    "bench data": ("megaenc.bench.data:main", "compare the tokenization speed with gigatoken and Hugging Face"),
+    "bench loader": (
+        "megaenc.bench.loader:main",
+        "measure the speed of the data loader, and the cost of shuffling the documents",
+    ),
+    "fill-mask": ("megaenc.finetune.fill_mask:main", "predict masked words of a text with an exported encoder"),
+    "study plan": ("megaenc.study.plan.command:main", "print the runs of a study, the prefixes they share and their cost"),
+    "study run": ("megaenc.study.run.command:main", "train, export and fine-tune all models of a study, locally or on a cluster"),
+    "study status": ("megaenc.study.run.status:main", "print the progress of a study, its failed stages and the reasons"),
+    "study report": (
+        "megaenc.study.report.command:main",
+        "write tables, figures and verdicts of a study, in files and as one page",
+    ),
+    "plot": ("megaenc.viz.plot:main", "plot the loss of a run, or the validation losses of several runs"),
+    "summary": ("megaenc.viz.run_summary:main", "print a run's validation metrics before and after training"),
+    "doctor": ("megaenc.doctor.command:main", "check the hardware and software that training depends on, and report problems"),
 }
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc`. Raises InputError (exit code 2) for a command that there is not."""
+    """Run the command named by the first words of `argv`. Raises InputError (exit code 2) for an unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(format_usage())
@@ -48,45 +60,45 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] in ("-V", "--version"):
         print(f"megaenc {megaenc.__version__}")
         return
-    if arguments[0] in _groups() and (len(arguments) == 1 or arguments[1] in ("-h", "--help", "help")):
+    if arguments[0] in _command_groups() and (len(arguments) == 1 or arguments[1] in ("-h", "--help", "help")):
         print(format_usage(arguments[0]))
         return
-    name, rest = _command(arguments)
+    name, rest = _find_command(arguments)
     module, function = COMMANDS[name][0].split(":")
     getattr(importlib.import_module(module), function)(rest)
 
 
-def _command(arguments: list[str]) -> tuple[str, list[str]]:
-    """The command that the first word or two name, and the words after it."""
+def _find_command(arguments: list[str]) -> tuple[str, list[str]]:
+    """Return the command named by the first one or two words, and the remaining words."""
     for words in (2, 1):
         name = " ".join(arguments[:words])
         if name in COMMANDS:
             return name, arguments[words:]
     first, both = arguments[0], " ".join(arguments[:2])
     pairs = [name for name in COMMANDS if " " in name]
-    if first in _groups():
-        given, known = both, [name for name in pairs if name.startswith(f"{first} ")]
+    if first in _command_groups():
+        command, known = both, [name for name in pairs if name.startswith(f"{first} ")]
         word = closest_match(arguments[1], [name.split()[1] for name in known])
         near = word and f"{first} {word}"
     elif near := closest_match(both, pairs, cutoff=0.8):
-        given, known = both, pairs
+        command, known = both, pairs
     else:
-        given, known = first, list(COMMANDS)
-        near = closest_match(first, [*known, *_groups()])
+        command, known = first, list(COMMANDS)
+        near = closest_match(first, [*known, *_command_groups()])
     hint = f"did you mean `megaenc {near}`?" if near else f"expected one of {', '.join(known)}"
-    raise InputError(f"megaenc {given}: no such command; {hint}")
+    raise InputError(f"megaenc {command}: no such command; {hint}")
 
 
-def _groups() -> set[str]:
-    """The first words of the commands of two words."""
+def _command_groups() -> set[str]:
+    """Return the first words of the two-word commands."""
     return {name.split()[0] for name in COMMANDS if " " in name}
 
 
 def format_usage(group: str = "") -> str:
-    """The text of `megaenc --help`: the commands in the order of the work, and where to begin; or of `megaenc GROUP --help`."""
-    shown = {name: text for name, (_, text) in COMMANDS.items() if not group or name.startswith(f"{group} ")}
-    width = max(map(len, shown))
-    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in shown.items())
+    """Return the help text of `megaenc`, or of the commands `megaenc GROUP ...` for a `group`."""
+    descriptions = {name: text for name, (_, text) in COMMANDS.items() if not group or name.startswith(f"{group} ")}
+    width = max(map(len, descriptions))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in descriptions.items())
     if group:
         return f"usage: megaenc {group} COMMAND [flags]\n\n{commands}\n\n`megaenc {group} COMMAND --help` explains the flags."
     return f"""usage: megaenc COMMAND [flags]

@@ -1,4 +1,4 @@
-"""What the user sees while something runs: one quiet, live line, printed by rank 0 alone."""
+"""Console output of rank 0: messages, live progress lines, and number formatting."""
 
 import logging
 import os
@@ -26,11 +26,11 @@ _NOISY_LOGGERS = (
 
 
 def silence_libraries() -> None:
-    """Silence third-party warnings and log lines that a user cannot act on; call it before importing torch or transformers.
+    """Silence third-party warnings, log lines and progress bars; call it before importing torch or transformers.
 
-    Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on, an environment variable that is
-    already set keeps its value. One of the variables keeps transformers from
-    replacing layers by kernels of the Hub; `megaenc.convert.hf_model` ignores attention kernels that a config names.
+    Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on; environment variables that are set
+    keep their values. USE_HUB_KERNELS keeps transformers from replacing layers by kernels of the Hub
+    (`megaenc.convert.hf_model` ignores attention kernels that a config names).
     """
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
@@ -51,39 +51,39 @@ def silence_libraries() -> None:
         warnings.filterwarnings("default", module=r"megaenc(\.|$)")
 
 
-# Control characters of both sets, marks and overrides of the writing direction, separators of lines, halves of surrogate pairs.
+# C0 and C1 control characters, bidirectional marks and overrides, line separators, lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def escape_unprintable(text: str, keep: str = "") -> str:
-    """Return `text` with each character that a terminal acts on, other than those of `keep`, spelled as Python does: `\\x1b`.
+    """Return `text` with terminal control characters, except those of `keep`, as Python escapes such as `\\x1b`.
 
-    Names and messages from files are printed so: they can neither move the cursor nor show what they do not hold.
+    Text from files is printed this way, so that it cannot move the cursor or fake output.
     """
-    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
-def truncate_text(text: str, most: int = 200) -> str:
-    """Return `text`, its end replaced by three dots if it has more than `most` characters."""
-    return text if len(text) <= most else text[: most - 3] + "..."
+def truncate_text(text: str, max_length: int = 200) -> str:
+    """Return `text` cut to `max_length` characters, ending in `...` if it was longer."""
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
 def build_rich_console(**options: Any) -> Any:
-    """Build a Console of rich on standard output that prints text as `escape_unprintable` returns it. `options` are those of Console."""
+    """Build a `rich.console.Console` (with its `options`) on standard output that escapes control characters in text."""
     from rich.console import Console
     from rich.segment import Segment
 
-    class Printable(Console):
-        def render(self, *given: Any, **named: Any) -> Iterator[Segment]:
-            for segment in super().render(*given, **named):
+    class EscapingConsole(Console):
+        def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
+            for segment in super().render(*args, **kwargs):
                 text, style, control = segment
                 yield segment if control else Segment(escape_unprintable(text, keep="\n\t"), style)
 
-    return Printable(file=sys.stdout, **options)
+    return EscapingConsole(file=sys.stdout, **options)
 
 
 def print_rank_0(text: str) -> None:
-    """Print one line on standard output, from rank 0 only."""
+    """Print a line on standard output from rank 0 only, control characters escaped."""
     if not get_rank():
         text = escape_unprintable(text, keep="\n\t")
         print(text, flush=True)
@@ -96,7 +96,7 @@ _LISTENERS: list[Callable[[str], None]] = []
 
 @contextmanager
 def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
-    """Give `listener` each line that `print_rank_0` prints in this process meanwhile, lines of progress aside."""
+    """Call `listener` with each line that `print_rank_0` prints during the block; progress lines are not passed on."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -105,7 +105,7 @@ def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class ProgressRow(NamedTuple):
-    """A row of a live display: text, how much of what is done, and what stands behind the bar and before it."""
+    """A row of a live display: `text`, `stage`, a bar for `done` of `total`, and `tail` behind the bar."""
 
     text: str
     done: float
@@ -115,14 +115,13 @@ class ProgressRow(NamedTuple):
 
 
 class ProgressLine:
-    """One line that tells how far something is: description, bar, percent, fields, time left.
+    """A progress line of rank 0: description, bar, percentage, fields, time left.
 
-    On a terminal the line is live; elsewhere (a file, a pipe) it is a plain line at most each `every` seconds and one at the
-    end, which an exception or `closing=False` leaves out. Other ranks than 0 stay silent. `total` may be None when it is not
-    known; its unit is that of `done`. `rows`: on a terminal there are the rows that `update` is given instead, over the whole
-    width, whose stages and bars are so wide (0: no stages).
+    Live on a terminal; in a file or pipe a plain line at most every `interval` seconds, and one at the end unless an exception
+    occurred or `closing=False`. `total` has the unit of `done`; None: unknown. With `row_widths`, the widths of stage (0: none)
+    and bar, a terminal shows the rows given to `update` over its full width instead.
 
-        with ProgressLine("tokenising", total=size_in_bytes) as progress:
+        with ProgressLine("tokenizing", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)
     """
 
@@ -130,30 +129,32 @@ class ProgressLine:
         self,
         description: str,
         total: float | None,
-        every: float = 10.0,
+        interval: float = 10.0,
         *,
         closing: bool = True,
-        rows: tuple[int, int] | None = None,
+        row_widths: tuple[int, int] | None = None,
     ) -> None:
-        self.description, self.total, self.every, self.closing = escape_unprintable(description), total, every, closing
-        self._widths = rows
+        self.description, self.total = escape_unprintable(description), total
+        self.interval, self.closing = interval, closing
+        self._widths = row_widths
         self._done = 0.0
         self._fields: dict[str, Any] = {}
         self._first: tuple[float, float] | None = None  # time and `done` of the first update: a resumed run does not start at 0
-        self._printed_at = time.monotonic()
-        self._printed: tuple | None = None
+        self._print_time = time.monotonic()
+        self._printed_state: tuple | None = None
         self._live: Any = None
-        self._tasks: dict[Any, Any] = {}  # of rich, by the key of their row
+        self._tasks: dict[Any, Any] = {}  # rich's task ids by row key
 
     def __enter__(self) -> Self:
         if not get_rank() and sys.stdout.isatty():
-            self._live = self._rich_progress()
+            self._live = self._build_rich_progress()
             self._live.start()
             if self._widths is None:
                 self._draw({None: ProgressRow(self.description, 0, self.total, "")})
         return self
 
-    def _rich_progress(self) -> Any:
+    def _build_rich_progress(self) -> Any:
+        """Build the `rich.progress.Progress` for one line or for rows."""
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
@@ -168,16 +169,16 @@ class ProgressLine:
         columns += [text("fields[tail]", ratio=2)]
         return Progress(*columns, console=build_rich_console(), expand=bool(self._widths))
 
-    def is_due(self, pause: float) -> bool:
-        """Return whether it is time for an `update`: `pause` seconds after the last on a terminal, `every` after it elsewhere."""
-        return time.monotonic() - self._printed_at >= (self.every if self._live is None else pause)
+    def is_due(self, live_interval: float) -> bool:
+        """Return whether the next `update` is due: after `live_interval` seconds on a terminal, else after `interval`."""
+        return time.monotonic() - self._print_time >= (self.interval if self._live is None else live_interval)
 
     def update(
         self, done: float, *, description: str | None = None, rows: Mapping[Any, ProgressRow] | None = None, **fields: Any
     ) -> None:
-        """Say that `done` of `total` is done. `fields` (numbers or text) stay until given again, like `description`.
+        """Display `done` of `total`; `description` and `fields` (numbers or text) stay until they are replaced.
 
-        `rows`, by a key that each keeps, are shown on a terminal instead.
+        On a terminal `rows`, by a stable key each, are displayed instead.
         """
         now = time.monotonic()
         self._done = done
@@ -186,13 +187,13 @@ class ProgressLine:
         if self._first is None:
             self._first = (now, done)
         if self._live is not None:
-            self._printed_at = now
+            self._print_time = now
             self._draw(rows or {None: ProgressRow(self.description, done, self.total, self._tail(now))})
-        elif not get_rank() and now - self._printed_at >= self.every:
+        elif not get_rank() and now - self._print_time >= self.interval:
             self._print(now)
 
-    def say(self, text: str) -> None:
-        """Print a line of its own."""
+    def print_line(self, text: str) -> None:
+        """Print `text` as a separate line above the progress line."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -201,33 +202,37 @@ class ProgressLine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self.closing and kind is None and not get_rank() and self._printed != self._state():
+        elif self.closing and kind is None and not get_rank() and self._printed_state != self._state():
             self._print(time.monotonic())
 
     def _draw(self, rows: Mapping[Any, ProgressRow]) -> None:
+        """Update the live display to exactly `rows`."""
         for key in self._tasks.keys() - rows.keys():
             self._live.remove_task(self._tasks.pop(key))
         for key, row in rows.items():
-            shown = {"description": row.text, "completed": row.done, "total": row.total, "tail": row.tail, "stage": row.stage}
+            fields = {"description": row.text, "completed": row.done, "total": row.total, "tail": row.tail, "stage": row.stage}
             if key in self._tasks:
-                self._live.update(self._tasks[key], **shown)
+                self._live.update(self._tasks[key], **fields)
             else:
-                self._tasks[key] = self._live.add_task(**shown)
+                self._tasks[key] = self._live.add_task(**fields)
 
     def _state(self) -> tuple:
+        """Return the displayed values, for comparison with those printed last."""
         return (self.description, self._done, tuple(self._fields.items()))
 
     def _print(self, now: float) -> None:
-        self._printed_at, self._printed = now, self._state()
+        """Print the progress as a plain line."""
+        self._print_time, self._printed_state = now, self._state()
         print(f"{self.description}  {self._tail(now)}".rstrip(), flush=True)
 
     def _tail(self, now: float) -> str:
+        """Return percentage, fields and time left as text."""
         parts = [] if not self.total else [f"{100 * self._done / self.total:.0f} %"]
         parts += [f"{name} {format_number(value)}" for name, value in self._fields.items()]
         return escape_unprintable("  ".join([*parts, *self.time_left(now)]))
 
     def time_left(self, now: float) -> list[str]:
-        """Return `0:42 left`, in a list, if that can be told."""
+        """Return `["0:42 left"]`, or an empty list if the time left cannot be estimated."""
         if not self.total or self._first is None or not self._first[1] < self._done < self.total:
             return []
         rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
@@ -235,7 +240,7 @@ class ProgressLine:
 
 
 def format_number(value: Any) -> str:
-    """A field for the eye: 1,204 documents, 3.1M tokens, loss 3.214."""
+    """Return a number as short text (1,204, 3.10M, 3.214); other values as `str` gives them."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if abs(value) >= 1e6:
@@ -244,7 +249,7 @@ def format_number(value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time for the eye: 0:42, 7:05, 1:02:03."""
+    """Return a duration as `minutes:seconds` or `hours:minutes:seconds`: 0:42, 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

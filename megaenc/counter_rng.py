@@ -1,7 +1,7 @@
 """Counter-based random numbers: pure functions of (seed, purpose, counters), the same on every rank, layout, restart and machine.
 
-The words come from Philox-4x64-10 (Salmon et al. 2011), whose raw stream NumPy guarantees not to change; everything else here is
-arithmetic on them. There is no state to save, broadcast or restore.
+The random words are NumPy's Philox-4x64-10 (Salmon et al. 2011), whose raw stream is guaranteed not to change. There is no state
+to save, broadcast or restore.
 """
 
 import hashlib
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 _THREAD = threading.local()
-_AT_ONCE = 1 << 24  # words of an order that are looked at together, so that intermediates are small
+_CHUNK = 1 << 24  # words that are processed together, so that intermediates are small
 
 
 def random_words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0) -> np.ndarray:
-    """uint64[count]: the random words of one stream.
+    """Return uint64[count], the random words of the stream (seed, purpose, counters).
 
-    `seed`, `purpose` and `counters` (say, sample and epoch) choose the stream; `block` skips 4 * block words of it at no cost.
+    `counters`: sample and epoch, for example. `block` skips 4 * block words of the stream at no cost.
     """
     name = "\x1f".join([str(int(seed)), purpose, *(str(int(counter)) for counter in counters)])
     key = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype="<u8")
-    if not hasattr(_THREAD, "philox"):  # told where to begin each time: making one takes five times as long
+    if not hasattr(_THREAD, "philox"):  # reused by setting its state: creating one takes five times as long
         _THREAD.philox = np.random.Philox(key=0)
     _THREAD.philox.state = {
         "bit_generator": "Philox",
@@ -36,61 +36,60 @@ def random_words(seed: int, purpose: str, count: int, *, counters: tuple[int, ..
 
 
 def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
-    """float64[count] in [0, 1), 53 random bits each."""
+    """Return float64[count], uniform in [0, 1) with 53 random bits each."""
     return (random_words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
 
 
 def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()) -> np.ndarray:
-    """bool[count], `uniforms(...) < probability`, without making numbers of the words first."""
-    drawn = random_words(seed, purpose, count, counters=counters)
+    """Return bool[count], each true with `probability`; equal to `uniforms(...) < probability`, but faster."""
+    words = random_words(seed, purpose, count, counters=counters)
     if probability >= 1:
         return np.ones(count, dtype=bool)
-    return drawn < np.uint64(max(0, math.ceil(probability * 2**53)) << 11)
+    return words < np.uint64(max(0, math.ceil(probability * 2**53)) << 11)
 
 
 def permutation(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
-    """int64[count]: a random order of range(count); equal words (one chance in 2**64 a pair) keep theirs, so it is unique."""
-    return _stable_order(random_words(seed, purpose, count, counters=counters))
+    """Return int64[count], a random permutation of range(count): the stable argsort of its random words."""
+    return _stable_argsort(random_words(seed, purpose, count, counters=counters))
 
 
-def _stable_order(drawn: np.ndarray) -> np.ndarray:
-    """`np.argsort(drawn, kind="stable")` of uint64, several times faster: NumPy sorts numbers quicker than it sorts places.
+def _stable_argsort(words: np.ndarray) -> np.ndarray:
+    """Return int64, equal to `np.argsort(words, kind="stable")` of uint64 words, several times faster.
 
-    A number is the high bits of a word with its place in the low ones; the few words that are alike in their high bits are put
-    right afterwards.
+    Sorts values, which is faster than argsort: the high bits of a word, with its index in the low bits. The few words with equal
+    high bits are sorted again afterwards.
     """
-    bits = np.uint64(max(len(drawn) - 1, 1).bit_length())
-    order = drawn >> bits
+    bits = np.uint64(max(len(words) - 1, 1).bit_length())
+    order = words >> bits
     order <<= bits
-    for start in range(0, len(drawn), _AT_ONCE):
-        some = order[start : start + _AT_ONCE]
-        some |= np.arange(start, start + len(some), dtype=np.uint64)
+    for start in range(0, len(words), _CHUNK):
+        chunk = order[start : start + _CHUNK]
+        chunk |= np.arange(start, start + len(chunk), dtype=np.uint64)
     order.sort()
-    alike = np.zeros(len(drawn), dtype=bool)
-    for start in range(0, len(drawn) - 1, _AT_ONCE):
-        here, following = order[start : start + _AT_ONCE], order[start + 1 : start + _AT_ONCE + 1]
-        same = ((here[: len(following)] ^ following) >> bits) == 0
-        alike[start : start + len(same)] |= same
-        alike[start + 1 : start + 1 + len(same)] |= same
+    has_tie = np.zeros(len(words), dtype=bool)
+    for start in range(0, len(words) - 1, _CHUNK):
+        current, following = order[start : start + _CHUNK], order[start + 1 : start + _CHUNK + 1]
+        equal = ((current[: len(following)] ^ following) >> bits) == 0
+        has_tie[start : start + len(equal)] |= equal
+        has_tie[start + 1 : start + 1 + len(equal)] |= equal
     order &= (np.uint64(1) << bits) - np.uint64(1)
     order = order.view(np.int64)
-    places = order[alike]
-    order[alike] = places[np.argsort(drawn[places], kind="stable")]
+    tied = order[has_tie]
+    order[has_tie] = tied[np.argsort(words[tied], kind="stable")]
     return order
 
 
 def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
-    """float32[len(rows), columns]: standard normal rows of the matrix called `name`.
+    """Return float32[len(rows), columns], these rows of the standard normal matrix called `name`.
 
-    A row depends on (seed, name, its number) alone, so that a rank draws just the rows it holds. Box-Muller in float64,
-    rounded once.
+    A row depends only on (seed, name, row index), so that a rank draws only its own rows. Box-Muller in float64, rounded once.
     """
     if rows.step != 1:
         raise ValueError(f"rows must be contiguous, found step {rows.step}")
     pairs = (columns + 1) // 2
-    blocks = (pairs + 3) // 4  # Philox gives four words a block; a row starts on a fresh one
+    blocks = (pairs + 3) // 4  # Philox generates four words per block; each row starts a new block
     out = np.empty((len(rows), columns), dtype=np.float32)
-    chunk = max(1, (1 << 20) // (4 * blocks))  # rows at a time: bounds the float64 intermediates to some tens of megabytes
+    chunk = max(1, (1 << 20) // (4 * blocks))  # rows; bounds the float64 intermediates to some tens of megabytes
     for start in range(0, len(rows), chunk):
         count = min(chunk, len(rows) - start)
         raw = random_words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks)
@@ -106,16 +105,16 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SampleRandomness:
-    """The random numbers that belong to one sample of one run; `purpose` keeps independent uses apart."""
+    """Random numbers of one sample in one epoch of a run; each `purpose` has an independent stream."""
 
     seed: int
     sample: int
     epoch: int
 
     def uniforms(self, purpose: str, count: int) -> np.ndarray:
-        """float64[count] in [0, 1)."""
+        """Return float64[count], uniform in [0, 1)."""
         return uniforms(self.seed, purpose, count, counters=(self.sample, self.epoch))
 
-    def chances(self, purpose: str, count: int, probability: float) -> np.ndarray:
-        """bool[count], each true with `probability`: `uniforms(purpose, count) < probability`."""
+    def bernoulli(self, purpose: str, count: int, probability: float) -> np.ndarray:
+        """Return bool[count], each true with `probability`; equal to `uniforms(purpose, count) < probability`."""
         return bernoulli(self.seed, purpose, count, probability, counters=(self.sample, self.epoch))

@@ -1,28 +1,28 @@
-"""Which process of the run this is, from torchrun's environment: no torch needed to know."""
+"""Rank and world size of this process, from torchrun's environment variables and without importing torch."""
 
 import os
 
 
 def get_rank() -> int:
-    """This process's number in the run; 0 without torchrun."""
+    """Return this process's rank in the run; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def get_local_rank() -> int:
-    """This process's number on its machine; 0 without torchrun."""
+    """Return this process's rank on its node; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_size() -> int:
-    """Processes of the run; 1 without torchrun."""
+    """Return the number of processes of the run; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def get_local_world_size() -> int:
-    """Processes of the run on this machine; 1 without torchrun."""
+    """Return the number of processes of the run on this node; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_multi_node() -> bool:
-    """Whether the run has processes on other machines too."""
+    """Return whether the run has processes on more than one node."""
     return get_world_size() > get_local_world_size()

@@ -1,4 +1,4 @@
-"""Command lines from dataclasses: every field is a flag and a YAML key, its docstring the help text."""
+"""Command-line and YAML parsing into dataclasses: each field is a flag and a YAML key, its docstring the help text."""
 
 import contextlib
 import dataclasses
@@ -25,16 +25,16 @@ Settings = TypeVar("Settings")
 def parse(
     settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str, default: Settings | None = None
 ) -> Settings:
-    """Read `argv` into the dataclass `settings`; nested dataclasses give flat flags (`--tensor-model-parallel-size`).
+    """Parse `argv` (None: sys.argv) into the dataclass `settings`; fields of nested dataclasses are top-level flags.
 
-    `default` supplies what the command line leaves out (say, from a YAML file). Raises InputError for what cannot be read.
+    `default` supplies the fields that `argv` omits. Raises InputError for unknown flags and wrong values.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if get_rank() and {"-h", "--help"} & set(arguments):
         sys.exit(0)
-    complaint = io.StringIO()
+    message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(message):
             return tyro.cli(
                 settings,
                 prog=prog,
@@ -46,40 +46,40 @@ def parse(
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise InputError(f"{_plain(complaint.getvalue())} (see {prog} --help)") from None
+        raise InputError(f"{_simplify_error(message.getvalue())} (see {prog} --help)") from None
 
 
 MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
-"""The most bytes of a YAML file, and the most values that it may stand for when its aliases are written out."""
+"""Limits of a YAML file: its size in bytes, and its number of values with aliases expanded."""
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader, which refuses a few aliases that stand for a great many values."""
+    """PyYAML's SafeLoader with a limit on alias expansion ("billion laughs")."""
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the root of the document. Raises YAMLError if its aliases stand for too much, or for themselves."""
+        """Return the root node of the document. Raises YAMLError if its aliases expand to too many values or are recursive."""
         if node := super().get_single_node():
             _count_values(node, {})
         return node
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return the number of values below `node` with aliases written out; `counts` has it for the nodes before, by identity."""
+    """Return the number of values in `node` with aliases expanded; `counts` caches it by node identity."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in counts:
-        counts[id(node)] = MAX_YAML_VALUES  # of one that is still being counted: it holds itself
+        counts[id(node)] = MAX_YAML_VALUES  # while it is being counted: a node that contains itself exceeds the limit
         parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
         counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
     if counts[id(node)] > MAX_YAML_VALUES:
-        raise yaml.YAMLError(f"its aliases stand for more than {MAX_YAML_VALUES:,} values")
+        raise yaml.YAMLError(f"its aliases expand to more than {MAX_YAML_VALUES:,} values")
     return counts[id(node)]
 
 
 def read_yaml(path: Path, place: str, expected: str, loader: type[yaml.SafeLoader] = YamlLoader) -> Any:
-    """Return the value of a YAML file, None for an empty file.
+    """Read a YAML file and return its value, None if it is empty.
 
-    Raises InputError with one line that begins with `place` and names the `expected` kind of file.
+    Raises InputError that begins with `place` and names the `expected` kind of file.
     """
     try:
         return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), loader)
@@ -89,7 +89,7 @@ def read_yaml(path: Path, place: str, expected: str, loader: type[yaml.SafeLoade
         raise InputError(f"{place}: not UTF-8 text; expected {expected}") from None
     except RecursionError:
         raise InputError(f"{place}: nested too deeply; expected {expected}") from None
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError of a date or a number that there is not
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number
         raise InputError(f"{place}: not YAML: {error}") from None
 
 
@@ -97,30 +97,30 @@ def read_config_file(
     default: Settings,
     path: str | Path,
     *,
-    first: tuple[str, Callable[[Settings, Any], Settings]] | None = None,
-    above: tuple[Path, ...] = (),
+    preset: tuple[str, Callable[[Settings, Any], Settings]] | None = None,
+    including_files: tuple[Path, ...] = (),
 ) -> Settings:
-    """Return `default` with the fields that the YAML file at `path` names; keys are flag names with `-` or `_`.
+    """Return `default` with the fields set in the YAML file at `path`; keys are flag names with `-` or `_`.
 
-    A file whose `config` names another one, seen from its own folder, goes over that. `first` names a key that, where the file
-    has it, changes the defaults of others (a preset), and how. `above`: the files that have led here.
+    The key `config` names another file, relative to this one, whose values are read first. `preset` is a key that changes the
+    defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
     """
     values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
     if not isinstance(values, dict):
         raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
     fields = {str(key).replace("-", "_"): value for key, value in values.items()}
-    if below := fields.pop("config", None):
-        here = Path(path).resolve()
-        if here in above:
+    if base := fields.pop("config", None):
+        file = Path(path).resolve()
+        if file in including_files:
             raise InputError(f"--config {path}: field `config` leads back to this file")
-        default = read_config_file(default, here.parent / str(below), first=first, above=(*above, here))
-    if first and first[0] in fields:
-        default = first[1](default, fields[first[0]])
+        default = read_config_file(default, file.parent / str(base), preset=preset, including_files=(*including_files, file))
+    if preset and preset[0] in fields:
+        default = preset[1](default, fields[preset[0]])
     return replace_fields(default, fields, source=str(path))
 
 
 def parse_with_config(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str) -> Settings:
-    """As `parse`, for a dataclass that can be made of nothing, over the YAML file that `--config` in `argv` names."""
+    """Parse `argv` into the dataclass `settings`, whose defaults come from the YAML file given by `--config`, if any."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     config = find_flag_value(arguments, "--config")
     default = read_config_file(settings(), config) if config else settings()
@@ -128,38 +128,41 @@ def parse_with_config(settings: type[Settings], argv: Sequence[str] | None, *, p
 
 
 def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
-    """The last value that `argv` gives `flag`, looked up before the rest is read: it decides the defaults of others."""
-    found = None
+    """Return the last value of `flag` in `argv` without parsing the rest, or None."""
+    result = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") == flag:  # either spelling is a flag
-            found = value if equals else following
-    return found
+        if name.replace("_", "-") == flag:  # both spellings are accepted
+            result = value if equals else following
+    return result
 
 
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
-    """Return `settings` with the flat `values` put into whichever nested dataclass has a field of that name."""
+    """Return a copy of `settings` with `values`, by field name, set in the nested dataclass that has the field.
+
+    Raises InputError that begins with `source` for an unknown field or a wrong value.
+    """
     known = flatten(settings)
     for name in values:
         if name not in known:
             near = closest_match(str(name), known)
             raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else ""))
 
-    def put(node):
+    def replace(node):
         changes, types = {}, get_type_hints(type(node))
         for field in dataclasses.fields(node):
             current = getattr(node, field.name)
             if dataclasses.is_dataclass(current):
-                changes[field.name] = put(current)
+                changes[field.name] = replace(current)
             elif field.name in values:
-                changes[field.name] = _read(f"{source}: field `{field.name}`", types[field.name], values[field.name])
+                changes[field.name] = _convert_value(f"{source}: field `{field.name}`", types[field.name], values[field.name])
         return dataclasses.replace(node, **changes)
 
-    return put(settings)
+    return replace(settings)
 
 
 def flatten(settings: Any) -> dict[str, Any]:
-    """The fields of a dataclass and of those nested in it, by name, in the order of declaration."""
+    """Return the field values of a dataclass and its nested dataclasses as one dict, in the order of declaration."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -167,10 +170,10 @@ def flatten(settings: Any) -> dict[str, Any]:
     return flat
 
 
-def _read(place: str, kind: Any, value: Any) -> Any:
-    """`value` from YAML as the type `kind`: bool, int, float, str, a choice of words, a tuple of one of them, or one or None.
+def _convert_value(place: str, kind: Any, value: Any) -> Any:
+    """Return `value` from YAML converted to the type `kind`; raise InputError that begins with `place` if it does not fit.
 
-    Or a number or a word of a choice: `int | Literal["all"]`.
+    Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, and `int | Literal["all"]`.
     """
     choices = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
     if value is None and NoneType in choices:
@@ -183,13 +186,15 @@ def _read(place: str, kind: Any, value: Any) -> Any:
         if value in get_args(kind):
             return value
         raise InputError(f"{place}: found {truncate_text(repr(value))}, expected one of {', '.join(map(str, get_args(kind)))}")
-    if get_origin(kind) is tuple:  # one value stands for a list of one; in a list of words a number is a word
+    if get_origin(kind) is tuple:  # a single value is a list of one; in a list of words a number is a word
         return tuple(
-            str(part) if get_args(kind)[0] is str and isinstance(part, (int, float)) else _read(place, get_args(kind)[0], part)
+            str(part)
+            if get_args(kind)[0] is str and isinstance(part, (int, float))
+            else _convert_value(place, get_args(kind)[0], part)
             for part in (value if isinstance(value, list) else [value])
         )
     if kind is float and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):  # YAML reads 5e-4, which has no point, as text
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # YAML reads 5e-4, without a point, as text
             return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
@@ -200,9 +205,9 @@ def _read(place: str, kind: Any, value: Any) -> Any:
 _TITLES = re.compile("Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options")
 
 
-def _plain(box: str) -> str:
-    """Return one sentence, the flag first, for the frame that tyro draws around an error."""
-    lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
+def _simplify_error(message: str) -> str:
+    """Return a boxed error message of tyro as one sentence that begins with the flag."""
+    lines = [line.strip("│╭╮╰╯─ \t") for line in message.splitlines()]
     lines = [line for line in lines if line and not line.startswith("For full helptext") and not line.endswith(" --help")]
     lines = [line for line in lines if not _TITLES.fullmatch(line)]
     for heading in ("Argument helptext:", "Got errors:"):

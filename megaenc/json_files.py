@@ -1,4 +1,4 @@
-"""Readers of files that hold settings or facts: regular, bounded in size, and JSON."""
+"""Safe readers of small files, in particular JSON: only regular files, with a size limit."""
 
 import errno
 import json
@@ -10,40 +10,37 @@ from typing import Any
 from megaenc.errors import InputError
 
 MAX_TEXT = 64 << 20
-"""The most bytes that are read of a file of settings or facts, which by rights take kilobytes."""
+"""Default size limit in bytes of configuration and metadata files, which normally take kilobytes."""
 
 
 def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
+    """Read a regular file of at most `limit` bytes.
 
-    Raises OSError, with a reason in `strerror`, for anything else: a FIFO or a device, which could block or never end, and a
-    larger file, which could exhaust the memory.
+    Raises OSError, with the reason in `strerror`, for a FIFO or a device, which could block, and for a larger file.
     """
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        os.set_blocking(stream.fileno(), True)  # a file that an archive brings back first must not be read as empty
-        content = stream.read(min(limit, max(status.st_size, 1 << 16)) + 1)  # a buffer of all that is allocated at once
+        os.set_blocking(stream.fileno(), True)  # files on archive storage must not be read as empty
+        content = stream.read(min(limit, max(status.st_size, 1 << 16)) + 1)  # read() allocates the whole buffer at once
     if len(content) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes, the most that is read of such a file", str(path))
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes, the limit for such a file", str(path))
     return content
 
 
 def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
-    """Return the value of a JSON text. Raises ValueError, with the reason, for anything else, deep nesting included.
-
-    `unique_keys`: raise ValueError also for an object that has a key twice.
-    """
+    """Parse a JSON text. Raises ValueError for anything else, for too deep nesting and, if `unique_keys`, for duplicate keys."""
     try:
-        return json.loads(content, object_pairs_hook=_unique if unique_keys else None)
+        return json.loads(content, object_pairs_hook=_build_unique if unique_keys else None)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start})") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict from key-value pairs. Raises ValueError for a duplicate key."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
@@ -53,10 +50,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json_object(path: Path, expected: str = "a JSON object", limit: int = MAX_TEXT) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
+    """Read a JSON object from a file of at most `limit` bytes.
 
-    Raises InputError with one line, `PATH: REASON; expected EXPECTED`, for a file that is missing, unreadable, not a regular
-    file, larger than `limit` bytes, not UTF-8, not JSON, nested too deeply or not an object.
+    Raises InputError, `PATH: REASON; expected EXPECTED`, for a missing or unreadable file and for any other content.
     """
     try:
         values = parse_json(read_regular_file(path, limit))
@@ -70,7 +66,7 @@ def read_json_object(path: Path, expected: str = "a JSON object", limit: int = M
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds; nothing if it is missing, unreadable or no object."""
+    """Read a JSON object from a file; return an empty dict if it is missing, unreadable or holds no object."""
     try:
         return read_json_object(path)
     except InputError:

@@ -1,4 +1,4 @@
-"""Checks of the paths that a command will write, made before its work, and the folders above them."""
+"""Checks of output paths before a command starts its work, and creation of their parent folders."""
 
 import contextlib
 import os
@@ -10,35 +10,32 @@ from megaenc.errors import InputError
 
 
 def refuse_existing(path: Path, flag: str) -> None:
-    """Raise InputError when `path` is a file or a folder with something in it, or the working directory.
-
-    `flag` names where the path came from.
-    """
+    """Raise InputError, naming `flag`, if `path` is a file, a nonempty folder or the working directory."""
     try:
         str(path).encode()
-        place = resolve_path(path)
-        empty = place.is_dir() and not any(place.iterdir())
-        exists = place.exists() or path.is_symlink()
-        here = empty and place == Path.cwd()
+        target = resolve_path(path)
+        empty = target.is_dir() and not any(target.iterdir())
+        exists = target.exists() or path.is_symlink()
+        is_cwd = empty and target == Path.cwd()
     except OSError as error:
-        raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
+        raise InputError(f"{flag} {path}: cannot be accessed: {error.strerror}") from None
     except ValueError:
         raise InputError(f"{flag} {str(path)!r}: not UTF-8, or holds a null character; expected another name") from None
-    if here:  # whoever stands in it would be left standing in what was replaced
+    if is_cwd:  # the shell would keep the replaced folder as its working directory
         raise InputError(f"{flag} {path}: the folder that this command runs in, expected another name")
     if exists and not empty:
         raise InputError(f"{flag} {path}: exists already; remove it or choose another name")
 
 
 def check_parent_writable(path: Path, flag: str) -> None:
-    """Raise InputError if the folder that `path` goes into cannot be created or written to.
+    """Raise InputError, naming `flag`, if the parent folder of `path` cannot be created or written to.
 
-    A file is created and removed in the nearest folder that exists; other commands may be creating the ones below it.
+    Creates and removes a file in the nearest existing folder: other commands may be creating the folders below it.
     """
-    place = resolve_path(path)
+    target = resolve_path(path)
     try:
-        folder = next(folder for folder in place.parents if folder.exists())
-        temporary = temporary_path(folder / place.name)
+        folder = next(folder for folder in target.parents if folder.exists())
+        temporary = temporary_path(folder / target.name)
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         temporary.unlink()
     except OSError as error:
@@ -46,22 +43,22 @@ def check_parent_writable(path: Path, flag: str) -> None:
 
 
 def check_output_file(path: Path, flag: str) -> None:
-    """Raise InputError if no file can be written to `path`: for a folder or a device, or if its folder cannot be made.
+    """Raise InputError, naming `flag`, if no file can be written to `path`: it is a folder or device, or has no writable parent.
 
     Call it before the work, and `create_parent_dir` before the file is written.
     """
     try:
-        place = resolve_path(path)
-        kind = "a folder" if place.is_dir() else "" if place.is_file() or not place.exists() else "no regular file"
+        target = resolve_path(path)
+        kind = "a folder" if target.is_dir() else "" if target.is_file() or not target.exists() else "no regular file"
     except OSError as error:
-        raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
+        raise InputError(f"{flag} {path}: cannot be accessed: {error.strerror}") from None
     if kind:
         raise InputError(f"{flag} {path}: found {kind}, expected the name of a file")
     check_parent_writable(path, flag)
 
 
 def create_parent_dir(path: Path, flag: str) -> None:
-    """Create the folder that `path` goes into. Raises InputError when that cannot be."""
+    """Create the parent folder of `path`. Raises InputError, naming `flag`, if it cannot be created."""
     parent = resolve_path(path).parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +68,7 @@ def create_parent_dir(path: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
-    """Create the folder that `path` goes into; if the block fails, remove the folders that it created and are empty.
+    """Create the parent folder of `path` and, if the block fails, remove the created folders that are empty.
 
     Raises InputError, naming `flag`, if it cannot be created.
     """
@@ -82,17 +79,17 @@ def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_new_parents_on_error(*paths: Path) -> Iterator[None]:
-    """If the block fails, remove the folders above `paths` that did not exist before and are empty."""
+    """Remove the empty parent folders of `paths` that did not exist before, if the block fails."""
     existing: set[Path] = set()
     new: set[Path] = set()
     for folder in (folder for path in paths for folder in resolve_path(path).parents):
         if folder not in existing and folder not in new:
-            with contextlib.suppress(OSError):  # a name that is too long, say: whoever creates it reports that
+            with contextlib.suppress(OSError):  # such as too long a name, which its creation will report
                 (existing if folder.exists() else new).add(folder)
     try:
         yield
     except BaseException:
         for folder in sorted(new, key=lambda folder: len(folder.parts), reverse=True):
-            with contextlib.suppress(OSError):  # holds what is to stay, or was never created
+            with contextlib.suppress(OSError):  # not empty, or never created
                 folder.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""Processes below this one: none outlives it, and all that one has started ends with it."""
+"""Child processes and worker pools that end with their parent, and facts about the processor and accelerators."""
 
 import contextlib
 import os
@@ -26,18 +26,18 @@ from megaenc.console import silence_libraries
 from megaenc.errors import InputError
 from megaenc.torchelastic import die_with_parent
 
-_MOST_PROCESSES, _MOST_PER_CORE = 64, 8
+_MAX_PROCESSES, _MAX_PER_CORE = 64, 8
 KILL_TIMEOUT = 5.0
-"""Seconds that a process is given to end in when it is killed or has closed its connection."""
+"""Seconds to wait for a process to end after it was killed or closed its connection."""
 
 
 def usable_core_count() -> int:
-    """The processor cores that this process may run on."""
+    """Return the number of processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def read_processor_name(root: Path = Path("/")) -> str:
-    """Return the name of the processor as Linux has it in `root`, else what Python knows of it."""
+    """Read the processor's model name from `root`/proc/cpuinfo, falling back to Python's `platform` module."""
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(errors="replace")
         if name := re.search(r"^model name\s*:\s*(.*?)\s*$", text, re.MULTILINE):
@@ -46,55 +46,57 @@ def read_processor_name(root: Path = Path("/")) -> str:
 
 
 def check_process_count(flag: str, count: int) -> None:
-    """Raise InputError if `count` processes or threads, given by `flag`, are far more than the usable cores can run."""
+    """Raise InputError if `count` processes or threads, given by `flag`, are far too many for the usable cores."""
     cores = usable_core_count()
-    most = max(_MOST_PROCESSES, _MOST_PER_CORE * cores)
-    if count > most:
-        raise InputError(f"{flag}: found {count:,}, expected at most {most:,} with {cores:,} usable cores; give a smaller number")
+    limit = max(_MAX_PROCESSES, _MAX_PER_CORE * cores)
+    if count > limit:
+        raise InputError(
+            f"{flag}: found {count:,}, expected at most {limit:,} with {cores:,} usable cores; give a smaller number"
+        )
 
 
 @cache
 def accelerator_names() -> list[str]:
-    """Return the name of each that this process may use; without a device file none, which is known without loading torch.
+    """Return the name of each accelerator that this process may use; torch is loaded only if a device file exists.
 
-    Raises InputError where they cannot be asked.
+    Raises InputError if torch fails to list them.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
         return []
-    ask = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
-    asked = subprocess.run(with_pdeathsig(python_command("-c", ask)), env=python_environment(), capture_output=True, text=True)
-    if asked.returncode:
-        said = asked.stderr.strip().splitlines()
-        raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}")
-    return asked.stdout.splitlines()
+    code = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
+    result = subprocess.run(with_pdeathsig(python_command("-c", code)), env=python_environment(), capture_output=True, text=True)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["torch printed no error"]
+        raise InputError(f"the accelerators could not be counted: {lines[-1]}; `megaenc doctor` checks them")
+    return result.stdout.splitlines()
 
 
 def select_visible_devices(count: int) -> tuple[str, list[str]]:
-    """Return the variable that says which accelerators a process sees, and its words for the first `count`."""
+    """Return CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, and its entries for the first `count` accelerators."""
     variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     chosen = os.environ.get(variable, "")
     return variable, (chosen.split(",") if chosen else [str(number) for number in range(count)])[:count]
 
 
 def peak_resident_bytes() -> float:
-    """The most bytes that this process has had resident since it began to run its program.
+    """Return the peak resident memory of this process in bytes, since it started its program.
 
-    What getrusage says would be its parent's, if that had more when it started this one.
+    getrusage would report the parent's value if that was larger at the fork.
     """
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return 1024.0 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 def python_command(*words: str) -> list[str]:
-    """Return the command that starts this interpreter on `words`, without the current folder on its module path."""
+    """Return the command that starts this Python interpreter with `words`, without the current folder on its module path."""
     return [sys.executable, "-P", *words]
 
 
 def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environment` for a Python program that imports this very package, and nothing from the current folder.
+    """Return `environment` changed so that Python programs import this very package, and nothing from the current folder.
 
-    The same holds for the programs that it starts: torchrun's workers, fork servers, compilers. An empty entry of PYTHONPATH,
-    which stands for the current folder, is left out.
+    It also applies to the programs that they start: torchrun's workers, fork servers, compilers. Empty entries of PYTHONPATH,
+    which mean the current folder, are removed.
     """
     folders = [str(Path(megaenc.__file__).parents[1]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, folders))), "PYTHONSAFEPATH": "1"}
@@ -102,7 +104,7 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 @contextlib.contextmanager
 def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Make `environment` this process's own for the block, for libraries that start processes without taking one."""
+    """Set the variables of `environment` in this process for the block, for libraries that start child processes."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -116,9 +118,9 @@ def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_pdeathsig(command: Sequence[str]) -> list[str]:
-    """`command` as words that, started in this process's main thread, have the kernel kill it when this process ends.
+    """Return `command` wrapped so that the kernel kills it when this process ends.
 
-    They are to be started in a `python_environment`.
+    Start it in this process's main thread, with a `python_environment`.
     """
     return python_command(
         "-c", "from megaenc.processes import exec_with_pdeathsig; exec_with_pdeathsig()", str(os.getpid()), *command
@@ -126,19 +128,19 @@ def with_pdeathsig(command: Sequence[str]) -> list[str]:
 
 
 def exec_with_pdeathsig() -> None:
-    """Replace this process, started by `with_pdeathsig`, by the command in `argv`, after the parent's process id."""
+    """Replace this process, started by `with_pdeathsig`, by the command in `sys.argv[2:]`; `sys.argv[1]` is the parent's id."""
     set_up_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def set_up_child(parent: int) -> None:
-    """Have this process end with process `parent`, and leave it SIGUSR2, by which a cluster tells a job that its time is over."""
+    """Make this process end with its parent process and ignore SIGUSR2, which a cluster sends when a job's time runs out."""
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def describe_exit_code(code: int) -> str:
-    """Describe an exit code: `ended with exit code 1`, `was killed by SIGKILL, as the kernel does when memory runs out`."""
+    """Return an exit code in words, such as `ended with exit code 1` or `was killed by SIGTERM`."""
     if code >= 0:
         return f"ended with exit code {code}"
     hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
@@ -146,10 +148,10 @@ def describe_exit_code(code: int) -> str:
 
 
 class ChildProcess:
-    """A process in a session of its own, so that Ctrl-C reaches its parent alone and `kill` everything that it has started.
+    """A process in its own session: Ctrl-C reaches only its parent, and `kill` reaches everything that it has started.
 
-    `command` is to be one that ends with this process, as of `with_pdeathsig`, started in the main thread. `output` takes both of
-    its streams; without it they are this process's own.
+    `command` must end with this process (see `with_pdeathsig`). `output` receives stdout and stderr, which are inherited without
+    it.
     """
 
     def __init__(
@@ -165,31 +167,31 @@ class ChildProcess:
             start_new_session=True,
         )
 
-    def code(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
+    def exit_code(self) -> int | None:
+        """Return the exit code, a negative signal number if the process was killed, or None while it runs."""
         if self.process.returncode is None:
-            # Not yet reaped: its number, which is its session's too, stays its own until `kill`.
+            # Not reaped yet, so that its id, which is also its session's, cannot be reused before `kill`.
             try:
                 ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # reaped by somebody else in this process
+            except ChildProcessError:  # reaped elsewhere in this process
                 return self.process.poll()
             return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         return self.process.returncode
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit code once there is one, None after `seconds`."""
+        """Wait up to `seconds` for the process to end and return its exit code, or None if it still runs."""
         deadline = time.monotonic() + seconds
-        while (code := self.code()) is None and time.monotonic() < deadline:
+        while (code := self.exit_code()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return code
 
     def terminate(self) -> None:
-        """Tell the process itself to end."""
-        if self.code() is None:
+        """Send SIGTERM to the process, but not to its children."""
+        if self.exit_code() is None:
             os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the process and all that it has started; one that hangs in a driver is not waited for for ever."""
+        """Kill the process and everything in its session, and wait up to `KILL_TIMEOUT` seconds for it."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -198,167 +200,176 @@ class ChildProcess:
 
 
 class WorkerDied(Exception):
-    """`worker` has ended before it was done; the message says how."""
+    """The error that `worker` ended before its work was done; the message describes its exit."""
 
-    def __init__(self, worker: "Worker", how: str) -> None:
-        super().__init__(how)
+    def __init__(self, worker: "Worker", description: str) -> None:
+        super().__init__(description)
         self.worker = worker
 
 
 class Worker(ChildProcess):
-    """A fresh interpreter that calls `work(item)` for each item that it is sent. `work`, items and results must pickle.
+    """A new Python interpreter that calls `work(item)` for each item sent to it; `work`, items and results must pickle.
 
-    It is no fork: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the caller's `__main__`.
+    Not a fork, which threads of tokenizers or torch do not survive, and without importing the caller's `__main__`.
     """
 
     def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | None = None) -> None:
-        # The name must not be `__main__`'s: the worker imports the callable by its module.
+        # `work` must not be defined in `__main__`: the worker imports it by its module.
         self._work: bytes | None = pickle.dumps(work)
-        self.connection, there = Pipe()
-        words = ("-c", "from megaenc.processes import serve_worker; serve_worker()", str(os.getpid()), str(there.fileno()))
-        super().__init__(python_command(*words), environment, output, [there.fileno()])
-        there.close()  # so that the end of the process is the end of the connection
+        self.connection, child_connection = Pipe()
+        words = (
+            "-c",
+            "from megaenc.processes import serve_worker; serve_worker()",
+            str(os.getpid()),
+            str(child_connection.fileno()),
+        )
+        super().__init__(python_command(*words), environment, output, [child_connection.fileno()])
+        child_connection.close()  # so that the connection closes when the process ends
 
     def send(self, item: Any) -> None:
-        """Give the worker one more item. Raises WorkerEnded if it is gone."""
+        """Send the worker one more item. Raises WorkerDied if it has ended."""
         try:
             if self._work is not None:
                 self.connection.send_bytes(self._work)
                 self._work = None
             self.connection.send(item)
         except (BrokenPipeError, ConnectionResetError):
-            raise self._ended() from None
+            raise self._describe_end() from None
 
     def results(self, deadline: float | None = None) -> Iterator[Any]:
-        """Yield what `work` makes of the next item; if it is a generator, what it yields, and it goes on only as that is taken.
+        """Yield the result of `work` for the next item or, if `work` is a generator, each value it yields, on demand.
 
-        Raises the exception of `work`, WorkerEnded if the process ends before, TimeoutError at `deadline` of the monotonic clock.
+        Raises the exception of `work`, WorkerDied if the process ends first, TimeoutError at `deadline` (`time.monotonic`).
         """
         last = False
         while not last:
             try:
                 ready = self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
                 last, result, error, trace = self.connection.recv() if ready else (False, [], TimeoutError(), "")
-            except (EOFError, OSError):  # the end of the connection, before an answer or in the middle of one
-                raise self._ended() from None
+            except (EOFError, OSError):  # the connection closed before or within an answer
+                raise self._describe_end() from None
             if error is not None:
                 if trace and not isinstance(error, InputError):
                     error.add_note(f"in process {self.process.pid}:\n{trace}")
                 raise error
             yield from result
 
-    def _ended(self) -> WorkerDied:
+    def _describe_end(self) -> WorkerDied:
+        """Return the WorkerDied error for this worker, which has closed its connection."""
         code = self.wait(KILL_TIMEOUT)
         return WorkerDied(self, "closed its connection" if code is None else describe_exit_code(code))
 
     def kill(self) -> None:
-        """End the worker at once, with all that it has started."""
+        """Kill the worker and everything that it has started, and close the connection."""
         super().kill()
         self.connection.close()
 
 
 class _Pool:
-    """`count` places at which `work(item)` is done. Use as a context manager.
+    """Base class of pools that run `work(item)` on `count` workers; use as a context manager.
 
-    `_begin(number, item)` has it done and returns what waits for its results.
+    Subclasses define `_start(number, item)`, which starts the work and returns a function that waits for its results.
     """
 
     def __init__(self, work: Callable[[Any], Any], count: int) -> None:
         self._work, self._count = work, count
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `work(item)` for each item, in order; at most two items a place are under way. To be taken to its end.
+        """Yield `work(item)` for each item in order, or each value that it yields if it is a generator; must be exhausted.
 
-        Where `work` is a generator, what it yields is yielded one by one. An exception of `work` is raised here, in its place in
-        the order.
+        At most two items per worker are in flight. An exception of `work` is raised at its position in the order.
         """
         pending: deque[Callable[[], Iterable[Any]]] = deque()
         for number, item in enumerate(items):
             if len(pending) == 2 * self._count:
                 yield from pending.popleft()()
-            pending.append(self._begin(number, item))
+            pending.append(self._start(number, item))
         while pending:
             yield from pending.popleft()()
 
 
 class ProcessPool(_Pool):
-    """As many processes that each run `work(item)`; both must pickle. A generator goes on only as what it yields is taken."""
+    """A pool of `count` processes that run `work(item)`; both must pickle. A generator runs only as its values are consumed."""
 
     def __enter__(self) -> Self:
-        environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core each
+        environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core per worker
         self._workers = [Worker(self._work, environment) for _ in range(self._count)]
         return self
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """As _Pool.map. Raises InputError, naming the worker, when one dies."""
+        """Yield results as `_Pool.map` does. Raises InputError, naming the worker, if a worker dies."""
         try:
             yield from super().map(items)
         except WorkerDied as error:
             number, pid = self._workers.index(error.worker) + 1, error.worker.process.pid
-            hint = "; is there memory enough for so many --workers?" if "memory" in str(error) else ""
+            hint = "; try fewer --workers, which need less memory" if "memory" in str(error) else ""
             raise InputError(f"worker {number} of {self._count} (process {pid}) {error}, before it was done{hint}") from None
 
-    def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
+    def _start(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
         worker = self._workers[number % self._count]
         worker.send(item)
         return worker.results
 
     def __exit__(self, *error: object) -> None:
         for worker in self._workers:
-            worker.kill()  # by now it waits for work or its work is not wanted any more
+            worker.kill()  # it is idle, or its results are no longer needed
 
 
 class ThreadPool(_Pool):
-    """As Workers, in threads of this process: nothing to start and nothing to send.
+    """A pool of `count` threads that run `work(item)`, for work that mostly releases the GIL.
 
-    For work that leaves the interpreter's lock alone most of the time, and whose results for an item fit into memory together.
+    All results of an item are in memory together.
     """
 
     def __enter__(self) -> Self:
         self._pool = ThreadPoolExecutor(max(1, self._count))
         return self
 
-    def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
+    def _start(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
         return self._pool.submit(self._results, item).result
 
     def _results(self, item: Any) -> list[Any]:
-        made = self._work(item)
-        return list(made) if isinstance(made, GeneratorType) else [made]
+        """Return the result of `work(item)` in a list, or all values it yields."""
+        result = self._work(item)
+        return list(result) if isinstance(result, GeneratorType) else [result]
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
 def serve_worker() -> None:
-    """What a worker runs: `argv` holds its parent's process id and the file descriptor of its connection."""
+    """Run a worker's main loop; `sys.argv` holds the parent's process id and the file descriptor of the connection."""
     set_up_child(int(sys.argv[1]))
     silence_libraries()
     connection, messages = Connection(int(sys.argv[2])), SimpleQueue()
-    # A thread takes the next item off the connection while this one is worked on: otherwise parent and worker could both wait
-    # to send.
-    threading.Thread(target=_take, args=(connection, messages), daemon=True).start()
+    # A thread receives the next item during the work on this one: otherwise parent and worker could both block in send.
+    threading.Thread(target=_receive_messages, args=(connection, messages), daemon=True).start()
     if not (first := messages.get()):
         return
     work = pickle.loads(first)
-    with contextlib.suppress(OSError):  # the parent is gone or going, and says why itself
+    with contextlib.suppress(OSError):  # the parent is exiting and reports the reason itself
         while message := messages.get():
-            connection.send(_last_answer(connection, work, message))
+            connection.send(_process_item(connection, work, message))
 
 
-def _last_answer(connection: Connection, work: Callable[[Any], Any], message: bytes) -> tuple:
-    """Return whether the answer is the last for the item, the results in it, an exception, its traceback; send those before."""
+def _process_item(connection: Connection, work: Callable[[Any], Any], message: bytes) -> tuple:
+    """Call `work` on a pickled item, send the values of a generator, and return the last answer.
+
+    An answer is (is it the last, list of results, exception or None, traceback).
+    """
     try:
-        made = work(pickle.loads(message))
-        if not isinstance(made, GeneratorType):
-            return True, [made], None, ""
-        for result in made:
-            connection.send((False, [result], None, ""))  # which waits where the parent is not yet there
+        result = work(pickle.loads(message))
+        if not isinstance(result, GeneratorType):
+            return True, [result], None, ""
+        for value in result:
+            connection.send((False, [value], None, ""))  # blocks until the parent reads
         return True, [], None, ""
     except Exception as error:
         return True, [], error, traceback.format_exc()
 
 
-def _take(connection: Connection, messages: SimpleQueue) -> None:
+def _receive_messages(connection: Connection, messages: SimpleQueue) -> None:
+    """Put each message of the connection into the queue, and an empty one when it closes."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             messages.put(connection.recv_bytes())

@@ -1,4 +1,4 @@
-"""Processes that torchrun has started: their end with it, and what they leave for those that it starts in their place."""
+"""Cooperation with torchrun: workers end with it, and may forbid it to restart them."""
 
 import contextlib
 import ctypes
@@ -7,38 +7,42 @@ import signal
 import sys
 from pathlib import Path
 
+EXIT_CODE_FILE = "MEGAENC_EXIT_CODE_FILE"
+"""Environment variable with a file to record the exit code in, because torchrun turns every code but 0 into 1."""
+
 _FILE = "megaenc_exit_code"
 _PR_SET_PDEATHSIG = 1
 
 
 def exit_without_restart(code: int) -> None:
-    """Have every process that this torchrun starts from now on, on this machine, end at once with `code`.
+    """Make workers that this torchrun restarts on this node exit at once with `code` (see `exit_if_restart_forbidden`).
 
-    torchrun takes whatever is not 0 for a failure and, given `--max-restarts`, would go on with a run that was asked to stop.
-    Does nothing without torchrun, or where it has no folder of its own.
+    With `--max-restarts`, torchrun would restart a run that was asked to stop, because its exit code is not 0. Needs torchrun and
+    its log folder. The file named by EXIT_CODE_FILE, if any, gets the code as well.
     """
-    if file := _memory():
-        with contextlib.suppress(OSError):  # then the run is merely started again
+    recorded = os.environ.get(EXIT_CODE_FILE)
+    for file in filter(None, (_exit_code_file(), Path(recorded) if recorded else None)):
+        with contextlib.suppress(OSError):  # then torchrun restarts the run
             file.write_text(f"{code}\n", encoding="ascii")
 
 
 def exit_if_restart_forbidden() -> None:
-    """Exit with the code that an earlier process gave `exit_without_restart`, if one did. Call it first."""
-    file = _memory()
+    """Exit with the code that an earlier worker gave to `exit_without_restart`, if any; call it first in a program."""
+    file = _exit_code_file()
     if file and file.exists():
         with contextlib.suppress(OSError, ValueError):
             sys.exit(int(file.read_text(encoding="ascii")))
 
 
 def is_torchrun_worker() -> bool:
-    """Whether this process is a worker of torchrun."""
+    """Return whether this process is a worker of torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _memory() -> Path | None:
-    """A file in the folder that torchrun makes for its logs: one a launch and node, which no other launch can take for its own.
+def _exit_code_file() -> Path | None:
+    """Return the file for the exit code, in torchrun's log folder of this launch and node; None without torchrun.
 
-    The folder is known by what torchrun tells each worker: the path LAUNCH/attempt_N/LOCAL_RANK/error.json.
+    The folder follows from TORCHELASTIC_ERROR_FILE: LAUNCH/attempt_N/LOCAL_RANK/error.json.
     """
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if len(error_file.parents) < 3 or not error_file.parents[1].name.startswith("attempt_"):
@@ -47,36 +51,37 @@ def _memory() -> Path | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process `parent`, ends however it ends."""
+    """Make the kernel kill this process when its parent process, with id `parent`, ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # it ended before the prctl call
         os._exit(1)
 
 
 def die_with_launcher() -> None:
-    """Under torchrun, be killed when it dies: its workers lead their own sessions and would otherwise go on writing.
+    """Make the kernel kill this worker when torchrun dies; without torchrun do nothing.
 
-    A launcher that died before this call is noticed too, unless a Python program adopts its orphans.
+    Workers lead their own sessions and would otherwise keep writing. Exits if torchrun is dead already, unless a Python program
+    has adopted the worker.
     """
     if is_torchrun_worker():
         die_with_parent(os.getppid())
-        if not _is_below_python():
+        if not _has_python_ancestor():
             os._exit(1)
 
 
-def _is_below_python() -> bool:
-    """Whether a program above this process is Python, as torchrun is and the likes of init are not; True if it cannot be told."""
+def _has_python_ancestor() -> bool:
+    """Return whether an ancestor of this process is a Python program such as torchrun; True if it is unknown."""
     import psutil
 
-    def program_of(process: psutil.Process) -> str:
+    def read_program(process: psutil.Process) -> str:
         try:
-            return process.exe()  # the program itself: a process may give itself another title
+            return process.exe()  # not its title, which a process can change
         except psutil.AccessDenied:
             return next(iter(process.cmdline()), "")
 
     try:
         own = psutil.Process().exe()
-        programs = [program_of(parent) for parent in psutil.Process().parents()]
-    except psutil.Error:  # hidden, or just ended: then the kernel ends this process too
+        programs = [read_program(parent) for parent in psutil.Process().parents()]
+    except psutil.Error:  # hidden, or just ended, so that the kernel kills this process too
         return True
     return any(program == own or os.path.basename(program).startswith("python") for program in programs)

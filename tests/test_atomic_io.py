@@ -10,10 +10,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, try_lock, longest_file_name, find_stale_temp_files, exit_on_sigterm
+from megaenc.atomic_io import (
+    atomic_dir,
+    atomic_files,
+    atomic_write,
+    try_lock,
+    longest_file_name,
+    find_stale_temp_files,
+    exit_on_sigterm,
+)
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
-from megaenc.output_paths import check_output_file, check_parent_writable, create_parent_with_rollback, create_parent_dir, refuse_existing
+from megaenc.output_paths import (
+    check_output_file,
+    check_parent_writable,
+    create_parent_with_rollback,
+    create_parent_dir,
+    refuse_existing,
+)
 
 
 def names(folder):
@@ -193,7 +207,7 @@ def test_the_last_look_comes_when_all_is_on_the_disk_and_before_any_name(tmp_pat
         steps.append("looked")
         raise InputError("not now")
 
-    with pytest.raises(InputError, match="not now"), atomic_files(tmp_path / "a", tmp_path / "b", last_look=look) as temporary:
+    with pytest.raises(InputError, match="not now"), atomic_files(tmp_path / "a", tmp_path / "b", before_rename=look) as temporary:
         for path in temporary:
             path.write_text("whole")
     assert steps == ["on the disk", "on the disk", "looked"] and names(tmp_path) == []
@@ -362,7 +376,7 @@ def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
         (".", "found a folder, expected the name of a file"),
         ("fifo", "found no regular file, expected the name of a file"),
         ("file/new", "cannot write to the folder .*: Not a directory"),
-        ("a/file" * 2000, "cannot be looked at: File name too long"),
+        ("a/file" * 2000, "cannot be accessed: File name too long"),
         ("n" * 240, "cannot write to the folder .*: File name too long"),
     ):
         with pytest.raises(InputError, match=rf"--output \S+: {message}"):

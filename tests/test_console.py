@@ -13,7 +13,7 @@ from megaenc.errors import InputError, handle_command_errors
 def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))  # every look at the clock is a second later
-    with ProgressLine("tokenising", total=200, every=10) as progress:
+    with ProgressLine("tokenising", total=200, interval=10) as progress:
         for done in range(0, 100, 5):
             progress.update(done, **{"MB/s": 12.345}, documents=1204, tokens=3_100_000)
         progress.update(200, description="done")
@@ -26,14 +26,14 @@ def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch)
 def test_time_left_counts_from_where_a_resumed_run_starts(capsys, monkeypatch):
     clock = iter([0, 0, 10, 10, 10])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-    with ProgressLine("training", total=1000, every=5) as progress:
+    with ProgressLine("training", total=1000, interval=5) as progress:
         progress.update(500)
         progress.update(600)  # 100 steps in 10 seconds, 400 to go
     assert capsys.readouterr().out.splitlines() == ["training  60 %  0:40 left"]
 
 
 def test_an_unknown_total_is_no_share(capsys):
-    with ProgressLine("reading", total=None, every=0) as progress:
+    with ProgressLine("reading", total=None, interval=0) as progress:
         progress.update(3, loss=3.21, phase="mlm")
     assert capsys.readouterr().out == "reading  loss 3.21  phase mlm\n"
 
@@ -54,7 +54,7 @@ def test_a_closing_line_can_be_left_out(capsys):
 def test_other_ranks_are_silent(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     print_rank_0("hello")
-    with ProgressLine("reading", total=2, every=0) as progress:
+    with ProgressLine("reading", total=2, interval=0) as progress:
         progress.update(1)
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "0")
@@ -110,7 +110,7 @@ def test_text_that_a_terminal_only_shows_stays_as_it_is(text, capsys):
 
 def test_text_that_a_terminal_acts_on_is_spelled(capsys):
     print_rank_0(HOSTILE)
-    with ProgressLine(HOSTILE, total=None, every=0) as progress:
+    with ProgressLine(HOSTILE, total=None, interval=0) as progress:
         progress.update(1, **{"model\x1b": "x\ny\x1b"})
     build_rich_console(width=200, markup=False, highlight=False).print(HOSTILE)
     out = capsys.readouterr().out.split("\n")

@@ -134,9 +134,9 @@ def doubled(levels: int) -> str:
 
 MERGED = "a0: &a0 {lr: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40))
 UNUSABLE = {
-    "lists of lists": (doubled(40).encode(), "its aliases stand for more than 100,000 values"),
-    "mappings merged": (MERGED.encode(), "its aliases stand for more than 100,000 values"),
-    "in itself": (b"lr: &a [*a]", "its aliases stand for more than 100,000 values"),
+    "lists of lists": (doubled(40).encode(), "its aliases expand to more than 100,000 values"),
+    "mappings merged": (MERGED.encode(), "its aliases expand to more than 100,000 values"),
+    "in itself": (b"lr: &a [*a]", "its aliases expand to more than 100,000 values"),
     "deep": (b"lr: " + 5000 * b"[", "nested too deeply"),
     "large": (b"#" * (1 << 20) + b"\n", "larger than 1,048,576 bytes"),
     "no text": (b"lr: \xff", "not UTF-8 text"),

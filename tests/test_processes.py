@@ -105,7 +105,9 @@ def test_a_dead_worker_is_an_error_that_names_it(work, item, message):
 @pytest.mark.parametrize(("then", "code"), [("wait", None), ("exit 3", 3)])
 def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
     with open(tmp_path / "said", "wb") as stream:
-        child = ChildProcess(with_pdeathsig(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream)
+        child = ChildProcess(
+            with_pdeathsig(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream
+        )
     try:
         deadline = time.monotonic() + 60
         while not (said := (tmp_path / "said").read_text()).endswith("\n"):
@@ -117,7 +119,7 @@ def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
         child.kill()
     gone, _ = psutil.wait_procs([begun], timeout=10)
     assert gone or begun.status() == psutil.STATUS_ZOMBIE, "nobody here reaps it, perhaps"
-    assert child.code() == (code or -signal.SIGKILL)
+    assert child.exit_code() == (code or -signal.SIGKILL)
 
 
 PARENT = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaenc.torchelastic import exit_without_restart, exit_if_restart_forbidden
+from megaenc.torchelastic import EXIT_CODE_FILE, exit_without_restart, exit_if_restart_forbidden
 
 
 @pytest.fixture
@@ -38,3 +38,10 @@ def test_without_a_folder_of_torchrun_nothing_is_left_or_found(error_file, monke
     exit_without_restart(2)
     exit_if_restart_forbidden()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_code_is_recorded_where_the_caller_of_torchrun_asks_for_it(worker, monkeypatch, tmp_path):
+    worker("one", 0)
+    monkeypatch.setenv(EXIT_CODE_FILE, str(tmp_path / "code"))
+    exit_without_restart(75)
+    assert (tmp_path / "code").read_text() == "75\n"

@@ -42,7 +42,9 @@ PEAK_BF16_FLOPS = {
 
 def peak_bf16_flops(name: str) -> float:
     """Dense bf16 FLOP/s of the device that calls itself `name`, by whole words of it; 0.0 for one that is not in the table."""
-    found = (peak for part, peak in PEAK_BF16_FLOPS.items() if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", name, re.IGNORECASE))
+    found = (
+        peak for part, peak in PEAK_BF16_FLOPS.items() if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", name, re.IGNORECASE)
+    )
     return next(found, 0.0)
 
 

@@ -57,74 +57,76 @@ class DataBenchConfig:
     """Threads or processes of each way."""
 
 
-def bench(settings: DataBenchConfig) -> dict[str, Any]:
+def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
     """Compare the ways; return what goes into the JSON. Raises InputError for wrong input, and where ids differ."""
-    report.check_positive(settings, "rounds", "workers", "megabytes")
-    check_process_count("--workers", settings.workers)
-    check_output_file(Path(settings.output), "--output")
+    report.check_positive(config, "rounds", "workers", "megabytes")
+    check_process_count("--workers", config.workers)
+    check_output_file(Path(config.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
-        text, tokenizer = _prepared(settings, Path(folder))
-        turns: dict[str, list[dict[str, Any]]] = {way: [] for way in tokenize_backends.WAYS}
-        with ProgressLine("comparing ids", len(tokenize_backends.WAYS) * (settings.rounds + 1)) as progress:
-            for turn in range(settings.rounds + 1):
-                names = list(tokenize_backends.WAYS)
-                for way in names[turn % len(names) :] + names[: turn % len(names)]:  # each turn begins with another
-                    turns[way].append(_turn(way, text, tokenizer, settings.workers))
-                    progress.update(sum(map(len, turns.values())), description=f"turn {turn} of {settings.rounds}: {way}")
-                _compare(turns)
-        return {"settings": asdict(settings), "machine": report.machine(), **_figures(text.stat().st_size, turns)}
+        text, tokenizer = _prepare_inputs(config, Path(folder))
+        turns: dict[str, list[dict[str, Any]]] = {backend: [] for backend in tokenize_backends.BACKENDS}
+        with ProgressLine("comparing ids", len(tokenize_backends.BACKENDS) * (config.rounds + 1)) as progress:
+            for turn in range(config.rounds + 1):
+                names = list(tokenize_backends.BACKENDS)
+                for backend in names[turn % len(names) :] + names[: turn % len(names)]:  # each turn begins with another
+                    turns[backend].append(_run_turn(backend, text, tokenizer, config.workers))
+                    progress.update(sum(map(len, turns.values())), description=f"turn {turn} of {config.rounds}: {backend}")
+                _check_same_ids(turns)
+        return {"settings": asdict(config), "machine": report.describe_machine(), **_summarize_turns(text.stat().st_size, turns)}
 
 
-def _prepared(settings: DataBenchConfig, folder: Path) -> tuple[Path, str]:
+def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
     """(the JSONL that all read, the tokenizer)."""
-    given = settings.input
-    if not given:
+    inputs = config.input
+    if not inputs:
         from megaenc.data.demo import build_demo_corpus
 
-        given = (str(build_demo_corpus(folder / "demo").corpus),)
-    found = resolve.resolve_inputs(resolve.InputConfig(given), [settings.json_key])
-    documents, size, limit = [], 0, 1e6 * settings.megabytes
-    for text in resolve.read_texts(found, settings.json_key):
+        inputs = (str(build_demo_corpus(folder / "demo").corpus),)
+    resolved = resolve.resolve_inputs(resolve.InputConfig(inputs), [config.json_key])
+    documents, size, limit = [], 0, 1e6 * config.megabytes
+    for text in resolve.read_texts(resolved, config.json_key):
         if text:
-            documents.append(json.dumps({"id": f"{given[0]}:{len(documents)}", "text": text}, ensure_ascii=False) + "\n")
+            documents.append(json.dumps({"id": f"{inputs[0]}:{len(documents)}", "text": text}, ensure_ascii=False) + "\n")
             size += len(text)
         if size > limit:
             break
     if not documents:
-        raise InputError(f"{given[0]}: no document holds any text under `{settings.json_key}`")
-    order, size, path = random.Random(0), 0, folder / "text.jsonl"
+        raise InputError(f"{inputs[0]}: no document holds any text under `{config.json_key}`")
+    generator, size, path = random.Random(0), 0, folder / "text.jsonl"
     with open(path, "wb") as stream:
         while size < limit:
             for document in documents:
                 size += stream.write(document.encode(errors="replace"))
                 if size >= limit:
                     break
-            order.shuffle(documents)
-    if settings.tokenizer:
-        return path, settings.tokenizer
+            generator.shuffle(documents)
+    if config.tokenizer:
+        return path, config.tokenizer
     from megaenc.data.tokenizer.train_command import TrainTokenizerConfig, train_and_save_tokenizer
 
     train_and_save_tokenizer(
-        TrainTokenizerConfig(input=given, output=str(folder / "tokenizer"), vocab_size=8192, json_key=settings.json_key)
+        TrainTokenizerConfig(input=inputs, output=str(folder / "tokenizer"), vocab_size=8192, json_key=config.json_key)
     )
     return path, str(folder / "tokenizer")
 
 
-def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
+def _run_turn(backend: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
     """Return what one process finds (`ways.turn`), and the most memory, in MiB, that it and those below it had together."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
-        with report.at_work(tokenize_backends.turn, (way, str(text), tokenizer, workers), python_environment()) as [worker]:
-            peak = _watched(worker)
-            [found] = worker.results()
+        with report.run_workers(
+            tokenize_backends.run_backend, (backend, str(text), tokenizer, workers), python_environment()
+        ) as [worker]:
+            peak = _watch_peak_memory(worker)
+            [results] = worker.results()
     except InputError:
         raise
     except Exception as error:  # of whichever library
-        raise InputError(f"{way}: {type(error).__name__}: {format_error(error, 1000)}") from None
-    return {**found, "process_seconds": time.perf_counter() - began, "peak_mib": max(peak, found["peak_mib"])}
+        raise InputError(f"{backend}: {type(error).__name__}: {format_error(error, 1000)}") from None
+    return {**results, "process_seconds": time.perf_counter() - start, "peak_mib": max(peak, results["peak_mib"])}
 
 
-def _watched(worker: Worker) -> float:
+def _watch_peak_memory(worker: Worker) -> float:
     """Wait for an answer; return the most MiB resident in the worker and all below it at once, shared pages counted in each."""
     peak, own = 0, psutil.Process(worker.process.pid)
     while not worker.connection.poll(0.1):
@@ -133,55 +135,57 @@ def _watched(worker: Worker) -> float:
     return peak / 2**20
 
 
-def _compare(turns: dict[str, list[dict[str, Any]]]) -> None:
+def _check_same_ids(turns: dict[str, list[dict[str, Any]]]) -> None:
     first = next(iter(turns))
-    wanted = turns[first][0]
-    for way, (*_, found) in turns.items():
-        if found["sha256"] != wanted["sha256"]:
+    reference = turns[first][0]
+    for backend, (*_, result) in turns.items():
+        if result["sha256"] != reference["sha256"]:
             raise InputError(
-                f"{way}: found {found['documents']:,} documents, {found['tokens']:,} tokens, sha256 {found['sha256'][:12]}; "
-                f"expected the ids of {first}: {wanted['documents']:,}, {wanted['tokens']:,}, {wanted['sha256'][:12]}"
+                f"{backend}: found {result['documents']:,} documents, {result['tokens']:,} tokens, sha256 {result['sha256'][:12]}; "
+                f"expected the ids of {first}: {reference['documents']:,}, {reference['tokens']:,}, {reference['sha256'][:12]}"
             )
 
 
-def _figures(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Of each way speed and memory over the timed turns; how many times as fast ours is in the same turn."""
-    timed = {way: found[1:] for way, found in turns.items()}
+    timed = {backend: turn[1:] for backend, turn in turns.items()}
     ours = timed["megaenc"]
     tokens = ours[0]["tokens"]
     amounts = {"megabytes_per_second": size / 1e6, "tokens_per_second": tokens}
 
-    def times(way: str) -> dict[str, float]:
-        return report.spread([theirs["seconds"] / mine["seconds"] for theirs, mine in zip(timed[way], ours, strict=True)])
+    def speedups(backend: str) -> dict[str, float]:
+        return report.summarize([theirs["seconds"] / mine["seconds"] for theirs, mine in zip(timed[backend], ours, strict=True)])
 
     return {
         "bytes": size,
         "documents": ours[0]["documents"],
         "tokens": tokens,
         "ways": {
-            way: {name: report.spread([amount / found["seconds"] for found in some]) for name, amount in amounts.items()}
-            | {name: report.spread([found[name] for found in some]) for name in _SECONDS}
-            | {"peak_mib": max(found["peak_mib"] for found in some)}
-            for way, some in timed.items()
+            backend: {
+                name: report.summarize([amount / turn["seconds"] for turn in backend_turns]) for name, amount in amounts.items()
+            }
+            | {name: report.summarize([turn[name] for turn in backend_turns]) for name in _SECONDS}
+            | {"peak_mib": max(turn["peak_mib"] for turn in backend_turns)}
+            for backend, backend_turns in timed.items()
         },
-        **{name: times(way) for name, (way, _) in _RATIOS.items()},
+        **{name: speedups(backend) for name, (backend, _) in _RATIOS.items()},
         "turns": turns,
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def format_table(results: dict[str, Any]) -> str:
     """The figures for the eye."""
-    size = f"{found['bytes'] / 1e6:,.1f} MB of JSONL, {found['documents']:,} documents, {found['tokens']:,} tokens"
+    size = f"{results['bytes'] / 1e6:,.1f} MB of JSONL, {results['documents']:,} documents, {results['tokens']:,} tokens"
     lines = [f"{size}; the ids of all are identical", f"{'':18}{'MB/s':>8}{'lowest':>8}{'highest':>8}{'tokens/s':>14}{'MiB':>8}"]
-    for way, row in found["ways"].items():
+    for backend, row in results["ways"].items():
         speed = row["megabytes_per_second"]
         lines.append(
-            f"{way:18}{speed['median']:8.1f}{speed['lowest']:8.1f}{speed['highest']:8.1f}"
+            f"{backend:18}{speed['median']:8.1f}{speed['lowest']:8.1f}{speed['highest']:8.1f}"
             f"{row['tokens_per_second']['median']:14,.0f}{row['peak_mib']:8,.0f}"
         )
-    for name, (_, what) in _RATIOS.items():
-        row = found[name]
-        lines.append(f"{row['median']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f}) {what}")
+    for name, (_, description) in _RATIOS.items():
+        row = results[name]
+        lines.append(f"{row['median']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f}) {description}")
     return "\n".join(lines)
 
 
@@ -189,5 +193,5 @@ def table(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc bench data`."""
     silence_libraries()
-    settings = flags.parse(DataBenchConfig, argv, prog="megaenc bench data", description=__doc__)
-    report.run(bench, table, settings)
+    config = flags.parse(DataBenchConfig, argv, prog="megaenc bench data", description=__doc__)
+    report.run_benchmark(measure_tokenization, format_table, config)

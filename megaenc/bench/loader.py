@@ -31,10 +31,10 @@ from megaenc.output_paths import check_output_file
 from megaenc.processes import WorkerDied, check_process_count, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")
-_SENTENCE = 25  # tokens
-_IDS = 30_000
+_SENTENCE_LENGTH = 25  # tokens
+_VOCAB_SIZE = 30_000
 _NO_TOKENS = np.empty(0, np.uint16)
-_HELD: list[CorpusPackedDataset] = []
+_OPEN_PACKS: list[CorpusPackedDataset] = []
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LoaderBenchConfig:
     """Processes of one machine that open the index together, after one alone has; 1: only that."""
 
 
-def lengths_of(documents: int, mean: int) -> np.ndarray:
+def draw_lengths(documents: int, mean: int) -> np.ndarray:
     """int32[documents] in tokens, at least 1: log-normal, as texts of the web are: one in twenty has over three times `mean`."""
     drawn = np.random.default_rng(0).standard_normal(documents, dtype=np.float32)
     np.exp(drawn, out=drawn)
@@ -80,51 +80,51 @@ def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: 
     os.truncate(files[0], 2 * writer.tokens)
 
 
-def bench(settings: LoaderBenchConfig) -> dict[str, Any]:
+def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
     """Measure; return what goes into the JSON. Raises InputError for wrong flags."""
     sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
-    report.check_positive(settings, *sizes)
-    check_process_count("--processes", settings.processes)
-    wrong = [name for name in settings.packings if name not in PACKINGS]
-    if wrong or not settings.packings:
-        raise InputError(f"--packings {' '.join(wrong) or '(none)'}: expected some of {', '.join(PACKINGS)}")
-    check_output_file(Path(settings.output), "--output")
+    report.check_positive(config, *sizes)
+    check_process_count("--processes", config.processes)
+    unknown = [name for name in config.packings if name not in PACKINGS]
+    if unknown or not config.packings:
+        raise InputError(f"--packings {' '.join(unknown) or '(none)'}: expected some of {', '.join(PACKINGS)}")
+    check_output_file(Path(config.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
-        prefixes = _written(settings, Path(folder))
-        measures = {"index": ("index", 1), "index_together": ("index", settings.processes), "reading": ("reading", 1)}
-        found: dict[str, dict[str, list]] = {name: {packing: [] for packing in settings.packings} for name in measures}
-        if settings.processes == 1:
+        prefixes = _write_corpora(config, Path(folder))
+        measures = {"index": ("index", 1), "index_together": ("index", config.processes), "reading": ("reading", 1)}
+        results: dict[str, dict[str, list]] = {name: {packing: [] for packing in config.packings} for name in measures}
+        if config.processes == 1:
             del measures["index_together"]
-        rounds = list(itertools.product(range(settings.rounds), settings.packings, measures.items()))
+        rounds = list(itertools.product(range(config.rounds), config.packings, measures.items()))
         with ProgressLine("measuring", len(rounds)) as progress:
-            for done, (turn, packing, (name, (what, processes))) in enumerate(rounds, 1):
-                found[name][packing].append(_turn(what, prefixes[what], packing, settings, processes))
-                progress.update(done, description=f"turn {turn + 1} of {settings.rounds}: {packing}, {what}")
+            for done, (turn, packing, (name, (measure, processes))) in enumerate(rounds, 1):
+                results[name][packing].append(_run_turn(measure, prefixes[measure], packing, config, processes))
+                progress.update(done, description=f"turn {turn + 1} of {config.rounds}: {packing}, {measure}")
     spreads = {
         name: {
-            packing: {key: report.spread([turn[key] for turn in turns]) for key in next(iter(turns), ())}
+            packing: {key: report.summarize([turn[key] for turn in turns]) for key in next(iter(turns), ())}
             for packing, turns in each.items()
         }
-        for name, each in found.items()
+        for name, each in results.items()
     }
-    return {"settings": asdict(settings), "machine": report.machine(), **spreads}
+    return {"settings": asdict(config), "machine": report.describe_machine(), **spreads}
 
 
-def _written(settings: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
+def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
     """Write both corpora; return their prefixes."""
-    prefixes = {what: folder / what for what in MEASURES}
-    lengths = lengths_of(settings.documents, settings.mean_length)
+    prefixes = {name: folder / name for name in MEASURES}
+    lengths = draw_lengths(config.documents, config.mean_length)
     write_corpus(prefixes["index"], lengths, np.ones(len(lengths), np.int32))
-    lengths = lengths_of(max(1, settings.tokens // settings.mean_length), settings.mean_length)
-    counts = -(-lengths // _SENTENCE)
-    sequences = np.full(int(counts.sum()), _SENTENCE, np.int32)
-    sequences[np.cumsum(counts) - 1] = lengths - _SENTENCE * (counts - 1)
-    tokens = np.random.default_rng(1).integers(0, _IDS, int(lengths.sum(dtype=np.int64)), np.uint16)
+    lengths = draw_lengths(max(1, config.tokens // config.mean_length), config.mean_length)
+    counts = -(-lengths // _SENTENCE_LENGTH)
+    sequences = np.full(int(counts.sum()), _SENTENCE_LENGTH, np.int32)
+    sequences[np.cumsum(counts) - 1] = lengths - _SENTENCE_LENGTH * (counts - 1)
+    tokens = np.random.default_rng(1).integers(0, _VOCAB_SIZE, int(lengths.sum(dtype=np.int64)), np.uint16)
     write_corpus(prefixes["reading"], sequences, counts, tokens)
     return prefixes
 
 
-def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchConfig, processes: int) -> dict[str, float]:
+def _run_turn(measure: str, prefix: Path, packing: str, config: LoaderBenchConfig, processes: int) -> dict[str, float]:
     """Return what one process measures; of several the seconds of the slowest, and processor time and memory of all."""
     environment = python_environment() | {
         "OMP_NUM_THREADS": "1",
@@ -132,19 +132,19 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchConfig, pr
         "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
     }
     try:
-        with report.at_work(MEASURES[what], (str(prefix), packing, settings), *[environment] * processes) as workers:
-            found = [row for worker in workers for row in worker.results()]
+        with report.run_workers(MEASURES[measure], (str(prefix), packing, config), *[environment] * processes) as workers:
+            rows = [row for worker in workers for row in worker.results()]
             # All are there still, each with what it holds: of what several hold, each has its part.
             memory = [psutil.Process(worker.process.pid).memory_full_info().pss / 2**30 for worker in workers]
     except (InputError, WorkerDied) as error:
-        raise InputError(f"{packing}, {what}: {format_error(error, 1000)}") from None
+        raise InputError(f"{packing}, {measure}: {format_error(error, 1000)}") from None
     if processes == 1:
-        return found[0]
-    seconds, computed = ([row[name] for row in found] for name in ("seconds", "processor_seconds"))
-    return {"seconds": max(seconds), "processor_seconds": sum(computed), "gib": sum(memory)}
+        return rows[0]
+    seconds, cpu_seconds = ([row[name] for row in rows] for name in ("seconds", "processor_seconds"))
+    return {"seconds": max(seconds), "processor_seconds": sum(cpu_seconds), "gib": sum(memory)}
 
 
-def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPackedDataset:
+def _open_packs(prefix: str, packing: str, seq_length: int) -> CorpusPackedDataset:
     from megaenc.data.indexed.corpus import Corpus, parse_split
     from megaenc.data.packing.builder import PACKINGS as kinds
     from megaenc.data.packing.builder import split_corpus
@@ -164,15 +164,15 @@ def measure_index(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
     from megaenc.backend.megatron import import_megatron
 
     import_megatron()
-    began, computed = time.perf_counter(), time.process_time()
-    prefix, packing, settings = work
-    _HELD.append(_packs(prefix, packing, settings.seq_length))
-    _HELD[0][0]
-    seconds, computed = time.perf_counter() - began, time.process_time() - computed
+    start, cpu_start = time.perf_counter(), time.process_time()
+    prefix, packing, config = work
+    _OPEN_PACKS.append(_open_packs(prefix, packing, config.seq_length))
+    _OPEN_PACKS[0][0]
+    seconds, cpu_start = time.perf_counter() - start, time.process_time() - cpu_start
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     fields = {"peak_gib": "VmHWM", "after_gib": "VmRSS", "mapped_gib": "RssFile"}
     gib = {name: int(status[field].split()[0]) / 2**20 for name, field in fields.items()}
-    return {"seconds": seconds, "processor_seconds": computed} | gib
+    return {"seconds": seconds, "processor_seconds": cpu_start} | gib
 
 
 def measure_reading(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
@@ -184,42 +184,42 @@ def measure_reading(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float
     from megaenc.training.micro_batches import build_micro_batch
 
     torch.set_num_threads(1)
-    prefix, packing, settings = work
-    packs = _packs(prefix, packing, settings.seq_length)
-    vocabulary = Vocabulary(_IDS, 0, 1, (0, 1), "")
+    prefix, packing, config = work
+    packs = _open_packs(prefix, packing, config.seq_length)
+    vocabulary = Vocabulary(_VOCAB_SIZE, 0, 1, (0, 1), "")
     packs.stream.corpus.check_vocabulary(vocabulary)
     objective = MaskedLanguageModeling(vocabulary)
-    size, cpu = settings.micro_batch_size, torch.device("cpu")
+    size, cpu = config.micro_batch_size, torch.device("cpu")
     ways = {
         "packs": (1, lambda first: packs[first]),
         "micro_batches": (size, lambda first: build_micro_batch(packs, range(first, first + size), objective, 1, cpu)),
     }
-    found, first = {}, 0
+    results, first = {}, 0
     for name, (step, read) in ways.items():
         read(first)
-        began, count = time.perf_counter(), 0
-        while (spent := time.perf_counter() - began) < settings.seconds:
+        start, count = time.perf_counter(), 0
+        while (spent := time.perf_counter() - start) < config.seconds:
             first += step
             read(first)
             count += step
-        found[f"{name}_tokens_per_second"] = count * settings.seq_length / spent
-    return found
+        results[f"{name}_tokens_per_second"] = count * config.seq_length / spent
+    return results
 
 
 MEASURES = {"index": measure_index, "reading": measure_reading}
 
 
-def table(found: dict[str, Any]) -> str:
+def format_table(results: dict[str, Any]) -> str:
     """The figures for the eye."""
-    documents = found["settings"]["documents"]
+    documents = results["settings"]["documents"]
     lines = [f"{documents:,} documents, from opening them to the first pack; millions of tokens a second of one process"]
-    processes = f"of {found['settings']['processes']} processes"
+    processes = f"of {results['settings']['processes']} processes"
     lines.append(f"{'':16}{'s':>8}{'GiB':>8}{processes + ', s':>20}{'GiB':>8}{'packs':>10}{'with MLM':>10}")
-    for packing, row in found["index"].items():
-        read = found["reading"][packing]
+    for packing, row in results["index"].items():
+        read = results["reading"][packing]
         packs, batches = (read[f"{name}_tokens_per_second"]["median"] / 1e6 for name in ("packs", "micro_batches"))
         seconds, gib = row["seconds"]["median"], row["peak_gib"]["median"]
-        shared = found["index_together"][packing] or {"seconds": row["seconds"], "gib": row["peak_gib"]}
+        shared = results["index_together"][packing] or {"seconds": row["seconds"], "gib": row["peak_gib"]}
         together = (shared[name]["median"] for name in ("seconds", "gib"))
         lines.append(
             "{:16}{:8.1f}{:8.2f}{:20.1f}{:8.2f}{:10.1f}{:10.1f}".format(packing, seconds, gib, *together, packs, batches)
@@ -231,5 +231,5 @@ def table(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc bench loader`."""
     silence_libraries()
-    settings = flags.parse(LoaderBenchConfig, argv, prog="megaenc bench loader", description=__doc__)
-    report.run(bench, table, settings)
+    config = flags.parse(LoaderBenchConfig, argv, prog="megaenc bench loader", description=__doc__)
+    report.run_benchmark(measure_loader, format_table, config)

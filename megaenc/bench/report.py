@@ -1,4 +1,4 @@
-"""What every benchmark tells: the machine, medians with their spread, a JSON file."""
+"""Helpers of all benchmarks: machine description, worker processes, summaries and the JSON report."""
 
 import contextlib
 import importlib.metadata
@@ -21,11 +21,11 @@ from megaenc.output_paths import create_parent_dir
 from megaenc.processes import Worker, WorkerDied, read_processor_name, usable_core_count
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
-_LAST_BYTES = 3000  # printed by a process that failed
+_LAST_BYTES = 3000  # output of a failed process that is kept
 
 
-def machine() -> dict[str, Any]:
-    """What figures depend on: processor, usable cores, memory in GiB, accelerators, load before the start, versions, time."""
+def describe_machine() -> dict[str, Any]:
+    """Return processor, usable cores, memory in GiB, accelerators, load, package versions and time as a JSON object."""
     import torch
 
     return {
@@ -43,10 +43,10 @@ def machine() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def at_work(work: Callable[[Any], Any], item: Any, *environments: Mapping[str, str]) -> Iterator[list[Worker]]:
-    """Have a process in each of `environments` call `work(item)`, which ends with the block.
+def run_workers(work: Callable[[Any], Any], item: Any, *environments: Mapping[str, str]) -> Iterator[list[Worker]]:
+    """Start a process per environment that calls `work(item)`; yield the workers and kill them after the block.
 
-    Raises WorkerEnded with the last that they printed if one ends before it is done.
+    Raises WorkerDied with the last output if one ends early.
     """
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile())
@@ -62,28 +62,28 @@ def at_work(work: Callable[[Any], Any], item: Any, *environments: Mapping[str, s
             raise WorkerDied(error.worker, f"{error}\n{output.read().decode(errors='replace')}".rstrip()) from None
 
 
-def check_positive(settings: Any, *names: str) -> None:
-    """InputError for the first of these flags that is not above 0."""
+def check_positive(config: Any, *names: str) -> None:
+    """Raise InputError for the first of these flags that is not above 0."""
     for name in names:
-        if not getattr(settings, name) > 0:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(settings, name)}: expected more than 0")
+        if not getattr(config, name) > 0:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected more than 0")
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """`median`, `lowest` and `highest` of at least one value."""
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Return `median`, `lowest` and `highest` of at least one value."""
     return {"median": median(values), "lowest": min(values), "highest": max(values)}
 
 
-def write(path: str | Path, found: dict[str, Any]) -> None:
-    """Write `found` as JSON, whole or not at all. Raises InputError where the file cannot be written."""
+def write_report(path: str | Path, results: dict[str, Any]) -> None:
+    """Write results atomically as JSON to the path of --output; raise InputError if it cannot be written."""
     create_parent_dir(Path(path), "--output")
-    atomic_write(Path(path), json.dumps(found, indent=1) + "\n")
+    atomic_write(Path(path), json.dumps(results, indent=1) + "\n")
 
 
-def run(bench: Callable[[Any], dict[str, Any]], table: Callable[[dict[str, Any]], str], settings: Any) -> None:
-    """Measure with `bench`, write the figures to `settings.output` and print their `table`."""
+def run_benchmark(measure: Callable[[Any], dict[str, Any]], format_table: Callable[[dict[str, Any]], str], config: Any) -> None:
+    """Call `measure(config)`, write its results to --output and print them with `format_table`."""
     with exit_on_sigterm():
-        found = bench(settings)
-        write(settings.output, found)
-        print_rank_0(table(found))
-        print_rank_0(f"written to {settings.output}")
+        results = measure(config)
+        write_report(config.output, results)
+        print_rank_0(format_table(results))
+        print_rank_0(f"written to {config.output}")

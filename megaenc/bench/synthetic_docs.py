@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megaenc.training.plan import Plan
 
 EOS, MASK = 0, 1
-UPDATES = 1 << 20  # more than any benchmark makes
+MAX_STEPS = 1 << 20  # more than any benchmark makes
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class SyntheticDocuments:
 
     @cached_property
     def _tokens(self) -> list[np.ndarray]:
-        made = []
+        documents = []
         for number, length in enumerate(self.document_lengths.tolist()):
             draws = counter_rng.uniforms(self.seed, "benchmark tokens", length, counters=(number,))
-            made.append((MASK + 1 + draws**3 * (self.vocab_size - MASK - 1)).astype(np.int64))
-            made[-1][-1] = EOS
-        return made
+            documents.append((MASK + 1 + draws**3 * (self.vocab_size - MASK - 1)).astype(np.int64))
+            documents[-1][-1] = EOS
+        return documents
 
     def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """See megaenc.data.packing.token_stream.DocumentSource."""
@@ -83,16 +83,16 @@ class SyntheticDocuments:
 
     def spans(self, attention: Attention) -> list[tuple[int, int, int]]:
         """(0, prefix, length) of each document, as ModelConfig.training_flops counts them."""
-        whole = attention == Attention.BIDIRECTIONAL
-        return [(0, length if whole else 0, length) for length in self.document_lengths.tolist()]
+        is_bidirectional = attention == Attention.BIDIRECTIONAL
+        return [(0, length if is_bidirectional else 0, length) for length in self.document_lengths.tolist()]
 
-    def by_length(self) -> tuple[int, ...]:
+    def order_by_length(self) -> tuple[int, ...]:
         """The numbers, the shortest document first."""
         return tuple(np.argsort(self.document_lengths, kind="stable").tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class BenchSetup:
     """A model and what it reads."""
 
     shape: ModelConfig
@@ -100,7 +100,7 @@ class Setup:
     seq_length: int  # tokens of the longest document and of a pack
     shortest: int = 12  # tokens of the shortest document
     bf16: bool = False
-    rate: float = 1e-4  # of learning
+    learning_rate: float = 1e-4
     kernels: dict[str, Any] = field(default_factory=dict)  # fields of Kernels that are not to be the default
     tensor_model_parallel_size: int = 1
 
@@ -109,20 +109,20 @@ class Setup:
         """What objectives know of the tokens."""
         return Vocabulary(self.vocab_size, EOS, MASK, (EOS, MASK), f"benchmark {self.vocab_size}")
 
-    def documents_of(self, count: int) -> SyntheticDocuments:
+    def build_documents(self, count: int) -> SyntheticDocuments:
         """So many, in the order of their numbers."""
         return SyntheticDocuments(count, self.shortest, self.seq_length, self.vocab_size)
 
-    def schedule(self, *texts: str) -> Schedule:
+    def build_schedule(self, *texts: str) -> Schedule:
         """Of one objective, or of several drawn by turns. Raises InputError."""
         text = texts[0] if len(texts) == 1 else f"mix({','.join(f'{each}:1' for each in texts)})"
-        return Schedule.build(text, UPDATES, self.vocabulary)
+        return Schedule.build(text, MAX_STEPS, self.vocabulary)
 
-    def objective_of(self, text: str) -> Objective:
+    def parse_objective(self, text: str) -> Objective:
         """The one objective that a schedule calls `text`. Raises InputError."""
         return Schedule.build(text, 1, self.vocabulary).objective(1)
 
-    def plan(self, packs: PackedDataset, *objectives: str, batch: int = 1) -> "Plan":
+    def build_plan(self, packs: PackedDataset, *objectives: str, batch: int = 1) -> "Plan":
         """A run without end of updates of `batch` packs that trains `objectives`: all of them have the attention they need."""
         from megaenc.backend import KernelConfig
         from megaenc.data.packing.builder import RunData
@@ -134,7 +134,7 @@ class Setup:
         default = PretrainConfig(bf16=self.bf16)
         settings = dataclasses.replace(
             default,
-            train_iters=UPDATES,
+            train_iters=MAX_STEPS,
             micro_batch_size=batch,
             global_batch_size=batch,
             seed=0,
@@ -142,8 +142,8 @@ class Setup:
             kernels=KernelConfig(**self.kernels),
             data=dataclasses.replace(default.data, seq_length=self.seq_length),
             layout=dataclasses.replace(default.layout, tensor_model_parallel_size=self.tensor_model_parallel_size),
-            optimizer=dataclasses.replace(default.optimizer, lr=self.rate),
+            optimizer=dataclasses.replace(default.optimizer, lr=self.learning_rate),
         )
         settings.check(get_world_size())
-        data, rate = RunData((), (), (), packs, None), WSDSchedule(self.rate, 0, 0, UPDATES)
-        return Plan(settings, self.vocabulary, None, data, self.schedule(*objectives), rate)
+        data, rate = RunData((), (), (), packs, None), WSDSchedule(self.learning_rate, 0, 0, MAX_STEPS)
+        return Plan(settings, self.vocabulary, None, data, self.build_schedule(*objectives), rate)

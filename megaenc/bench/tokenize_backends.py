@@ -23,10 +23,10 @@ from megaenc.torchelastic import die_with_parent
 Ids = tuple[np.ndarray, np.ndarray]
 Work = Callable[[], Callable[[], Ids]]
 
-_AT_ONCE = 1000  # documents; what datasets.map gives at once too
+_BATCH_SIZE = 1000  # documents; what datasets.map gives at once too
 
 
-def by_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
+def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
     """`megaenc preprocess`: to .bin, .idx and .json on the disk."""
     from megaenc.data.indexed.indexed_dataset import IndexArrays
     from megaenc.data.indexed.metadata import read_corpus_metadata
@@ -39,14 +39,16 @@ def by_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
 
         def ids() -> Ids:
             index = IndexArrays.map(f"{prefix}.idx")
-            return np.fromfile(f"{prefix}.bin", read_corpus_metadata(prefix).dtype).astype(np.uint32), np.array(index.lengths, np.int64)
+            return np.fromfile(f"{prefix}.bin", read_corpus_metadata(prefix).dtype).astype(np.uint32), np.array(
+                index.lengths, np.int64
+            )
 
         return ids
 
     return work
 
 
-def by_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
+def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
     """gigatoken's own way with files: threads of its own, all ids in memory."""
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     from gigatoken import JsonlFileSource, Tokenizer
@@ -55,16 +57,16 @@ def by_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
 
     config = json.loads(load_tokenizer(tokenizer).backend_tokenizer.to_str())
     config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]  # special tokens are text
-    quick = Tokenizer.from_json(json.dumps({**config, "post_processor": None}))
+    encoder = Tokenizer.from_json(json.dumps({**config, "post_processor": None}))
 
     def work() -> Callable[[], Ids]:
-        made = quick.encode_files(JsonlFileSource([text]))
-        return lambda: (np.asarray(made.layout.content.data), np.diff(made.layout.offsets.data))
+        encoding = encoder.encode_files(JsonlFileSource([text]))
+        return lambda: (np.asarray(encoding.layout.content.data), np.diff(encoding.layout.offsets.data))
 
     return work
 
 
-def _by_loop(method: str, text: str, tokenizer: str, workers: int, folder: str) -> Work:
+def _prepare_encode_batch(method: str, text: str, tokenizer: str, workers: int, folder: str) -> Work:
     """A plain loop of a method of Hugging Face tokenizers, which has threads of its own.
 
     `encode_batch_fast` leaves out where in the text tokens are.
@@ -80,14 +82,14 @@ def _by_loop(method: str, text: str, tokenizer: str, workers: int, folder: str) 
         rows: list[np.ndarray] = []
         with open(text, encoding="utf-8") as lines:
             texts = (json.loads(line)["text"] for line in lines)
-            while batch := list(islice(texts, _AT_ONCE)):
+            while batch := list(islice(texts, _BATCH_SIZE)):
                 rows.extend(np.array(row.ids, np.uint32) for row in encode_batch(batch, add_special_tokens=False))
         return lambda: (np.concatenate(rows), np.array([len(row) for row in rows]))
 
     return work
 
 
-def by_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Work:
+def prepare_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Work:
     """Hugging Face datasets: the JSONL loaded, then `map` with the tokenizer, batched, in as many processes."""
     os.environ |= {"HF_DATASETS_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers > 1 else "true"
@@ -95,19 +97,19 @@ def by_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Wor
 
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
-    loaded = load_tokenizer(tokenizer)
+    hf_tokenizer = load_tokenizer(tokenizer)
     datasets.disable_progress_bars()
 
     def work() -> Callable[[], Ids]:
         def encode(batch: dict) -> dict:
-            found = loaded(
+            encoded = hf_tokenizer(
                 batch["text"],
                 add_special_tokens=False,
                 split_special_tokens=True,
                 return_attention_mask=False,
                 return_token_type_ids=False,
             )
-            return {"ids": found["input_ids"]}
+            return {"ids": encoded["input_ids"]}
 
         data = datasets.load_dataset("json", data_files=text, split="train", cache_dir=f"{folder}/cache")
         mapped = data.map(encode, batched=True, remove_columns=data.column_names, num_proc=workers if workers > 1 else None)
@@ -122,34 +124,34 @@ def by_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Wor
     return work
 
 
-WAYS = {
-    "megaenc": by_megaenc,
-    "gigatoken": by_gigatoken,
-    "encode_batch": partial(_by_loop, "encode_batch"),
-    "encode_batch_fast": partial(_by_loop, "encode_batch_fast"),
-    "datasets.map": by_datasets_map,
+BACKENDS = {
+    "megaenc": prepare_megaenc,
+    "gigatoken": prepare_gigatoken,
+    "encode_batch": partial(_prepare_encode_batch, "encode_batch"),
+    "encode_batch_fast": partial(_prepare_encode_batch, "encode_batch_fast"),
+    "datasets.map": prepare_datasets_map,
 }
 
 
-def _processor_seconds() -> float:
+def _cpu_seconds() -> float:
     """Return those of this process and of those below it that have ended."""
     return sum(os.times()[:4])
 
 
-def turn(given: tuple[str, str, str, int]) -> dict[str, Any]:
+def run_backend(arguments: tuple[str, str, str, int]) -> dict[str, Any]:
     """Do the work of (way, text, tokenizer, workers) once; return its time, its memory and what ids it has found."""
     # What other programs fork, as datasets.map does its workers, would wait for work for ever after a kill of this process.
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
-    way, text, tokenizer, workers = given
+    name, text, tokenizer, workers = arguments
     with tempfile.TemporaryDirectory(dir=Path(text).parent) as folder:
-        work = WAYS[way](text, tokenizer, workers, folder)
-        began, computed = time.perf_counter(), _processor_seconds()
+        work = BACKENDS[name](text, tokenizer, workers, folder)
+        start, cpu_seconds = time.perf_counter(), _cpu_seconds()
         result = work()
-        seconds, computed = time.perf_counter() - began, _processor_seconds() - computed
+        seconds, cpu_seconds = time.perf_counter() - start, _cpu_seconds() - cpu_seconds
         peak = peak_resident_bytes() / 2**20
         ids, lengths = result()
         lengths = lengths[lengths > 0].astype("<i8")  # preprocessing leaves out documents without a token
         digest = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data)
         digest.update(lengths.data)
-    found = {"seconds": seconds, "processor_seconds": computed, "peak_mib": peak, "documents": len(lengths)}
-    return {**found, "tokens": len(ids), "sha256": digest.hexdigest()}
+    results = {"seconds": seconds, "processor_seconds": cpu_seconds, "peak_mib": peak, "documents": len(lengths)}
+    return {**results, "tokens": len(ids), "sha256": digest.hexdigest()}

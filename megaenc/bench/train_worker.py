@@ -1,4 +1,4 @@
-"""The sides of a training benchmark, and one turn of one of them in a process of its own."""
+"""Training functions of the pretraining benchmark, and their execution in new processes."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megaenc.bench import report
-from megaenc.bench.synthetic_docs import EOS, MASK, Setup, SyntheticDocuments
+from megaenc.bench.synthetic_docs import EOS, MASK, BenchSetup, SyntheticDocuments
 from megaenc.objectives import Attention
 from megaenc.processes import peak_resident_bytes, python_environment, usable_core_count
 from megaenc.training.config_groups import OptimizerConfig
@@ -21,63 +21,63 @@ from megaenc.training.config_groups import OptimizerConfig
 if TYPE_CHECKING:
     from megaenc.training.engine import Engine
 
-ADAM = OptimizerConfig()  # but for its rate, which is the work's
-IGNORED = -100  # what transformers' losses leave out
+ADAM = OptimizerConfig()  # except for the learning rate, which is the job's
+IGNORED = -100  # label that transformers' losses ignore
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingJob(Setup):
-    """What is trained on what; the same for all sides but for the last two fields and the layout."""
+class TrainingJob(BenchSetup):
+    """Training job of one contender; only layout, `by_length` and `kernel` differ between contenders."""
 
-    objective: str  # as a schedule spells it: clm or mlm(...)
+    objective: str  # in the notation of --objective-schedule: clm or mlm(...)
     documents: int
-    batch: int  # documents of an update; `documents` is a multiple of it
-    passes: int  # times that all documents are read while the clock runs
-    weights: str  # safetensors of the weights that all begin with, under transformers' names
-    by_length: bool = False  # documents in batches of like lengths, for transformers
-    kernel: str = "sdpa"  # transformers' attention
+    batch: int  # documents per step; divides `documents`
+    passes: int  # timed passes over all documents
+    weights: str  # safetensors file of the initial weights, with transformers' names
+    by_length: bool = False  # sort documents by length, for transformers
+    kernel: str = "sdpa"  # transformers' attention implementation
 
-    def read(self) -> SyntheticDocuments:
-        """Return the documents, in the order of this side."""
-        found = self.documents_of(self.documents)
-        return dataclasses.replace(found, order=found.by_length()) if self.by_length else found
+    def read_documents(self) -> SyntheticDocuments:
+        """Return the documents in this contender's order."""
+        documents = self.build_documents(self.documents)
+        return dataclasses.replace(documents, order=documents.order_by_length()) if self.by_length else documents
 
     @property
-    def updates(self) -> int:
-        """While the clock runs."""
+    def timed_steps(self) -> int:
+        """Return the number of timed steps."""
         return self.passes * self.documents // self.batch
 
 
 @contextlib.contextmanager
-def clock(found: dict[str, Any]) -> Iterator[None]:
-    """Put into `found` the seconds that pass inside, those of processors in this process, and `peak_memory` so far."""
-    wait()
+def measure_usage(results: dict[str, Any]) -> Iterator[None]:
+    """Write the block's `seconds` and `cpu_seconds`, and `peak_memory` in bytes, into `results`."""
+    synchronize_device()
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     yield
-    wait()
-    found["seconds"] = time.perf_counter() - started
+    synchronize_device()
+    results["seconds"] = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_SELF)
-    found["cpu_seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    found["peak_memory"] = peak_memory()
+    results["cpu_seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    results["peak_memory"] = peak_memory()
 
 
 def peak_memory() -> float:
-    """Return the most bytes of tensors that the accelerator, if there is one, has held, else the most of the process."""
+    """Return the peak bytes of tensors on the accelerator, or without one the peak resident bytes of the process."""
     import torch
 
     return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_resident_bytes()
 
 
-def wait() -> None:
-    """Wait until the accelerator, if there is one, has done what it was given."""
+def synchronize_device() -> None:
+    """Wait for the accelerator, if any, to finish its queued work."""
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def write_weights(work: TrainingJob, fill: Callable[[Any], None] | None = None) -> dict[str, Any]:
-    """Write the weights that megaenc begins with, under transformers' names: those of the seed, or what `fill` puts in."""
+def write_weights(job: TrainingJob, fill: Callable[[Any], None] | None = None) -> dict[str, Any]:
+    """Write megaenc's initial weights of seed 0, or those that `fill` sets, to `job.weights` with transformers' names."""
     import torch
     from safetensors.torch import save_file
 
@@ -90,18 +90,18 @@ def write_weights(work: TrainingJob, fill: Callable[[Any], None] | None = None) 
     from megaenc.model.encoder import build_encoder
 
     seed = None if fill else 0
-    encoder = build_encoder(work.shape, work.vocab_size, work.seq_length, ParallelConfig(), torch.float32, seed=seed)
+    encoder = build_encoder(job.shape, job.vocab_size, job.seq_length, ParallelConfig(), torch.float32, seed=seed)
     if fill:
         fill(encoder)
     parameters = {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
-    tensors = iter_hf_tensors(parameters, work.shape, work.vocab_size)
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors}, work.weights)
+    tensors = iter_hf_tensors(parameters, job.shape, job.vocab_size)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors}, job.weights)
     backend.destroy_distributed()
     return {}
 
 
-def train_with_megaenc(work: TrainingJob) -> dict[str, Any]:
-    """Train with the run's own engine, each batch a row of documents end to end; figures are of all processes together."""
+def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
+    """Train a job with megaenc's engine on packed documents; return loss, time and memory summed over processes."""
     import torch
     import torch.distributed as dist
 
@@ -109,135 +109,137 @@ def train_with_megaenc(work: TrainingJob) -> dict[str, Any]:
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
-    plan = work.plan(work.read(), work.objective, batch=work.batch)
+    plan = job.build_plan(job.read_documents(), job.objective, batch=job.batch)
     device = backend.init_distributed(plan.settings.layout, plan.settings.seed)
     from megaenc.training.engine import Engine
 
-    found = train_engine(Engine(plan, device), work)
-    totals = torch.tensor([found["cpu_seconds"], found["peak_memory"]], dtype=torch.float64, device=device.device)
+    results = train_engine(Engine(plan, device), job)
+    totals = torch.tensor([results["cpu_seconds"], results["peak_memory"]], dtype=torch.float64, device=device.device)
     dist.all_reduce(totals)
-    found["cpu_seconds"], found["peak_memory"] = totals.tolist()
+    results["cpu_seconds"], results["peak_memory"] = totals.tolist()
     backend.destroy_distributed()
-    return found
+    return results
 
 
-def train_engine(engine: "Engine", work: TrainingJob) -> dict[str, Any]:
-    """Return the loss of an engine's weights over all documents of its plan, and what its updates take."""
-    result = engine.evaluate(engine.plan.packs, work.documents // work.batch, work.objective_of(work.objective))
-    found = {"loss": result.loss, "predicted": result.predicted}
-    engine.train_step(1)  # what is made once is made here
-    with clock(found):
-        for step in range(2, work.updates + 2):
+def train_engine(engine: "Engine", job: TrainingJob) -> dict[str, Any]:
+    """Return the initial loss over all documents, and time and memory of the timed steps of an engine."""
+    result = engine.evaluate(engine.plan.packs, job.documents // job.batch, job.parse_objective(job.objective))
+    results = {"loss": result.loss, "predicted": result.predicted}
+    engine.train_step(1)  # warm-up
+    with measure_usage(results):
+        for step in range(2, job.timed_steps + 2):
             engine.train_step(step)
-    return found
+    return results
 
 
-def train_with_transformers(work: TrainingJob) -> dict[str, Any]:
-    """Train in a plain loop: a padded batch, bfloat16 by autocast, the model's own loss, torch's fused AdamW."""
+def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
+    """Train a job with transformers in a plain loop with padded batches and autocast; return loss, time and memory."""
     import torch
 
-    model, documents = peer(work), work.read()
+    model, documents = load_hf_model(job), job.read_documents()
     device = next(model.parameters()).device
-    objective = work.objective_of(work.objective)
+    objective = job.parse_objective(job.objective)
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        lr=work.rate,
+        lr=job.learning_rate,
         betas=(ADAM.adam_beta1, ADAM.adam_beta2),
         eps=ADAM.adam_eps,
         weight_decay=ADAM.weight_decay,
         fused=True,
     )
 
-    def loss_of(update: int) -> tuple[torch.Tensor, int]:
-        inputs, predicted = padded(work, documents, objective, update, device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=work.bf16):
+    def compute_loss(step: int) -> tuple[torch.Tensor, int]:
+        inputs, predicted = build_padded_batch(job, documents, objective, step, device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=job.bf16):
             return model(**inputs).loss, predicted
 
-    def train(update: int) -> None:
-        loss, _ = loss_of(update)
+    def train(step: int) -> None:
+        loss, _ = compute_loss(step)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.clip_grad)
         optimizer.step()
 
     with torch.no_grad():
-        losses = [(float(loss) * predicted, predicted) for loss, predicted in map(loss_of, range(work.documents // work.batch))]
+        losses = [
+            (float(loss) * predicted, predicted) for loss, predicted in map(compute_loss, range(job.documents // job.batch))
+        ]
     total, predicted = (sum(column) for column in zip(*losses, strict=True))
-    found = {"loss": total / predicted, "predicted": predicted}
+    results = {"loss": total / predicted, "predicted": predicted}
     train(0)
-    with clock(found):
-        for update in range(1, work.updates + 1):
-            train(update)
-    return found
+    with measure_usage(results):
+        for step in range(1, job.timed_steps + 1):
+            train(step)
+    return results
 
 
-def peer(work: TrainingJob) -> Any:
-    """Return transformers' model with the weights that all begin with: EuroBERT to look both ways, else Llama."""
+def load_hf_model(job: TrainingJob) -> Any:
+    """Return transformers' model with the job's initial weights: EuroBERT for bidirectional attention, else Llama."""
     import torch
     from safetensors.torch import load_file
     from transformers import EuroBertForMaskedLM, LlamaForCausalLM
 
     from megaenc.convert.architectures import FAMILIES, build_export_config
 
-    attention = work.objective_of(work.objective).attention
+    attention = job.parse_objective(job.objective).attention
     family, kind = ("eurobert", EuroBertForMaskedLM) if attention == Attention.BIDIRECTIONAL else ("llama", LlamaForCausalLM)
     config = build_export_config(
         FAMILIES[family],
         attention,
-        work.shape,
-        vocab_size=work.vocab_size,
-        context=work.seq_length,
+        job.shape,
+        vocab_size=job.vocab_size,
+        context=job.seq_length,
         tokenizer=SimpleNamespace(mask_token_id=MASK, pad_token_id=None, eos_token_id=EOS, bos_token_id=None),
         dtype=torch.float32,
     )
-    # Made without memory, so that no weights are drawn first.
+    # With a state dict, transformers skips the initialization of weights.
     model, loaded = kind.from_pretrained(
         None,
         config=config,
-        state_dict=load_file(work.weights),
-        attn_implementation=work.kernel,
+        state_dict=load_file(job.weights),
+        attn_implementation=job.kernel,
         dtype=torch.float32,
         output_loading_info=True,
     )
     if loaded["unexpected_keys"] or set(loaded["missing_keys"]) - {"lm_head.weight"}:
-        raise ValueError(f"weights of the peer: {loaded}")
+        raise ValueError(f"weights of transformers' model: {loaded}")
     return model.train().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def padded(
-    work: TrainingJob, documents: SyntheticDocuments, objective: Any, update: int, device: Any
+def build_padded_batch(
+    job: TrainingJob, documents: SyntheticDocuments, objective: Any, step: int, device: Any
 ) -> tuple[dict[str, Any], int]:
-    """Return a batch for transformers, padded to its longest document, and how many tokens it predicts."""
+    """Return a batch for transformers, padded to its longest document, and its number of predicted tokens."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    read = [documents.targets(objective, update * work.batch + number)[1] for number in range(work.batch)]
-    inputs = [torch.from_numpy(targets.inputs) for targets in read]
+    samples = [documents.targets(objective, step * job.batch + number)[1] for number in range(job.batch)]
+    inputs = [torch.from_numpy(targets.inputs) for targets in samples]
     ids = pad_sequence(inputs, batch_first=True, padding_value=EOS)
     mask = pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True)
     labels = torch.full_like(ids, IGNORED)
-    for row, targets in zip(labels, read, strict=True):
-        # A causal model of transformers moves the labels itself.
+    for row, targets in zip(labels, samples, strict=True):
+        # Causal models of transformers shift the labels themselves.
         row[torch.from_numpy(targets.predict_at + objective.shift)] = torch.from_numpy(targets.labels)
     tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(len(targets.labels) for targets in read)
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(len(targets.labels) for targets in samples)
 
 
-def peak_flops(work: TrainingJob) -> dict[str, Any]:
-    """Return the FLOP/s of this machine: measured on a processor, from the makers' sheets for an accelerator; 0 if not known."""
+def measure_peak_flops(job: TrainingJob) -> dict[str, Any]:
+    """Return the machine's peak FLOP/s as {"peak": ...}: measured on a CPU, from data sheets for accelerators; 0 if unknown."""
     import torch
 
     from megaenc.backend import detect_backend
 
-    return {"peak": detect_backend().peak_flops(torch.bfloat16 if work.bf16 else torch.float32)}
+    return {"peak": detect_backend().peak_flops(torch.bfloat16 if job.bf16 else torch.float32)}
 
 
-def turn(side: Callable[[TrainingJob], dict[str, Any]], work: TrainingJob) -> dict[str, Any]:
-    """Call a function of this module in a process of its own, or in as many as share each layer, and return what it finds.
+def run_in_processes(side: Callable[[TrainingJob], dict[str, Any]], job: TrainingJob) -> dict[str, Any]:
+    """Call a training function of this module in new processes, one per tensor-parallel rank, and return its result.
 
-    RuntimeError with what it said last where it fails.
+    Raises RuntimeError with the last output if it fails.
     """
-    count = work.tensor_model_parallel_size
+    count = job.tensor_model_parallel_size
     threads = int(os.environ.get("OMP_NUM_THREADS", usable_core_count()))
     environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // count))}
     if count > 1:
@@ -246,9 +248,9 @@ def turn(side: Callable[[TrainingJob], dict[str, Any]], work: TrainingJob) -> di
         environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
     try:
-        with report.at_work(side, work, *(environment | rank for rank in ranks)) as workers:
+        with report.run_workers(side, job, *(environment | rank for rank in ranks)) as workers:
             answers = multiprocessing.connection.wait([worker.connection for worker in workers])
-            # All find the same; one that fails leaves the others waiting for it.
-            return next(found for worker in workers if worker.connection in answers for found in worker.results())
-    except Exception as error:  # of whichever library
+            # All ranks return the same; if one fails, the others would wait for it.
+            return next(result for worker in workers if worker.connection in answers for result in worker.results())
+    except Exception as error:  # any library's
         raise RuntimeError(f"{side.__name__}: {type(error).__name__}: {error}") from None

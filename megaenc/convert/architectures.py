@@ -79,7 +79,12 @@ FAMILIES = {
     )
 }
 KNOWN_FAMILIES = ", ".join(FAMILIES)
-_FIELDS_WITHOUT_SHAPE = ("num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings")  # no shape contradicts them
+_FIELDS_WITHOUT_SHAPE = (
+    "num_attention_heads",
+    "rope_theta",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)  # no shape contradicts them
 
 
 def find_family(values: dict[str, Any], where: str) -> ModelFamily:
@@ -201,7 +206,9 @@ def build_export_config(
     where the family cannot say what the model is, naming those that can.
     """
     if missing := family.unsupported_feature(model, attention):
-        able = [name for name, other in FAMILIES.items() if not other.export_as and not other.unsupported_feature(model, attention)]
+        able = [
+            name for name, other in FAMILIES.items() if not other.export_as and not other.unsupported_feature(model, attention)
+        ]
         raise InputError(f"--as {family.model_type}: has no {missing}; expected --as {' or '.join(able) or 'nothing known'}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -149,7 +149,9 @@ def _check_counts(values: Any, most: int, file: Path) -> None:
         elif _COUNT.fullmatch(name) and isinstance(value, int | float):
             allowed = max(most, _MOST_EXPERTS) if "expert" in name else most
             if value > allowed:
-                raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected at most {allowed}, as the weights tell")
+                raise InputError(
+                    f"{file}: field `{name}`: found {shorten_repr(value)}, expected at most {allowed}, as the weights tell"
+                )
 
 
 def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:

@@ -14,7 +14,11 @@ from typing import Any
 from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.errors import InputError, first_error_line, format_error
 
-_HUB_KERNEL_MODELS = ("mra", "rwkv", "yoso")  # models of which transformers computes a part by kernels that it fetches from the Hub
+_HUB_KERNEL_MODELS = (
+    "mra",
+    "rwkv",
+    "yoso",
+)  # models of which transformers computes a part by kernels that it fetches from the Hub
 _MAX_BUFFER_BYTES = 1 << 32  # the most bytes of masks and tables that a model computes for itself
 _MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler or a head
 

@@ -160,7 +160,9 @@ def _format_ancestry(provenance: ExportProvenance) -> str:
         if stage.family
     ]
     if provenance.added_token:
-        parts.append(f"The row of its mask token, {markdown.inline_code(provenance.added_token)}, was added: the mean of the others. ")
+        parts.append(
+            f"The row of its mask token, {markdown.inline_code(provenance.added_token)}, was added: the mean of the others. "
+        )
     stages = [
         f"{markdown.inline_code(Path(stage.run).name)} to step {stage.step:,} ({markdown.inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
         for stage in start.before

@@ -34,7 +34,9 @@ def _ancestor_parts(stage: Ancestor, schedule: Schedule, done: int) -> list[str]
     """What a run before has trained up to where it was left; `schedule`: of the run itself, whose vocabulary it shares."""
     try:
         vocabulary = schedule.phases[0].choices[0].start.vocabulary
-        parts = _schedule_parts(Schedule.build(stage.schedule, stage.total or stage.step, vocabulary), stage.schedule, done, stage.step)
+        parts = _schedule_parts(
+            Schedule.build(stage.schedule, stage.total or stage.step, vocabulary), stage.schedule, done, stage.step
+        )
     except InputError:  # an objective that is not installed here
         parts = [f"{_slugify(stage.schedule)}-{_format_step(done + stage.step)}"]
     if stage.step == stage.total:
@@ -50,7 +52,9 @@ def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None =
     if len(phases) > 4:
         phases = [(_slugify(text), last)]
     following = [*(label for label, _ in phases[1:]), None]
-    return [f"{label}-{_format_step(done + end)}" for (label, end), other in zip(phases, following, strict=True) if other != label]
+    return [
+        f"{label}-{_format_step(done + end)}" for (label, end), other in zip(phases, following, strict=True) if other != label
+    ]
 
 
 def _model_part(run: RunCheckpoint) -> str:

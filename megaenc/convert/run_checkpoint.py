@@ -169,7 +169,7 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
     """What run.json holds, each part of the kind that a run writes, and the start in it."""
     try:
         facts = parse_json(read_regular_file(file))
-        start, identity = RunInit.read(facts), facts["identity"]
+        start, identity = RunInit.from_run_metadata(facts), facts["identity"]
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
         if not isinstance(identity, dict):
             raise TypeError(f"identity is a {type(identity).__name__}")

@@ -171,7 +171,11 @@ class Exporter:
             proof = verify_tokenizer(folder, self.tokenizer, self.config.model_type)
         except InputError as error:
             family = self.config.model_type
-            able = [name for name in _WRITTEN if name != family and not FAMILIES[name].unsupported_feature(self.run.model, self.attention)]
+            able = [
+                name
+                for name in _WRITTEN
+                if name != family and not FAMILIES[name].unsupported_feature(self.run.model, self.attention)
+            ]
             others = f"; expected --as {' or '.join(able)}" if able else ""
             raise InputError(f"--as {family}: {error}{others}; nothing is written") from None
         return proof | {"fingerprint": self.run.identity["tokenizer"]}

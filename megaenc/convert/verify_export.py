@@ -74,7 +74,9 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, 
     return ProbeOutputs(documents, variants.unflatten(0, tuple(probe.variants.shape)))
 
 
-def verify_export(folder: Path, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, digests: dict[str, str]) -> dict[str, Any]:
+def verify_export(
+    folder: Path, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, digests: dict[str, str]
+) -> dict[str, Any]:
     """Load the model in `folder` and compare; return what conversion.json says. InputError where anything differs."""
     from megaenc.backend.device import detect_backend
 

@@ -104,7 +104,7 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
             return built
         # Renamed in this order: no file exists without its record, and the corpus only if the held-out documents exist.
         targets = [folder / name for name in (RECORD, HELDOUT, CORPUS)]
-        with atomic_files(*targets, last_look=lambda: find_demo_corpus(folder)) as (record, heldout, corpus):
+        with atomic_files(*targets, before_rename=lambda: find_demo_corpus(folder)) as (record, heldout, corpus):
             with open(heldout, "w", encoding="utf-8") as held_out, open(corpus, "w", encoding="utf-8") as rest:
                 for name, text in _extract_documents(sorted(_find_source_files())):
                     stream = held_out if is_held_out(name) else rest

@@ -1,9 +1,9 @@
-"""What a pretraining run takes, before it starts: memory, time, hours, what is sent, and a layout that suits.
+"""Estimate memory, time, device hours and communication of a pretraining run before it starts, and suggest a layout.
 
 megaenc estimate --config configs/pretrain/encoder-610m.yaml --gpu mi250x --gpus 192
 megaenc estimate --model small --seq-length 1024 --calibrate --gpus 2 --tensor-model-parallel-size 2
 
-All flags of `megaenc pretrain` count; no data needs to be there.
+Takes all flags of `megaenc pretrain`; the data need not exist.
 """
 
 import json
@@ -14,146 +14,150 @@ from pathlib import Path
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
-from megaenc.console import silence_libraries, build_rich_console
+from megaenc.console import build_rich_console, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.estimate.hardware import GIB, USABLE, Rates, between, inside, machine
-from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, phases
-from megaenc.estimate.length_model import LengthModel, documents, vocabulary
+from megaenc.estimate.hardware import GIB, USABLE_MEMORY, Rates, get_machine, inter_node_link, intra_node_link
+from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, build_phases
+from megaenc.estimate.length_model import LengthModel, build_length_model, read_vocab_size
 from megaenc.estimate.report import EstimateReport
-from megaenc.estimate.total import Workload, best_layout, estimate
+from megaenc.estimate.total import Workload, estimate_layout, find_best_layout
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
 
-# Vocabularies of the presets where neither a corpus nor --vocab-size says: that of the small preset's measurements, the demo
-# tokenizer's, and for the study's sizes Llama 3's.
-_USUAL = {"small": 32_768, "tiny": 8_192}
-_STUDY = 128_256
+# Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, and Llama 3 for the
+# study's sizes.
+_DEFAULT_VOCAB_SIZES = {"small": 32_768, "tiny": 8_192}
+_STUDY_VOCAB_SIZE = 128_256
 
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """One estimate."""
+    """Flags of `megaenc estimate`."""
 
     gpu: str = ""
-    """device: a100, a100-40gb, h100, h100-pcie, h200, gh200, b200, l40s, mi210, mi250, mi250x (a die each), mi300a, mi300x,
-    mi325x, mi355x"""
+    """device type: a100, a100-40gb, h100, h100-pcie, h200, gh200, b200, l40s, mi210, mi250, mi250x (one die each), mi300a,
+    mi300x, mi325x, mi355x"""
     gpus: int = 1
-    """devices of the run, all alike: processes of torchrun; a die of an MI250X is one"""
+    """number of identical devices, one torchrun process each; a die of an MI250X counts as one"""
     calibrate: bool = False
-    """measure this machine for a minute, as many processes at once as the run has here, instead of the table"""
+    """measure this machine for about a minute, with one process per local device, instead of using the table"""
     mfu: float | None = None
-    """take this share of the peak as reached (0.4 is 40 %) and work hours out from it alone"""
+    """compute hours from this model FLOPs utilization only (0.4 is 40 % of the peak)"""
     price_per_hour: float | None = None
-    """of one device, in any currency: adds what the run costs"""
+    """price of one device hour in any currency: adds the cost of the run"""
     document_tokens: tuple[int, ...] = ()
-    """lengths of documents, equally likely: 500, or 50 300 2000; from --data-path unless given"""
+    """document lengths in tokens, equally likely: 500, or 50 300 2000 (default: those of --data-path)"""
     devices_per_node: int | None = None
-    """of the node, where the table has another"""
+    """devices of a node, instead of the table's"""
     memory_gib: float | None = None
-    """of a device, where the table has another"""
+    """memory of a device in GiB, instead of the table's"""
     intra_node_bandwidth: float | None = None
-    """GB/s from a device to others of its node, where the table has another"""
+    """GB/s from a device to others of its node, instead of the table's"""
     inter_node_bandwidth: float | None = None
-    """GB/s from a node to others, each device's share, where the table has another"""
+    """GB/s from a node to others, per device, instead of the table's"""
     suggest: bool = True
-    """look for a layout that fits and is faster"""
+    """search for a layout that fits and is faster"""
     explain: bool = False
-    """state every term with its formula and numbers"""
+    """print every term with its formula and numbers"""
     output: str = ""
-    """JSON file for all of it, every term included"""
+    """JSON file to write with the estimate and all terms"""
     pretrain: PretrainConfig = field(default_factory=lambda: PretrainConfig(bf16=True))
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc estimate`."""
+    """Run the command `megaenc estimate`."""
     silence_libraries()
-    settings = read(sys.argv[1:] if argv is None else argv, "megaenc estimate")
-    if settings.output:
-        check_output_file(Path(settings.output), "--output")
-    report = make_report(settings)
+    config = parse_estimate_config(sys.argv[1:] if argv is None else argv, "megaenc estimate")
+    if config.output:
+        check_output_file(Path(config.output), "--output")
+    report = build_report(config)
     console = build_rich_console(width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
-    report.show(console, explain=settings.explain)
-    if settings.output:
-        create_parent_dir(Path(settings.output), "--output")
-        atomic_write(Path(settings.output), json.dumps(report.as_json(), indent=2) + "\n")
+    report.print(console, explain=config.explain)
+    if config.output:
+        create_parent_dir(Path(config.output), "--output")
+        atomic_write(Path(config.output), json.dumps(report.to_dict(), indent=2) + "\n")
 
 
-def read(argv: Sequence[str], prog: str) -> EstimateConfig:
-    """Return the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
-    # Accelerators of the table have bf16; of this machine only itself can tell, with torch.
+def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
+    """Parse flags, over the `--config` file, over the preset of `--model`, into a config; raise InputError."""
+    # All accelerators of the table support bf16; on this machine torch has to be asked.
     base = EstimateConfig(pretrain=PretrainConfig(bf16="--calibrate" not in argv or has_bf16()))
     default = replace(base, pretrain=merge_defaults(argv, prog, base.pretrain))
-    settings = flags.parse(EstimateConfig, argv, prog=prog, description=__doc__, default=default)
-    layout = HypotheticalLayout(**flags.flatten(settings.pretrain.layout))
-    settings = replace(settings, pretrain=replace(settings.pretrain, layout=layout))
-    _check(settings)
-    settings.pretrain.check(settings.gpus)
-    return settings
+    config = flags.parse(EstimateConfig, argv, prog=prog, description=__doc__, default=default)
+    layout = HypotheticalLayout(**flags.flatten(config.pretrain.layout))
+    config = replace(config, pretrain=replace(config.pretrain, layout=layout))
+    _check_config(config)
+    config.pretrain.check(config.gpus)
+    return config
 
 
-def _check(settings: EstimateConfig) -> None:
-    whole = ("gpus", "devices_per_node")
-    for name in (*whole, "memory_gib", "intra_node_bandwidth", "inter_node_bandwidth", "price_per_hour"):
-        if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
-            expected = "1 or more" if name in whole else "a number above 0"
+def _check_config(config: EstimateConfig) -> None:
+    """Raise InputError for values out of range and contradicting flags."""
+    integers = ("gpus", "devices_per_node")
+    for name in (*integers, "memory_gib", "intra_node_bandwidth", "inter_node_bandwidth", "price_per_hour"):
+        if (value := getattr(config, name)) is not None and not 0 < value < float("inf"):
+            expected = "1 or more" if name in integers else "a number above 0"
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {expected}")
-    if settings.mfu is not None and not 0 < settings.mfu <= 1:
-        raise InputError(f"--mfu: found {settings.mfu}, expected a share of the peak, above 0 and at most 1 (0.4 is 40 %)")
-    if settings.calibrate and settings.mfu is not None:
-        raise InputError(f"--mfu {settings.mfu}: found beside --calibrate, which measures; expected one of them")
-    if not settings.gpu and not settings.calibrate:
+    if config.mfu is not None and not 0 < config.mfu <= 1:
+        raise InputError(f"--mfu: found {config.mfu}, expected a fraction of the peak above 0 and at most 1 (0.4 is 40 %)")
+    if config.calibrate and config.mfu is not None:
+        raise InputError(f"--mfu {config.mfu}: found with --calibrate, expected only one of the two")
+    if not config.gpu and not config.calibrate:
         raise InputError("--gpu: missing, expected a device such as h100 or mi250x, or --calibrate to measure this machine")
-    if not settings.calibrate and not settings.pretrain.bf16:
-        raise InputError("--no-bf16: the table's speeds are those of bf16; --calibrate measures float32 on this machine")
+    if not config.calibrate and not config.pretrain.bf16:
+        raise InputError("--no-bf16: the table's speeds are for bf16; use --calibrate to measure float32 on this machine")
 
 
-def make_report(settings: EstimateConfig) -> EstimateReport:
-    """Return everything that there is to say of a run. Raises InputError."""
-    run = settings.pretrain
-    vocab_size, said = vocabulary_size(settings)
-    docs = documents(run.data, settings.document_tokens)
-    case, demand = LayoutCase.of(run, vocab_size, settings.gpus), demand_of(settings, vocab_size, docs)
-    rates = _rates(settings, case, demand, docs)
-    own, search = estimate(case, demand, rates), settings.suggest and settings.mfu is None
-    better = best_layout(case, demand, rates) if search else None
-    return EstimateReport(run.model_name, said, docs, rates, own, better, search, settings.price_per_hour, settings.mfu)
+def build_report(config: EstimateConfig) -> EstimateReport:
+    """Return the estimate of a run with the suggested layout; raise InputError."""
+    pretrain = config.pretrain
+    vocab_size, vocab_text = resolve_vocab_size(config)
+    docs = build_length_model(pretrain.data, config.document_tokens)
+    case, workload = LayoutCase.from_config(pretrain, vocab_size, config.gpus), build_workload(config, vocab_size, docs)
+    rates = _build_rates(config, case, workload, docs)
+    estimate, is_searched = estimate_layout(case, workload, rates), config.suggest and config.mfu is None
+    suggestion = find_best_layout(case, workload, rates) if is_searched else None
+    return EstimateReport(
+        pretrain.model_name, vocab_text, docs, rates, estimate, suggestion, is_searched, config.price_per_hour, config.mfu
+    )
 
 
-def vocabulary_size(settings: EstimateConfig) -> tuple[int, str]:
-    """Return the rows of the embedding, and where the number is from."""
-    run = settings.pretrain
-    if run.shape.vocab_size:
-        return run.shape.vocab_size, f"vocabulary of {run.shape.vocab_size:,}"
-    if (found := vocabulary(run.data)) is not None:
-        return found, f"vocabulary of {found:,}, the corpus's"
-    usual = _USUAL.get(run.model.lower(), _STUDY)
-    return usual, f"vocabulary of {usual:,} (assumed; --vocab-size says another)"
+def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
+    """Return the vocabulary size and a text with its source: --vocab-size, the corpus, or the model's default."""
+    pretrain = config.pretrain
+    if pretrain.shape.vocab_size:
+        return pretrain.shape.vocab_size, f"vocabulary of {pretrain.shape.vocab_size:,}"
+    if (vocab_size := read_vocab_size(pretrain.data)) is not None:
+        return vocab_size, f"vocabulary of {vocab_size:,}, the corpus's"
+    default = _DEFAULT_VOCAB_SIZES.get(pretrain.model.lower(), _STUDY_VOCAB_SIZE)
+    return default, f"vocabulary of {default:,} (assumed; set --vocab-size)"
 
 
-def demand_of(settings: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
-    """Return what the run computes: its phases, and its validations under the usual two objectives and its own."""
-    run = settings.pretrain
-    found = phases(run, vocab_size, docs)
-    steps = sum(phase.last - phase.first + 1 for phase in found)
-    objectives = {"clm", "mlm"} | {work.objective for phase in found for work, _ in phase.parts}
-    times = steps // run.eval_every if run.eval_every else 0
-    return Workload(tuple(found), times, len(objectives) * run.output.eval_iters, settings.mfu)
+def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
+    """Return the run's phases and validations (CLM, MLM and the run's own objectives)."""
+    pretrain = config.pretrain
+    phases = build_phases(pretrain, vocab_size, docs)
+    steps = sum(phase.last - phase.first + 1 for phase in phases)
+    objectives = {"clm", "mlm"} | {work.objective for phase in phases for work, _ in phase.parts}
+    validations = steps // pretrain.eval_every if pretrain.eval_every else 0
+    return Workload(tuple(phases), validations, len(objectives) * pretrain.output.eval_iters, config.mfu)
 
 
-def _rates(settings: EstimateConfig, case: LayoutCase, demand: Workload, docs: LengthModel) -> Rates:
-    known = machine(settings.gpu) if settings.gpu else None
+def _build_rates(config: EstimateConfig, case: LayoutCase, workload: Workload, docs: LengthModel) -> Rates:
+    """Return the rates of --gpu's table entry with overrides, or those measured on this machine with --calibrate."""
+    known = get_machine(config.gpu) if config.gpu else None
     if known:
-        given = {
-            "devices": settings.devices_per_node,
-            "memory": settings.memory_gib and USABLE * (settings.memory_gib * GIB),
-            "inside": settings.intra_node_bandwidth and inside(settings.intra_node_bandwidth),
-            "between": settings.inter_node_bandwidth and between(settings.inter_node_bandwidth),
+        overrides = {
+            "devices": config.devices_per_node,
+            "memory": config.memory_gib and USABLE_MEMORY * (config.memory_gib * GIB),
+            "inside": config.intra_node_bandwidth and intra_node_link(config.intra_node_bandwidth),
+            "between": config.inter_node_bandwidth and inter_node_link(config.inter_node_bandwidth),
         }
-        known = replace(known, **{name: value for name, value in given.items() if value})
-    if not settings.calibrate:
+        known = replace(known, **{name: value for name, value in overrides.items() if value})
+    if not config.calibrate:
         return known
     from megaenc.estimate.microbench import calibrate  # imports torch
 
-    rates = calibrate(settings.pretrain, case, demand, docs, known)
-    return replace(rates, memory=settings.memory_gib * GIB) if settings.memory_gib else rates
+    rates = calibrate(config.pretrain, case, workload, docs, known)
+    return replace(rates, memory=config.memory_gib * GIB) if config.memory_gib else rates

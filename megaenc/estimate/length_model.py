@@ -1,4 +1,4 @@
-"""How documents lie in packs on average: what attention costs and how many positions predict follow from it."""
+"""Average document lengths in packs, from which attention FLOPs and predicted positions follow."""
 
 import os
 from dataclasses import dataclass
@@ -6,92 +6,93 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.data.indexed.corpus import check_index_arrays, check_index
+from megaenc.data.indexed.corpus import check_index, check_index_arrays
 from megaenc.data.indexed.indexed_dataset import IndexArrays
-from megaenc.data.indexed.metadata import read_corpus_metadata, metadata_path
+from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
 from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.data.packing.packed_dataset import check_two_chunks_fit, mean_squared_chunk_lengths
 from megaenc.data.packing.sentence_packing import check_has_sentences
 from megaenc.errors import InputError
 from megaenc.training.config_groups import DataConfig
 
-_LONGEST = 1 << 40  # tokens of a document
+_MAX_LENGTH = 1 << 40  # tokens per document
 
 
 @dataclass(frozen=True)
 class LengthModel:
-    """What a pack holds on average."""
+    """Average contents of a pack."""
 
     squares: float
-    """sum of the squared lengths of its documents and pieces"""
+    """sum of the squared lengths of documents and pieces of documents"""
     pieces: float
-    """documents and pieces"""
+    """number of documents and pieces of documents"""
     special: float
-    """tokens that end documents: no objective hides them"""
+    """end-of-document tokens, which are never masked"""
     source: str
     lengths: tuple[int, ...] = ()
-    """some lengths of documents, equally likely, to make packs like these of; none: see `source`"""
+    """sample of document lengths for synthetic packs; empty if unknown"""
 
 
-def documents(data: DataConfig, given: tuple[int, ...]) -> LengthModel:
-    """Return how `given` lengths, equally likely, lie in packs; else the corpora's, if they are here; else one document a pack.
+def build_length_model(data: DataConfig, document_tokens: tuple[int, ...]) -> LengthModel:
+    """Return the length model of given document lengths, else of the corpora on this disk, else of one document per pack.
 
-    Packs of random length have two chunks whatever the documents are. InputError for a length or corpus that cannot be.
+    Random-length packing has two chunks per pack for any documents. Raises InputError for invalid lengths or corpora.
     """
-    for length in given:
-        if not 1 <= length <= _LONGEST:
-            raise InputError(f"--document-tokens: found {str(length)[:40]}, expected lengths of 1 to {_LONGEST:,} tokens")
+    for length in document_tokens:
+        if not 1 <= length <= _MAX_LENGTH:
+            raise InputError(f"--document-tokens: found {str(length)[:40]}, expected lengths of 1 to {_MAX_LENGTH:,} tokens")
     if data.packing == "random-length":
         check_two_chunks_fit(data.seq_length)
-        return LengthModel(mean_squared_chunk_lengths(data.seq_length), 2.0, 0.0, "two chunks a pack, cut at random")
-    if given:
-        lengths = np.array(given, dtype=np.int64)
-        text = f"{len(given)} lengths given" if len(given) > 1 else "one length given"
-        return _laid_end_to_end(lengths, data.seq_length, 1.0, f"documents of {lengths.mean():,.0f} tokens on average, {text}")
-    found = parse_data_path(data.data_path) if data.data_path else []
-    if not found or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in found):
-        return LengthModel(float(data.seq_length) ** 2, 1.0, 0.0, "lengths of documents not known: as if each pack were one")
-    tokens, parts = zip(*(_of_corpus(prefix, data) for _, prefix in found), strict=True)
-    shares = [weight for weight, _ in found if weight is not None]
+        return LengthModel(mean_squared_chunk_lengths(data.seq_length), 2.0, 0.0, "two chunks per pack, cut at random")
+    if document_tokens:
+        lengths = np.array(document_tokens, dtype=np.int64)
+        text = f"{len(document_tokens)} lengths given" if len(document_tokens) > 1 else "one length given"
+        return _concat_length_model(
+            lengths, data.seq_length, 1.0, f"documents of {lengths.mean():,.0f} tokens on average, {text}"
+        )
+    corpora = parse_data_path(data.data_path) if data.data_path else []
+    if not corpora or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in corpora):
+        return LengthModel(float(data.seq_length) ** 2, 1.0, 0.0, "document lengths unknown: assuming one document per pack")
+    tokens, parts = zip(*(_read_corpus_lengths(prefix, data) for _, prefix in corpora), strict=True)
+    shares = [weight for weight, _ in corpora if weight is not None]
     weights = [float(share / sum(shares)) for share in shares] or tokens
     mean = [np.average([getattr(part, name) for part in parts], weights=weights) for name in ("squares", "pieces", "special")]
     source = ", ".join(part.source for part in parts)
     return LengthModel(*map(float, mean), source, parts[int(np.argmax(weights))].lengths)
 
 
-def vocabulary(data: DataConfig) -> int | None:
-    """Return the ids of the tokenizer that made the corpora, as their .json says; None where they are not on this disk."""
+def read_vocab_size(data: DataConfig) -> int | None:
+    """Return the vocabulary size in the metadata of the corpora; None if they are not on this disk."""
     prefixes = [prefix for _, prefix in parse_data_path(data.data_path)] if data.data_path else []
     sizes = [read_corpus_metadata(prefix).vocab_size for prefix in prefixes if os.path.isfile(metadata_path(prefix))]
     return max(sizes, default=None)
 
 
-def _of_corpus(prefix: str, data: DataConfig) -> tuple[int, LengthModel]:
-    """Return the tokens of a corpus, and how its documents lie in packs."""
+def _read_corpus_lengths(prefix: str, data: DataConfig) -> tuple[int, LengthModel]:
+    """Return a corpus's number of tokens and its length model."""
     token_type = check_index(prefix)
     index = IndexArrays.map(f"{prefix}.idx")
     check_index_arrays(prefix, index, token_type)
     ends = np.concatenate([[0], np.cumsum(index.lengths[:], dtype=np.int64)])
     lengths = np.diff(ends[index.documents[:]])
-    sidecar = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
+    metadata = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
     if data.packing == "sentences":
-        check_has_sentences(prefix, sidecar, sequences=len(index.lengths), documents=len(lengths))
+        check_has_sentences(prefix, metadata, sequences=len(index.lengths), documents=len(lengths))
     lengths = lengths[lengths > 0]
-    ended = 1.0 if sidecar is None or sidecar.append_eod else 0.0
+    eod_tokens = 1.0 if metadata is None or metadata.append_eod else 0.0
     source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
-    return int(lengths.sum()), _laid_end_to_end(lengths, data.seq_length, ended, source)
+    return int(lengths.sum()), _concat_length_model(lengths, data.seq_length, eod_tokens, source)
 
 
-def _laid_end_to_end(lengths: np.ndarray, pack: int, ended: float, source: str) -> LengthModel:
-    """Average documents of `lengths`, int64[D], in any order, cut wherever a pack ends, over all places of a document.
+def _concat_length_model(lengths: np.ndarray, pack: int, eod_tokens: float, source: str) -> LengthModel:
+    """Return the length model of documents of `lengths`, int64[D], concatenated in random order and cut at pack ends.
 
-    A document of d tokens meets d + L - 1 windows of L tokens, with the shorter of both, m, for |d - L| + 1 of them, and with
-    1, 2, ..., m - 1 twice; each place in a pack is as likely, so a document has 1 / L of these sums, and a pack L / mean(d)
-    documents.
+    A document of d tokens overlaps d + L - 1 windows of L tokens: |d - L| + 1 of them by m = min(d, L) tokens, and two each by
+    1, 2, ..., m - 1. Offsets are equally likely: a document contributes 1 / L of these sums, a pack has L / mean(d) documents.
     """
     d, mean = lengths.astype(np.float64), float(lengths.mean(dtype=np.float64))
     m = np.minimum(d, pack)
     squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
-    few = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
-    pieces, special = (mean + pack - 1) / mean, ended * pack / mean
-    return LengthModel(float(squares.mean() / mean), pieces, special, source, tuple(few.tolist()))
+    sample = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
+    pieces, special = (mean + pack - 1) / mean, eod_tokens * pack / mean
+    return LengthModel(float(squares.mean() / mean), pieces, special, source, tuple(sample.tolist()))

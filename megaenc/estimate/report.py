@@ -1,4 +1,4 @@
-"""An estimate for the eye and as JSON; both say the same."""
+"""Estimate of a run as printed tables and as JSON."""
 
 import dataclasses
 import datetime
@@ -13,40 +13,44 @@ from megaenc.console import format_duration, format_number
 from megaenc.estimate.hardware import GIB, Rates
 from megaenc.estimate.layout_case import CostTerm, LayoutCase
 from megaenc.estimate.length_model import LengthModel
-from megaenc.estimate.total import Estimate, flags_of
+from megaenc.estimate.total import Estimate, format_layout_flags
 
-WORTH_SAYING = 1.03  # how much faster a layout must be to be suggested where the given one fits
-_SHOWN_PHASES = 12
+MIN_SPEEDUP = 1.03  # minimum speedup of a suggested layout if the configured one fits
+_MAX_PHASES = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class EstimateReport:
-    """What is said of a run: the estimate of its own layout, and of a better one if there is one."""
+    """Estimate of a run's layout and of a suggested layout, if any."""
 
     model: str
     vocabulary: str
     documents: LengthModel
     rates: Rates
-    own: Estimate
-    better: Estimate | None
-    searched: bool
+    estimate: Estimate
+    suggestion: Estimate | None
+    is_searched: bool
     price: float | None
     mfu: float | None
 
-    def show(self, console: Console, *, explain: bool) -> None:
-        """Print it."""
-        own, case, said = self.own, self.own.case, self.as_json()
-        precision = f"{said['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
+    def print(self, console: Console, *, explain: bool) -> None:
+        """Print the tables, with all terms if `explain`, and the suggestion."""
+        own, case, values = self.estimate, self.estimate.case, self.to_dict()
+        precision = f"{values['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
         console.print(f"{self.model}: {precision}, {self.vocabulary}")
-        console.print(f"{self.documents.source}\n{case.gpus:,} x {self.rates.source}\n{_layout(case)}", soft_wrap=True)
-        for table in (_memory(own, self.rates), self._steps(said["estimate"]), self._phases(said["estimate"])):
+        console.print(f"{self.documents.source}\n{case.gpus:,} x {self.rates.source}\n{_describe_layout(case)}", soft_wrap=True)
+        for table in (
+            _memory_table(own, self.rates),
+            self._steps_table(values["estimate"]),
+            self._phases_table(values["estimate"]),
+        ):
             console.print(table)
         price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
-        kept = "; saving is not counted" if own.seconds else ""
+        hint = "; without saving" if own.seconds else ""
         hours = f"{own.hours:,.{0 if own.hours >= 10 else 2}f} device hours"
-        console.print(f"the run: {_clock(own.seconds)}, {hours}{price}{kept}", soft_wrap=True)
+        console.print(f"the run: {_format_time(own.seconds)}, {hours}{price}{hint}", soft_wrap=True)
         if explain:
-            for title, terms, by in self._explained():
+            for title, terms, by in self._term_tables():
                 table = Table(box=None, show_header=False, pad_edge=False)
                 for justify in ("left", "right", "left"):
                     table.add_column(overflow="fold", justify=justify)
@@ -54,93 +58,108 @@ class EstimateReport:
                     table.add_row(f"  {term.name}", f"{term.value / by:.4g}", term.formula)
                 console.print(f"\n{title}")
                 console.print(table)
-        for line in self._advice():
+        for line in self._suggestion_lines():
             console.print(line, soft_wrap=True)
 
-    def _steps(self, said: dict[str, Any]) -> Table:
-        given, devices = " (given)" if self.mfu else "", said["devices"]
+    def _steps_table(self, values: dict[str, Any]) -> Table:
+        mfu_note, devices = " (given)" if self.mfu else "", values["devices"]
         rows = [
             (
                 step["objective"],
                 f"{100 * step['predicted_share']:.1f} %",
                 f"{step['flops']:.3g}",
-                f"{step['seconds']:.3g}{given}",
+                f"{step['seconds']:.3g}{mfu_note}",
                 f"{step['tokens_per_second']:,.0f}",
                 f"{step['tokens_per_second'] / devices:,.0f}",
                 f"{100 * step['model_flops_utilization']:.1f} %" if self.rates.peak else "-",
                 f"{100 * step['pipeline_bubble']:.1f} %",
             )
-            for step in said["steps"]
+            for step in values["steps"]
         ]
-        return _table(("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "of peak", "idle in pipeline"), rows)
+        return _build_table(
+            ("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "of peak", "idle in pipeline"), rows
+        )
 
-    def _phases(self, said: dict[str, Any]) -> Table:
-        def taken(seconds: float) -> tuple[str, ...]:
-            hours = seconds * said["devices"] / 3600
-            return (_clock(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
+    def _phases_table(self, values: dict[str, Any]) -> Table:
+        def cost_cells(seconds: float) -> tuple[str, ...]:
+            hours = seconds * values["devices"] / 3600
+            return (_format_time(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
 
-        phases, validation = self.own.phases, self.own.validation
+        phases, validation = self.estimate.phases, self.estimate.validation
         rows = [
-            (phase.text, f"{phase.first:,} to {phase.last:,}", format_number(phase.tokens), f"{phase.flops:.3g}", *taken(phase.seconds))
-            for phase in phases[:_SHOWN_PHASES]
+            (
+                phase.text,
+                f"{phase.first:,} to {phase.last:,}",
+                format_number(phase.tokens),
+                f"{phase.flops:.3g}",
+                *cost_cells(phase.seconds),
+            )
+            for phase in phases[:_MAX_PHASES]
         ]
-        rows += [(f"... {len(phases) - _SHOWN_PHASES:,} more phases",)] if len(phases) > _SHOWN_PHASES else []
-        rows += [("validation", "", "", "", *taken(validation))] if validation else []
-        return _table(("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if self.price else [])), rows)
+        rows += [(f"... {len(phases) - _MAX_PHASES:,} more phases",)] if len(phases) > _MAX_PHASES else []
+        rows += [("validation", "", "", "", *cost_cells(validation))] if validation else []
+        return _build_table(("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if self.price else [])), rows)
 
-    def _explained(self) -> list[tuple[str, tuple[CostTerm, ...], float]]:
-        """Return each table of terms with its title and what its numbers are counted in."""
-        stage, stages = self.own.memory.stage, self.own.case.stages
-        of = f" on stage {stage.number + 1} of {stages}" if stages > 1 else ""
-        found = [(f"memory of a rank{of}, GiB", self.own.memory.terms, GIB)]
-        for work, step in self.own.steps:
-            found.append((f"a step of {work.objective}, seconds of its slowest stage", step.terms, 1.0))
-            found.append((f"what one rank sends for a step of {work.objective}, GB", step.sent, 1e9))
-        return [each for each in found if each[1]]
+    def _term_tables(self) -> list[tuple[str, tuple[CostTerm, ...], float]]:
+        """Return (title, terms, divisor of their values) of each table of terms."""
+        stage, stages = self.estimate.memory.stage, self.estimate.case.num_stages
+        position = f" on stage {stage.index + 1} of {stages}" if stages > 1 else ""
+        tables = [(f"memory of a rank{position}, GiB", self.estimate.memory.terms, GIB)]
+        for work, step in self.estimate.steps:
+            tables.append((f"a step of {work.objective}, seconds of its slowest stage", step.terms, 1.0))
+            tables.append((f"bytes sent by one rank in a step of {work.objective}, GB", step.sent, 1e9))
+        return [each for each in tables if each[1]]
 
-    def _advice(self) -> list[str]:
-        own, better = self.own, self.better
-        if not self.searched:
-            return [] if own.fits else ["does not fit"]
-        if better is None:
-            return ["does not fit, and no layout of these devices does: take more of them, or larger ones"]
-        faster = own.seconds / better.seconds
-        if own.fits and (faster < WORTH_SAYING or better.case == own.case):
-            return ["layout: none that was found is more than 3 % faster"]
-        what = f"{faster:.2f} x as fast" if own.fits else "fits"
-        said = f"{_clock(better.seconds)}, {better.hours:,.0f} device hours, {better.memory.total / GIB:.1f} GiB"
-        return [f"a better layout ({what}: {said}):", "  " + " ".join(flags_of(better.case))]
+    def _suggestion_lines(self) -> list[str]:
+        estimate, suggestion = self.estimate, self.suggestion
+        if not self.is_searched:
+            return [] if estimate.fits else ["does not fit"]
+        if suggestion is None:
+            return ["does not fit, and no layout on these devices does: raise --gpus or choose a larger --gpu"]
+        faster = estimate.seconds / suggestion.seconds
+        if estimate.fits and (faster < MIN_SPEEDUP or suggestion.case == estimate.case):
+            return ["layout: no other layout is more than 3 % faster"]
+        gain = f"{faster:.2f} x as fast" if estimate.fits else "fits"
+        cost = (
+            f"{_format_time(suggestion.seconds)}, {suggestion.hours:,.0f} device hours, {suggestion.memory.total / GIB:.1f} GiB"
+        )
+        return [f"a better layout ({gain}: {cost}):", "  " + " ".join(format_layout_flags(suggestion.case))]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, every term included."""
-        better = None if self.better is None else {"flags": flags_of(self.better.case), **_json(self.better, self.rates)}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of the JSON file: inputs, estimate with all terms, suggestion."""
+        better = (
+            None
+            if self.suggestion is None
+            else {"flags": format_layout_flags(self.suggestion.case), **_estimate_to_dict(self.suggestion, self.rates)}
+        )
         return {
             "megaenc": __version__,
             "date": datetime.date.today().isoformat(),
             "model": self.model,
-            "parameters": self.own.case.shape.parameter_count(self.own.case.vocab_size),
-            "vocabulary": self.own.case.vocab_size,
+            "parameters": self.estimate.case.shape.parameter_count(self.estimate.case.vocab_size),
+            "vocabulary": self.estimate.case.vocab_size,
             "documents": dataclasses.asdict(self.documents) | {"lengths": None},
             "machine": dataclasses.asdict(self.rates),
             "mfu_given": self.mfu,
-            "estimate": _json(self.own, self.rates),
+            "estimate": _estimate_to_dict(self.estimate, self.rates),
             "suggestion": better,
         }
 
 
-def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
-    case, memory = found.case, found.memory
+def _estimate_to_dict(estimate: Estimate, rates: Rates) -> dict[str, Any]:
+    """Return an estimate as a JSON object."""
+    case, memory = estimate.case, estimate.memory
     return {
         "devices": case.gpus,
-        "layout": dataclasses.asdict(case.layout) | {"split": list(case.split), "data_parallel": case.data},
+        "layout": dataclasses.asdict(case.layout) | {"split": list(case.split), "data_parallel": case.data_parallel_size},
         "micro_batch_size": case.micro_batch_size,
         "micro_batches": case.micro_batches,
         "memory": {
-            "stage": memory.stage.number,
+            "stage": memory.stage.index,
             "parameters": memory.stage.parameters,
             "bytes": memory.total,
             "available": rates.memory,
-            "fits": found.fits,
+            "fits": estimate.fits,
             "terms": [dataclasses.asdict(term) for term in memory.terms],
         },
         "steps": [
@@ -151,35 +170,38 @@ def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
                 "tokens_per_second": case.global_batch_size * case.seq_length / step.seconds,
                 "model_flops_utilization": step.flops / step.seconds / (rates.peak * case.gpus) if rates.peak else None,
             }
-            for work, step in found.steps
+            for work, step in estimate.steps
         ],
-        "phases": [dataclasses.asdict(phase) | {"device_hours": phase.seconds * case.gpus / 3600} for phase in found.phases],
-        "validation_seconds": found.validation,
-        "seconds": found.seconds,
-        "device_hours": found.hours,
-        "flops": sum(phase.flops for phase in found.phases),
-        "tokens": sum(phase.tokens for phase in found.phases),
+        "phases": [dataclasses.asdict(phase) | {"device_hours": phase.seconds * case.gpus / 3600} for phase in estimate.phases],
+        "validation_seconds": estimate.validation,
+        "seconds": estimate.seconds,
+        "device_hours": estimate.hours,
+        "flops": sum(phase.flops for phase in estimate.phases),
+        "tokens": sum(phase.tokens for phase in estimate.phases),
     }
 
 
-def _layout(case: LayoutCase) -> str:
+def _describe_layout(case: LayoutCase) -> str:
+    """Return a layout and its batch as one line."""
     layout = case.layout
-    told = [layout.describe(case.shape.num_layers, case.gpus)]
-    told += ["distributed optimizer"] * layout.use_distributed_optimizer + ["gradients overlap"] * layout.overlap_grad_reduce
-    told += [f"{layout.recompute_granularity} recomputation"] * bool(layout.recompute_granularity)
+    parts = [layout.describe(case.shape.num_layers, case.gpus)]
+    parts += ["distributed optimizer"] * layout.use_distributed_optimizer + ["gradients overlap"] * layout.overlap_grad_reduce
+    parts += [f"{layout.recompute_granularity} recomputation"] * bool(layout.recompute_granularity)
     return (
-        f"{', '.join(told)}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} tokens, "
-        f"{case.micro_batches:,} x {case.micro_batch_size} at once on each rank"
+        f"{', '.join(parts)}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} tokens, "
+        f"{case.micro_batches:,} micro-batch{'es' * (case.micro_batches != 1)} of {case.micro_batch_size} on each rank"
     )
 
 
-def _memory(found: Estimate, rates: Rates) -> Table:
-    names, values = zip(*((term.name, f"{term.value / GIB:.2f}") for term in found.memory.terms), strict=True)
-    judged = f"{rates.memory / GIB:.1f}: " + ("fits" if found.fits else "too much")
-    return _table(("GiB", *names, "together", "of"), [("a rank", *values, f"{found.memory.total / GIB:.1f}", judged)])
+def _memory_table(estimate: Estimate, rates: Rates) -> Table:
+    """Return the table of a rank's memory by term."""
+    names, values = zip(*((term.name, f"{term.value / GIB:.2f}") for term in estimate.memory.terms), strict=True)
+    verdict = f"{rates.memory / GIB:.1f}: " + ("fits" if estimate.fits else "too much")
+    return _build_table(("GiB", *names, "together", "of"), [("a rank", *values, f"{estimate.memory.total / GIB:.1f}", verdict)])
 
 
-def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _build_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    """Return a table with column names and rows."""
     table = Table(box=box.SIMPLE_HEAD)
     for at, name in enumerate(names):
         table.add_column(name, justify="right" if at else "left", overflow="ellipsis" if at else "fold")
@@ -188,5 +210,6 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     return table
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
+    """Return a duration in days, or as H:MM:SS below two days."""
     return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else format_duration(seconds)

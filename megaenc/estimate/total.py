@@ -1,7 +1,4 @@
-"""A run as one number of hours, its steps under each objective put together; and the layout that suits its machine.
-
-Of all ways to lay a model over the devices: the fastest that fits, the simplest among equals.
-"""
+"""Estimate of a whole run in one layout, and search for the fastest layout that fits, the simplest among equals."""
 
 import functools
 import shlex
@@ -11,35 +8,35 @@ from dataclasses import dataclass, replace
 
 from megaenc.errors import InputError
 from megaenc.estimate.hardware import Rates
-from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, ObjectiveWork, PhaseWork, PipelineStage, write_split
-from megaenc.estimate.memory import RankMemory, worst_memory
-from megaenc.estimate.step_time import StepTime, micro_batch_terms, step_time
+from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, ObjectiveWork, PhaseWork, PipelineStage, format_split
+from megaenc.estimate.memory import RankMemory, compute_max_memory
+from megaenc.estimate.step_time import StepTime, compute_step_time, micro_batch_terms
 
-ALIKE = 1.02  # times within this of the best: then the simpler layout is better
-_MOST_STAGES = 64
-_FLAGS = (
+SIMILAR_TIME = 1.02  # within this factor of the best time, the simpler layout is preferred
+_MAX_STAGES = 64
+_LAYOUT_FIELDS = (
     "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "pipeline_model_parallel_layout",
     "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "recompute_modules",
 )  # fmt: skip
-"""Of layouts that are suggested, in the order in which they are written."""
+"""Fields of a suggested layout, in the order of printed flags."""
 _RECOMPUTE = ({}, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, {"recompute_granularity": "full"})
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be computed, whatever the layout."""
+    """Computation of a run, independent of the layout."""
 
     phases: tuple[PhaseWork, ...]
     validations: int
-    """times that the model is validated"""
-    validated: int
-    """global batches of each, over all objectives"""
+    """number of validations"""
+    validation_batches: int
+    """global batches of each validation, over all objectives"""
     mfu: float | None = None
-    """share of the peak to take as reached"""
+    """model FLOPs utilization that replaces the estimated step times"""
 
     @property
     def works(self) -> list[ObjectiveWork]:
-        """Every objective once, the one of most steps first."""
+        """Return each objective once, the one with most steps first."""
         steps: Counter[ObjectiveWork] = Counter()
         for phase in self.phases:
             for work, count in phase.parts:
@@ -49,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """What a phase of the run takes."""
+    """Tokens, FLOPs and seconds of one phase of the run."""
 
     text: str
     first: int
@@ -61,82 +58,84 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run in one layout."""
+    """Memory and time of a run in one layout."""
 
     case: LayoutCase
     memory: RankMemory
     fits: bool
     steps: tuple[tuple[ObjectiveWork, StepTime], ...]
-    """of each objective, at the full batch"""
+    """step time of each objective, at the full batch size"""
     phases: tuple[PhaseCost, ...]
     validation: float
     """seconds of all validations"""
 
     @property
     def seconds(self) -> float:
-        """Of the whole run; saving is not counted."""
+        """Return the duration of the run in seconds, without saving."""
         return sum(phase.seconds for phase in self.phases) + self.validation
 
     @property
     def hours(self) -> float:
-        """Of all devices together."""
+        """Return the device hours of the run."""
         return self.seconds * self.case.gpus / 3600
 
 
-def estimate(case: LayoutCase, demand: Workload, rates: Rates) -> Estimate:
-    """Return memory, steps and hours of `case`."""
-    works = demand.works
-    memory = worst_memory(case, works, rates)
+def estimate_layout(case: LayoutCase, workload: Workload, rates: Rates) -> Estimate:
+    """Return memory, step times and hours of a run in the layout `case`."""
+    works = workload.works
+    memory = compute_max_memory(case, works, rates)
 
     @functools.cache
-    def timed(work: ObjectiveWork, packs: int) -> StepTime:
-        step = step_time(replace(case, global_batch_size=packs), work, rates)
-        if demand.mfu is None:
+    def time_step(work: ObjectiveWork, packs: int) -> StepTime:
+        step = compute_step_time(replace(case, global_batch_size=packs), work, rates)
+        if workload.mfu is None:
             return step
-        return replace(step, seconds=step.flops / (demand.mfu * rates.peak * case.gpus), terms=())
+        return replace(step, seconds=step.flops / (workload.mfu * rates.peak * case.gpus), terms=())
 
     phases = []
-    for phase in demand.phases:
-        whole = sum(steps for _, steps in phase.batches)
+    for phase in workload.phases:
+        phase_steps = sum(steps for _, steps in phase.batches)
         tokens, flops, seconds = 0, 0.0, 0.0
         for packs, steps in phase.batches:
             tokens += steps * packs * case.seq_length
             for work, count in phase.parts:
-                found = timed(work, packs)
-                flops += steps * count / whole * found.flops
-                seconds += steps * count / whole * found.seconds
+                step_cost = time_step(work, packs)
+                flops += steps * count / phase_steps * step_cost.flops
+                seconds += steps * count / phase_steps * step_cost.seconds
         phases.append(PhaseCost(phase.text, phase.first, phase.last, tokens, flops, seconds))
-    steps = tuple((work, timed(work, case.global_batch_size)) for work in works)
-    forward = demand.validations * demand.validated * steps[0][1].seconds / 3
+    steps = tuple((work, time_step(work, case.global_batch_size)) for work in works)
+    forward = workload.validations * workload.validation_batches * steps[0][1].seconds / 3
     return Estimate(case, memory, memory.total <= rates.memory, steps, tuple(phases), forward)
 
 
-def best_layout(case: LayoutCase, demand: Workload, rates: Rates) -> Estimate | None:
-    """Return the fastest that fits, or one within 2 % of it that is simpler; None where nothing fits.
+def find_best_layout(case: LayoutCase, workload: Workload, rates: Rates) -> Estimate | None:
+    """Return the fastest layout that fits, or a simpler one within 2 % of it; None if none fits.
 
-    The batch, the model and the number of devices stay. Recomputation is tried only where a layout does not fit without it.
+    Global batch size, model and number of devices stay. Recomputation is tried only if a layout does not fit without it.
     """
     fitting: list[Estimate] = []
-    for plain in dict.fromkeys(_layouts(case, demand.works[0], rates)):
+    for plain in dict.fromkeys(_candidate_layouts(case, workload.works[0], rates)):
         for recompute in _RECOMPUTE:
-            found = estimate(replace(plain, layout=replace(plain.layout, **recompute)), demand, rates)
-            if found.fits:
-                fitting.append(found)
+            estimate = estimate_layout(replace(plain, layout=replace(plain.layout, **recompute)), workload, rates)
+            if estimate.fits:
+                fitting.append(estimate)
                 break
-    fastest = min((found.seconds for found in fitting), default=0.0)
-    return min((found for found in fitting if found.seconds <= ALIKE * fastest), key=_complexity, default=None)
+    fastest = min((estimate.seconds for estimate in fitting), default=0.0)
+    return min(
+        (estimate for estimate in fitting if estimate.seconds <= SIMILAR_TIME * fastest), key=_complexity_key, default=None
+    )
 
 
-def _layouts(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> Iterator[LayoutCase]:
-    """Every layout of `case`'s devices that its model can be cut for, with and without what costs nothing but a flag."""
+def _candidate_layouts(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> Iterator[LayoutCase]:
+    """Yield every layout that is valid for the model and the number of devices, with and without the distributed optimizer."""
     for tensor in _divisors(min(rates.devices, case.gpus)):
         try:
             case.shape.check(tensor)
         except InputError:
             continue
-        for stages in _divisors(min(case.gpus // tensor, _MOST_STAGES)):
-            data, left = divmod(case.gpus, tensor * stages)
-            if left or stages > case.shape.num_layers or case.global_batch_size % data:
+        for stages in _divisors(min(case.gpus // tensor, _MAX_STAGES)):
+            data, remainder = divmod(case.gpus, tensor * stages)
+            if remainder or stages > case.shape.num_layers or case.global_batch_size % data:
                 continue
             for micro_batch in _divisors(case.global_batch_size // data):
                 overlap = data > 1 and not rates.host
@@ -148,24 +147,26 @@ def _layouts(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> Iterator[La
                     overlap_grad_reduce=overlap,
                     overlap_param_gather=overlap,
                 )
-                even = replace(case, layout=layout, split=layout.layers_per_chunk(case.shape.num_layers), micro_batch_size=micro_batch)
+                even = replace(
+                    case, layout=layout, split=layout.layers_per_chunk(case.shape.num_layers), micro_batch_size=micro_batch
+                )
                 yield even
                 yield replace(even, layout=replace(layout, use_distributed_optimizer=False, overlap_param_gather=False))
-                if stages > 1 and (split := balanced(even, work, rates)) != even.split:
-                    written = replace(layout, pipeline_model_parallel_layout=write_split(split))
-                    yield replace(even, layout=written, split=split)
+                if stages > 1 and (split := balance_stages(even, work, rates)) != even.split:
+                    uneven = replace(layout, pipeline_model_parallel_layout=format_split(split))
+                    yield replace(even, layout=uneven, split=split)
 
 
-def balanced(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> tuple[int, ...]:
-    """Return layers of each stage, of one part each, such that the longest is shortest: embedding and head weigh on the ends.
+def balance_stages(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> tuple[int, ...]:
+    """Return layers per pipeline stage that minimize the slowest stage's time, given embedding and head at the ends.
 
-    Each layer goes to the stage that is done first, which is best where all layers take as long.
+    Greedy: each layer goes to the least busy stage, which is optimal for layers of equal duration.
     """
 
     def seconds(layers: int, first: bool = False, last: bool = False) -> float:
         return sum(term[1] for term in micro_batch_terms(case, work, PipelineStage(0, layers, 0, first, last), rates))
 
-    stages, layer = case.stages, seconds(1) - seconds(0)
+    stages, layer = case.num_stages, seconds(1) - seconds(0)
     busy = [seconds(0, first=stage == 0, last=stage == stages - 1) for stage in range(stages)]
     counts = [0] * stages
     for _ in range(case.shape.num_layers):
@@ -175,16 +176,17 @@ def balanced(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> tuple[int, 
     return tuple(counts) if all(counts[1:-1]) else case.split
 
 
-def _complexity(found: Estimate) -> tuple:
-    case, layout = found.case, found.case.layout
+def _complexity_key(estimate: Estimate) -> tuple:
+    """Return a sort key: simpler layouts first, then faster ones."""
+    case, layout = estimate.case, estimate.case.layout
     flags = (layout.recompute_granularity, layout.pipeline_model_parallel_layout, layout.use_distributed_optimizer)
-    return (case.tensor * case.stages, *map(bool, flags), found.seconds)
+    return (case.tensor_parallel_size * case.num_stages, *map(bool, flags), estimate.seconds)
 
 
-def flags_of(case: LayoutCase) -> list[str]:
-    """Return the layout as flags of `megaenc pretrain`."""
+def format_layout_flags(case: LayoutCase) -> list[str]:
+    """Return a layout as flags of `megaenc pretrain`."""
     words = ["--micro-batch-size", str(case.micro_batch_size)]
-    for name in _FLAGS:
+    for name in _LAYOUT_FIELDS:
         value, flag = getattr(case.layout, name), "--" + name.replace("_", "-")
         if value is True:
             words.append(flag)
@@ -194,4 +196,5 @@ def flags_of(case: LayoutCase) -> list[str]:
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the divisors of `number` in ascending order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,4 +1,4 @@
-"""`megaenc finetune run`: one model on one data set, with one learning rate and one seed."""
+"""Fine-tune and evaluate one model on one data set, with one learning rate and one seed (`megaenc finetune run`)."""
 
 import contextlib
 import sys
@@ -13,7 +13,14 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig, check_minimums
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import DataUnavailable, TaskFamily
-from megaenc.finetune.grid.jobs import TOKENIZED_CACHE, build_jobs, check_learning_rate, select_remaining_work, try_lock_run
+from megaenc.finetune.grid.jobs import (
+    TOKENIZED_CACHE,
+    RunProgress,
+    build_jobs,
+    check_learning_rate,
+    select_remaining_work,
+    try_lock_run,
+)
 from megaenc.finetune.grid.progress import estimate_completion
 from megaenc.finetune.results import files as result_files
 from megaenc.output_paths import check_parent_writable, remove_new_parents_on_error
@@ -25,39 +32,39 @@ _BASELINE_DESCRIPTIONS = {
     TaskFamily.QA: "never answering",
     TaskFamily.IR: "random ranking",
 }
-"""What `Scores.baseline` of each family is of."""
+"""The trivial predictor behind `Scores.baseline` of each family."""
 
 
 @dataclass(frozen=True)
 class FinetuneRunConfig:
-    """What `megaenc finetune run` takes."""
+    """Options of `megaenc finetune run`."""
 
     config: str = ""
-    """YAML file of flags; the command line wins over it"""
+    """YAML file of flags; flags on the command line override it"""
     model: str = ""
-    """Hugging Face folder of an encoder or a decoder; NAME=FOLDER names the results otherwise than the folder's last part"""
+    """Hugging Face folder of an encoder or a decoder; its last part names the results, NAME=FOLDER gives another name"""
     dataset: str = ""
-    """sst2 and the study's others by name, demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, or NAME=PATH"""
+    """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, or NAME=PATH"""
     learning_rate: float = 1e-4
-    """peak of the rate"""
+    """peak learning rate, reached at the end of the warmup"""
     seed: int = 0
-    """order of the data and the new head follow from it"""
+    """seed of the data order, the head's initial weights and dropout"""
     output: str = "results"
-    """folder of results; what is finished there is not done again"""
+    """folder of results; a run that is finished there is not repeated"""
     retry_failed: bool = False
-    """try a run again that is written down as failed, as its loss became NaN"""
+    """repeat a run that failed with a NaN loss and left failed.json"""
     data: DatasetConfig = field(default_factory=DatasetConfig)
     protocol: FinetuneConfig = field(default_factory=FinetuneConfig)
 
 
 @handle_command_errors
 def run_main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc finetune run`; ends with exit code 1 if the run failed."""
+    """Run `megaenc finetune run`; exit with code 1 if the run failed."""
     silence_libraries()
     settings = flags.parse_with_config(FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__)
     for name in ("model", "dataset"):
         if not getattr(settings, name):
-            raise InputError(f"--{name}: missing; see megaenc finetune run --help")
+            raise InputError(f"--{name}: missing; see `megaenc finetune run --help`")
     settings.protocol.check()
     check_process_count("--threads", settings.protocol.threads)
     check_learning_rate("--learning-rate", settings.learning_rate)
@@ -68,36 +75,35 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     check_parent_writable(output / "model", "--output")
     from megaenc.finetune.datasets.registry import find_dataset
 
-    one = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
-    [job] = build_jobs(*one, settings.output, settings.protocol, settings.data, find_dataset)
+    grid = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
+    [job] = build_jobs(*grid, settings.output, settings.protocol, settings.data, find_dataset)
     folder = result_files.job_folder(job, job.evaluate_on[0].name)
-    todo, _ = select_remaining_work(job, retry_failed=settings.retry_failed)
-    if todo is not None:
-        with exit_on_sigterm(), _clean_up_on_input_error(output, todo.model.name), try_lock_run(todo) as mine:
-            if not mine:
-                raise InputError(f"{folder}: another process is at this run; wait for it")
-            result_files.remove_partial_files(todo)
-            print_rank_0(f"{todo.name}: imports torch and transformers")
+    pending, _ = select_remaining_work(job, retry_failed=settings.retry_failed)
+    if pending is not None:
+        with exit_on_sigterm(), _clean_up_on_input_error(output, pending.model.name), try_lock_run(pending) as is_locked:
+            if not is_locked:
+                raise InputError(f"{folder}: another process computes this run; wait for it or choose another --output")
+            result_files.remove_partial_files(pending)
+            print_rank_0(f"{pending.name}: importing torch and transformers")
             from megaenc.finetune.train import train_and_evaluate
 
             with ProgressLine("loading", total=1.0) as line:
+
+                def report(progress: RunProgress) -> None:
+                    line.update(estimate_completion(progress), description=progress.stage, **progress.fields)
+
                 try:
-                    train_and_evaluate(
-                        todo,
-                        lambda progress: line.update(
-                            estimate_completion(progress), description=progress.stage, **progress.fields
-                        ),
-                    )
-                except DataUnavailable as error:  # a grid tries such a run again
+                    train_and_evaluate(pending, report)
+                except DataUnavailable as error:  # only a grid retries it
                     raise InputError(str(error)) from None
-    _print_scores(folder, job.family, before=todo is None)
+    _print_scores(folder, job.family, was_finished=pending is None)
 
 
 @contextlib.contextmanager
 def _clean_up_on_input_error(output: Path, model: str) -> Iterator[None]:
-    """If the block raises InputError, remove tokenised data that were added to `output`, and new folders that are empty.
+    """Delete new cache files and empty new folders of `output` if the block raises InputError.
 
-    Results that other processes write to `output` meanwhile stay; tokenised data that they need they make again.
+    Concurrent processes recompute cache files that they miss.
     """
     cache = output / TOKENIZED_CACHE
     before = {*cache.glob("*.npz")}
@@ -110,16 +116,19 @@ def _clean_up_on_input_error(output: Path, model: str) -> Iterator[None]:
             raise
 
 
-def _print_scores(folder: Path, family: TaskFamily, *, before: bool) -> None:
-    """Print the scores next to the trivial ones, or why there are none."""
-    found = result_files.read_result(folder)
-    if found.failure is not None:
-        print_rank_0(
-            f"failed{' before' * before}: {found.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate"
-        )
+def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> None:
+    """Print the scores in a result folder with their baselines; exit with code 1 if the run failed."""
+    result = result_files.read_result(folder)
+    if result.failure is not None:
+        again = " before" * was_finished
+        print_rank_0(f"failed{again}: {result.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate")
         sys.exit(1)
-    for name, split in (("validation", found.validation), ("test", found.test)):
+    for name, split in (("validation", result.validation), ("test", result.test)):
         values = {"score": split.score, **split.metrics}
-        listed = ", ".join(f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items())
-        print_rank_0(f"{name}: {listed}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
-    print_rank_0(f"in brackets: {_BASELINE_DESCRIPTIONS[family]}; {'finished before, ' * before}{folder / result_files.RESULTS}")
+        values_text = ", ".join(
+            f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items()
+        )
+        print_rank_0(f"{name}: {values_text}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
+    print_rank_0(
+        f"in brackets: {_BASELINE_DESCRIPTIONS[family]}; {'finished before, ' * was_finished}{folder / result_files.RESULTS}"
+    )

@@ -1,4 +1,4 @@
-"""The protocol of fine-tuning; each choice is a flag."""
+"""Configuration of fine-tuning: hyperparameters, precision and limits."""
 
 import math
 from dataclasses import dataclass
@@ -11,48 +11,48 @@ LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """How models are fine-tuned and read. The defaults are the study's."""
+    """Hyperparameters of fine-tuning and evaluation. The defaults are the study's."""
 
     batch_size: int = 32
-    """examples of one update; in retrieval the other documents of the batch are the negatives"""
+    """examples of a step; in retrieval, the other documents of the batch are the negatives"""
     max_steps: int = 1000
-    """updates at most"""
+    """maximum number of steps"""
     epochs: float = 1.0
-    """passes over the training data at most; the shorter of the two counts"""
+    """maximum number of passes over the training data; training ends at --max-steps or --epochs, the earlier of the two"""
     warmup: float = 0.1
-    """share of the updates in which the rate rises from 0; it falls to 0 over the rest"""
+    """fraction of the steps in which the learning rate rises linearly from 0; it falls linearly to 0 over the rest"""
     weight_decay: float = 0.1
-    """of matrices and embeddings, not of norms and biases"""
+    """AdamW's weight decay of matrices and embeddings; norms and biases are not decayed"""
     adam_beta1: float = 0.9
-    """AdamW's decay of the mean"""
+    """AdamW's decay rate of the gradients' mean"""
     adam_beta2: float = 0.95
-    """AdamW's decay of the square"""
+    """AdamW's decay rate of the squared gradients' mean"""
     adam_eps: float = 1e-5
-    """AdamW's epsilon"""
+    """AdamW's epsilon, added to the denominator"""
     clip_grad: float = 1.0
-    """largest norm of the gradient; 0 does not clip"""
+    """maximum gradient norm; larger gradients are scaled down to it; 0 disables clipping"""
     max_length: int = 0
-    """tokens of a text at most; 0: 99 in 100 of the model's context, 2,028 for the study's"""
+    """maximum tokens of a text, special tokens included; longer texts are cut; 0: 99 % of the model's context (study: 2,028)"""
     attention: Literal["bidirectional", "causal"] = "bidirectional"
-    """how models read, whatever they were pretrained with"""
+    """direction of attention in fine-tuning and evaluation, independent of pretraining"""
     precision: Literal["", "bf16", "paper-bf16", "fp32"] = ""
-    """bf16: computes in bfloat16, keeps and updates weights in float32; paper-bf16: weights and optimizer in bfloat16;
-    unless given bf16 where the machine has it, else fp32"""
+    """bf16: compute in bfloat16 with float32 master weights; paper-bf16: weights and optimizer state in bfloat16 too; by
+    default bf16 if the device supports it, else fp32"""
     add_bos: bool = False
-    """begin each text with the tokenizer's BOS token"""
+    """prepend the tokenizer's BOS token to each text"""
     add_eos: bool = True
-    """end each text with the tokenizer's EOS token"""
+    """append the tokenizer's EOS token to each text"""
     scale: float = 20.0
-    """what cosines are multiplied with in retrieval's loss, 1 over the temperature"""
+    """factor of the cosine similarities in the retrieval loss, the inverse of its temperature"""
     tokens_per_forward: int = 16384
-    """tokens that the model reads at once; less takes less memory"""
+    """maximum tokens of a forward pass; a smaller number needs less memory; a text is never split"""
     deterministic: bool = True
-    """accelerators compute the same bits in every run, some operations more slowly; processors do in any case"""
+    """use deterministic GPU kernels, some slower, so that equal runs give equal bits; CPU runs are always deterministic"""
     threads: int = 1
-    """threads of a run on processors; the last bits of a result depend on it"""
+    """CPU threads of a run; the last bits of its results depend on this number"""
 
     def check(self) -> None:
-        """Raise InputError for a value that no run can have."""
+        """Raise InputError for a value outside its range."""
         for name, value in vars(self).items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, float) and not math.isfinite(value):
@@ -66,13 +66,13 @@ class FinetuneConfig:
         )
 
 
-def check_minimums(settings: Any, **least: int) -> None:
-    """Raise InputError for a flag of `settings` that is less than its lower bound in `least`, or NaN."""
-    for name, bound in least.items():
+def check_minimums(settings: Any, **minimums: int) -> None:
+    """Raise InputError if a field of `settings` is below its minimum or NaN; the error names the field's flag."""
+    for name, bound in minimums.items():
         if not (value := getattr(settings, name)) >= bound:
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")
 
 
 def format_learning_rate(rate: float) -> str:
-    """Return a learning rate as result folders have it: 2e-05, 5e-04, 1.5e-05; no two rates share a name."""
+    """Return a learning rate in its shortest exact scientific notation, as in result folders: 2e-05, 5e-04, 1.5e-05."""
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)

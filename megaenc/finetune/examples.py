@@ -1,4 +1,4 @@
-"""Labelled data sets: the types of examples and of a set, and the rules that several sources share."""
+"""Labelled data sets: example types, `Dataset`, and rules of validation splits."""
 
 import functools
 import hashlib
@@ -21,7 +21,7 @@ _TRAIN_SHARE = 0.95
 
 
 class TaskFamily(StrEnum):
-    """A kind of task, under the name that result folders have."""
+    """A task family; its value is its folder's name in results."""
 
     SC = "SC"  # sequence classification
     TC = "TC"  # token classification
@@ -34,7 +34,7 @@ SplitName: TypeAlias = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class LabelledText:
-    """One text, or a pair that a template made one text of, and the index of its label."""
+    """A text, or a text pair joined by a template, with the index of its label."""
 
     id: str
     text: str
@@ -43,7 +43,7 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class TaggedWords:
-    """The words of a sentence and the index of each one's tag."""
+    """The words of a sentence with the tag index of each word."""
 
     id: str
     words: tuple[str, ...]
@@ -52,7 +52,7 @@ class TaggedWords:
 
 @dataclass(frozen=True)
 class Answer:
-    """`context[start : start + len(text)] == text`."""
+    """An answer span: `context[start : start + len(text)] == text`."""
 
     text: str
     start: int
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text; without answers, it cannot be answered from the text."""
+    """A question about a context; without answers it is unanswerable."""
 
     id: str
     question: str
@@ -70,7 +70,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Pair:
-    """A query and a document that answers it, for training."""
+    """A training pair of retrieval: a query and a relevant document."""
 
     id: str
     query: str
@@ -79,43 +79,43 @@ class Pair:
 
 @dataclass(frozen=True)
 class RetrievalExamples:
-    """Queries, documents and which of them belong together; texts have their prefixes and titles already."""
+    """An evaluation split of retrieval: queries and documents by id, with prefixes and titles, and relevance grades."""
 
     queries: dict[str, str]
     documents: dict[str, str]
     relevant: dict[str, dict[str, int]]
-    """By query: its documents and their grades, above 0."""
+    """Grades above 0 by query and document."""
 
 
 Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | RetrievalExamples
 
 
 class DataUnavailable(OSError):
-    """Data that the network does not give now, and may give later: not wrong input. The message is one line."""
+    """Error of a temporary download failure, which a retry may cure. Its message is one line."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A labelled data set. Finding one reads little; `split` reads."""
+    """A labelled data set; its splits are read by `load_split`."""
 
     name: str
-    """Also the folder's name in results."""
+    """Name of the data set and of its folder in results."""
     family: TaskFamily
     labels: tuple[str, ...]
-    """Classes of SC, tags of TC (with "O"); nothing for QA and IR."""
+    """Classes of SC, tags of TC (with "O"); empty for QA and IR."""
     train_on: str
-    """The data set that models are trained on before this one reads them; its own name, but for retrieval."""
+    """Name of the training data set: `name`, except in retrieval."""
     fingerprint: str
-    """sha256 in hex of the files, or of Hub id, config, revision and rules."""
+    """Hexadecimal SHA-256 of the files, or of Hub id, config, revision and rules."""
     train_fingerprint: str
-    """The fingerprint of `train_on`."""
+    """Fingerprint of `train_on`."""
     read_split: Callable[[SplitName], Examples] = field(repr=False, compare=False)
-    """Reads a split; `split` is for callers."""
+    """Function that reads a split without the check of `load_split`."""
 
     def load_split(self, name: SplitName) -> Examples:
-        """Return the examples of a split; of retrieval, `train` is a list of Pair and the others are a Retrieval.
+        """Return the examples of a split; in retrieval, a list of Pair for `train`, else RetrievalExamples.
 
-        Raises InputError for a split that is missing or empty, and for one with a bad row.
+        Raises InputError for a missing or empty split and for an invalid row.
         """
         examples = self.read_split(name)
         if not (examples.relevant if isinstance(examples, RetrievalExamples) else examples):
@@ -124,44 +124,44 @@ class Dataset:
 
 
 def hash_json(content: Any) -> str:
-    """Return sha256 in hex of a JSON value."""
+    """Return the hexadecimal SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Print one line, once in a process."""
+    """Print a line, unless this process has printed it already."""
     print_rank_0(text)
 
 
 def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return int64 (rows to train on, rows to validate on) of `count`: the study's rule where a data set has too few splits.
+    """Split `count` rows into 95 % training and 5 % validation indices, int64 each.
 
-    They are those of `datasets`' train_test_split(train_size=0.95, seed=42), in its order.
+    The study's rule for data sets without a third split: train_test_split(train_size=0.95, seed=42) of `datasets`, in its order.
     """
     order = np.random.default_rng(_VALIDATION_SEED).permutation(count)
     held_out = count - math.floor(_TRAIN_SHARE * count)
     return order[held_out:], order[:held_out]
 
 
-def format_too_few_error(count: int, what: str, file: str) -> str:
-    """Word the error of a split that is too small to give part of it away."""
-    return f"found {count}, too few {what} to validate on part of them, expected 2 at least or a file {file}"
+def format_too_few_error(count: int, noun: str, file: str) -> str:
+    """Return the error text for a split too small to draw a validation split from."""
+    return f"found {count}, too few {noun} to validate on part of them, expected 2 at least or a file {file}"
 
 
 def choose_validation_queries(query_ids: list[str]) -> set[str]:
-    """Return half of the queries, to validate on where only test queries are judged: the study's rule for NQ, with our seed."""
+    """Draw half of the queries for validation, for data sets with judgements only for test (the study's rule for NQ)."""
     ordered = sorted(query_ids)
     order = np.random.default_rng(_VALIDATION_SEED).permutation(len(ordered))
     return {ordered[at] for at in order[: round(len(ordered) / 2)]}
 
 
 def hash_examples(examples: Examples) -> str:
-    """Return sha256 in hex of all that examples hold."""
-    whole = hashlib.sha256()
+    """Return the hexadecimal SHA-256 of all fields of `examples`."""
+    digest = hashlib.sha256()
     parts = (examples.queries, examples.documents, examples.relevant) if isinstance(examples, RetrievalExamples) else (examples,)
     for part in parts:
-        whole.update(f"{len(part)}\n".encode())
+        digest.update(f"{len(part)}\n".encode())
         for entry in part.items() if isinstance(part, dict) else part:
-            whole.update(f"{entry!r}\n".encode())
-    return whole.hexdigest()
+            digest.update(f"{entry!r}\n".encode())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Hidden words and who guesses them: an exported encoder against text that it has not seen."""
+"""Evaluate an exported masked language model on held-out text (`megaenc fill-mask`)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FillMaskConfig:
-    """What `megaenc fill-mask` takes."""
+    """Options of `megaenc fill-mask`."""
 
     model: str
-    """Hugging Face folder of a model that fills masks, as `megaenc convert to-hf` writes it: any but a causal one."""
+    """Hugging Face folder of a masked language model, as written by `megaenc convert to-hf`; causal models are refused."""
     input: tuple[str, ...]
-    """Text that the model has not seen, from all that `megaenc preprocess` reads."""
+    """Held-out text in any format that `megaenc preprocess` reads."""
     json_key: str = "text"
-    """Key or column of the text."""
+    """Key or column that holds the text."""
     mask: float = 0.4
-    """Share of the tokens to hide, as mlm's option of that name."""
+    """Fraction of the tokens to mask, like the option `mask` of the objective mlm."""
     tokens: int = 100_000
-    """Tokens to read; the rest of the text is left alone."""
+    """Number of tokens to evaluate on, from the start of the text."""
     sentences: int = 8
-    """Sentences to show, each with one word hidden."""
+    """Number of example sentences to print, each with one masked word and the model's guesses."""
 
 
 @dataclass(frozen=True)
 class MaskScore:
-    """How often the most likely guess was right."""
+    """Accuracy on masked tokens, and that of a frequency baseline."""
 
     token_count: int
     accuracy: float
     most_frequent_accuracy: float
-    """The accuracy of always guessing the token that is most frequent among the hidden ones."""
+    """Accuracy of always guessing the most frequent of the masked tokens."""
 
 
 @dataclass(frozen=True)
 class MaskedSentence:
-    """A sentence with one word hidden."""
+    """A sentence with one masked word: the text before it, the word, the text after it."""
 
     before: str
     word: str
@@ -57,10 +57,11 @@ class MaskedSentence:
 
 
 def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """Load the model, in float32 on this machine's device, and its tokenizer. Raises InputError if the folder holds none.
+    """Load a masked language model in float32 on the default device, and its tokenizer.
 
-    A decoder that reads both ways (`is_causal: false` in config.json) counts as a masked language model. Logits that stand before
-    their tokens (`prediction_shift` in config.json) are moved to them; a token too near the start gets equal logits.
+    A decoder with bidirectional attention (`is_causal: false` in config.json) is accepted. If its logits stand before their
+    tokens (`prediction_shift` in config.json), they are shifted; tokens too near the start get equal logits. Raises InputError
+    for any other folder.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
     from transformers.utils.logging import disable_progress_bar
@@ -99,10 +100,10 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
 def compute_mask_score(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int
 ) -> MaskScore:
-    """Hide tokens as `mlm(mask=...)` does in training, in the first `limit` tokens of `texts`, and count the right guesses.
+    """Mask the first `limit` tokens of `texts` as the objective mlm does and score the model's predictions.
 
-    Documents end with the end-of-sequence token and are cut into windows of the model's length, or the tokenizer's where that is
-    less; the first token of a window is not scored. The masks are the same each time. Raises InputError if nothing can be hidden.
+    Documents end with EOS and are split into windows of the smaller maximum length of model and tokenizer; the first token of a
+    window is not scored. The masks are the same in every call. Raises InputError if no token can be masked.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -114,40 +115,40 @@ def compute_mask_score(
     vocabulary = read_vocabulary(tokenizer)
     objective = MaskedLanguageModeling(vocabulary, mask=mask)
     targets = []
-    length = min(model.config.max_position_embeddings, tokenizer.model_max_length)  # what it can read, what it is used for
+    length = min(model.config.max_position_embeddings, tokenizer.model_max_length)
     for number, window in enumerate(_iterate_windows(tokenizer, texts, length, limit)):
         pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
         targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
     targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
-    hidden, correct, at = [np.zeros(0, dtype=np.int64)], 0, 0
+    hidden_labels, correct, at = [np.zeros(0, dtype=np.int64)], 0, 0
     while at < len(targets):
-        # Logits are the largest thing here: at most 2**25 of them (128 MiB) a batch, unless one window has more.
+        # Bounds the memory of the logits: at most 2**25 (128 MiB) a batch, unless one window has more.
         rows = max(1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs)))
         batch = targets[at : at + min(rows, 32)]
         at += len(batch)
         windows = [torch.from_numpy(target.inputs.astype(np.int64)) for target in batch]
         tokens = pad_sequence(windows, batch_first=True, padding_value=vocabulary.mask_id)
-        seen = pad_sequence([torch.ones_like(window) for window in windows], batch_first=True)
+        attention_mask = pad_sequence([torch.ones_like(window) for window in windows], batch_first=True)
         with torch.inference_mode():
-            logits = model(input_ids=tokens.to(model.device), attention_mask=seen.to(model.device)).logits
+            logits = model(input_ids=tokens.to(model.device), attention_mask=attention_mask.to(model.device)).logits
         for guesses, target in zip(logits.argmax(-1).cpu().numpy(), batch, strict=True):
-            # Where predictions stand before their tokens, the first token has none.
-            asked = target.predict_at > 0
-            correct += int((guesses[target.predict_at[asked]] == target.labels[asked]).sum())
-            hidden.append(target.labels[asked])
-    labels = np.concatenate(hidden)
+            # With shifted predictions the first token has none.
+            has_prediction = target.predict_at > 0
+            correct += int((guesses[target.predict_at[has_prediction]] == target.labels[has_prediction]).sum())
+            hidden_labels.append(target.labels[has_prediction])
+    labels = np.concatenate(hidden_labels)
     if not len(labels):
         raise InputError(f"--input: found no token to hide with --mask {mask}, expected more text")
     return MaskScore(len(labels), correct / len(labels), int(np.bincount(labels).max()) / len(labels))
 
 
 def _iterate_windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
-    """Yield int64[at most `length`] until `limit` tokens are out."""
+    """Yield windows of at most `length` token ids, int64, of the first `limit` tokens of `texts`."""
     from megaenc.data.tokenizer.tokenizer import encode_documents
 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    while some := list(islice(texts, 64)):
-        for document in encode_documents(tokenizer, some):
+    while batch := list(islice(texts, 64)):
+        for document in encode_documents(tokenizer, batch):
             tokens = np.concatenate([document, end]).astype(np.int64)[:limit]
             limit -= len(tokens)
             yield from (tokens[start : start + length] for start in range(0, len(tokens), length))
@@ -157,7 +158,7 @@ def _iterate_windows(tokenizer: Any, texts: Iterator[str], length: int, limit: i
 
 _SENTENCE = re.compile(r"(?<![^\n ])[A-Z][a-z]*(?:,? [A-Za-z'-]+){7,24}\.(?=\s|$)")
 _WORD = re.compile(r"(?<= )[a-z]{4,}(?=[ ,.])")
-# Guessing function words says little.
+# Guesses of function words are not informative.
 _FUNCTION_WORDS = """
     about after also although another because been before being below between both cannot could does done each either else
     even ever every from given have having here however into itself just like made make many more most much must never none
@@ -168,8 +169,8 @@ _FUNCTION_WORDS = """
 
 
 def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[MaskedSentence]:
-    """Choose `count` plain sentences, at most one a document, each with a one-token content word hidden, whatever the model."""
-    found, function_words = [], _FUNCTION_WORDS.split()
+    """Draw `count` sentences from `texts`, at most one per document, and mask a content word of one token in each."""
+    sentences, function_words = [], _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
         choices = [
             MaskedSentence(sentence[: word.start()], word[0], sentence[word.end() :])
@@ -178,54 +179,54 @@ def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterato
             if word[0] not in function_words and len(tokenizer.encode(" " + word[0], add_special_tokens=False)) == 1
         ]
         if choices:
-            found.append(choices[int(SampleRandomness(0, number, 0).uniforms("riddle", 1)[0] * len(choices))])
-    return [found[at] for at in sorted(permutation(0, "riddles", len(found))[:count])]
+            sentences.append(choices[int(SampleRandomness(0, number, 0).uniforms("riddle", 1)[0] * len(choices))])
+    return [sentences[at] for at in sorted(permutation(0, "riddles", len(sentences))[:count])]
 
 
 def predict_masked_words(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked: list[MaskedSentence]
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", sentences: list[MaskedSentence]
 ) -> list[list[tuple[str, float]]]:
-    """Return the three most likely tokens for each riddle with their probabilities, as transformers' fill-mask pipeline does.
+    """Return the three most likely tokens, with probabilities, for the masked word of each sentence.
 
-    The pipeline does not take decoders.
+    Unlike transformers' fill-mask pipeline, it accepts decoders.
     """
     import torch
 
-    found = []
-    for riddle in asked:
-        inputs = tokenizer(riddle.before + tokenizer.mask_token + riddle.after, return_tensors="pt").to(model.device)
-        at = int((inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero()[0])
+    predictions = []
+    for sentence in sentences:
+        inputs = tokenizer(sentence.before + tokenizer.mask_token + sentence.after, return_tensors="pt").to(model.device)
+        position = int((inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero()[0])
         with torch.inference_mode():
-            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[0, at]
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[0, position]
         best = logits.softmax(-1).topk(3)
         words = [tokenizer.decode([token]) for token in best.indices.tolist()]
-        found.append([(word.strip() or repr(word), share) for word, share in zip(words, best.values.tolist(), strict=True)])
-    return found
+        predictions.append([(word.strip() or repr(word), share) for word, share in zip(words, best.values.tolist(), strict=True)])
+    return predictions
 
 
-def build_table(asked: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -> Any:
-    """Return rich's Table of riddles and guesses; the right ones are marked."""
+def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -> Any:
+    """Build rich's Table of masked sentences with the guesses of each; correct ones are marked."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD, leading=1)
-    shown.add_column("held-out sentence, one word hidden", ratio=3)
-    shown.add_column("hidden")
-    shown.add_column("guesses", ratio=1, min_width=16)
-    for riddle, best in zip(asked, guesses, strict=True):
+    table = Table(box=box.SIMPLE_HEAD, leading=1)
+    table.add_column("held-out sentence, one word hidden", ratio=3)
+    table.add_column("hidden")
+    table.add_column("guesses", ratio=1, min_width=16)
+    for masked, best in zip(sentences, guesses, strict=True):
         lines = [
-            Text(f"{'✓' if word == riddle.word else ' '} {word} {100 * share:.0f} %", "bold green" if word == riddle.word else "")
+            Text(f"{'✓' if word == masked.word else ' '} {word} {100 * share:.0f} %", "bold green" if word == masked.word else "")
             for word, share in best
         ]
-        sentence = Text.assemble(riddle.before, ("_____", "bold"), riddle.after)
-        shown.add_row(sentence, Text(riddle.word), Text("\n").join(lines))
-    return shown
+        sentence = Text.assemble(masked.before, ("_____", "bold"), masked.after)
+        table.add_row(sentence, Text(masked.word), Text("\n").join(lines))
+    return table
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc fill-mask`."""
+    """Run `megaenc fill-mask`."""
     silence_libraries()
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
     if not 0 < settings.mask <= 1:
@@ -234,13 +235,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from megaenc.data.sources.resolve import InputConfig, read_texts, resolve_inputs
 
     inputs = resolve_inputs(InputConfig(settings.input), [settings.json_key])
-    next(read_texts(inputs, settings.json_key), None)  # a wrong input is said before anything is loaded
+    next(read_texts(inputs, settings.json_key), None)  # reports wrong input before the model is loaded
     model, tokenizer = load_masked_lm(settings.model)
-    asked = choose_masked_sentences(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
-    if asked:
-        build_rich_console().print(build_table(asked, predict_masked_words(model, tokenizer, asked)))
-    found = compute_mask_score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
+    sentences = choose_masked_sentences(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
+    if sentences:
+        build_rich_console().print(build_table(sentences, predict_masked_words(model, tokenizer, sentences)))
+    score = compute_mask_score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
     print_rank_0(
-        f"{settings.model}: {100 * found.accuracy:.1f} % of {found.token_count:,} hidden tokens guessed; "
-        f"always the most frequent token: {100 * found.most_frequent_accuracy:.1f} %"
+        f"{settings.model}: {100 * score.accuracy:.1f} % of {score.token_count:,} hidden tokens guessed; "
+        f"always the most frequent token: {100 * score.most_frequent_accuracy:.1f} %"
     )

@@ -1,4 +1,4 @@
-"""AdamW with the schedule and clipping of Hugging Face's Trainer, on float32 master weights where a model is in bfloat16."""
+"""AdamW with float32 master weights, and the learning-rate schedule and clipping of Hugging Face's Trainer."""
 
 import math
 
@@ -10,30 +10,30 @@ from transformers.trainer_pt_utils import get_parameter_names
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
 
-# The names that transformers.Trainer spares from weight decay, besides all of torch's LayerNorms.
+# Like transformers.Trainer, which also excludes all of torch's LayerNorms from weight decay.
 _NO_DECAY_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 def check_warmup(steps: int, warmup: float) -> None:
-    """Raise InputError if the only update is the first of a warm-up, whose rate is 0."""
+    """Raise InputError if the only step is the first of the warmup, at learning rate 0."""
     if steps == 1 and warmup:
         raise InputError(
-            f"--warmup: found {warmup} and 1 update, whose rate is 0, "
-            "expected more updates (a smaller --batch-size, more --epochs) or --warmup 0"
+            f"--warmup: found {warmup} and 1 step, whose rate is 0, "
+            "expected more steps (a smaller --batch-size, more --epochs) or --warmup 0"
         )
 
 
 class MasterWeightOptimizer:
-    """Updates the parameters of `model` from the gradients of one or several backward passes.
+    """AdamW on the parameters of a model, with float32 master weights and gradients for 16-bit parameters.
 
-    16-bit parameters have float32 masters, whose gradients add up in float32 (`precision` paper-bf16: neither; the optimizer's
-    state is 16-bit too). A master starts as the parameter's `unrounded`, if it has that (see `megaenc.finetune.model.load`).
+    Precision paper-bf16 has neither: its optimizer state is 16-bit too. A master weight starts from the parameter's attribute
+    `unrounded`, if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
     """
 
     def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: FinetuneConfig):
         self._clip = protocol.clip_grad
         self._masters: dict[nn.Parameter, Tensor] = {}
-        """By parameter: its master, or itself."""
+        """The master weight of each parameter, or the parameter itself."""
         self._hooks = []
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY_PATTERNS))
@@ -56,21 +56,21 @@ class MasterWeightOptimizer:
         self._schedule = get_linear_schedule_with_warmup(self._adam, math.ceil(protocol.warmup * steps), steps)
 
     def _add_to_master(self, parameter: nn.Parameter) -> None:
-        """Add the 16-bit gradient of a backward pass to the master's."""
+        """Move the 16-bit gradient of `parameter` into the float32 gradient of its master weight."""
         master, new = self._masters[parameter], parameter.grad.float()
         master.grad = new if master.grad is None else master.grad.add_(new)
         parameter.grad = None
 
     def close(self) -> None:
-        """Release the model, whose parameters else keep this and its state, several times their size, alive."""
+        """Remove the gradient hooks, through which the model's parameters keep the optimizer's state in memory."""
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip and clear the gradients, update at this step's rate; return the norm before clipping.
+        """Clip the gradients, update the weights and the learning rate; return the gradient norm before clipping.
 
-        A norm that is nan or inf changes no weight, and the step does not count.
+        If the norm is NaN or inf, neither weights nor learning rate change. Gradients are cleared in any case.
         """
         learned = [(parameter, master) for parameter, master in self._masters.items() if master.grad is not None]
         norm = nn.utils.get_total_norm([master.grad for _, master in learned])

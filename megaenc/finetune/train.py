@@ -1,4 +1,4 @@
-"""One fine-tuning run: a model, a data set, a rate and a seed become a result file."""
+"""A fine-tuning run: training of one model, evaluation and result files."""
 
 import dataclasses
 import hashlib
@@ -34,12 +34,13 @@ _DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.f
 
 
 def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progress: None) -> bool:
-    """Train and evaluate `job`, and write its results, or that its rate makes the loss NaN, and return False then.
+    """Train a model, evaluate it and write its result files; return whether all losses and predictions were finite.
 
-    The bytes of a result depend on the job alone. InputError for a model or data that cannot be used.
+    At the first NaN or inf it writes failed.json instead. Result files are a deterministic function of `job`. Raises InputError
+    for an unusable model or data set.
     """
-    began, told = time.monotonic(), _ProgressReporter(report)
-    told(RunProgress("loading"))
+    began, reporter = time.monotonic(), _ProgressReporter(report)
+    reporter(RunProgress("loading"))
     datasets = [find_dataset(dataset.location, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
     _check_fingerprints(job, datasets)
     _make_deterministic(job.protocol)
@@ -52,21 +53,24 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
             f"--max-length: found {max_length}, expected at most the {backbone.context_length} tokens that the model reads"
         )
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
-    encoder = TextEncoder(load_tokenizer(job.model.location), max_length, protocol.add_bos, protocol.add_eos, told.report_texts)
-    reader = _TokenizedSplitLoader(Path(job.output, TOKENIZED_CACHE), encoder, told)
+    encoder = TextEncoder(
+        load_tokenizer(job.model.location), max_length, protocol.add_bos, protocol.add_eos, reporter.report_texts
+    )
+    reader = _TokenizedSplitLoader(Path(job.output, TOKENIZED_CACHE), encoder, reporter)
     task = TASKS[job.family](datasets[0], protocol)
     data = reader.load_training(task, datasets[0])
-    # Read before anything is trained: what is wrong with them costs no training.
+    # Evaluation data is read before training, so that an error in it wastes no training.
     held_out = [{split: reader.load_evaluation(task, dataset, split) for split in _EVALUATION_SPLITS} for dataset in datasets]
     steps = count_training_steps(protocol, task.count_examples(data))
     if steps < protocol.max_steps:
-        print_rank_0(f"{job.train_on}: {steps:,} updates, fewer than --max-steps: --epochs {protocol.epochs:g} takes no more")
+        print_rank_0(
+            f"{job.train_on}: {steps:,} steps instead of --max-steps {protocol.max_steps:,}: --epochs {protocol.epochs:g}"
+        )
     check_warmup(steps, protocol.warmup)
     torch.manual_seed(job.seed)
-    # The head computes in float32 where its weights are kept in it: it is small.
-    head = task.build_head(backbone.hidden_size).to(
-        backend.device, torch.bfloat16 if precision == "paper-bf16" else torch.float32
-    )
+    # The head is small enough to compute in float32.
+    head_dtype = torch.bfloat16 if precision == "paper-bf16" else torch.float32
+    head = task.build_head(backbone.hidden_size).to(backend.device, head_dtype)
     model = TaskModel(backbone, head)
     seconds = {"loading": time.monotonic() - began}
     order = iterate_batches(job.seed, task.count_examples(data), protocol.batch_size, steps)
@@ -75,62 +79,62 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     for step, rows in enumerate(order, start=1):
         loss = task.backward(model, data, rows)
         norm = optimizer.step()
-        for what, value in (("loss", loss), ("norm of the gradient", norm)):
+        for quantity, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
-                result_files.write_failure(job, f"the {what} is {value} in step {step}", step=step, protocol=protocol)
+                result_files.write_failure(job, f"the {quantity} is {value} in step {step}", step=step, protocol=protocol)
                 optimizer.close()
                 return False
-        told(RunProgress("training", step, steps, {"loss": loss}))
+        reporter(RunProgress("training", step, steps, {"loss": loss}))
     optimizer.close()
-    del optimizer  # the memory is for the evaluation
+    del optimizer  # frees memory for the evaluation
     trained = hash_weights(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     for at, (dataset, splits) in enumerate(zip(datasets, held_out, strict=True)):
-        began_here, scores = time.monotonic(), {}
-        evaluated = TASKS[job.family](dataset, protocol)  # one for both splits: it keeps what they share
-        evaluated.progress = told.report_texts
+        evaluation_start, scores = time.monotonic(), {}
+        evaluated = TASKS[job.family](dataset, protocol)  # one for both splits: it caches embeddings that they share
+        evaluated.progress = reporter.report_texts
         try:
-            for split, read in splits.items():
-                told(RunProgress(split, fields={"data set": dataset.name}))
-                scores[split] = evaluated.evaluate(model, *read)
+            for split, loaded_split in splits.items():
+                reporter(RunProgress(split, fields={"data set": dataset.name}))
+                scores[split] = evaluated.evaluate(model, *loaded_split)
         except NonFinitePredictionError as error:
-            left = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
-            result_files.write_failure(left, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
+            failed_job = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
+            result_files.write_failure(failed_job, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
             return False
-        seconds["evaluation"] = time.monotonic() - began_here
+        seconds["evaluation"] = time.monotonic() - evaluation_start
         result_files.write_result(job, dataset.name, scores, steps=steps, trained=trained, protocol=protocol, seconds=seconds)
     return True
 
 
 def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
-    """Raise InputError for data or a tokenizer that have changed since the job was planned."""
-    recorded = job.fingerprints
-    for what, now, before in (
-        *((dataset.name, dataset.fingerprint, recorded.datasets[dataset.name]) for dataset in datasets),
-        (datasets[0].train_on, datasets[0].train_fingerprint, recorded.train_on),
-        (f"the tokenizer in {job.model.location}", compute_tokenizer_fingerprint(job.model.location), recorded.tokenizer),
+    """Raise InputError if the data sets or the tokenizer have changed since the job was planned."""
+    fingerprints = job.fingerprints
+    for source, current, planned in (
+        *((dataset.name, dataset.fingerprint, fingerprints.datasets[dataset.name]) for dataset in datasets),
+        (datasets[0].train_on, datasets[0].train_fingerprint, fingerprints.train_on),
+        (f"the tokenizer in {job.model.location}", compute_tokenizer_fingerprint(job.model.location), fingerprints.tokenizer),
     ):
-        if now != before:
-            raise InputError(f"{what}: has changed since the run was planned; give the same command again")
+        if current != planned:
+            raise InputError(f"{source}: has changed since the run was planned; run the same command again")
 
 
 def count_training_steps(protocol: FinetuneConfig, examples: int) -> int:
-    """Return the updates of a run: `epochs` passes over `examples`, the last batch of each being smaller, or `max_steps`."""
+    """Return the number of optimizer steps for `examples` training examples: `epochs` epochs, at most `max_steps`."""
     return min(protocol.max_steps, math.ceil(protocol.epochs * math.ceil(examples / protocol.batch_size)))
 
 
 def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> Iterator[np.ndarray]:
-    """Yield int64[at most batch_size], the examples of each update: each pass in a new random order that follows from `seed`."""
-    each = math.ceil(examples / batch_size)
+    """Yield the example indices of each step's batch, int64[<= batch_size], reshuffled every epoch by `seed`."""
+    steps_per_epoch = math.ceil(examples / batch_size)
     for step in range(steps):
-        epoch, at = divmod(step, each)
+        epoch, at = divmod(step, steps_per_epoch)
         if not at:
             order = permutation(seed, "fine-tuning order", examples, counters=(epoch,))
         yield order[at * batch_size : (at + 1) * batch_size]
 
 
 class _ProgressReporter:
-    """Passes on how far a run is, from stage to stage and text by text within a stage: silence means that it hangs."""
+    """Reports of a run's stage and of the texts done in it; a grid kills a run that reports nothing for long."""
 
     def __init__(self, report: ProgressCallback) -> None:
         self._report, self._stage = report, RunProgress("loading")
@@ -140,63 +144,68 @@ class _ProgressReporter:
         self._report(progress)
 
     def report_texts(self, done: int, total: int) -> None:
-        """Report `done` of `total` texts in the stage that was told last."""
+        """Report that `done` of `total` texts of the current stage are processed."""
         self._report(dataclasses.replace(self._stage, done=done, total=total))
 
 
 @dataclasses.dataclass(frozen=True)
 class _TokenizedSplitLoader:
-    """Reads splits and tokenises them, once for all runs."""
+    """Loader of tokenized splits, with a cache on disk that all runs share."""
 
     cache: Path
     encoder: TextEncoder
     report: ProgressCallback
 
     def load_training(self, task: FinetuneTask, dataset: Dataset) -> TokenizedSplit:
-        """Return the tokens to train on; the examples are read only if no run has tokenised them yet."""
+        """Return the tokenized training split; the examples are read only if they are not in the cache."""
         key = {"data": dataset.train_fingerprint, "split": "train"}
         return self._load_tokens(task, key, f"{dataset.train_on}, train", lambda: dataset.load_split("train"))
 
     def load_evaluation(self, task: FinetuneTask, dataset: Dataset, split: SplitName) -> tuple[TokenizedSplit, Examples]:
-        """Return a split and its tokens, those of these very examples: no fingerprint tells that data of the Hub have changed."""
+        """Return the tokens and the examples of a validation or test split.
+
+        The cache key includes a digest of the examples, as the fingerprint of a Hub data set does not change with its data.
+        """
         examples = dataset.load_split(split)
 
-        def tokens(some: Examples, what: str) -> TokenizedSplit:
-            key = {"data": dataset.fingerprint, "examples": hash_examples(some)}
-            return self._load_tokens(task, key, f"{dataset.name}, {what}", lambda: some)
+        def tokens(subset: Examples, part: str) -> TokenizedSplit:
+            key = {"data": dataset.fingerprint, "examples": hash_examples(subset)}
+            return self._load_tokens(task, key, f"{dataset.name}, {part}", lambda: subset)
 
         if not isinstance(examples, RetrievalExamples):
             return tokens(examples, split), examples
-        # Both splits are searched in the same documents.
+        # Validation and test share their documents.
         documents = tokens(dataclasses.replace(examples, queries={}, relevant={}), "documents")
         queries = tokens(dataclasses.replace(examples, documents={}), split)
         return {"queries": queries["queries"], "documents": documents["documents"]}, examples
 
-    def _load_tokens(self, task: FinetuneTask, key: dict[str, str], what: str, read: Callable[[], Examples]) -> TokenizedSplit:
-        def make() -> TokenizedSplit:
-            made = task.encode(read(), self.encoder)
-            truncated = sum(part.truncated_count for part in (made.values() if isinstance(made, dict) else [made]))
+    def _load_tokens(
+        self, task: FinetuneTask, key: dict[str, str], description: str, read: Callable[[], Examples]
+    ) -> TokenizedSplit:
+        def tokenize() -> TokenizedSplit:
+            tokens = task.encode(read(), self.encoder)
+            truncated = sum(part.truncated_count for part in (tokens.values() if isinstance(tokens, dict) else [tokens]))
             if truncated:
-                print_rank_0(f"{what}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
-            return made
+                print_rank_0(f"{description}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
+            return tokens
 
-        whole_key = {**key, "family": task.family, **self.encoder.cache_key}
-        return load_or_compute(self.cache, whole_key, make, lambda: self.report(RunProgress("loading")))
+        full_key = {**key, "family": task.family, **self.encoder.cache_key}
+        return load_or_compute(self.cache, full_key, tokenize, lambda: self.report(RunProgress("loading")))
 
 
 def _make_deterministic(protocol: FinetuneConfig) -> None:
-    """Have every run on this machine compute the same bits, whatever else runs."""
+    """Set torch's threads and deterministic kernels, so that equal runs on a machine compute equal bits."""
     torch.set_num_threads(protocol.threads)
     if torch.cuda.is_available() and protocol.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for; read when it is first used
-        # Strictly: with warnings instead, flash attention's gradients stay as they come. Its memory-saving sister has no way.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS; read at its first use
+        # warn_only would leave flash attention's gradients nondeterministic. Memory-efficient attention has no such mode.
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def hash_weights(model: torch.nn.Module) -> str:
-    """Return SHA-256 in hex of all weights: runs that agree in it were trained alike, bit by bit."""
-    whole = hashlib.sha256()
+    """Return the hexadecimal SHA-256 of all weights of `model`; it is equal only if they agree bit by bit."""
+    digest = hashlib.sha256()
     for parameter in model.parameters():
-        whole.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return whole.hexdigest()
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

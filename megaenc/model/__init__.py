@@ -1,4 +1,4 @@
-"""The encoder of the study on megatron-core's layers: a decoder stack whose attention mask belongs to the batch.
+"""The encoder, built from megatron-core's layers, with an attention mask that comes with each batch.
 
 `config` imports nothing heavy; the other modules need `megaenc.backend.prepare_megatron()` first.
 """

@@ -1,6 +1,6 @@
-"""The encoder: embedding, megatron-core's transformer block, and a head that sees the predicted positions alone.
+"""The encoder: embedding, megatron-core's transformer block, and an output layer for only the predicted positions.
 
-Initial weights are a pure function of (seed, name, row): the same model whatever the layout.
+Initial weights are a pure function of (seed, name, row), the same in every parallel layout.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from megaenc.model.layer_spec import build_block_spec, build_transformer_config
 from megaenc.model.linear_cross_entropy import linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
-_TORCH_KERNELS = KernelConfig(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
+_TORCH_KERNELS = KernelConfig(fused_kernels=False)  # for uses in which accuracy matters, not speed
 
 
 class Encoder(LanguageModule):
-    """This rank's part of the model, or one of several: `chunk` is its number where pipeline stages are interleaved.
+    """This rank's part of the model; with interleaved pipeline stages one of several, number `chunk`.
 
-    Letters in names: S tokens of a row, N predicted positions, H hidden size, V this rank's columns of the padded vocabulary.
+    Letters in names: S tokens of a pack, N predicted positions, H hidden size, V this rank's columns of the padded vocabulary.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Encoder(LanguageModule):
     ):
         config = build_transformer_config(model, layout, dtype, kernels)
         super().__init__(config)
-        self.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
+        self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
         self.vocab_size = vocab_size
         self.vp_stage = chunk
         self.pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
@@ -56,7 +56,7 @@ class Encoder(LanguageModule):
         self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
-        # [seq_length, 1, 1, head_dim], no buffer: angles rounded to bfloat16 would put distant tokens at each other's place.
+        # [seq_length, 1, 1, head_dim], no buffer: rounded to bfloat16, the angles of distant tokens would be confused.
         self.angles = RotaryEmbedding(
             model.head_dim,
             rotary_percent=1.0,
@@ -64,7 +64,9 @@ class Encoder(LanguageModule):
             rope_scaling=model.use_rope_scaling,
             rope_scaling_factor=model.rope_scaling_factor,
         )(seq_length)
-        widths = LayerWidths(model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel)
+        widths = LayerWidths(
+            model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel
+        )
         self.fused = select_fused_kernels(kernels.fused_kernels, detect_backend().device, dtype, widths)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
@@ -81,40 +83,40 @@ class Encoder(LanguageModule):
                 padded,
                 vocab_size,
                 self.fused,
-                # The head gathers the sequence itself, before it picks positions, so to this layer nothing is sequence parallel.
+                # `head` gathers the sequence before it selects positions, so that this layer is not sequence parallel.
                 config=dataclasses.replace(config, sequence_parallel=False),
                 init_method=config.init_method,
                 bias=False,
-                # Tied, it is the embedding itself, or its copy on the last stage, which megatron-core keeps equal.
+                # If tied, it is the embedding itself, or its copy on the last stage, which megatron-core keeps equal.
                 skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
             )
         self.setup_embeddings_and_output_layer()
 
     def _set_attention_backend(self) -> None:
-        """Nothing: the base class asserts that Transformer Engine's variables suit its attention; the one here is our own."""
+        """Do nothing; the base class checks Transformer Engine's variables, which our own attention does not read."""
 
     def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        """Take what the previous pipeline stage sent (megatron-core's schedules call this)."""
+        """Set the hidden states from the previous pipeline stage; called by megatron-core's schedules."""
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
         self, tokens: Tensor, positions: Tensor, packing: PackedSequences, predict_at: Tensor | None, labels: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens [1, S], positions [S] in their documents, predict_at [N] or None for all, labels [N] or None.
+        """Return (summed loss, correct predictions) for `labels`, or logits_NV without labels (padding columns -inf).
 
-        Return the sums (loss, correct) of `linear_cross_entropy`, without labels logits_NV (padding columns -inf), before the last
-        pipeline stage [S, 1, H].
+        Before the last pipeline stage return hidden states [S, 1, H]. tokens [1, S]; positions [S], of each token in its document;
+        predict_at [N], the positions to predict, or None for all; labels [N]. See `linear_cross_entropy`.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
-        # Once for all layers; the core attention turns queries and keys itself.
+        # Computed once for all layers; the core attention rotates queries and keys itself.
         packing = dataclasses.replace(packing, rotation=Rotation.from_angles(self.angles[positions], self.fused.rotary))
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels) if self.post_process else hidden
 
     def head(self, hidden_S1H: Tensor, predict_at: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """The output layer on the predicted positions alone: most of an MLM step's head would otherwise be thrown away."""
+        """Apply the output layer to the positions `predict_at` only, and return loss or logits as `forward` does."""
         if self.config.sequence_parallel:
-            # Every rank then picks the same rows, and the output layer sums their gradients: so the way back is a plain split.
+            # All ranks select the same rows, and the output layer sums their gradients, so that backward is a plain split.
             hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
         hidden_NH = hidden_S1H.squeeze(1)
         if predict_at is not None:
@@ -124,23 +126,25 @@ class Encoder(LanguageModule):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """hidden_NH to logits_NV over this rank's share of the vocabulary, or with labels_N to the loss."""
+    """Output layer from hidden_NH to logits_NV of this rank's share of the vocabulary or, with labels, to the loss."""
 
-    # One module for both: weights that are fetched on use are fetched by calls of modules.
+    # One module for both: weights that are gathered on use are gathered by module calls.
 
-    def __init__(self, hidden_size: int, padded: int, vocab_size: int, fused: FusedKernels = NO_FUSED_KERNELS, **others):
-        super().__init__(hidden_size, padded, **others)
+    def __init__(
+        self, hidden_size: int, padded_vocab_size: int, vocab_size: int, fused: FusedKernels = NO_FUSED_KERNELS, **options
+    ):
+        super().__init__(hidden_size, padded_vocab_size, **options)
         self.fused = fused
         share = self.output_size_per_partition
         self.vocab_columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
 
     def forward(self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """`weight`: the embedding's, where they are tied. See Encoder.forward."""
+        """Return loss and correct predictions, or logits, as `Encoder.forward` does; `weight`: the embedding's if tied."""
         if labels is not None:
             weight = self.weight if weight is None else weight
             return linear_cross_entropy(hidden_NH, weight, labels, self.vocab_columns, self.tp_group, self.fused)
         logits_NV, _ = super().forward(hidden_NH, weight)
-        logits_NV[:, self.vocab_columns :] = float("-inf")  # padding takes no part in the softmax
+        logits_NV[:, self.vocab_columns :] = float("-inf")  # exclude padding from the softmax
         return logits_NV
 
 
@@ -154,9 +158,9 @@ def build_model_chunks(
     seed: int | None,
     kernels: KernelConfig = _TORCH_KERNELS,
 ) -> list[Encoder]:
-    """Build the parts of the model on this rank (several if stages are interleaved), with the weights of `seed` (None: empty).
+    """Build this rank's model chunks (several with interleaved stages), initialized from `seed` or uninitialized if it is None.
 
-    InputError if `layout` cannot divide the model.
+    Raises InputError if `layout` cannot divide the model.
     """
     model.check(layout.tensor_model_parallel_size)
     chunks = layout.chunks_per_stage(model.num_layers)
@@ -167,14 +171,14 @@ def build_model_chunks(
     return encoders if seed is None else [init_weights(encoder, model, vocab_size, seed) for encoder in encoders]
 
 
-def build_encoder(*arguments: Any, **others: Any) -> Encoder:
-    """Build the part of a rank that has one; see `build_model_chunks`."""
-    [encoder] = build_model_chunks(*arguments, **others)
+def build_encoder(*args: Any, **kwargs: Any) -> Encoder:
+    """Build the only model chunk of this rank; arguments as of `build_model_chunks`."""
+    [encoder] = build_model_chunks(*args, **kwargs)
     return encoder
 
 
 def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters of this rank under their names in the whole model; a tied output layer has the embedding's."""
+    """Yield this rank's parameters with their names in the full model; a tied output layer has the embedding's name."""
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
         if name.startswith("decoder.layers."):
@@ -187,7 +191,7 @@ def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, tor
 
 @torch.no_grad()
 def init_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
-    """Fill `encoder`: matrices with N(0, init_method_std), norms with one; biases and rows of padding are zero."""
+    """Initialize and return `encoder`: matrices from N(0, init_method_std), norms one, biases and padding rows zero."""
     for name, parameter in named_global_parameters(encoder):
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
@@ -198,13 +202,13 @@ def init_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, 
 
 
 def _draw_weight_shard(name: str, parameter: torch.nn.Parameter, vocab_size: int, seed: int) -> np.ndarray:
-    """float32: this rank's rows and columns of the standard normal matrix called `name`."""
+    """Return float32, this rank's rows and columns of the standard normal matrix called `name`."""
     rows, columns = parameter.shape
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    if name.endswith((".linear_proj.weight", ".linear_fc2.weight")):  # row parallel: every rank has all rows, some columns
+    if name.endswith((".linear_proj.weight", ".linear_fc2.weight")):  # row parallel: each rank has all rows of some columns
         return normal_rows(seed, name, range(rows), columns * size)[:, columns * rank : columns * (rank + 1)]
-    if name.endswith(".linear_fc1.weight"):  # a rank holds its part of the gate, then its part of the up projection
+    if name.endswith(".linear_fc1.weight"):  # each rank has its part of the gate, then of the up projection
         half = rows // 2
         gate, up = (half * (rank + part * size) for part in (0, 1))
         return np.concatenate([normal_rows(seed, name, range(start, start + half), columns) for start in (gate, up)])

@@ -1,4 +1,4 @@
-"""What layers do number by number, with gradients that touch memory as rarely as they can; `fused`, by a kernel of its own."""
+"""RMSNorm, rotary positions and SwiGLU with memory-efficient gradients; `fused`: by a Triton kernel."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _CACHE_ELEMENTS = 2**18
-"""Numbers that are widened to float32 at a time: several such pieces stay in the caches of a core."""
+"""Elements that are cast to float32 at a time: several such pieces fit into the caches of a core."""
 
 
-def row_slices(rows: int, width: int, at_once: int) -> Iterator[slice]:
-    """All `rows` of a matrix, some at a time: about `at_once` numbers."""
-    step = max(1, at_once // max(1, width))
+def row_slices(rows: int, width: int, max_elements: int) -> Iterator[slice]:
+    """Yield slices that cover all rows of a [rows, width] matrix, with about `max_elements` elements each."""
+    step = max(1, max_elements // max(1, width))
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x [..., H] / rms(x) * weight [H], in the numbers of `x`, computed in float32 (Zhang & Sennrich 2019).
+    """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 (Zhang & Sennrich 2019).
 
-    For the host, where torch's own would write a float32 copy of all of `x` after each operation and keep two for backward.
+    For the CPU, on which torch's own writes a float32 copy of `x` after each operation and keeps two for backward.
     """
     return _RMSNorm.apply(x, weight, epsilon)
 
@@ -60,23 +60,23 @@ class _RMSNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864); cos and sin of the angles of each token: float32[S, 1, 1, dim / 2]."""
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of S tokens; cos and sin: float32[S, 1, 1, dim / 2]."""
 
     cos: Tensor
     sin: Tensor
     fused: bool = False
-    """By the kernel, which computes in float32 whatever numbers come and go."""
+    """whether the Triton kernel is used, which computes in float32 for all dtypes"""
     _rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    """To other numbers, once for all layers."""
+    """cos and sin cast to other dtypes, cached for all layers"""
 
     @classmethod
     def from_angles(cls, angles: Tensor, fused: bool = False) -> "Rotation":
-        """`angles`: float32[S, 1, 1, dim], the halves of the last dimension being equal."""
+        """Build it from `angles` float32[S, 1, 1, dim], whose last dimension consists of two equal halves."""
         half = angles[..., : angles.size(-1) // 2]
         return cls(half.cos(), half.sin(), fused)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turn x [S, 1, heads, dim], computed in its own numbers unless it is fused."""
+        """Rotate x [S, 1, heads, dim] by each token's angles; computed in the dtype of `x` unless fused."""
         if self.fused:
             from megaenc.model.kernels.rotary import rotate
 
@@ -100,6 +100,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Return x [S, 1, heads, dim] rotated by `sign` times the angles."""
     first, second = x.chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out_first, out_second = out.chunk(2, dim=-1)
@@ -109,14 +110,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up, the halves of the last dimension (Shazeer 2020, arXiv 2002.05202)."""
+    """The activation silu(gate) * up of the two halves of the last dimension (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: TransformerConfig | None, fused: bool = False):
         super().__init__(config)
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., 2 F] to [..., F]."""
+        """Map x [..., 2 F] to [..., F]."""
         if self.fused:
             from megaenc.model.kernels.swiglu import swiglu
 
@@ -124,7 +125,7 @@ class SwiGLU(MegatronModule):
         return _SwiGLU.apply(x)
 
 
-class _SwiGLU(torch.autograd.Function):  # backward computes silu(gate) again
+class _SwiGLU(torch.autograd.Function):  # backward recomputes silu(gate)
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)

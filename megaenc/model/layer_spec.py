@@ -1,4 +1,4 @@
-"""The recipe of a layer: megatron-core's parallel layers with a norm and a core attention of our own."""
+"""Layer specs: megatron-core's parallel layers with our own norm and core attention."""
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,10 @@ _DEFAULT_KERNELS = KernelConfig()
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+    """RMSNorm layer, x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
 
-    megatron-core's wrapper of torch's norm refuses sequence parallelism, which needs but a mark on the weight: its gradient is
-    then summed over the tensor-parallel ranks.
+    megatron-core's wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that
+    its gradient is summed over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
@@ -42,6 +42,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize x [..., H] with the fused kernel, the CPU implementation or torch's own."""
         if self.fused:
             from megaenc.model.kernels.norm import rms_norm
 
@@ -54,7 +55,7 @@ class RMSNorm(torch.nn.Module):
 def build_transformer_config(
     model: ModelConfig, layout: ParallelConfig, dtype: torch.dtype, kernels: KernelConfig = _DEFAULT_KERNELS
 ) -> TransformerConfig:
-    """megatron-core's configuration of `model` in `layout`, computing in `dtype` (float32 or bfloat16)."""
+    """Build megatron-core's configuration of `model` in `layout`, with `dtype` float32 or bfloat16."""
     stages, split = layout.pipeline_model_parallel_size, layout.layers_per_chunk(model.num_layers)
     interleaved = len(split) > stages
     parts = [["decoder"] * layers for layers in split]
@@ -73,14 +74,14 @@ def build_transformer_config(
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=True,  # takes the module of the recipe below, whoever made it
+        use_te_activation_func=True,  # makes MLP use the activation module of the spec below
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=stages,
         pipeline_model_parallel_layout=parts if stages > 1 else None,
-        # Sent one by one, in an order that both sides keep: in a batch, two stages would mix up what goes forth and back.
+        # Sent one by one in an order that both sides keep: batched, two stages would confuse forward and backward tensors.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,  # megatron-core waits for the device after each exchange, for old versions of torch
@@ -99,10 +100,10 @@ def build_transformer_config(
         output_layer_init_method=_leave_uninitialized,
         embedding_init_method=_leave_uninitialized,
         transformer_impl=kernels.transformer_impl,
-        # For Transformer Engine alone: the layers of our own are told by the recipe below.
+        # Only for Transformer Engine; our own layers get their format from the spec below.
         fp8=kernels.fp8_format if kernels.transformer_impl == "transformer_engine" else None,
         fp8_recipe="tensorwise",
-        # Kernels of apex and Transformer Engine, and torch.compile, which would need a C++ compiler on CPU.
+        # These need apex, Transformer Engine or torch.compile, which needs a C++ compiler on CPU.
         gradient_accumulation_fusion=_grad_accum_fusion_available,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -112,23 +113,24 @@ def build_transformer_config(
 
 
 def _leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` unchanged, as an init method of megatron-core."""
     return tensor
 
 
 def _select_linear_layers(kernels: KernelConfig) -> tuple[type | ModuleSpec, type | ModuleSpec]:
-    """What has shares of the output's columns, and what of the input's."""
+    """Return the column-parallel and the row-parallel linear layer for `kernels`."""
     if kernels.transformer_impl == "transformer_engine":
         return transformer_engine.linear_classes()
     if kernels.fp8_format:
-        chosen = {"float8": select_float8_recipe(kernels.fp8_format, detect_backend())}
-        return ModuleSpec(Float8ColumnParallelLinear, params=chosen), ModuleSpec(Float8RowParallelLinear, params=chosen)
+        params = {"float8": select_float8_recipe(kernels.fp8_format, detect_backend())}
+        return ModuleSpec(Float8ColumnParallelLinear, params=params), ModuleSpec(Float8RowParallelLinear, params=params)
     return ColumnParallelLinear, RowParallelLinear
 
 
 def build_block_spec(
     config: TransformerConfig, chunk: int | None, kernels: KernelConfig, fused: FusedKernels = NO_FUSED_KERNELS
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, or of its part number `chunk`; `fused` is what `kernels` has come to on this machine."""
+    """Build the layer specs of this pipeline stage, or of its model chunk `chunk`; `fused`: the kernels that passed the self-test."""
     norm = ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
     if kernels.transformer_impl == "transformer_engine":
         norm = transformer_engine.StatelessTENorm
@@ -140,7 +142,7 @@ def build_block_spec(
             input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
-                # What SelfAttention would tell its core; ours asks the batch instead.
+                # SelfAttention passes it to the core attention, which takes the mask from the batch instead.
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=column_parallel,
@@ -167,9 +169,9 @@ def build_block_spec(
 
 
 class PackedAttention(MegatronModule):
-    """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v inside each document, q and k rotated.
+    """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v within each document, q and k rotated.
 
-    query [s, 1, heads, dim], key and value [s, 1, groups, dim] -> [s, 1, heads * dim]. "auto" is the backend right anywhere.
+    The backend "auto" is sdpa, which works on every device.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", **_):
@@ -187,6 +189,7 @@ class PackedAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params: PackedSequences | None = None,
     ):
+        """Map query [s, 1, heads, dim], key and value [s, 1, groups, dim] to [s, 1, heads * dim]."""
         if packed_seq_params.rotation is not None:
             query, key = (packed_seq_params.rotation(x) for x in (query, key))
         out = compute_attention(self.backend, *(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.softmax_scale)

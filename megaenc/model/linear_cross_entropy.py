@@ -1,4 +1,4 @@
-"""Output layer and loss in one, some predictions at a time: the logits of all of them never exist."""
+"""Chunked output layer with cross-entropy: the logits of all predictions never exist at the same time."""
 
 from collections.abc import Iterator
 
@@ -11,18 +11,18 @@ from megaenc.model.functional import row_slices
 from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels
 
 CHUNK_LOGITS = 2**26
-"""Logits that exist at a time, as float32 a quarter of a GiB: enough rows for the matrix products to be as fast as undivided."""
+"""Logits per chunk (256 MiB in float32): enough rows for the matrix products to reach full speed."""
 FUSED_CHUNK_BYTES = 2**30
-"""Bytes of the logits that exist at a time with the kernels of accelerators.
+"""Bytes of logits per chunk with the fused kernel.
 
-Each part of n predictions reads and writes the weight's float32 gradient, 8 V H bytes, beside products of 6 n V H operations: at
-240 operations to a byte (650 TFLOP/s and 2.7 TB/s, assumed of an H100) 320 / n of their time. With 2^26 logits, n = 523 of a
-vocabulary of 128,256, that is three fifths; with a GiB of bfloat16, n = 4,186, a thirteenth.
+Each chunk of n predictions reads and writes the weight's float32 gradient, 8 V H bytes, next to products of 6 n V H FLOPs: at 240
+FLOPs per byte (650 TFLOP/s and 2.7 TB/s, assumed for an H100) 320 / n of their time. With 2^26 logits, n = 523 for a vocabulary
+of 128,256, that is three fifths; with a GiB of bfloat16, n = 4,186, a thirteenth.
 """
 _ROW_MULTIPLE = 128
-"""Rows of a part: whole tiles of the matrix products."""
+"""Chunks have a multiple of this many rows: whole tiles of the matrix products."""
 _CACHE_ELEMENTS = 2**20
-"""Logits that the host widens to float32 at a time for the softmax."""
+"""Logits that the CPU casts to float32 at a time for the softmax."""
 
 
 def linear_cross_entropy(
@@ -32,44 +32,44 @@ def linear_cross_entropy(
     columns: int,
     group: dist.ProcessGroup,
     fused: FusedKernels = NO_FUSED_KERNELS,
-    at_once: int | None = None,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cross-entropy and correct guesses of softmax(hidden weight^T), summed over the N predictions: (float32, int64).
+    """Return summed cross-entropy (float32) and number of correct predictions (int64) of softmax(hidden weight^T).
 
-    `weight_VH` is this rank's share of the vocabulary, rows from `columns` on being padding; `labels_N` are ids of the whole
-    one; N may be 0. Of equally likely tokens the lowest id is the guess. `at_once`: how many logits may exist at a time, with
-    `fused.loss` their bytes. The gradients are exact and made on the way; backward scales them and adds those of `hidden_NH` up
-    over `group`. So one softmax serves both ways, and nothing of it is kept.
+    `weight_VH` is this rank's share of the vocabulary, with padding from row `columns` on; `labels_N` are global token ids; N may
+    be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their bytes with
+    `fused.loss`. Exact gradients are computed in forward, so that one softmax suffices; backward scales them and sums those of
+    `hidden_NH` over `group`.
     """
-    row, most = weight_VH.size(0), at_once or CHUNK_LOGITS
+    row_size, limit = weight_VH.size(0), chunk_size or CHUNK_LOGITS
     if fused.loss:
-        row, most = row * hidden_NH.element_size(), at_once or FUSED_CHUNK_BYTES
-    rows = rows_per_chunk(len(labels_N), row, most)
+        row_size, limit = row_size * hidden_NH.element_size(), chunk_size or FUSED_CHUNK_BYTES
+    rows = rows_per_chunk(len(labels_N), row_size, limit)
     return _LinearCrossEntropy.apply(hidden_NH, weight_VH, labels_N, columns, group, fused, rows, torch.is_grad_enabled())
 
 
-def rows_per_chunk(predictions: int, row: int, at_once: int) -> int:
-    """Return the rows of each part of `predictions`, a row taking `row` of `at_once`: few parts, as large as each other."""
-    most = max(1, at_once // row)
-    if most > _ROW_MULTIPLE:
-        most -= most % _ROW_MULTIPLE
-    parts = max(1, -(-predictions // most))
-    even = -(-predictions // parts)
-    return max(1, min(most, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE))
+def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
+    """Return the number of predictions per chunk: few chunks of equal size, each of at most `chunk_size // row_size` rows."""
+    max_rows = max(1, chunk_size // row_size)
+    if max_rows > _ROW_MULTIPLE:
+        max_rows -= max_rows % _ROW_MULTIPLE
+    chunks = max(1, -(-predictions // max_rows))
+    even = -(-predictions // chunks)
+    return max(1, min(max_rows, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, labels_N, columns, group, fused, rows, train):
         softmax_statistics, logits_to_gradient_ = _softmax_statistics, _logits_to_gradient_
-        if fused.loss:  # in one pass over the logits each
+        if fused.loss:
             from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
         first = weight_VH.size(0) * group.rank()
         losses_N = torch.empty(len(labels_N), dtype=torch.float32, device=hidden_NH.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden_NH.device)
         train = train and any(ctx.needs_input_grad[:2])
         to_hidden_NH = torch.empty_like(hidden_NH) if train else None
-        to_weight_VH = None  # float32: in bfloat16 the sum over parts would be rounded as often as there are parts
+        to_weight_VH = None  # float32: in bfloat16 the sum would be rounded after each chunk
         for start in range(0, len(labels_N), rows):
             part = slice(start, start + rows)
             hidden_nH, labels_n = hidden_NH[part], labels_N[part]
@@ -95,29 +95,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         to_hidden_NH.mul_(scale)
         if ctx.group.size() > 1:
             dist.all_reduce(to_hidden_NH, group=ctx.group)
-        # Scaled on the way to the weight's numbers, into which autograd would cast it anyway.
+        # Scaled while it is cast to the weight's dtype, which autograd would do anyway.
         scaled_VH = to_weight_VH if ctx.dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=ctx.dtype)
         torch.mul(to_weight_VH, scale, out=scaled_VH)
         return to_hidden_NH, scaled_VH, None, None, None, None, None, None
 
 
 def _softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
-    """Return what kernels.cross_entropy.statistics does, by torch's operations; columns of padding become -inf."""
+    """Return the same float32[4, n] as `kernels.cross_entropy.softmax_statistics`, in torch; set padding columns to -inf."""
     logits_nV[:, columns:].fill_(float("-inf"))
     at_n1, own_n = _label_columns(logits_nV, labels_n, first, columns)
     target_n = torch.where(own_n, logits_nV.gather(1, at_n1).squeeze(1).float(), 0.0)
-    found = []
+    statistics = []
     for piece in _row_chunks(logits_nV):
         scores = logits_nV[piece].float()
         highest, token = scores.max(dim=1)
-        highest.clamp_(min=torch.finfo(torch.float32).min)  # a rank may hold padding alone
-        found.append(torch.stack([highest, (scores - highest[:, None]).exp_().sum(dim=1), token.float() + first]))
-    highest_n, sum_n, token_n = torch.cat(found, dim=1)
+        highest.clamp_(min=torch.finfo(torch.float32).min)  # a rank may have only padding
+        statistics.append(torch.stack([highest, (scores - highest[:, None]).exp_().sum(dim=1), token.float() + first]))
+    highest_n, sum_n, token_n = torch.cat(statistics, dim=1)
     return torch.stack([highest_n, sum_n, target_n, token_n])
 
 
 def _logits_to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
-    """Return what kernels.cross_entropy.to_gradient_ does, by torch's operations, for logits that `_softmax_statistics` has seen."""
+    """Overwrite logits by the loss's gradient as `kernels.cross_entropy.logits_to_gradient_` does, in torch.
+
+    `_softmax_statistics` must have been called on them.
+    """
     at_n1, own_n = _label_columns(logits_nV, labels_n, first, columns)
     hit_n1, shift_n1 = own_n[:, None].float(), (top_n + sum_n.log())[:, None]
     for piece in _row_chunks(logits_nV):
@@ -126,19 +129,19 @@ def _logits_to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum
 
 
 def _label_columns(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each label, int64[n, 1], and bool[n]: whether it is this rank's."""
+    """Return each label's column in this rank's share, int64[n, 1] (clamped), and bool[n], whether this rank has the label."""
     own_n = (labels_n >= first) & (labels_n < first + columns)
     return (labels_n - first).clamp(0, logits_nV.size(1) - 1)[:, None], own_n
 
 
 def _row_chunks(logits_nV: Tensor) -> Iterator[slice]:
-    """Yield rows whose float32 numbers stay in a host's caches; an accelerator takes all at once."""
+    """Yield slices of rows that fit into a CPU's caches as float32; on an accelerator one slice of all rows."""
     rows, width = logits_nV.shape
     return row_slices(rows, width, _CACHE_ELEMENTS) if logits_nV.device.type == "cpu" else iter([slice(None)])
 
 
 def _gather_statistics(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Return the statistics of the whole vocabulary from those of each rank's share."""
+    """Gather each rank's softmax statistics and return those of the whole vocabulary (see `combine_statistics`)."""
     if group.size() == 1:
         return own_4n.unbind()
     all_R4n = own_4n.new_empty(group.size(), *own_4n.shape)
@@ -147,7 +150,10 @@ def _gather_statistics(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
 
 
 def combine_statistics(all_R4n: Tensor) -> tuple[Tensor, ...]:
-    """Combine the shares' highest score, sum of exp(score - highest), label's score and likeliest token (exact below 2^24)."""
+    """Return the softmax statistics of the whole vocabulary from those of R shares, float32[R, 4, n].
+
+    Highest score, sum of exp(score - highest), label's score, and likeliest token (exact below 2^24), each [n].
+    """
     highest_Rn, sum_Rn, target_Rn, token_Rn = all_R4n.unbind(1)
     top_n = highest_Rn.amax(0)
     token_n = torch.where(highest_Rn == top_n, token_Rn, float("inf")).amin(0)
@@ -155,7 +161,7 @@ def combine_statistics(all_R4n: Tensor) -> tuple[Tensor, ...]:
 
 
 def accumulate_matmul(sum_VH: Tensor | None, a_Vn: Tensor, b_nH: Tensor, *, in_float32: bool) -> Tensor:
-    """Return float32 `sum_VH` (None: 0) + a b, in place; `in_float32`: unrounded, which torch can on accelerators."""
+    """Return float32 `sum_VH` (None: 0) + a b, in place; `in_float32`: without rounding the product, only on accelerators."""
     if in_float32 and a_Vn.dtype != torch.float32:
         if sum_VH is None:
             return torch.mm(a_Vn, b_nH, out_dtype=torch.float32)

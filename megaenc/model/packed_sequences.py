@@ -1,4 +1,4 @@
-"""Documents that lie end to end in one row, and the attention they are read under."""
+"""Documents packed end to end in one row, and their attention mask."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,51 +14,54 @@ from megaenc.objectives import Attention
 
 @dataclass(frozen=True)
 class PrefixRows:
-    """The rows of a pack in two parts, prefixes and the rest, for kernels that know one mask a call."""
+    """The tokens of a pack split into prefixes and suffixes, for kernels with one mask per call."""
 
-    prefix: torch.Tensor  # int64[P], the rows of prefixes; may be empty
+    prefix: torch.Tensor  # int64[P], the token indices of prefixes; may be empty
     suffix: torch.Tensor  # int64[S - P], never empty
-    cu_seqlens_prefix: torch.Tensor  # int32, of the prefixes that are not empty
+    cu_seqlens_prefix: torch.Tensor  # int32, of the nonempty prefixes
     cu_seqlens_suffix: torch.Tensor  # int32[D + 1]
     longest_prefix: int
     longest_suffix: int
 
     @classmethod
     def from_lengths(cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device) -> "PrefixRows":
-        """`lengths` and `prefixes`: int64[D]."""
-        places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        in_prefix = places < np.repeat(prefixes, lengths)
-        some, rest = prefixes[prefixes > 0], lengths - prefixes
+        """Build it from document lengths and prefix lengths, int64[D] each."""
+        positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        in_prefix = positions < np.repeat(prefixes, lengths)
+        nonempty, rest = prefixes[prefixes > 0], lengths - prefixes
         rows = [np.flatnonzero(in_prefix), np.flatnonzero(~in_prefix)]
-        ends = [np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) for counts in (some, rest)]
+        ends = [np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) for counts in (nonempty, rest)]
         tensors = (copy_to_device(torch.from_numpy(array), device) for array in (*rows, *ends))
         return cls(*tensors, int(prefixes.max()), int(rest.max()))
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Documents of one row and the attention they are read under; travels to core attention as `packed_seq_params`.
+    """Document boundaries and attention mask of one pack, passed to core attention as `packed_seq_params`.
 
-    `qkv_format` stays "sbhd", so that megatron-core's SelfAttention leaves the layout alone. Unlike an object passed as
-    `attention_mask` it reaches the core attention through every recompute mode.
+    `qkv_format` stays "sbhd", so that megatron-core's SelfAttention does not change the layout. Unlike `attention_mask`, it
+    reaches the core attention in every recompute mode.
     """
 
     attention: Attention = Attention.BIDIRECTIONAL
     documents: list[tuple[int, int]] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
-    """Of each document, under Attention.PREFIX."""
+    """prefix length of each document under Attention.PREFIX"""
     prefix_rows: PrefixRows | None = None
-    """The same for the kernels of accelerators."""
+    """the prefixes as accelerator kernels need them"""
     rotation: Rotation | None = None
-    """Which the encoder puts in: of each token by its place in its document."""
+    """rotary positions of the tokens in their documents, set by the encoder"""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What an attention has made of the above for all layers, by a key of its own."""
+    """data that an attention backend derives once for all layers"""
 
     @classmethod
     def from_edges(
         cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None
     ) -> "PackedSequences":
-        """Build it of documents between `edges` (0 first, the row's length last); ValueError if their `prefixes` do not fit."""
+        """Build it from document boundaries `edges` (0 first, the pack's length last) and, for prefix attention, prefix lengths.
+
+        Raises ValueError if `prefixes` do not fit.
+        """
         lengths = np.diff(np.array(edges, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):
             raise ValueError(f"{attention} attention: found prefixes {prefixes}, expected them under prefix attention alone")
@@ -79,13 +82,16 @@ class PackedSequences(PackedSeqParams):
         )
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(start, prefix, stop) of each document: what lies before `prefix` sees each other, the rest what comes before it."""
+        """Return (start, prefix end, stop) of each document.
+
+        Tokens before the prefix end attend to each other, those after it to all tokens before them.
+        """
         if self.attention == Attention.PREFIX:
             return [(start, start + prefix, stop) for (start, stop), prefix in zip(self.documents, self.prefixes, strict=True)]
-        whole = self.attention == Attention.BIDIRECTIONAL
-        return [(start, stop if whole else start, stop) for start, stop in self.documents]
+        bidirectional = self.attention == Attention.BIDIRECTIONAL
+        return [(start, stop if bidirectional else start, stop) for start, stop in self.documents]
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor`, made on the host, on `device`, without waiting for it."""
+    """Copy a CPU tensor to `device` without blocking."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What is predicted from what, under which attention, and in which steps of a run."""
+"""Training objectives (CLM, MLM, MNTP, prefix LM, plug-ins), their attention masks and their schedule over a run."""
 
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling

@@ -1,4 +1,4 @@
-"""Causal language modelling: every token predicts the next one of its document."""
+"""Causal language modeling: every token predicts the next token of its document."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,14 @@ from megaenc.objectives.registry import register
 @register
 @dataclass(frozen=True)
 class CausalLanguageModeling(Objective):
-    """Position i predicts token i + 1; the last token of a document, or of a piece cut by the pack's end, predicts nothing."""
+    """Objective in which position i predicts token i + 1; the last token of a document, or of a cut piece, predicts nothing."""
 
     name = "clm"
     attention = Attention.CAUSAL
     shift = 1
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
+        """Return the Targets of one pack."""
         has_next = np.ones(len(pack.tokens), dtype=bool)
         has_next[pack.edges[1:] - 1] = False
         predict_at = np.flatnonzero(has_next)

@@ -1,4 +1,4 @@
-"""The objectives that hide tokens and predict them: where they stand (MLM), or from the position before (MNTP)."""
+"""Objectives that hide tokens and predict them: at their own position (MLM) or from the previous one (MNTP)."""
 
 import math
 from abc import abstractmethod
@@ -17,31 +17,31 @@ from megaenc.objectives.registry import register
 
 @dataclass(frozen=True)
 class Masking(Objective):
-    """Every token that `eligible` allows is chosen with probability `mask`, by itself or in spans.
+    """Base of masking objectives: each token that `eligible` allows is chosen with probability `mask`, independently or in spans.
 
-    A chosen one becomes the mask token, or with probability `random` another token, or with probability `keep` stays:
+    A chosen token becomes the mask token, or with probability `random` another token, or stays with probability `keep`:
     `mask=0.15,random=0.1,keep=0.1` is BERT's 80/10/10 (Devlin et al. 2019, arXiv 1810.04805).
 
-    With `span` = s the chosen tokens come in runs of geometric length with mean s (as SpanBERT's do, Joshi et al. 2020, arXiv
-    1907.10529): a stationary Markov chain over the tokens. The first token of a document and the token after one that is not
-    eligible are chosen with probability `mask`; a chosen token is followed by another with probability 1 - 1/s, one that was
-    not by a chosen one with probability mask / (s (1 - mask)). So every token is chosen with probability `mask`, and no run
-    crosses an edge or a special token.
+    With `span` = s, chosen tokens form runs of geometric length with mean s (as in SpanBERT, Joshi et al. 2020, arXiv
+    1907.10529): a stationary Markov chain over the tokens. The first token of a document and a token after an ineligible one are
+    chosen with probability `mask`; a token after a chosen one with probability 1 - 1/s, after an unchosen one with
+    mask / (s (1 - mask)). So every token is chosen with probability `mask`, and no run crosses an edge or a special token.
     """
 
     attention = Attention.BIDIRECTIONAL
 
     mask: float = option(0.4, "share of the tokens to predict", above=0, high=1)
-    random: float = option(0.0, "share of these that a random token replaces", low=0, high=1)
-    keep: float = option(0.0, "share of these that stay as they are", low=0, high=1)
-    span: float = option(0.0, "mean length of a hidden run, 0 for each token by itself", low=0)
+    random: float = option(0.0, "share of these that become a random token", low=0, high=1)
+    keep: float = option(0.0, "share of these that stay unchanged", low=0, high=1)
+    span: float = option(0.0, "mean length of hidden runs, 0 for independent tokens", low=0)
 
     def __post_init__(self) -> None:
+        """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
         super().__post_init__()
         if self.random + self.keep > 1 + 1e-9:
             raise OptionError(self.name, "keep", f"found random + keep = {self.random + self.keep:g}, expected at most 1")
         if self.span and self.span * (1 - self.mask) < 1 - 1e-9:
-            # Shorter runs than those of independent tokens would have to repel each other.
+            # Independent tokens have this mean run length; shorter runs are impossible here.
             expected = "0: every token is hidden"
             if self.mask < 1:
                 expected = f"0 or from {math.ceil(1000 / (1 - self.mask) - 1e-6) / 1000:g} up"
@@ -49,69 +49,72 @@ class Masking(Objective):
         if self.vocabulary.mask_id is None:
             raise InputError(
                 f"{self.name}: the tokenizer ({self.vocabulary.fingerprint[:12]}) has no mask token, expected one; "
-                "`megaenc tokenizer` makes a tokenizer that has"
+                "train one with `megaenc tokenizer`"
             )
 
     @abstractmethod
     def eligible(self, pack: Pack) -> np.ndarray:
-        """bool[T]: which tokens may be chosen."""
+        """Return bool[T], true for tokens that may be chosen."""
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        (places,) = self._chosen(pack, randomness).nonzero()
-        labels = pack.tokens[places]
+        """Return the Targets of one pack, with the chosen tokens hidden in the inputs."""
+        (positions,) = self._choose_tokens(pack, randomness).nonzero()
+        labels = pack.tokens[positions]
         hidden = self.vocabulary.mask_id
         if self.random or self.keep:
-            fate = randomness.uniforms("fate", len(pack.tokens))[places]
-            draws = randomness.uniforms("random token", len(pack.tokens))[places]
+            fate = randomness.uniforms("fate", len(pack.tokens))[positions]
+            draws = randomness.uniforms("random token", len(pack.tokens))[positions]
             replacements = text_token_ids(self.vocabulary)
             others = replacements[(draws * len(replacements)).astype(np.int64)]
             hidden = np.where(fate < self.random, others, np.where(fate < self.random + self.keep, labels, hidden))
         inputs = pack.tokens.copy()
-        inputs[places] = hidden
-        return Targets(inputs, places - self.shift, labels)
+        inputs[positions] = hidden
+        return Targets(inputs, positions - self.shift, labels)
 
-    def _chosen(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:
-        """bool[T]: the tokens to hide and predict."""
-        # A number for every position, eligible or not: the same draws whatever the tokens are.
+    def _choose_tokens(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:
+        """Draw bool[T], true for tokens to hide and predict."""
+        # One draw per position, eligible or not, so that draws do not depend on the tokens.
         eligible = self.eligible(pack)
         if not self.span:
-            return randomness.chances("mask", len(pack.tokens), self.mask) & eligible
+            return randomness.bernoulli("mask", len(pack.tokens), self.mask) & eligible
         draws = randomness.uniforms("mask", len(pack.tokens))
-        afresh = np.ones(len(draws), dtype=bool)
-        afresh[1:] = ~eligible[:-1]
-        afresh[pack.edges[:-1]] = True
-        begins = draws < np.where(afresh, self.mask, self.mask / (self.span * (1 - self.mask)))
-        ends = draws >= 1 - 1 / self.span
-        # Where a draw settles a token whatever came before it, the chain is known; between such places it stays as it was.
-        settled = afresh | begins | ends | ~eligible
+        is_start = np.ones(len(draws), dtype=bool)
+        is_start[1:] = ~eligible[:-1]
+        is_start[pack.edges[:-1]] = True
+        starts_run = draws < np.where(is_start, self.mask, self.mask / (self.span * (1 - self.mask)))
+        ends_run = draws >= 1 - 1 / self.span
+        # A settled position does not depend on the previous one; all others repeat the last settled state.
+        settled = is_start | starts_run | ends_run | ~eligible
         last_settled = np.maximum.accumulate(np.where(settled, np.arange(len(draws)), 0))
-        return (begins & eligible)[last_settled]
+        return (starts_run & eligible)[last_settled]
 
 
 @register
 @dataclass(frozen=True)
 class MaskedLanguageModeling(Masking):
-    """Position i predicts token i where that is hidden; every token that is not special may be."""
+    """Masking objective in which position i predicts token i if it is hidden; every token that is not special is eligible."""
 
     name = "mlm"
 
     def eligible(self, pack: Pack) -> np.ndarray:
+        """Return bool[T], true for tokens that are not special."""
         return text_token_mask(self.vocabulary)[pack.tokens]
 
 
 @register
 @dataclass(frozen=True)
 class MaskedNextTokenPrediction(Masking):
-    """Position i - 1 predicts token i where that is hidden (LLM2Vec, BehnamGhader et al. 2024, arXiv 2404.05961).
+    """Masking objective in which position i - 1 predicts token i if it is hidden (LLM2Vec, arXiv 2404.05961).
 
-    The first token of a document, or of a piece cut by the pack's start, has no position before it and is never chosen; to
-    spans it is what a special token is.
+    The first token of a document, or of a cut piece, has no previous position: it is never chosen and ends spans as a special
+    token does.
     """
 
     name = "mntp"
     shift = 1
 
     def eligible(self, pack: Pack) -> np.ndarray:
+        """Return bool[T], true for tokens that are neither special nor first of a document."""
         eligible = text_token_mask(self.vocabulary)[pack.tokens]
         eligible[pack.edges[:-1]] = False
         return eligible
@@ -119,14 +122,14 @@ class MaskedNextTokenPrediction(Masking):
 
 @lru_cache(maxsize=8)
 def text_token_mask(vocabulary: Vocabulary) -> np.ndarray:
-    """bool[vocabulary]: whether a token is text and no special token."""
-    found = np.ones(vocabulary.size, dtype=bool)
-    found[list(vocabulary.special_ids)] = False
-    found.flags.writeable = False
-    return found
+    """Return read-only bool[vocabulary size], true for tokens that are not special."""
+    is_text = np.ones(vocabulary.size, dtype=bool)
+    is_text[list(vocabulary.special_ids)] = False
+    is_text.flags.writeable = False
+    return is_text
 
 
 @lru_cache(maxsize=8)
 def text_token_ids(vocabulary: Vocabulary) -> np.ndarray:
-    """int64[...]: the ids of the tokens that are text, ascending."""
+    """Return int64 ids of all tokens that are not special, ascending."""
     return np.flatnonzero(text_token_mask(vocabulary))

@@ -1,4 +1,4 @@
-"""Reads the text of a schedule into its pieces, each of which knows its place; the grammar stands in `schedule`."""
+"""Parser of an objective schedule's text, which keeps the position of each part; see `schedule` for the grammar."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ FLAG = "--objective-schedule"
 MIXTURE = "mix"
 _MAX_WORD_LENGTH = 64  # characters of a name or a number
 MAX_REPEAT_DEPTH = 20
-_MAX_PHASES = 100_000  # each is kept in memory
+_MAX_PHASES = 100_000  # kept in memory
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _WORD = re.compile(r"(?:(?!->)[^,():=\s])+")
 _TOKEN = re.compile(rf"{_WORD.pattern}|->|.|")
@@ -22,18 +22,18 @@ _AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
 
 
 class SourceText(str):
-    """A piece of the schedule's text, which begins at its character `start`, counted from 0."""
+    """A part of the schedule's text that starts at character `start`, counted from 0."""
 
     start: int
 
     def __new__(cls, text: str, start: int) -> "SourceText":
-        piece = super().__new__(cls, text)
-        piece.start = start
-        return piece
+        part = super().__new__(cls, text)
+        part.start = start
+        return part
 
 
 class ParsedOption(NamedTuple):
-    """An option as written; `end` is what it changes to over its phase, None where it stays."""
+    """An option as written; `end` is its value at the end of the phase, None if it does not change."""
 
     name: SourceText
     value: SourceText
@@ -41,16 +41,17 @@ class ParsedOption(NamedTuple):
 
 
 class ParsedObjective(NamedTuple):
-    """An objective as written."""
+    """Name and options of an objective as written."""
 
     name: SourceText
     options: tuple[ParsedOption, ...]
 
 
 class ParsedPhase(NamedTuple):
-    """A phase as written. components: objectives with their weights, one of weight 1 where there is no mixture.
+    """A phase as written.
 
-    Components are equal if they read the same, wherever they stand. amount: a Fraction for a share, an int for steps.
+    components: objectives with their weights, one of weight 1 without a mixture; equal if they read the same. amount: a Fraction
+    for a share, an int for steps.
     """
 
     components: tuple[tuple[Fraction, ParsedObjective], ...]
@@ -59,49 +60,50 @@ class ParsedPhase(NamedTuple):
 
 
 def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
-    """Read the phases of a schedule, repetitions written out. Raises InputError.
+    """Parse the text of a schedule into its phases, with repetitions expanded. Raises InputError for syntax errors.
 
-    Of a run of `train_iters` steps, more phases than that are refused; whether names, options and sums are right is seen by
-    `Schedule.build`.
+    At most `train_iters` phases are allowed. `Schedule.build` checks names, options and sums.
     """
-    return _ScheduleParser(text, train_iters).schedule()
+    return _ScheduleParser(text, train_iters).parse_schedule()
 
 
-def build_error(text: str, piece: SourceText, complaint: object) -> InputError:
-    """Build the error that `piece` of `text` is what `complaint` says, with its place shown."""
-    marked = f"{text[: piece.start]}[{piece}]{text[piece.start + len(piece) :]}"
-    return InputError(f"{FLAG}: at character {piece.start + 1} of '{text}': {complaint} (here: {marked})")
+def build_error(text: str, part: SourceText, complaint: object) -> InputError:
+    """Build an InputError that shows `part` in brackets within `text`."""
+    marked = f"{text[: part.start]}[{part}]{text[part.start + len(part) :]}"
+    return InputError(f"{FLAG}: at character {part.start + 1} of '{text}': {complaint} (here: {marked})")
 
 
 class _ScheduleParser:
-    """Recursive descent: a method for each rule of the grammar, all moving `at` along `text`."""
+    """Recursive-descent parser with a method per grammar rule, each of which advances `at` in `text`."""
 
     def __init__(self, text: str, train_iters: int | None):
         self.text, self.train_iters = text, train_iters
         self.at = 0
 
-    def schedule(self) -> tuple[ParsedPhase, ...]:
+    def parse_schedule(self) -> tuple[ParsedPhase, ...]:
+        """Parse the whole text."""
         if not self.text.strip():
             raise self.error(SourceText("", 0), "empty, expected an objective such as mlm, or phases such as clm:0.25,mlm:0.75")
-        items = self.items(depth=0)
-        if not self.ended():
-            raise self.wrong("`,` and another phase, or the end")
+        items = self.parse_items(depth=0)
+        if not self.is_at_end():
+            raise self.unexpected("`,` and another phase, or the end")
         return items
 
-    def items(self, depth: int) -> tuple[ParsedPhase, ...]:
-        phases = [*self.item(depth, alone=depth == 0)]
+    def parse_items(self, depth: int) -> tuple[ParsedPhase, ...]:
+        """Parse comma-separated items inside `depth` repetitions."""
+        phases = [*self.parse_item(depth, is_first=depth == 0)]
         while comma := self.take(","):
-            if self.ended():
+            if self.is_at_end():
                 raise self.error(comma, "nothing follows the comma, expected another phase")
-            phases += self.item(depth, alone=False)
+            phases += self.parse_item(depth, is_first=False)
         return tuple(phases)
 
-    def item(self, depth: int, alone: bool) -> tuple[ParsedPhase, ...]:
-        """`alone`: nothing stands before it, so that its amount may be missing if nothing follows either."""
+    def parse_item(self, depth: int, is_first: bool) -> tuple[ParsedPhase, ...]:
+        """Parse a phase or a repetition; the amount may be missing if `is_first` and nothing follows."""
         self.skip_spaces()
         repeat = _REPEAT.match(self.text, self.at)
         if not repeat:
-            return (self.phase(alone),)
+            return (self.parse_phase(is_first),)
         count, opening = SourceText(repeat[1], repeat.start()), SourceText("(", repeat.end() - 1)
         if len(count) > _MAX_WORD_LENGTH:
             raise self.error(count, f"{len(count)} digits, expected at most {_MAX_WORD_LENGTH}")
@@ -110,7 +112,7 @@ class _ScheduleParser:
         if depth == MAX_REPEAT_DEPTH:
             raise self.error(count, f"a repetition in more than {MAX_REPEAT_DEPTH} others, expected fewer")
         self.at = repeat.end()
-        phases = self.items(depth + 1)
+        phases = self.parse_items(depth + 1)
         self.close(opening, "`,` and another phase, or `)`", unclosed_before="")
         total = int(count) * len(phases)
         if self.train_iters is not None and total > self.train_iters:
@@ -119,53 +121,58 @@ class _ScheduleParser:
             raise self.error(count, f"makes {total:,} phases, expected at most {_MAX_PHASES:,}")
         return phases * int(count)
 
-    def phase(self, alone: bool) -> ParsedPhase:
+    def parse_phase(self, is_first: bool) -> ParsedPhase:
+        """Parse an objective or a mixture with its share or steps."""
         start = self.at
-        what = self.expect(_NAME, f"the name of an objective, `{MIXTURE}(` or a repetition such as `5x(`")
-        if what == MIXTURE:
+        name = self.expect(_NAME, f"the name of an objective, `{MIXTURE}(` or a repetition such as `5x(`")
+        if name == MIXTURE:
             if not (opening := self.take("(")):
-                raise self.wrong(f"`(` and the objectives of the mixture, such as {MIXTURE}(clm:0.3,mlm:0.7)")
-            components = self.parts(opening, self.component, "`,` and another objective with its weight, or `)`")
+                raise self.unexpected(f"`(` and the objectives of the mixture, such as {MIXTURE}(clm:0.3,mlm:0.7)")
+            components = self.parse_parts(opening, self.parse_component, "`,` and another objective with its weight, or `)`")
         else:
-            components = ((Fraction(1), ParsedObjective(what, self.options())),)
-        written = self.text[start : self.at].strip() if what == MIXTURE else what
-        if alone and self.ended():
-            return ParsedPhase(components, Fraction(1), what)
+            components = ((Fraction(1), ParsedObjective(name, self.parse_options())),)
+        phase_text = self.text[start : self.at].strip() if name == MIXTURE else name
+        if is_first and self.is_at_end():
+            return ParsedPhase(components, Fraction(1), name)
         if not self.take(":"):
-            raise self.wrong(f"`:` and the share or the steps of `{written}`")
+            raise self.unexpected(f"`:` and the share or the steps of `{phase_text}`")
         amount_text = self.expect(_WORD, _AMOUNT)
-        return ParsedPhase(components, self.amount(amount_text), amount_text)
+        return ParsedPhase(components, self.parse_amount(amount_text), amount_text)
 
-    def component(self) -> tuple[Fraction, ParsedObjective]:
+    def parse_component(self) -> tuple[Fraction, ParsedObjective]:
+        """Parse an objective of a mixture with its weight."""
         name = self.expect(_NAME, "the name of an objective")
         if name == MIXTURE:
             raise self.error(name, "a mixture in a mixture, expected the name of an objective")
-        objective = ParsedObjective(name, self.options())
+        objective = ParsedObjective(name, self.parse_options())
         if not self.take(":"):
-            raise self.wrong(f"`:` and the weight of `{name}`")
+            raise self.unexpected(f"`:` and the weight of `{name}`")
         weight = self.expect(_WORD, "a weight such as 0.7")
         if not (_SHARE.fullmatch(weight) or _WHOLE.fullmatch(weight)) or not Fraction(weight):
             raise self.error(weight, f"found `{weight}`, expected a weight above zero such as 0.7 or 2")
         return Fraction(weight), objective
 
-    def options(self) -> tuple[ParsedOption, ...]:
+    def parse_options(self) -> tuple[ParsedOption, ...]:
+        """Parse the options of an objective in parentheses, if any."""
         if not (opening := self.take("(")):
             return ()
-        options = self.parts(opening, self.option, "`,` and another option, or `)`")
+        options = self.parse_parts(opening, self.parse_option, "`,` and another option, or `)`")
         for index, option in enumerate(options):
             if option.name in [earlier.name for earlier in options[:index]]:
                 raise self.error(option.name, f"option `{option.name}` is given twice")
         return options
 
-    def option(self) -> ParsedOption:
+    def parse_option(self) -> ParsedOption:
+        """Parse `name=value` or `name=value->value`."""
         name = self.expect(_NAME, "an option such as mask=0.3")
         if not self.take("="):
-            raise self.wrong(f"`=` and the value of `{name}`")
+            raise self.unexpected(f"`=` and the value of `{name}`")
         value = self.expect(_WORD, f"the value of `{name}`")
         end = self.expect(_WORD, f"the value of `{name}` at the end of the phase") if self.take("->") else None
         return ParsedOption(name, value, end)
 
-    def amount(self, written: SourceText) -> Fraction | int:
+    def parse_amount(self, written: SourceText) -> Fraction | int:
+        """Parse a share or a number of steps."""
         digits = written.lstrip("-")
         kind = Fraction if _SHARE.fullmatch(digits) else int if _WHOLE.fullmatch(digits) else None
         if kind is None:
@@ -177,53 +184,56 @@ class _ScheduleParser:
             raise self.error(written, f"zero {noun} {written}, expected more than zero; leave the phase out")
         return kind(written)
 
-    def parts(self, opening: SourceText, part: Callable[[], Any], otherwise: str) -> tuple[Any, ...]:
-        """Read parts with commas between them, and the `)` that belongs to `opening`."""
-        parts = [part()]
+    def parse_parts(self, opening: SourceText, parse_part: Callable[[], Any], expected: str) -> tuple[Any, ...]:
+        """Parse comma-separated parts and the `)` that closes `opening`."""
+        parts = [parse_part()]
         while self.take(","):
-            parts.append(part())
-        self.close(opening, otherwise)
+            parts.append(parse_part())
+        self.close(opening, expected)
         return tuple(parts)
 
-    def close(self, opening: SourceText, otherwise: str, unclosed_before: str = ":") -> None:
-        """Take the `)` that belongs to `opening`; one of the signs `unclosed_before` in its place says that it was forgotten."""
+    def close(self, opening: SourceText, expected: str, unclosed_before: str = ":") -> None:
+        """Take the `)` that closes `opening`; one of the signs `unclosed_before` instead means that it is missing."""
         if not self.take(")"):
-            if self.ended() or self.text[self.at] in unclosed_before:
+            if self.is_at_end() or self.text[self.at] in unclosed_before:
                 raise self.error(opening, "this parenthesis is never closed")
-            raise self.wrong(otherwise)
+            raise self.unexpected(expected)
 
-    def expect(self, pattern: re.Pattern[str], what: str) -> SourceText:
-        """Take the next piece, which must match `pattern`."""
+    def expect(self, pattern: re.Pattern[str], expected: str) -> SourceText:
+        """Take the next part, which must match `pattern`; `expected` describes it in the error."""
         self.skip_spaces()
-        if not (found := pattern.match(self.text, self.at)):
-            raise self.wrong(what)
-        self.at = found.end()
-        piece = SourceText(found[0], found.start())
-        if len(piece) > _MAX_WORD_LENGTH:
-            raise self.error(piece, f"{len(piece)} characters, expected at most {_MAX_WORD_LENGTH}")
-        return piece
+        if not (match := pattern.match(self.text, self.at)):
+            raise self.unexpected(expected)
+        self.at = match.end()
+        part = SourceText(match[0], match.start())
+        if len(part) > _MAX_WORD_LENGTH:
+            raise self.error(part, f"{len(part)} characters, expected at most {_MAX_WORD_LENGTH}")
+        return part
 
     def take(self, sign: str) -> SourceText | None:
-        """Take the next piece if it is this sign."""
+        """Take the next character sequence if it is `sign`, else return None."""
         self.skip_spaces()
         if not self.text.startswith(sign, self.at):
             return None
         self.at += len(sign)
         return SourceText(sign, self.at - len(sign))
 
-    def ended(self) -> bool:
+    def is_at_end(self) -> bool:
+        """Return whether only spaces are left."""
         self.skip_spaces()
         return self.at == len(self.text)
 
     def skip_spaces(self) -> None:
+        """Advance to the next character that is not a space."""
         while self.at < len(self.text) and self.text[self.at].isspace():
             self.at += 1
 
-    def wrong(self, expected: str) -> InputError:
-        """Build the error that the next piece, a word or else a sign, is not what is expected here."""
+    def unexpected(self, expected: str) -> InputError:
+        """Build the error that found the next part instead of the `expected` one."""
         self.skip_spaces()
-        found = _TOKEN.match(self.text, self.at)[0]
-        return self.error(SourceText(found, self.at), f"found {f'`{found}`' if found else 'the end'}, expected {expected}")
+        token = _TOKEN.match(self.text, self.at)[0]
+        return self.error(SourceText(token, self.at), f"found {f'`{token}`' if token else 'the end'}, expected {expected}")
 
-    def error(self, piece: SourceText, complaint: str) -> InputError:
-        return build_error(self.text, piece, complaint)
+    def error(self, part: SourceText, complaint: str) -> InputError:
+        """Build an InputError at `part`."""
+        return build_error(self.text, part, complaint)

@@ -1,4 +1,4 @@
-"""Objectives by name: those registered in this process, then those that installed packages offer.
+"""Registry of objectives by name: those registered in this process, then those of installed packages.
 
 A package offers one through an entry point in the group `megaenc.objectives`: its name, pointing to `module:Class`.
 """
@@ -22,7 +22,7 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
 
 def register(objective: ObjectiveClass) -> ObjectiveClass:
-    """Class decorator: make an objective known by its `name`. Raises ValueError for a name taken or a class that is none."""
+    """Register an objective class under its `name` (decorator). Raises ValueError for a duplicate name or an invalid class."""
     if complaint := _find_defect(objective):
         raise ValueError(f"{objective!r} {complaint}")
     if objective.name in _registered:
@@ -32,44 +32,52 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
 
 
 def known() -> list[str]:
-    """The names that `find` accepts, sorted; no package is loaded for it."""
+    """Return the sorted names that `find` accepts, without loading any package."""
     return sorted({*_registered, *_find_entry_points().names})
 
 
 def find(name: str) -> type[Objective]:
-    """The objective called `name`; a package that offers it is loaded now, no other is.
+    """Return the objective class called `name`; only a package that offers it is loaded.
 
-    Raises InputError for an unknown name, for one that two offer, and for a package that does not hold what it offers.
+    Raises InputError for an unknown name, one that two packages offer, and a package with an invalid entry point.
     """
-    found = _registered.get(name)
-    offers = [offer for offer in _find_entry_points().select(name=name) if found is None or offer.value != _import_path(found)]
-    if found is not None and not offers:
-        return found
+    objective = _registered.get(name)
+    offers = [
+        offer for offer in _find_entry_points().select(name=name) if objective is None or offer.value != _import_path(objective)
+    ]
+    if objective is not None and not offers:
+        return objective
     if not offers:
         near = closest_match(name.lower(), known())
         hint = f"; did you mean `{near}`?" if near else ""
         raise InputError(f"unknown objective `{name}`, expected one of {', '.join(known())}{hint}")
-    if found is not None:
-        raise InputError(f"objective `{name}`: {_format_package(offers[0])} offers it, but {_import_path(found)} has that name already")
+    if objective is not None:
+        raise InputError(
+            f"objective `{name}`: {_format_package(offers[0])} offers it, but {_import_path(objective)} has that name already"
+        )
     if len(offers) > 1:
-        raise InputError(f"objective `{name}`: offered by {' and by '.join(map(_format_package, offers))}, expected one of them alone")
+        raise InputError(
+            f"objective `{name}`: offered by {' and by '.join(map(_format_package, offers))}, expected only one of them"
+        )
     return _load_entry_point(offers[0])
 
 
 def _find_entry_points() -> EntryPoints:
-    """What the packages on the module path offer."""
+    """Return the objectives that packages on the current module path offer."""
     return _find_entry_points_on(tuple(sys.path))
 
 
 @cache
 def _find_entry_points_on(path: tuple[str, ...]) -> EntryPoints:
+    """Return the objectives that packages on `path` offer, cached."""
     return entry_points(group=GROUP)
 
 
 def _load_entry_point(offer: EntryPoint) -> type[Objective]:
+    """Import the objective class of an entry point. Raises InputError if that fails or the class is invalid."""
     try:
         objective = offer.load()
-    except Exception as error:  # whatever a foreign module raises while it is imported
+    except Exception as error:  # importing a foreign module may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"objective `{offer.name}`: {_format_package(offer)} cannot be loaded: {reason}") from error
     complaint = _find_defect(objective) or ("" if objective.name == offer.name else f"is called `{objective.name}`")
@@ -79,7 +87,7 @@ def _load_entry_point(offer: EntryPoint) -> type[Objective]:
 
 
 def _find_defect(objective: type) -> str:
-    """What keeps a class from being an objective; empty where nothing does."""
+    """Return why a class cannot be an objective, or an empty string if it can."""
     if not (isinstance(objective, type) and issubclass(objective, Objective)):
         return "is no subclass of megaenc.objectives.Objective"
     if inspect.isabstract(objective):
@@ -89,19 +97,19 @@ def _find_defect(objective: type) -> str:
     if objective.name == MIXTURE:
         return f"is called `{MIXTURE}`, which is a mixture in a schedule"
     if type(objective.shift) is not int or objective.shift < 0:
-        return f"has shift {objective.shift!r}, expected how far before its token a prediction stands: 0 or more"
+        return f"has shift {objective.shift!r}, expected the distance from a prediction to its token, 0 or more"
     if "__dataclass_fields__" not in vars(objective):
         return "is no dataclass, expected @dataclass(frozen=True) above it"
     for field in objective.options():
         if "low" not in field.metadata:
             return f"has a field `{field.name}` that is not declared with megaenc.objectives.option"
         if hasattr(Objective, field.name):
-            return f"has an option `{field.name}`, which is the name of something else that every objective has"
+            return f"has an option `{field.name}`, which is a name of the class Objective"
     return ""
 
 
 def package_origin(objective: type[Objective]) -> str | None:
-    """For an objective of another package: the package, its version and a hash of the module; None for those of this one."""
+    """Return package, version and source hash of an objective of another package; None for one of megaenc."""
     for offer in _find_entry_points().select(name=objective.name):
         if offer.value == _import_path(objective):
             package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value
@@ -111,8 +119,10 @@ def package_origin(objective: type[Objective]) -> str | None:
 
 
 def _import_path(objective: type[Objective]) -> str:
+    """Return `module:Class` of an objective class."""
     return f"{objective.__module__}:{objective.__qualname__}"
 
 
 def _format_package(offer: EntryPoint) -> str:
+    """Format the package of an entry point for an error message."""
     return f"package `{offer.dist.name}`" if offer.dist else f"`{offer.value}`"

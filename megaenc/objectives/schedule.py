@@ -1,19 +1,19 @@
-"""The schedule of a run, `clm:0.25,mlm(mask=0.3):0.75`: which objective each update trains.
+"""Schedule of a run's objectives, such as `clm:0.25,mlm(mask=0.3):0.75`, which gives the objective of each step.
 
     schedule  = item { "," item }
-    item      = phase | count "x" "(" schedule ")"       the same as writing what is inside `count` times
-    phase     = what [ ":" amount ]                      a phase without an amount stands alone and takes the whole run
-    what      = objective | mixture
+    item      = phase | count "x" "(" schedule ")"       the contents `count` times
+    phase     = content [ ":" amount ]                   a phase without an amount must be the only one
+    content   = objective | mixture
     mixture   = "mix" "(" objective ":" weight { "," objective ":" weight } ")"
     objective = name [ "(" option { "," option } ")" ]
     option    = name "=" value [ "->" value ]            with two values, a number that changes over the phase
     amount    = a number with a point, a share of the run, or a whole number of steps; one schedule holds one kind
     weight    = a number above zero; weights need not add up to 1
 
-Spaces may stand between any two of these. Every error names the character and shows the text with the wrong piece in brackets.
+Spaces are allowed between all of these. Every error names the character and shows the text with the wrong part in brackets.
 
-Each step of a mixture trains one of its objectives, drawn by weight from randomness keyed by the seed and the step alone. An
-option that changes has its first value at the phase's first step, its second at the last, and lies on a straight line between.
+Each step of a mixture trains one of its objectives, drawn by weight; the draw depends only on the seed and the step. An option
+that changes goes linearly from its first value at the phase's first step to its second at the last.
 """
 
 import hashlib
@@ -33,27 +33,27 @@ from megaenc.objectives.parser import MIXTURE, ParsedObjective, ParsedPhase, bui
 from megaenc.objectives.registry import find, package_origin
 
 _MAX_SPELLED_OUT_PHASES = 16
-"""Of more phases a run's identity holds the digest: it is compared and printed as one line."""
+"""Number of phases above which a run's identity holds their digest, so that it fits one line."""
 
 
 @dataclass(frozen=True)
 class ScheduledObjective:
-    """What a step of a phase may train: the options go from those of `start` to those of `end`, the same where none changes."""
+    """An objective of a phase, whose options go from those of `start` to those of `end`."""
 
     weight: int
-    """Its part of the phase's steps is weight / the sum of the phase's weights."""
+    """Weight of the objective in the phase's mixture."""
     start: Objective
     end: Objective
 
     @property
     def text(self) -> str:
-        """As a schedule spells it, `mlm(mask=0.4->0.15)`."""
+        """Return the objective as written in a schedule, `mlm(mask=0.4->0.15)`."""
         return self.start.describe(end=self.end)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Updates first_step..last_step, both included and counted from 1, each train one of `choices`, drawn by weight."""
+    """Steps first_step..last_step, counted from 1; each trains one of `choices`, drawn by weight."""
 
     index: int
     first_step: int
@@ -62,109 +62,111 @@ class Phase:
 
     @property
     def text(self) -> str:
-        """As a schedule spells it, `mix(clm:3,mlm:7)`: weights as the smallest whole numbers, no option that has its default."""
+        """Return the phase as written, `mix(clm:3,mlm:7)`, with the smallest integer weights and without default options."""
         return self.describe()
 
     def describe(self, every: bool = False) -> str:
-        """As `text`, or with `every` option."""
+        """Return the phase as written in a schedule, without options that have their default unless `every`."""
         texts = [choice.start.describe(every, choice.end) for choice in self.choices]
         if len(texts) == 1:
             return texts[0]
         return f"{MIXTURE}({','.join(f'{text}:{choice.weight}' for text, choice in zip(texts, self.choices, strict=True))})"
 
     def __len__(self) -> int:
-        """Steps."""
+        """Return the number of steps."""
         return self.last_step - self.first_step + 1
 
     def objective(self, choice: ScheduledObjective, step: int) -> Objective:
-        """One of `choices` as update `step` would train it: with the options that its place in the phase gives."""
+        """Return the objective that `choice` trains at `step`, with interpolated options."""
         length = self.last_step - self.first_step
         return choice.start.interpolate(choice.end, (step - self.first_step) / length) if length else choice.start
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The part of the phase's steps that each choice has on average; they add up to 1."""
+        """Return the expected share of the phase's steps of each choice; they add up to 1."""
         total = sum(choice.weight for choice in self.choices)
         return tuple(choice.weight / total for choice in self.choices)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The phases of a run in order; together they hold every update 1..train_iters once."""
+    """Phases of a run in order, which cover steps 1..train_iters."""
 
     phases: tuple[Phase, ...]
     seed: int
-    """What the draws of mixtures follow from."""
+    """Seed of the draws from mixtures."""
 
     @classmethod
     def build(cls, text: str, train_iters: int, vocabulary: Vocabulary, seed: int = 0) -> "Schedule":
-        """Parse `text` and lay its phases over updates 1..train_iters.
+        """Parse `text` and assign steps 1..train_iters to its phases. Raises InputError.
 
-        A phase that is given in shares ends at its cumulative share times train_iters, half rounded up. Raises InputError.
+        A phase given as a share ends at its cumulative share times train_iters, half rounded up.
         """
         if train_iters < 1:
             raise InputError(f"--train-iters: found {train_iters}, expected at least 1")
-        written = parse_schedule(text, train_iters)
-        ends = _compute_phase_ends(text, written, train_iters)
-        # Thousands of phases train the same few things: each is made once, and tried once for each length.
-        made: dict[Hashable, tuple[ScheduledObjective, ...]] = {}
-        tried: set[tuple[Hashable, int]] = set()
+        parsed_phases = parse_schedule(text, train_iters)
+        ends = _compute_phase_ends(text, parsed_phases, train_iters)
+        # Thousands of phases may repeat: each is built once, and checked once per length.
+        built: dict[Hashable, tuple[ScheduledObjective, ...]] = {}
+        checked: set[tuple[Hashable, int]] = set()
         phases = []
-        for index, (phase, (before, last)) in enumerate(zip(written, pairwise([0, *ends]), strict=True)):
-            if phase.components not in made:
-                made[phase.components] = _build_choices(text, phase, vocabulary)
-            choices, length = made[phase.components], (phase.components, last - before)
-            if length not in tried:
-                tried.add(length)
+        for index, (phase, (before, last)) in enumerate(zip(parsed_phases, pairwise([0, *ends]), strict=True)):
+            if phase.components not in built:
+                built[phase.components] = _build_choices(text, phase, vocabulary)
+            choices, length = built[phase.components], (phase.components, last - before)
+            if length not in checked:
+                checked.add(length)
                 _check_interpolation(text, phase, choices, last - before)
             phases.append(Phase(index, before + 1, last, choices))
         return cls(tuple(phases), seed)
 
     def phase_at(self, step: int) -> Phase:
-        """The phase of update `step`, counted from 1."""
+        """Return the phase of `step`, counted from 1."""
         if not 1 <= step <= self.phases[-1].last_step:
             raise ValueError(f"step {step} is not one of 1..{self.phases[-1].last_step}")
         return self.phases[bisect_left(self.phases, step, key=lambda phase: phase.last_step)]
 
     def objective(self, step: int) -> Objective:
-        """What update `step` trains: the mixture's draw, with the options that its place in the phase gives."""
-        return self.phase_at(step).objective(self._drawn(step), step)
+        """Return the objective that `step` trains, drawn from a mixture and with interpolated options."""
+        return self.phase_at(step).objective(self._draw_choice(step), step)
 
     def text_at(self, step: int) -> str:
-        """The objective of update `step` as written, `mlm(mask=0.4->0.15)`: the same at every step of a phase that draws it."""
-        return self._drawn(step).text
+        """Return the objective of `step` as written, `mlm(mask=0.4->0.15)`, without interpolation."""
+        return self._draw_choice(step).text
 
     def final_objectives(self) -> dict[str, Objective]:
-        """Every objective of the schedule by its text, in the order in which they come up; options that change at their end."""
-        return {choice.end.describe(): choice.end for choice in self._choices()}
+        """Return the objectives of the schedule by text, in order, with changing options at their last value."""
+        return {choice.end.describe(): choice.end for choice in self._distinct_choices()}
 
     def initial_objectives(self) -> dict[str, Objective]:
-        """As `final_objectives`, options that change at their start."""
-        return {choice.start.describe(): choice.start for choice in self._choices()}
+        """Return the objectives of the schedule by text, in order, with changing options at their first value."""
+        return {choice.start.describe(): choice.start for choice in self._distinct_choices()}
 
     def packages(self) -> dict[str, str]:
-        """Of each objective that another package offers, by its name, which package, version and source that is."""
-        origins = {choice.start.name: package_origin(type(choice.start)) for choice in self._choices()}
-        return {name: found for name, found in origins.items() if found}
+        """Return package, version and source hash of each objective of another package, by the objective's name."""
+        origins = {choice.start.name: package_origin(type(choice.start)) for choice in self._distinct_choices()}
+        return {name: package for name, package in origins.items() if package}
 
-    def _distinct(self) -> dict[int, Phase]:
-        """One phase for each tuple of choices, by its identity."""
+    def _distinct_phases(self) -> dict[int, Phase]:
+        """Return one phase for each distinct tuple of choices, by the tuple's id."""
         return {id(phase.choices): phase for phase in self.phases}
 
-    def _choices(self) -> list[ScheduledObjective]:
-        return [choice for phase in self._distinct().values() for choice in phase.choices]
+    def _distinct_choices(self) -> list[ScheduledObjective]:
+        """Return the choices of all distinct phases."""
+        return [choice for phase in self._distinct_phases().values() for choice in phase.choices]
 
     @property
     def canonical(self) -> str:
-        """The schedule in steps with every option, or the digest of that: equal for two runs exactly when their phases are."""
-        spelled = {key: phase.describe(every=True) for key, phase in self._distinct().items()}
-        parts = [f"{spelled[id(phase.choices)]}:{len(phase)}" for phase in self.phases]
+        """Return the schedule in steps with all options, or its digest; equal exactly for runs with equal phases."""
+        texts = {key: phase.describe(every=True) for key, phase in self._distinct_phases().items()}
+        parts = [f"{texts[id(phase.choices)]}:{len(phase)}" for phase in self.phases]
         if len(parts) <= _MAX_SPELLED_OUT_PHASES:
             return ",".join(parts)
         digest = hashlib.sha256(",".join(parts).encode()).hexdigest()
         return f"{len(parts)} phases with sha256 {digest}, the first {parts[0]}"
 
-    def _drawn(self, step: int) -> ScheduledObjective:
+    def _draw_choice(self, step: int) -> ScheduledObjective:
+        """Draw the choice of `step`."""
         choices = self.phase_at(step).choices
         if len(choices) == 1:
             return choices[0]
@@ -173,44 +175,45 @@ class Schedule:
         return next(choice for choice, bound in zip(choices, bounds, strict=True) if draw < bound)
 
 
-def _compute_phase_ends(text: str, written: tuple[ParsedPhase, ...], train_iters: int) -> list[int]:
-    """The last update of each phase."""
-    shares = isinstance(written[0].amount, Fraction)
-    for phase in written:
+def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters: int) -> list[int]:
+    """Compute the last step of each phase. Raises InputError if the amounts do not fit the run."""
+    shares = isinstance(phases[0].amount, Fraction)
+    for phase in phases:
         if isinstance(phase.amount, Fraction) != shares:
             kinds = "steps after a share" if shares else "a share after steps"
             raise build_error(text, phase.amount_text, f"found {kinds}, expected one kind (shares have a point: 0.25, 1.0)")
-    # Shares as whole numbers of their smallest common part: sums are exact, and fast.
-    whole = math.lcm(*{phase.amount.denominator for phase in written}) if shares else 1
-    totals = list(accumulate(int(phase.amount * whole) for phase in written))
-    expected = whole if shares else train_iters
+    # Shares as integer multiples of a common denominator: exact and fast sums.
+    denominator = math.lcm(*{phase.amount.denominator for phase in phases}) if shares else 1
+    totals = list(accumulate(int(phase.amount * denominator) for phase in phases))
+    expected = denominator if shares else train_iters
     if totals[-1] != expected:
-        # Where the sum first goes too far; where it never does, the last phase is the one to look at.
-        culprit = next((phase for phase, total in zip(written, totals, strict=True) if total > expected), written[-1])
-        kind, wanted = ("shares", "1") if shares else ("steps", f"{train_iters}, the steps of the run")
-        if not shares and [phase.amount for phase in written] == [1]:
-            wanted += "; `1` is one step, write 1.0 for the whole run"
-        found = format((Decimal(totals[-1]) / whole).normalize(), "f")  # a sum of decimal fractions has an end
-        raise build_error(text, culprit.amount_text, f"{kind} add up to {found}, expected {wanted}")
-    ends = [(2 * total * train_iters + whole) // (2 * whole) for total in totals] if shares else totals
-    for phase, (before, end) in zip(written, pairwise([0, *ends]), strict=True):
-        if end == before:
+        # The phase at which the sum exceeds the run, else the last one.
+        culprit = next((phase for phase, total in zip(phases, totals, strict=True) if total > expected), phases[-1])
+        kind, expected_text = ("shares", "1") if shares else ("steps", f"{train_iters}, the steps of the run")
+        if not shares and [phase.amount for phase in phases] == [1]:
+            expected_text += "; `1` is one step, write 1.0 for the whole run"
+        total_text = format((Decimal(totals[-1]) / denominator).normalize(), "f")  # sums of decimal fractions are finite
+        raise build_error(text, culprit.amount_text, f"{kind} add up to {total_text}, expected {expected_text}")
+    ends = [(2 * total * train_iters + denominator) // (2 * denominator) for total in totals] if shares else totals
+    for phase, (previous_end, end) in zip(phases, pairwise([0, *ends]), strict=True):
+        if end == previous_end:
             complaint = f"{phase.amount_text} of {train_iters} steps is no step, expected at least one"
             raise build_error(text, phase.amount_text, complaint)
     return ends
 
 
-def _build_choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> tuple[ScheduledObjective, ...]:
-    whole = math.lcm(*(weight.denominator for weight, _ in written.components))
-    counts = [int(weight * whole) for weight, _ in written.components]
+def _build_choices(text: str, phase: ParsedPhase, vocabulary: Vocabulary) -> tuple[ScheduledObjective, ...]:
+    """Build the objectives of a phase with integer weights. Raises InputError."""
+    denominator = math.lcm(*(weight.denominator for weight, _ in phase.components))
+    counts = [int(weight * denominator) for weight, _ in phase.components]
     smallest = math.gcd(*counts)
     choices = []
-    for count, (_, parsed) in zip(counts, written.components, strict=True):
+    for count, (_, parsed) in zip(counts, phase.components, strict=True):
         start = end = _build_objective(text, parsed, vocabulary)
         numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
         for option in parsed.options:
             if option.end and option.name not in numbers:
-                complaint = f"{start.name}: option `{option.name}` is no number and cannot change, expected one value"
+                complaint = f"{start.name}: option `{option.name}` is not a number and cannot change, expected one value"
                 raise build_error(text, option.end, complaint)
         if any(option.end for option in parsed.options):
             end = _build_objective(text, parsed, vocabulary, at_end=True)
@@ -218,26 +221,26 @@ def _build_choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> t
     return tuple(choices)
 
 
-def _build_objective(text: str, written: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False) -> Objective:
-    """The objective as its phase begins, or as it ends."""
-    values = {option.name: option.end if at_end and option.end else option.value for option in written.options}
-    places = {option.name: option.name for option in written.options}  # of what an error may be about
+def _build_objective(text: str, parsed: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False) -> Objective:
+    """Build an objective with the options of the start or, `at_end`, of the end of its phase. Raises InputError."""
+    values = {option.name: option.end if at_end and option.end else option.value for option in parsed.options}
+    parts = {option.name: option.name for option in parsed.options}  # by the option that an error names
     try:
-        kind = find(written.name)
-        places |= {field.name: values[field.name] for field in kind.options() if field.name in values}
+        kind = find(parsed.name)
+        parts |= {field.name: values[field.name] for field in kind.options() if field.name in values}
         return kind.from_texts(vocabulary, values)
     except InputError as error:
-        raise build_error(text, places.get(getattr(error, "option", ""), written.name), error) from error
+        raise build_error(text, parts.get(getattr(error, "option", ""), parsed.name), error) from error
 
 
-def _check_interpolation(text: str, written: ParsedPhase, choices: tuple[ScheduledObjective, ...], steps: int) -> None:
-    """Between two values that can be used may lie some that cannot, span=0->3: the steps beside the ends and the middle tell."""
-    for choice, (_, parsed) in zip(choices, written.components, strict=True):
+def _check_interpolation(text: str, phase: ParsedPhase, choices: tuple[ScheduledObjective, ...], steps: int) -> None:
+    """Raise InputError if interpolated options are unusable (span=0->3) near the ends or in the middle of the phase."""
+    for choice, (_, parsed) in zip(choices, phase.components, strict=True):
         for step in {1, steps // 2, steps - 2} if choice.start != choice.end else ():
             if 0 < step < steps - 1:
                 try:
                     choice.start.interpolate(choice.end, step / (steps - 1))
                 except OptionError as error:
-                    places = {option.name: option.end for option in parsed.options if option.end}
+                    parts = {option.name: option.end for option in parsed.options if option.end}
                     complaint = f"at step {step + 1} of the phase: {error}"
-                    raise build_error(text, places.get(error.option, parsed.name), complaint) from None
+                    raise build_error(text, parts.get(error.option, parsed.name), complaint) from None

@@ -1,4 +1,4 @@
-"""What every objective promises, looked at on real packs before a run begins: one from elsewhere may be new and wrong."""
+"""Checks of an objective's targets on real packs before a run begins, mainly for plug-ins."""
 
 import numpy as np
 
@@ -9,52 +9,52 @@ from megaenc.objectives.base import Attention, Objective, Targets
 
 
 def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
-    """Raise InputError unless what `objective` makes of `pack` is what `Targets` describes, and the same when asked twice."""
+    """Raise InputError unless `objective` makes valid `Targets` of `pack`, and the same ones when called twice."""
     randomness = SampleRandomness(seed, pack.sample, pack.epoch)
     tokens, edges = pack.tokens.copy(), pack.edges.copy()
     try:
-        found, again = (objective.targets(pack, randomness) for _ in range(2))
-        complaint = _find_violation(objective, pack, found)
-        if not complaint and not all(map(np.array_equal, found[:3], again[:3])):
-            complaint = "gives other targets when asked again, expected a pure function of the pack and its randomness"
+        targets, second_targets = (objective.targets(pack, randomness) for _ in range(2))
+        complaint = _find_violation(objective, pack, targets)
+        if not complaint and not all(map(np.array_equal, targets[:3], second_targets[:3])):
+            complaint = "gives other targets when called again, expected a pure function of the pack and its randomness"
         if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.edges, edges)):
             complaint = "changes the pack, expected a copy of what it changes"
-    except Exception as error:  # whatever somebody else's code raises
+    except Exception as error:  # foreign code may raise anything
         complaint = f"raises {type(error).__name__}: {error}"
     if complaint:
         raise InputError(f"objective `{objective.describe()}`, pack {pack.sample}: {complaint}")
 
 
 def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
-    """What is wrong with `targets`; empty where nothing is."""
+    """Return a description of the first error in `targets`, or an empty string."""
     length, documents = len(pack.tokens), len(pack.edges) - 1
     for name in ("inputs", "predict_at", "labels"):
         array = getattr(targets, name)
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.int64:
             kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
             return f"`{name}` is {kind}, expected a flat array of int64"
-    inputs, at, labels, prefixes = targets
+    inputs, predict_at, labels, prefixes = targets
     if len(inputs) != length:
-        return f"`inputs` holds {len(inputs)} tokens, expected {length}, those of the pack"
+        return f"`inputs` holds {len(inputs)} tokens, expected {length}, as many as the pack"
     size = objective.vocabulary.size
     if inputs.min() < 0 or inputs.max() >= size:
         return f"`inputs` holds the id {inputs.min() if inputs.min() < 0 else inputs.max()}, expected 0 to {size - 1}"
-    if len(at) != len(labels):
-        return f"`predict_at` holds {len(at)} positions and `labels` {len(labels)}, expected as many"
-    if len(at) and (at[0] < 0 or at[-1] >= length or (np.diff(at) <= 0).any()):
+    if len(predict_at) != len(labels):
+        return f"`predict_at` holds {len(predict_at)} positions and `labels` {len(labels)}, expected equal numbers"
+    if len(predict_at) and (predict_at[0] < 0 or predict_at[-1] >= length or (np.diff(predict_at) <= 0).any()):
         return f"`predict_at` is not increasing from 0 or more to less than {length}"
     document = np.repeat(np.arange(documents), np.diff(pack.edges))
-    predicted = at + objective.shift
+    predicted = predict_at + objective.shift
     beyond = predicted >= length
-    wrong = beyond | (document[at] != document[np.where(beyond, 0, predicted)])
+    wrong = beyond | (document[predict_at] != document[np.where(beyond, 0, predicted)])
     if wrong.any():
-        return f"position {at[wrong][0]} predicts a token of another document (`shift` is {objective.shift})"
+        return f"position {predict_at[wrong][0]} predicts a token of another document (`shift` is {objective.shift})"
     wrong = pack.tokens[predicted] != labels
     if wrong.any():
-        place, label, there = at[wrong][0], labels[wrong][0], pack.tokens[predicted][wrong][0]
+        position, label, token = predict_at[wrong][0], labels[wrong][0], pack.tokens[predicted][wrong][0]
         return (
-            f"position {place} should predict id {label}, but {objective.shift} further (`shift`) the pack holds {there}; "
-            "expected labels to be the pack's tokens there"
+            f"position {position} should predict id {label}, but {objective.shift} further (`shift`) the pack holds {token}; "
+            "expected the labels to be the pack's tokens at predict_at + shift"
         )
     if (objective.attention == Attention.PREFIX) != (prefixes is not None):
         return f"under {objective.attention} attention `prefixes` is {'missing' if prefixes is None else 'given'}"

@@ -1,4 +1,4 @@
-"""The attention backend of a run: the first of those asked for that computes right on every rank."""
+"""Selection of an attention backend that computes correct results on every rank."""
 
 from collections.abc import Collection, Sequence
 
@@ -17,48 +17,48 @@ from megaenc.training.plan import Plan, validation_objectives
 
 
 def select_plan_attention(plan: Plan, backend: Backend) -> str:
-    """Choose the backend for the masks that `plan` trains and validates under; see `select_attention`."""
+    """Return the attention backend for the masks that `plan` trains and validates under; see `select_attention`."""
     objectives = validation_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.final_objectives()
     masks = {objective.attention for objective in objectives.values()}
-    settings, asked = plan.settings, plan.settings.kernels.attention_backend
-    of_batch = {"seq_length": settings.data.seq_length, "packs": settings.micro_batch_size}
-    return select_attention(asked, settings.shape, settings.layout, plan.dtype, masks, backend, **of_batch)
+    settings, requested = plan.settings, plan.settings.kernels.attention_backend
+    batch_shape = {"seq_length": settings.data.seq_length, "packs": settings.micro_batch_size}
+    return select_attention(requested, settings.shape, settings.layout, plan.dtype, masks, backend, **batch_shape)
 
 
 def select_attention(
-    asked: str,
+    requested: str,
     shape: ModelConfig,
     layout: ParallelConfig,
     dtype: torch.dtype,
     masks: Collection[Attention],
     backend: Backend,
-    **of_batch: int,
+    **batch_shape: int,
 ) -> str:
-    """Return the backend `asked` for, under "auto" the first of ORDER, that is right on all ranks, which call this together.
+    """Return the `requested` attention backend or, for "auto", the first of BACKENDS whose self-test passes on all ranks.
 
-    `of_batch`: `seq_length` and `packs` of a micro-batch; without them long documents are not tried. One that is wrong or fails
-    is named on the console. InputError where none is right.
+    All ranks call it together. `batch_shape`: `seq_length` and `packs` of a micro-batch, without which long documents are not
+    tested. Backends whose test fails are reported on the console. InputError if no test passes.
     """
-    tensor, refused = layout.tensor_model_parallel_size, []
+    tensor, failures = layout.tensor_model_parallel_size, []
     sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
-    sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **of_batch}
-    for name in BACKENDS if asked == "auto" else (asked,):
-        verdicts = all_gather_call(lambda name=name: check_backend(name, **sizes))
-        if all(verdict.passed for verdict in verdicts):
-            for line in refused:
+    sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **batch_shape}
+    for name in BACKENDS if requested == "auto" else (requested,):
+        results = all_gather_call(lambda name=name: check_backend(name, **sizes))
+        if all(result.passed for result in results):
+            for line in failures:
                 print_rank_0(f"attention by {line}")
             return name
-        if asked != "auto":
+        if requested != "auto":
             raise InputError(
-                f"--attention-backend {asked}: {_complaint(verdicts)}; expected one that computes right here, or auto"
+                f"--attention-backend {requested}: {_describe_failure(results)}; expected a backend that works here, or auto"
             )
-        if any(verdict.available for verdict in verdicts):
-            refused.append(f"{name} is not used: {_complaint(verdicts)}")
-    raise InputError(f"--attention-backend auto: no attention computes right here: {'; '.join(refused)}")
+        if any(result.available for result in results):
+            failures.append(f"{name} is not used: {_describe_failure(results)}")
+    raise InputError(f"--attention-backend auto: no attention backend works here: {'; '.join(failures)}")
 
 
-def _complaint(verdicts: Sequence[SelfTestResult]) -> str:
-    """Return what speaks against a backend, from the verdicts of the ranks."""
-    against = [(rank, verdict) for rank, verdict in enumerate(verdicts) if not verdict.passed]
-    rank, verdict = min(against, key=lambda pair: not pair[1].available)  # what was computed says more than what is missing
-    return verdict.reason + (f", on rank {rank}" if len(against) < len(verdicts) else "")
+def _describe_failure(results: Sequence[SelfTestResult]) -> str:
+    """Return the reason why a backend failed, and on which rank, from the `results` of all ranks."""
+    failures = [(rank, result) for rank, result in enumerate(results) if not result.passed]
+    rank, result = min(failures, key=lambda pair: not pair[1].available)  # a wrong result explains more than a missing package
+    return result.reason + (f", on rank {rank}" if len(failures) < len(results) else "")

@@ -1,4 +1,4 @@
-"""What is in the folder `checkpoints` of a run, as can be told by a look at its files: for planning, before torch is set up."""
+"""The directory `checkpoints` of a run: steps, tracker, state and integrity of its checkpoints, without torch."""
 
 import hashlib
 import json
@@ -15,25 +15,25 @@ from megaenc.training.run_init import PROGRESS_FIELDS
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 STATE_FILE = "state.json"
 _WITHOUT_DIGEST = {"step", *PROGRESS_FIELDS, "losses", "skip_packs", "identity", "files"}
-"""The fields of a `read_state.json` without a digest, as runs once wrote it: any other is a damaged name."""
+"""Fields of a `state.json` without a digest, as older versions wrote it; any other is a damaged name."""
 
 
 class DamagedCheckpointError(InputError):
-    """A checkpoint that is not as it was saved; another may be."""
+    """A checkpoint that is incomplete or differs from what was saved."""
 
 
 class UnreadableCheckpointError(DamagedCheckpointError):
-    """One that the file system does not let be looked at, for now or for good."""
+    """A checkpoint that the file system fails to read, temporarily or permanently."""
 
 
 class CheckpointDir:
-    """The folder `checkpoints` of a run: one `iter_0000100` a save, and a tracker file that names the newest."""
+    """The directory `checkpoints` of a run: a directory `iter_0000100` per checkpoint and a tracker file with the newest step."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def tracked_step(self) -> int | None:
-        """Return the step that the tracker names, if there is one. InputError if that is no number or cannot be read."""
+        """Return the step in the tracker file, None without one; InputError if it is not a number or cannot be read."""
         tracker = self.folder / TRACKER_FILE
         try:
             text = read_regular_file(tracker, limit=100).decode("utf-8", errors="replace").strip()
@@ -42,19 +42,19 @@ class CheckpointDir:
         except OSError as error:
             raise InputError(f"{tracker}: {error.strerror}; expected the number of the newest checkpoint's step") from None
         if not text.isdecimal():
-            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; remove it to go on from the newest")
+            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; remove the file to use the newest")
         return int(text)
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of `step` is."""
+        """Return the path of the checkpoint of `step`."""
         return self.folder / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints that are there, whole or not, in order."""
+        """Return the sorted steps of all checkpoint directories, complete or not."""
         return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Return the JSON of the checkpoint of `step`, if every file is there in its size; Damaged names what is not."""
+        """Return the content of state.json of `step`; DamagedCheckpointError if a file is missing or has a wrong size."""
         path = self.path(step)
         if not path.is_dir():
             raise DamagedCheckpointError(f"{path}: missing, expected the checkpoint of step {step}")
@@ -77,14 +77,14 @@ class CheckpointDir:
             raise kind(f"{path / STATE_FILE}: {error.strerror}; the checkpoint is incomplete") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpointError(
-                f"{path / STATE_FILE}: not what a save wrote ({error!r}); the checkpoint is incomplete"
+                f"{path / STATE_FILE}: not written by a save ({error!r}); the checkpoint is incomplete"
             ) from None
         if damage:
             raise DamagedCheckpointError(f"{damage}; the checkpoint is incomplete")
         return state
 
     def is_complete(self, step: int) -> bool:
-        """Return whether every file of the checkpoint of `step` is there in its size."""
+        """Return whether every file of the checkpoint of `step` exists in its recorded size."""
         try:
             self.read_state(step)
         except DamagedCheckpointError:
@@ -92,37 +92,40 @@ class CheckpointDir:
         return True
 
     def steps_up_to_tracker(self) -> list[int]:
-        """Return in order the steps up to that of the tracker, there or not (later ones may be left), or all without one."""
-        named, steps = self.tracked_step(), self.steps()
-        return steps if named is None else sorted({step for step in steps if step < named} | {named})
+        """Return the sorted steps up to the tracker's, which is always included; all steps without a tracker.
+
+        Later checkpoints may be left from before a rewind.
+        """
+        tracked, steps = self.tracked_step(), self.steps()
+        return steps if tracked is None else sorted({step for step in steps if step < tracked} | {tracked})
 
 
 DIGEST_FIELD = "sha256"
-"""The field of `read_state.json` with the SHA-256 of the others."""
+"""Field of `state.json` with the SHA-256 of the other fields."""
 
-_THREADS = 4  # hashing leaves Python's lock alone; a core does some 0.5 to 2 GB/s
+_THREADS = 4  # hashing releases the GIL; a core hashes some 0.5 to 2 GB/s
 
 
 def json_digest(fields: dict[str, Any]) -> str:
-    """Return the SHA-256 of JSON fields, in hexadecimal, whatever their order and the white space between them."""
+    """Return the hexadecimal SHA-256 of JSON `fields`, independent of their order and of white space."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(file: Path) -> dict[str, Any]:
-    """Return `{"bytes": size, "sha256": hexadecimal}` of a file. Raises OSError."""
+    """Return size and SHA-256 of a file as `{"bytes": size, "sha256": hexadecimal}`. Raises OSError."""
     with open(file, "rb") as stream:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def file_digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return the `file_digest` of several files at once, by name. Raises OSError."""
+    """Return the `file_digest` of each file by its name, computed in parallel. Raises OSError."""
     files = list(files)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip([file.name for file in files], pool.map(file_digest, files), strict=True))
 
 
 def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return what is missing or of another size, by a look at the folder alone; None if nothing is."""
+    """Return a message about the first of the `expected` files that is missing or has a wrong size; None if all are right."""
     for name, entry in expected.items():
         file = folder / name
         try:
@@ -137,13 +140,14 @@ def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str |
 
 
 def find_content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return the first file whose content is another than `expected`; None if all are as they were written."""
+    """Return a message about the first file whose SHA-256 differs from the `expected` one; None if all are right."""
     try:
-        found = file_digests(folder / name for name in expected)
+        digests = file_digests(folder / name for name in expected)
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     for name, entry in expected.items():
-        if found[name]["sha256"] != entry["sha256"]:
-            here, there = found[name]["sha256"][:12], str(entry["sha256"])[:12]
-            return f"{folder / name}: its content changed (SHA-256 {here}..., expected {there}...)"
+        digest = digests[name]["sha256"]
+        if digest != entry["sha256"]:
+            expected_digest = str(entry["sha256"])[:12]
+            return f"{folder / name}: its content changed (SHA-256 {digest[:12]}..., expected {expected_digest}...)"
     return None

@@ -1,4 +1,4 @@
-"""`megaenc pretrain` and examples/pretrain_encoder.py."""
+"""The command `megaenc pretrain`, also examples/pretrain_encoder.py."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from megaenc.torchelastic import die_with_launcher, exit_without_restart, exit_i
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
-    """Train by the flags in `argv`. torchrun does not restart what was stopped or refused."""
+    """Train as the flags in `argv` (default: sys.argv) say; exit so that torchrun does not restart a stopped or refused run."""
     die_with_launcher()
     exit_if_restart_forbidden()
     silence_libraries()
@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     from megaenc.training.dist.watchdog import process_group_timeout
 
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
-    device = backend.init_distributed(settings.layout, settings.seed, settings.layout.chunks_per_stage(settings.shape.num_layers), timeout)
+    device = backend.init_distributed(
+        settings.layout, settings.seed, settings.layout.chunks_per_stage(settings.shape.num_layers), timeout
+    )
     from megaenc.training.dist.collectives import all_gather_call
     from megaenc.training.dist.signals import EXIT_STOPPED
     from megaenc.training.trainer import pretrain
@@ -37,13 +39,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     try:
         complete = pretrain(plan, device)
     except InputError as error:
-        if not isinstance(error, LocalInputError):  # then every rank is on its way out
+        if not isinstance(error, LocalInputError):  # raised on all ranks together
             backend.destroy_distributed()
         raise
     if not complete:
-        all_gather_call(
-            lambda: exit_without_restart(EXIT_STOPPED)
-        )  # on every machine, before the first to leave makes torchrun start others
+        # On every node before any rank exits, because an exit makes torchrun restart the others.
+        all_gather_call(lambda: exit_without_restart(EXIT_STOPPED))
     backend.destroy_distributed()
     if not complete:
         sys.exit(EXIT_STOPPED)

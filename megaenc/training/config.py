@@ -1,4 +1,4 @@
-"""Everything a run can be told, as dataclasses: each field is a flag of the command and a key of the YAML file."""
+"""The configuration of a pretraining run: each field is a flag of the command and a key of the YAML file."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from megaenc.training.config_groups import (
 
 
 def has_bf16() -> bool:
-    """Whether this machine computes in bfloat16 by itself."""
+    """Return whether the device of this machine has bfloat16 instructions."""
     from megaenc.backend.device import detect_backend  # imports torch
 
     return detect_backend().has_bf16
@@ -31,22 +31,22 @@ def has_bf16() -> bool:
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Global batches that grow to `full` packs; `starts` are the first samples of updates 1, 2, ... up to the first full one."""
+    """Global batch sizes that grow to `full` packs; `starts`: first samples of steps 1, 2, ... up to the first full batch."""
 
     full: int
     starts: tuple[int, ...] = (0,)
 
     def first_sample(self, step: int) -> int:
-        """Return the sample that update number `step` (1, 2, ...) begins with: how many those before it have read."""
-        growing = len(self.starts)
-        return self.starts[step - 1] if step <= growing else self.starts[-1] + (step - growing) * self.full
+        """Return the first sample of `step` (1, 2, ...), which is the number of samples read before it."""
+        ramp_steps = len(self.starts)
+        return self.starts[step - 1] if step <= ramp_steps else self.starts[-1] + (step - ramp_steps) * self.full
 
     def size(self, step: int) -> int:
-        """Return the packs of update number `step`."""
+        """Return the global batch size of `step` in packs."""
         return self.first_sample(step + 1) - self.first_sample(step)
 
     def steps_for(self, samples: int) -> int:
-        """Return how many updates it takes to read `samples` samples."""
+        """Return the number of steps that read at least `samples` samples."""
         if samples <= self.starts[-1]:
             return bisect_left(self.starts, samples)
         return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
@@ -54,7 +54,7 @@ class BatchSizeSchedule:
 
 @functools.cache
 def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
-    """Return batches of `full` packs, or that grow as `rampup` (first size, increment, samples) says, by megatron-core's rule."""
+    """Return batches of `full` packs, or growing ones by megatron-core's `rampup` (first size, increment, samples)."""
     if not rampup:
         return BatchSizeSchedule(full)
     from megaenc.backend.megatron import prepare_megatron
@@ -73,29 +73,30 @@ def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSch
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """One pretraining run."""
+    """Configuration of one pretraining run."""
 
     config: str = ""
-    """YAML file of flags; the command line wins over it"""
+    """YAML file of flags; flags on the command line override it"""
     objective_schedule: str = "clm:0.25,mlm:0.75"
-    """objectives and their shares or steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or 5x(clm:0.05,mlm:0.15)"""
+    """objectives with their shares of the run or their steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or
+    5x(clm:0.05,mlm:0.15)"""
     train_iters: int | None = None
-    """steps (updates of the weights); 200 unless these or the tokens are given"""
+    """number of training steps; 200 without this flag and --train-tokens"""
     train_tokens: int | None = None
-    """tokens to read, instead of steps: as many steps as it takes to read them"""
+    """number of training tokens, instead of --train-iters; rounded up to whole steps"""
     micro_batch_size: int = 8
-    """packs that one process reads at once, in one row"""
+    """packs that one process trains on at once"""
     global_batch_size: int = 16
-    """packs of a step, over all processes"""
+    """packs of a step, summed over all processes"""
     rampup_batch_size: tuple[int, ...] | None = None
-    """START INCREMENT SAMPLES: begin with steps of START packs that grow by INCREMENT, evenly over the first SAMPLES packs, up to
+    """START INCREMENT SAMPLES: begin with START packs a step and grow by INCREMENT, evenly over the first SAMPLES packs, to
     --global-batch-size"""
     seed: int = 1
-    """initial weights, order of the data and masks follow from it"""
+    """random seed of initial weights, data order and masks"""
     bf16: bool = field(default_factory=has_bf16)
-    """compute in bfloat16 with float32 master weights; on where the processor has the instructions"""
+    """compute in bfloat16 with float32 master weights; on by default if the device has bfloat16 instructions"""
     model: str = "tiny"
-    """preset of the model's shape: 210m, 610m, 1b (the study's), small or tiny; the model options below change parts of it"""
+    """preset of the model's shape: tiny, small, or 210m, 610m, 1b of the study; the model flags below override parts of it"""
     shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -107,17 +108,17 @@ class PretrainConfig:
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
 
     def check(self, world_size: int) -> None:
-        """Raise InputError, naming the flag, for what cannot be run on `world_size` processes."""
+        """Raise InputError, naming the flag, for values out of range or impossible on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
         self.shape.check(self.layout.tensor_model_parallel_size)
         values = flags.flatten(self)
-        for names, right, expected in _LIMITS:
+        for names, is_valid, expected in _LIMITS:
             for name in names:
-                if isinstance(values[name], (int, float)) and not right(values[name]):
+                if isinstance(values[name], (int, float)) and not is_valid(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
         if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
-            missing = "--save: a run goes back to its checkpoints" if not self.output.save else "--loss-spike-sigmas above 0"
+            missing = "--save: a rewind loads a checkpoint" if not self.output.save else "--loss-spike-sigmas above 0"
             raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
         self._check_float8()
         if min(self.output.save_steps, default=1) < 1:
@@ -126,7 +127,7 @@ class PretrainConfig:
         self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:
             raise InputError(
-                f"--train-tokens: found {self.train_tokens} beside --train-iters {self.train_iters}, expected one of them"
+                f"--train-tokens: found {self.train_tokens} together with --train-iters {self.train_iters}, expected one of them"
             )
         row, tensor = self.micro_batch_size * self.data.seq_length, self.layout.tensor_model_parallel_size
         if self.layout.sequence_parallel and row % tensor:
@@ -152,7 +153,7 @@ class PretrainConfig:
         self.monitoring.check(self.output.save, self.total_iters, world_size)
 
     def _check_length(self) -> None:
-        """Raise InputError for more steps or tokens than any run makes."""
+        """Raise InputError if the run has more than _MOST_STEPS steps or _MOST_TOKENS tokens."""
         name = "train_iters" if self.train_tokens is None else "train_tokens"
         flag, tokens = f"--{name.replace('_', '-')}: found {vars(self)[name]}", self.tokens_after(self.total_iters)
         if self.total_iters > _MOST_STEPS:
@@ -164,26 +165,26 @@ class PretrainConfig:
             )
 
     def _check_float8(self) -> None:
-        """Raise InputError where `--fp8-format` asks for matrices that its products do not take."""
+        """Raise InputError if `--fp8-format` is given and a matrix has a size that FP8 products do not support."""
         if not self.kernels.fp8_format:
             return
         flag, tensor = f"--fp8-format {self.kernels.fp8_format}", self.layout.tensor_model_parallel_size
         row = self.micro_batch_size * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
         if self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_ALIGNMENT:
             raise InputError(
-                f"{flag}: a row of {row} tokens (--micro-batch-size x --seq-length, shared where --sequence-parallel is given), "
+                f"{flag}: a row of {row} tokens (--micro-batch-size x --seq-length, divided by --sequence-parallel), "
                 f"expected a multiple of {FLOAT8_ALIGNMENT} under Transformer Engine"
             )
         shared = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
         for name, (rows, columns) in self.shape.linear_shapes(tensor).items():
             if rows % FLOAT8_ALIGNMENT or columns % FLOAT8_ALIGNMENT:
                 raise InputError(
-                    f"{flag}: {name} is {rows} x {columns}{shared}, expected multiples of {FLOAT8_ALIGNMENT}: other widths, or no "
-                    "--fp8-format"
+                    f"{flag}: {name} is {rows} x {columns}{shared}, expected multiples of {FLOAT8_ALIGNMENT}: change the "
+                    "widths or drop --fp8-format"
                 )
 
     def _check_rampup(self, divisor: int) -> None:
-        """Raise InputError unless the batch can grow as asked for, in sizes that are multiples of `divisor`."""
+        """Raise InputError if `--rampup-batch-size` is malformed or a batch size in it is not a multiple of `divisor`."""
         if self.rampup_batch_size is None:
             return
         flag = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
@@ -201,45 +202,45 @@ class PretrainConfig:
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """Packs of each step."""
+        """Return the global batch size of each step."""
         return build_batch_sizes(self.global_batch_size, self.rampup_batch_size)
 
     @property
     def batch_size_text(self) -> str:
-        """Packs of a step, for the console."""
-        growing = f"{self.rampup_batch_size[0]} to " if self.rampup_batch_size else ""
-        return f"{growing}{self.global_batch_size}"
+        """Return the packs of a step as text: `16` or, with ramp-up, `4 to 16`."""
+        ramp_text = f"{self.rampup_batch_size[0]} to " if self.rampup_batch_size else ""
+        return f"{ramp_text}{self.global_batch_size}"
 
     def tokens_after(self, step: int) -> int:
-        """Return what the first `step` steps read."""
+        """Return the number of tokens that steps 1 to `step` read."""
         return self.batch_sizes.first_sample(step + 1) * self.data.seq_length
 
     @property
     def model_name(self) -> str:
-        """The preset for the console, unless its shape was changed."""
+        """Return the name of the preset; `model` if flags changed its shape."""
         shape = dataclasses.replace(self.shape, vocab_size=None)
         return self.model if shape == get_preset(self.model) else "model"
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the copies of the model."""
+        """Return the number of model replicas on `world_size` processes."""
         return world_size // (self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size)
 
     @property
     def total_iters(self) -> int:
-        """Steps of the whole run."""
+        """Return the number of steps of the whole run, from `--train-iters` or `--train-tokens`."""
         if self.train_tokens is not None:
             return self.batch_sizes.steps_for(-(-self.train_tokens // self.data.seq_length))
         return 200 if self.train_iters is None else self.train_iters
 
     @property
     def eval_every(self) -> int:
-        """Steps between validations; 0 for none."""
+        """Return the steps between validations: `--eval-interval`, or a tenth of the run; 0 for none."""
         return max(1, self.total_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
 
 
-_MOST_STEPS = 10**9  # a thousand times what the longest runs make; a millisecond each, they would take twelve days
-_MOST_TOKENS = 2**62  # positions in the data are numbers of 64 bits
-_MOST_GROWING_STEPS = 10**6  # the first sample of each is kept in memory
+_MOST_STEPS = 10**9  # a thousand times the steps of the longest known runs
+_MOST_TOKENS = 2**62  # positions in the data are int64
+_MOST_GROWING_STEPS = 10**6  # the first sample of each is held in memory
 
 _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
@@ -249,7 +250,7 @@ _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_
 _LAYERS = ("rewind_skip_iters", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
-    (_COUNTS[2:], lambda value: value <= 10**15, f"{10**15:,} at most"),  # what is counted from them is int64
+    (_COUNTS[2:], lambda value: value <= 10**15, f"{10**15:,} at most"),  # their products are int64
     (("seq_length",), lambda value: value <= LONGEST_PACK, f"{LONGEST_PACK:,} at most"),
     (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
     (("max_skipped_updates", "max_rewinds"), lambda value: value >= 0, "0 or more"),
@@ -261,7 +262,7 @@ _LIMITS = (
     (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )
 
-# Two ways to say one thing: a command line that uses one overrules the other in the YAML file, with what belongs to it.
+# Alternative flags: one on the command line also overrides the other, and its companions, in the YAML file.
 _PAIRS = (
     (("train_iters",), ("train_tokens",)),
     (("lr_warmup_iters",), ("lr_warmup_fraction",)),
@@ -272,17 +273,20 @@ _PAIRS = (
 
 DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, alone or under torchrun.
 
-With nothing given it trains the tiny preset on the demo corpus. Each flag is also a key of --config's YAML file."""
+Without flags it trains the tiny preset on the demo corpus. Each flag is also a key of the YAML file given as --config."""
 
 
 def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
-    """Read the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
+    """Return the configuration in `argv`, which overrides its `--config`, which overrides the preset of `--model`."""
     default = merge_defaults(argv, prog, PretrainConfig())
     return flags.parse(PretrainConfig, argv, prog=prog, description=DESCRIPTION, default=default)
 
 
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
-    """Return `default` with the `--config` and the preset of `argv`, and without what its flags overrule. Raises InputError."""
+    """Return `default` with the values of the `--config` file and the `--model` preset in `argv`. Raises InputError.
+
+    If `argv` has one flag of an alternative (_PAIRS), both are cleared.
+    """
     config, model = flags.find_flag_value(argv, "--config"), flags.find_flag_value(argv, "--model")
     if config:
         default = read_config_file(config, default)
@@ -295,10 +299,10 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
 
 
 def read_config_file(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
-    """Return what the YAML file at `path` gives over the preset that it names, over `default`. Raises InputError."""
-    return flags.read_config_file(default or PretrainConfig(), path, first=("model", apply_preset))
+    """Return the configuration in the YAML file at `path`, its preset applied first, on top of `default`. Raises InputError."""
+    return flags.read_config_file(default or PretrainConfig(), path, preset=("model", apply_preset))
 
 
 def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:
-    """Return the same with another shape. InputError where there is no preset `name`."""
+    """Return `settings` with the model shape of preset `name`; InputError if there is none."""
     return dataclasses.replace(settings, model=name, shape=get_preset(name))

@@ -1,4 +1,4 @@
-"""The flags of a run in groups, by what they are about; each field is a flag, and its docstring the help."""
+"""The flags of a pretraining run in groups; each field is a flag, and its docstring the help text."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,166 +8,169 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text is and how it is cut."""
+    """Training data: corpora, tokenizer, split and packing."""
 
     data_path: tuple[str, ...] = ()
-    """prefix of a tokenised corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size; without it the
-    demo corpus is used, and built when missing"""
+    """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size; without it the
+    demo corpus is used, and built if missing"""
     tokenizer: str = ""
-    """Hugging Face tokenizer the corpus was made with: a folder or a name"""
+    """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
     split: str = "99,1,0"
     """shares of the documents for training, validation and test"""
     seq_length: int = 128
-    """tokens of a pack: documents laid end to end, attention never crosses their edges"""
+    """tokens of a pack; a pack holds several documents, and attention never crosses their boundaries"""
     packing: Literal["concat", "random-length", "sentences"] = "concat"
-    """how packs are cut. concat: documents end to end, nothing wasted; random-length: the study's, two chunks of random length a
-    pack, which may span documents; sentences: every pack starts at a sentence (data made with --split-sentences)"""
+    """how documents are cut into packs. concat: end to end, without loss; random-length: as in the study, two chunks of random
+    length a pack, which may span documents; sentences: every pack starts at a sentence (needs data preprocessed with
+    --split-sentences)"""
     skip_packs: tuple[str, ...] = ()
-    """packs to leave out, by their place in the order of the data: 1200-1215 1300, or none; those after them move up. Without the
-    flag a run keeps the list that it has"""
+    """packs to skip, by their position in the data order: 1200-1215 1300, or none; the packs after them move up. A resumed run
+    keeps its list without the flag"""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning rate: warm-up, constant, linear decay to zero."""
+    """AdamW and its learning-rate schedule: warm-up, constant, linear decay to zero."""
 
     lr: float = 2e-3
     """peak learning rate"""
     lr_warmup_iters: int | None = None
-    """steps of linear warm-up (or give the fraction)"""
+    """steps of linear warm-up; alternative: --lr-warmup-fraction"""
     lr_warmup_fraction: float | None = None
-    """warm-up as a fraction of the run; 0.05 if neither is given"""
+    """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
     lr_wsd_decay_iters: int | None = None
-    """last steps, over which the rate falls to zero (or give the fraction)"""
+    """steps of linear decay to zero at the end of the run; alternative: --lr-wsd-decay-fraction"""
     lr_wsd_decay_fraction: float | None = None
-    """decay as a fraction of the run; 0.05 if neither is given"""
+    """linear decay as a fraction of the run; 0.05 if neither flag is given"""
     weight_decay: float = 0.1
     """decoupled weight decay, on all parameters"""
     adam_beta1: float = 0.9
-    """decay rate of the first moment"""
+    """decay rate of Adam's first moment"""
     adam_beta2: float = 0.95
-    """decay rate of the second moment"""
+    """decay rate of Adam's second moment"""
     adam_eps: float = 1e-5
-    """added to the root of the second moment"""
+    """term added to the denominator of Adam for numerical stability"""
     clip_grad: float = 1.0
-    """largest norm of the gradient; 0 leaves it alone"""
+    """gradient norm above which the gradient is scaled down; 0 never clips"""
 
 
 @dataclass(frozen=True)
 class StartConfig:
-    """From which other run this one starts, if from any."""
+    """Another run whose checkpoint this one starts from."""
 
     branch_from: str | None = None
-    """run folder to branch off: weights, optimizer and data position of its step --branch-at, then an end, a decay and a schedule
-    of this run's own, which agree with that run's in every step up to there"""
+    """run directory to branch from: continue with weights, optimizer and data position of its step --branch-at, with another
+    number of steps, decay or objective schedule, which must agree with that run's up to that step"""
     branch_at: int | None = None
-    """step of --branch-from whose checkpoint to go on from; steps keep their numbers"""
+    """step of --branch-from whose checkpoint is loaded; step numbers continue from there"""
     init_from: str | None = None
-    """run folder whose weights to begin with, and nothing else of it: a new run with a new optimizer and steps from 1"""
+    """run directory to load only the weights from, for a new run with a new optimizer and steps from 1"""
     init_at: int | None = None
-    """step of --init-from whose weights to take; its newest checkpoint unless given"""
+    """step of --init-from whose weights are loaded; default: its newest checkpoint"""
     skip_samples: int | Literal["parent"] | None = None
-    """samples (packs) of the data to leave out before the first step; `parent`: as many as --init-from had read"""
+    """samples (packs) of the data to skip before the first step; `parent`: as many as the run of --init-from has read"""
 
     def check(self) -> None:
-        """InputError, naming the flag, for a combination that says nothing or two things."""
+        """Raise InputError, naming the flag, for a flag without the one it belongs to or two that exclude each other."""
         for at, run in (("branch", self.branch_from), ("init", self.init_from)):
             step = self.branch_at if at == "branch" else self.init_at
             if step is not None and not run:
-                raise InputError(f"--{at}-at {step}: found no --{at}-from, expected the run folder whose step this is")
+                raise InputError(f"--{at}-at {step}: found no --{at}-from, expected the run directory of this step")
         if self.branch_from and self.init_from:
             raise InputError(
-                f"--branch-from {self.branch_from}: found --init-from {self.init_from} too, expected one of them (a branch goes "
-                "on with everything, --init-from takes the weights alone)"
+                f"--branch-from {self.branch_from}: found --init-from {self.init_from} too, expected one of them (--branch-from "
+                "continues a run, --init-from loads only its weights)"
             )
         if self.skip_samples == "parent" and not (self.init_from or self.branch_from):
-            raise InputError("--skip-samples parent: found no --init-from, expected the run after whose data this one goes on")
+            raise InputError("--skip-samples parent: found no --init-from, expected the run whose data to skip")
 
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """What a run does about numbers that go wrong."""
+    """Handling of non-finite gradients and loss spikes."""
 
     max_skipped_updates: int = 10
-    """updates of the whole run that may be left out because loss or gradient are no finite numbers; one more ends it, naming
+    """steps of the whole run that may be skipped because loss or gradient are NaN or infinite; one more ends the run, naming
     step, pack and rank"""
     loss_spike_sigmas: float = 6.0
-    """a loss that is more than so many deviations above the recent ones of its objective is a spike; 0 looks for none"""
+    """robust standard deviations above the median of the objective's recent losses from which a loss is a spike; 0 turns
+    detection off"""
     max_rewinds: int = 0
-    """how often in all a run may, at a spike, go back to a checkpoint and leave out the packs that led to it; 0 only says so"""
+    """maximum number of rewinds: after a loss spike, load the last checkpoint and skip the packs that led to it; 0 only reports
+    spikes"""
     rewind_skip_iters: int = 10
-    """steps, up to that of the spike, whose packs a rewind leaves out"""
+    """steps, up to the step of the spike, whose packs a rewind skips"""
 
     def is_spike(self, deviations: float | None) -> bool:
-        """Whether a loss so far above the recent ones, None where that is not known, is a spike."""
+        """Return whether a loss so many `deviations` above the recent ones is a spike; False for None (unknown)."""
         return bool(self.loss_spike_sigmas) and deviations is not None and deviations > self.loss_spike_sigmas
 
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """What a run writes, and when."""
+    """Checkpoints, validation, console rows and the end of a run."""
 
     save: str = ""
-    """run folder for config, metrics and checkpoints; a run that is there goes on. Without it nothing is written"""
+    """run directory for config, metrics and checkpoints; an existing run in it is resumed. Without it nothing is written"""
     save_interval: int | None = None
     """steps between checkpoints; the last step is always saved"""
     save_steps: tuple[int, ...] = ()
-    """further steps whose checkpoints are written, and kept for good: those at which other runs are to branch"""
+    """additional steps whose checkpoints are written and never deleted, such as those from which other runs branch"""
     async_save: bool = False
-    """go on training while a checkpoint is written, from a copy of it in host memory"""
+    """write checkpoints while training continues, from a copy in host memory"""
     keep_last: int | None = None
-    """newest checkpoints that are kept, besides --save-steps; all unless this or --keep-every is given"""
+    """number of newest checkpoints to keep, besides --save-steps; all are kept without this flag and --keep-every"""
     keep_every: int | None = None
-    """steps whose multiples keep their checkpoints for good, besides --keep-last (which is then 1 unless given)"""
+    """interval in steps at which checkpoints are never deleted, besides --keep-last (whose default is then 1)"""
     exit_interval: int | None = None
-    """save and stop after the next step that is a multiple of this"""
+    """save and exit after the next step that is a multiple of this"""
     exit_duration_in_mins: float | None = None
-    """save and stop after the step in which this many minutes of training are over; exit code 75"""
+    """save and exit after the step in which the training time exceeds this many minutes; exit code 75"""
     distributed_timeout_minutes: float = 10.0
-    """minutes without progress after which every process writes its stacks and ends, exit code 70; the first step, validation,
-    save and load have three times as long, 10 minutes at least"""
+    """minutes without progress after which every process writes its stack traces and exits with code 70; the first step,
+    validation, save and load may take three times as long, at least 10 minutes"""
     eval_interval: int | None = None
-    """steps between validations, 0 for none; a tenth of the run unless given"""
+    """steps between validations, 0 for none; default: a tenth of the run"""
     eval_iters: int = 4
-    """global batches of a validation, always the same packs and masks"""
+    """global batches of a validation, which always has the same packs and masks"""
     log_interval: int | None = None
-    """steps between rows of metrics; 1 for up to 1,000 steps or where phases are shorter than 10 steps, else 10"""
+    """steps between rows of metrics; default: 10, or 1 for runs of up to 1,000 steps or with phases below 10 steps"""
     dry_run: bool = False
-    """say what the run would be (data, phases with their steps and tokens, learning rate) and stop"""
+    """print the plan of the run (data, phases with their steps and tokens, learning rate) and exit"""
 
 
 @dataclass(frozen=True)
 class MonitoringConfig:
-    """Where rows go, and what is measured."""
+    """Logging backends, timers and profiler."""
 
     tensorboard_dir: str = ""
-    """folder for TensorBoard's event files, with every number of metrics.jsonl and validation.jsonl"""
+    """directory for TensorBoard event files with every number of metrics.jsonl and validation.jsonl"""
     wandb_project: str = ""
-    """project of Weights & Biases to log every number to; offline, to be sent later, where there is no key or no network"""
+    """Weights & Biases project to log every number to; without API key or network it logs offline, for `wandb sync`"""
     wandb_exp_name: str = ""
-    """name of the run there; that of the --save folder unless given"""
+    """name of the run at Weights & Biases; default: the name of the --save directory"""
     wandb_entity: str = ""
-    """user or team that the project belongs to; your own unless given"""
+    """Weights & Biases user or team of the project; default: that of the API key"""
     wandb_save_dir: str = ""
-    """folder in which Weights & Biases keeps its files, in a folder wandb; that of --save unless given"""
+    """directory in which Weights & Biases creates its directory wandb; default: that of --save"""
     timing_log_level: Literal[0, 1, 2] = 0
-    """megatron-core's timers, as `timers` in each row. 1: each part of a step, 2: each micro-batch too; both wait for the
-    device and for other ranks, so the run is slower"""
+    """level of megatron-core's timers, logged as `timers` in each row. 1: parts of a step, 2: also each micro-batch; both
+    synchronize devices and ranks, which slows the run down"""
     log_straggler: bool = False
-    """compare the ranks' own time, without waiting for others: stragglers.jsonl, and a line when one is slow repeatedly"""
+    """compare the compute time of the ranks, without waiting times, in stragglers.jsonl, and report a repeatedly slow rank"""
     straggler_interval: int = 100
-    """steps between two such reports"""
+    """steps between two straggler reports"""
     profile: bool = False
-    """write a trace of some steps by torch's profiler, and a table of the costliest operations, to SAVE/profile"""
+    """write a trace of some steps by torch's profiler and a table of the most expensive operations to SAVE/profile"""
     profile_step_start: int = 10
-    """first step of the trace"""
+    """first profiled step"""
     profile_step_end: int = 12
-    """last step of the trace"""
+    """last profiled step"""
     profile_ranks: tuple[int, ...] = (0,)
-    """ranks that write one"""
+    """ranks that are profiled"""
 
     def check(self, save: str, steps: int, world_size: int) -> None:
-        """InputError, naming the flag, for what says nothing or cannot be; `save`: the run folder, `steps`: those of the run."""
+        """Raise InputError, naming the flag, for invalid combinations in a run of `steps` steps with the run directory `save`."""
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(self, name) and not self.wandb_project:
                 raise InputError(
@@ -176,17 +179,17 @@ class MonitoringConfig:
         if self.wandb_project and not (save or self.wandb_save_dir):
             raise InputError(
                 f"--wandb-project {self.wandb_project}: found neither --save nor --wandb-save-dir, "
-                "expected a folder for its files"
+                "expected a directory for its files"
             )
         if not self.profile:
             return
         if not save:
-            raise InputError("--profile: found no --save, expected the run folder that the trace goes to")
+            raise InputError("--profile: found no --save, expected the run directory to write the trace to")
         if not 1 <= self.profile_step_start <= self.profile_step_end <= steps:
             raise InputError(
                 f"--profile-step-start {self.profile_step_start} --profile-step-end {self.profile_step_end}: expected first and "
                 f"last step of a trace, within the run's 1 to {steps}"
             )
         if not self.profile_ranks or not 0 <= min(self.profile_ranks) <= max(self.profile_ranks) < world_size:
-            found = " ".join(map(str, self.profile_ranks))
-            raise InputError(f"--profile-ranks {found}: expected ranks of this run, from 0 to {world_size - 1}")
+            ranks = " ".join(map(str, self.profile_ranks))
+            raise InputError(f"--profile-ranks {ranks}: expected ranks of this run, from 0 to {world_size - 1}")

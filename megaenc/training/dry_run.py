@@ -1,4 +1,4 @@
-"""What the console says of a run: of `--dry-run` from its plan alone, and before the first step, after the last, at a spike."""
+"""Console text of a run: the output of `--dry-run`, header and footer of a run, and loss spikes."""
 
 import sys
 from bisect import bisect_right
@@ -15,12 +15,12 @@ from megaenc.dist_env import get_rank, get_world_size
 from megaenc.training.plan import Plan, validation_objectives
 
 _TABLE_PHASES, _HEADER_PHASES = 12, 6  # phases in the table, and in the line at the start
-_SAMPLED_PACKS = 64  # packs from which the share of predicted tokens is estimated
+_SAMPLED_PACKS = 64  # to estimate the share of predicted tokens
 _SAMPLED_STEPS = 100_000  # of a mixture
 
 
 def print_dry_run(plan: Plan) -> None:
-    """Print on rank 0 what `--dry-run` says: model, layout, data, phases with their steps and tokens, learning rate."""
+    """Print `plan` on rank 0: model, layout, data, phases with their steps and tokens, learning rate."""
     if get_rank():
         return
     console = build_rich_console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
@@ -48,6 +48,7 @@ def print_dry_run(plan: Plan) -> None:
 
 
 def _corpus_table(plan: Plan) -> Table:
+    """Return a table of share, packs, epochs and dropped tokens of each corpus."""
     table = _new_table("corpus", "share", "packs", "epochs", "left out")
     for row in plan.corpus_usage:
         table.add_row(row.prefix, f"{100 * row.share:.2f} %", f"{row.packs:,}", f"{row.epochs:.2f}", f"{100 * row.dropped:.1f} %")
@@ -55,6 +56,7 @@ def _corpus_table(plan: Plan) -> Table:
 
 
 def _phase_table(plan: Plan) -> Table:
+    """Return a table of steps and tokens of each phase of the objective schedule."""
     table = _new_table("phase", "steps", "tokens", "tokens so far")
     phases = plan.schedule.phases
     for phase in phases[:_TABLE_PHASES]:
@@ -66,19 +68,19 @@ def _phase_table(plan: Plan) -> Table:
 
 
 def _objective_table(plan: Plan) -> Table:
-    """What each objective gets in all: phases may come back, and a mixture draws anew each step."""
+    """Return a table of total steps, tokens and predicted tokens of each objective, over all phases and mixtures."""
     parts_of: dict[str, list[range]] = defaultdict(list)
     steps_of: dict[str, int] = defaultdict(int)
     tokens_of: dict[str, int] = defaultdict(int)
     estimated: set[str] = set()
     for phase in plan.schedule.phases:
-        # A mixture is looked at step by step, a long one at so many of its steps, each of which stands for those that follow.
+        # A mixture is evaluated step by step, a long one only at every `stride`-th step.
         stride = len(phase) if len(phase.choices) == 1 else max(1, len(phase) // _SAMPLED_STEPS)
         for first in range(phase.first_step, phase.last_step + 1, stride):
             part = range(first, min(first + stride, phase.last_step + 1))
             text = plan.schedule.text_at(first)
             estimated |= {text} if len(phase.choices) > 1 < stride else set()
-            parts_of[text].append(part if len(phase.choices) == 1 else part[:1])  # the others of it may be another objective's
+            parts_of[text].append(part if len(phase.choices) == 1 else part[:1])  # the rest may have other objectives
             steps_of[text] += len(part)
             tokens_of[text] += plan.settings.tokens_after(part[-1]) - plan.settings.tokens_after(part[0] - 1)
     table = _new_table("objective", "steps", "tokens", "predicted, about")
@@ -90,19 +92,20 @@ def _objective_table(plan: Plan) -> Table:
 
 
 def _predicted_share(plan: Plan, parts: list[range]) -> float:
-    """Predicted tokens a token: the steps of `parts` are looked at evenly, for an objective may change over them."""
+    """Return the estimated share of predicted tokens over the steps in `parts`, sampled evenly."""
     predicted, ends = 0, list(accumulate(map(len, parts)))
     for sample in range(_SAMPLED_PACKS):
         pack = plan.packs[sample]
         randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
-        place = sample * ends[-1] // _SAMPLED_PACKS
-        at = bisect_right(ends, place)
-        step = parts[at][place - ends[at]]  # counted from the end of the part
+        position = sample * ends[-1] // _SAMPLED_PACKS
+        part = bisect_right(ends, position)
+        step = parts[part][position - ends[part]]  # negative: from the end of the part
         predicted += len(plan.schedule.objective(step).targets(pack, randomness).labels)
     return predicted / (_SAMPLED_PACKS * plan.settings.data.seq_length)
 
 
 def _new_table(first: str, *others: str) -> Table:
+    """Return an empty table with a text column `first` and right-aligned columns `others`."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(first, overflow="fold")
     for name in others:
@@ -111,39 +114,47 @@ def _new_table(first: str, *others: str) -> Table:
 
 
 def _format_model(plan: Plan) -> str:
+    """Return name, number of parameters and precision of the model as text."""
     millions = plan.settings.shape.parameter_count(plan.vocab_size) / 1e6
     return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
 
 
 def format_run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused: dict[str, bool], resumed: int) -> str:
-    """Describe the run; `fused`: whether each kernel is used, by name; `resumed`: the step it continues after, or 0."""
+    """Return the lines printed at the start of a run: model, devices, kernels, phases, output and data.
+
+    `fused`: whether each kernel is used, by name; `resumed`: the step of the loaded checkpoint, or 0.
+    """
     settings, phases, rows = plan.settings, plan.schedule.phases, plan.corpus_usage
-    computed = settings.layout.describe(settings.shape.num_layers, get_world_size()) + f"; attention by {kernels.attention_backend}"
+    computed = (
+        settings.layout.describe(settings.shape.num_layers, get_world_size()) + f"; attention by {kernels.attention_backend}"
+    )
     if not backend.is_cpu:
         computed += f"; fused kernels: {', '.join(name for name, used in fused.items() if used) or 'none'}"
-    start = f"going on after step {resumed}" if resumed else plan.start.describe()
-    shown = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
+    start = f"resuming after step {resumed}" if resumed else plan.start.describe()
+    phase_text = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
     more = f", ... ({len(phases):,} phases)" if len(phases) > _HEADER_PHASES else ""
-    save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
+    save = settings.output.save or "nowhere (give --save DIR to keep the run)"
     shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in rows]
-    reading = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(rows, shares, strict=True))
+    data_text = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(rows, shares, strict=True))
     return (
         f"{_format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"
-        f"  {shown}{more}; {settings.batch_size_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
-        f"  {reading}{plan.skipped.describe()}"
+        f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
+        f"  {data_text}{plan.skipped.describe()}"
     )
 
 
-def format_run_footer(step: int, total: int, loss: float | None, save: str, asked: str | None) -> str:
-    """Say how far the run has come, and why it ends there (`asked`: who wanted it to end)."""
-    where = f", saved in {save}" if save else ""
-    why = f"; stopped by {asked}" + (", the same command goes on" if save else "") if asked and step < total else ""
-    return f"step {step} of {total}: {'no target' if loss is None else f'loss {loss:.4f}'}{where}{why}"
+def format_run_footer(step: int, total: int, loss: float | None, save: str, stop_reason: str | None) -> str:
+    """Return the line printed at the end of a run: its last step of `total`, loss, run directory and why it was stopped."""
+    saved = f", saved in {save}" if save else ""
+    stopped = ""
+    if stop_reason and step < total:
+        stopped = f"; stopped by {stop_reason}" + (", the same command resumes it" if save else "")
+    return f"step {step} of {total}: {'no target' if loss is None else f'loss {loss:.4f}'}{saved}{stopped}"
 
 
 def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
-    """Say what a spike of the loss at `step` looks like, and what becomes of it."""
-    allowed, made = plan.settings.health.max_rewinds, len(plan.rewinds)
-    what = f"; rewind {made + 1} of {allowed}" if made < allowed else f"; all of --max-rewinds {allowed} are made"
-    found = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"
-    return found + (what if allowed else "")
+    """Return the line printed at a loss spike at `step`, and whether the run rewinds."""
+    allowed, rewinds = plan.settings.health.max_rewinds, len(plan.rewinds)
+    action = f"; rewind {rewinds + 1} of {allowed}" if rewinds < allowed else f"; all of --max-rewinds {allowed} are used"
+    spike = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"
+    return spike + (action if allowed else "")

@@ -1,4 +1,4 @@
-"""The model under megatron-core: one call runs a global batch through its schedules, another makes an update."""
+"""The model and optimizer of one rank under megatron-core: training steps and evaluation."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimer
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Sums over one or more global batches, the same on every rank; `flops` of the matrix products, forward and backward."""
+    """Sums over one or more global batches, equal on all ranks; `flops` counts matrix products, forward and backward."""
 
     loss_sum: float = 0.0
     predicted: int = 0
@@ -43,31 +43,31 @@ class StepMetrics:
 
     @property
     def loss(self) -> float | None:
-        """Mean over the predicted tokens; None where there were none."""
+        """Return the mean loss over the predicted tokens; None without predicted tokens."""
         return self.loss_sum / self.predicted if self.predicted else None
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the predicted tokens whose most likely guess was right."""
+        """Return the share of predicted tokens with a correct most likely guess; None without predicted tokens."""
         return self.correct / self.predicted if self.predicted else None
 
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """What one update has come to, the same on every rank."""
+    """Metrics of one training step, equal on all ranks."""
 
     metrics: StepMetrics
     grad_norm: float
-    """Of the gradient before clipping."""
+    """Norm of the gradient before clipping."""
     build: bool
-    """Not where loss or gradient are no finite numbers: then weights and optimizer stay as they were."""
+    """False if loss or gradient are not finite; weights and optimizer are then unchanged."""
 
 
 class Engine:
-    """This rank's part of the model with its optimizer."""
+    """The part of the model and of the optimizer that one rank holds."""
 
-    def __init__(self, plan: Plan, backend: Backend, drawn: bool = True):
-        """`drawn`: with the initial weights of the seed; otherwise they are left empty, to be filled."""
+    def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
+        """Build both; `init_weights=False` leaves the weights uninitialized, to be filled by the caller."""
         settings = plan.settings
         self.plan = plan
         self.layout = settings.layout
@@ -82,16 +82,18 @@ class Engine:
         self.kernels = dataclasses.replace(settings.kernels, attention_backend=select_plan_attention(plan, backend))
         widths = settings.shape.linear_shapes(self.layout.tensor_model_parallel_size).values()
         all_gather_call(lambda: check_linear_layers(settings.kernels, backend, widths, plan.dtype))
-        sizes, seed = (settings.shape, plan.vocab_size, settings.data.seq_length), settings.seed if drawn else None
+        sizes, seed = (settings.shape, plan.vocab_size, settings.data.seq_length), settings.seed if init_weights else None
         encoders = build_model_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
-        self.fused_kernels = dataclasses.asdict(encoders[0].fused)  # by name, whether a kernel is used; alike in all parts
-        self.config = encoders[0].config  # the one that megatron-core's schedules read
+        self.fused_kernels = dataclasses.asdict(encoders[0].fused)  # by name, whether the kernel is used; equal in all chunks
+        self.config = encoders[0].config  # read by megatron-core's schedules
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.step_timers = StepTimers()  # of one update
-        # A host's cores all compute in any case: a thread would but take turns with them.
+        self.step_timers = StepTimers()  # of one step
+        # On a CPU a prefetching thread would only take cores from the computation.
         self._build_micro_batch = partial(MicroBatchSpec.build, device=backend.device)
-        self._prefetcher = None if backend.is_cpu else Prefetcher(self._build_micro_batch, partial(torch.cuda.set_device, backend.device))
-        level = settings.monitoring.timing_log_level  # at 0 nothing is timed, for each of these timers waits for the device
+        self._prefetcher = (
+            None if backend.is_cpu else Prefetcher(self._build_micro_batch, partial(torch.cuda.set_device, backend.device))
+        )
+        level = settings.monitoring.timing_log_level  # 0: none, because each timer synchronizes the device
         self.timers = self.config.timers = Timers(level, "max") if level else None
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         data_parallel = DistributedDataParallelConfig(
@@ -100,9 +102,8 @@ class Engine:
             overlap_grad_reduce=self.layout.overlap_grad_reduce,
             overlap_param_gather=self.layout.overlap_param_gather,
         )
-        # One part of the model, or several where pipeline stages are interleaved.
         self.chunks = [
-            # What later parts send hides behind the computation of the others: no need to cut it into buckets.
+            # Communication of later chunks overlaps with the computation of others without buckets.
             DistributedDataParallel(module.config, data_parallel, module, disable_bucketing=number > 0)
             for number, module in enumerate(modules)
         ]
@@ -119,7 +120,7 @@ class Engine:
                 adam_beta1=settings.optimizer.adam_beta1,
                 adam_beta2=settings.optimizer.adam_beta2,
                 adam_eps=settings.optimizer.adam_eps,
-                clip_grad=settings.optimizer.clip_grad or float("inf"),  # so that the norm is always known
+                clip_grad=settings.optimizer.clip_grad or float("inf"),  # inf: the norm is computed without clipping
                 use_distributed_optimizer=self.layout.use_distributed_optimizer,
                 overlap_param_gather=self.layout.overlap_param_gather,
                 bf16=settings.bf16,
@@ -127,58 +128,59 @@ class Engine:
                 timers=self.timers,
             ),
             self.chunks,
-            config_overrides={},  # no exceptions: norms decay like everything else, as in the study
+            config_overrides={},  # weight decay applies to all parameters, as in the study
         )
 
     def _chunk_methods(self, method: str):
-        """Return a method of the part of the model, or of each of several, as megatron-core's schedules want it."""
+        """Return the bound `method` of the model chunk, or a list of one per chunk, as megatron-core's schedules expect."""
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
     def gather_parameters(self) -> None:
-        """Wait until this rank has all weights of the last update (with `--overlap-param-gather` they come when needed)."""
+        """Wait until this rank holds all weights of the last step; `--overlap-param-gather` fetches them only on use."""
         if self.layout.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     def train_step(self, step: int) -> TrainStepResult:
-        """Make update number `step` (1, 2, ...)."""
+        """Train step number `step` (1, 2, ...) and return its metrics."""
         self.step_timers = StepTimers()
         for timer in self.timers._timers.values() if self.timers else ():
             timer.reset()
         self.zero_grad()
         with self.step_timers.measure(FORWARD_BACKWARD):
             following = self._micro_batch_specs(step + 1) if self._prefetcher and step < self.plan.settings.total_iters else ()
-            result = self._run_batch(self._micro_batch_specs(step), following, train=True)
+            metrics = self._run_batch(self._micro_batch_specs(step), following, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         with self.step_timers.measure(OPTIMIZER):
-            return TrainStepResult(result, *self._optimizer_step(result.loss_sum))
+            return TrainStepResult(metrics, *self._optimizer_step(metrics.loss_sum))
 
     def _micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
-        objective = self.plan.schedule.objective(step)
-        return [MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed) for row in self.micro_batch_samples(step)]
+        """Return the specs of this rank's micro-batches of `step`."""
+        objective, seed = self.plan.schedule.objective(step), self.plan.settings.seed
+        return [MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in self.micro_batch_samples(step)]
 
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
-        """Return the samples of each micro-batch that this rank reads for update number `step`."""
-        share = dataclasses.replace(self.sampler, global_batch_size=self.plan.settings.batch_sizes.size(step))
-        positions = share.samples(self.plan.samples_read(step - 1))
-        return [[self.plan.sample(position) for position in row] for row in positions]
+        """Return the sample numbers of each micro-batch that this rank reads in `step`."""
+        sampler = dataclasses.replace(self.sampler, global_batch_size=self.plan.settings.batch_sizes.size(step))
+        positions = sampler.samples(self.plan.samples_read(step - 1))
+        return [[self.plan.sample_at(position) for position in row] for row in positions]
 
     def zero_grad(self) -> None:
-        """Forget the gradient that is there."""
+        """Reset the gradients of model and optimizer."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def _optimizer_step(self, loss_sum: float) -> tuple[float, bool]:
-        """Do megatron-core's `step` in its parts: return the gradient's norm, and whether the weights were updated from it."""
+        """Clip the gradient and, if it is finite, update the weights; return its norm and whether they were updated."""
         self.optimizer.prepare_grads()
         [optimizer] = self.optimizer.chained_optimizers
         grad_norm = float(optimizer.clip_grad_norm(optimizer.config.clip_grad))
         finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
         if self.sampler.size > 1 and not self.layout.use_distributed_optimizer:
-            # Each copy of the model has found its own norm: where one of them alone is faulty, they would part here.
+            # Each model replica computes its own norm: a fault in one of them would make the replicas diverge.
             all_finite = torch.full((), finite, dtype=torch.int32, device=self.device)
             dist.all_reduce(all_finite, dist.ReduceOp.MIN, group=parallel_state.get_data_parallel_group())
             finite = bool(all_finite)
@@ -188,16 +190,16 @@ class Engine:
 
     @contextlib.contextmanager
     def _gathered_parameters(self) -> Iterator[None]:
-        """Fetch all weights at once and let nothing fetch them on use: that belongs to updates."""
+        """Hold all weights inside the context, without the hooks that gather them on use during training."""
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks if self.layout.overlap_param_gather else ():
-                chunk.disable_forward_pre_hook()  # which waits for what is under way
+                chunk.disable_forward_pre_hook()  # waits for running gathers
                 stack.callback(chunk.enable_forward_pre_hook)
             yield
 
     @contextlib.contextmanager
     def no_grad_reduction(self) -> Iterator[None]:
-        """Let `local_grad_norm` leave each rank its own gradient: nothing is added up over the copies of the model."""
+        """Disable the gradient reduction between model replicas inside the context, for `local_grad_norm`."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
         with self._gathered_parameters():
@@ -209,72 +211,79 @@ class Engine:
                 self.zero_grad()
 
     def local_grad_norm(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
-        """Return, without reduction, the loss of the packs `row` (0 where this rank computes none) and the norm of the gradient.
+        """Return summed loss and gradient norm of the packs `row` on this model replica, under `no_grad_reduction`.
 
-        The ranks of one copy of the model call it together with the same row, those of all copies with as many packs.
+        The loss is 0 on ranks that compute none. Ranks of a replica pass the same row; all replicas pass as many packs.
         """
         self.zero_grad()
-        repeated = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # interleaved stages take no fewer
+        repeats = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # the minimum of interleaved stages
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
-                stack.enter_context(chunk.no_sync())  # here, for a gradient that is cleared is one to be reduced again
-            wanted = MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed)
-            sums = self._run_micro_batches([wanted] * repeated, (), train=True)
+                stack.enter_context(chunk.no_sync())  # after zero_grad, which enables the reduction again
+            spec = MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed)
+            sums = self._run_micro_batches([spec] * repeats, (), train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def evaluate(self, packs: PackedDataset, batches: int, objective: Objective) -> StepMetrics:
-        """Return sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
+        """Return the metrics of `objective` over the first `batches` global batches of `packs`, always with the same masks."""
         for chunk in self.chunks:
             chunk.eval()
         starts = range(0, batches * self.sampler.global_batch_size, self.sampler.global_batch_size)
-        wanted = [[MicroBatchSpec(packs, tuple(row), objective, 0) for row in self.sampler.samples(start)] for start in starts]
+        specs = [[MicroBatchSpec(packs, tuple(row), objective, 0) for row in self.sampler.samples(start)] for start in starts]
         with self._gathered_parameters():
-            results = [self._run_batch(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
+            metrics = [
+                self._run_batch(batch, following, train=False) for batch, following in zip(specs, [*specs[1:], []], strict=True)
+            ]
         for chunk in self.chunks:
             chunk.train()
-        return sum(results, StepMetrics())
+        return sum(metrics, StepMetrics())
 
-    def _run_batch(self, wanted: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> StepMetrics:
-        """Run the global batch of which this rank reads `wanted` forward and, to train, backward; `following` is wanted next."""
-        sums = self._run_micro_batches(wanted, following, train)
+    def _run_batch(self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> StepMetrics:
+        """Run this rank's micro-batches `specs` forward and, if `train`, backward; return the metrics summed over all ranks.
+
+        `following`: the next batch's micro-batches, to prefetch.
+        """
+        sums = self._run_micro_batches(specs, following, train)
         if train:
             self.local_loss_sum = sums[0].clone()
         dist.all_reduce(sums)
         loss_sum, correct, predicted, flops = sums.tolist()
         return StepMetrics(loss_sum, int(predicted), int(correct), flops)
 
-    def _run_micro_batches(self, wanted: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> torch.Tensor:
-        """Return float64[4] of this rank: loss, correct, predicted, FLOPs of the micro-batches `wanted`."""
-        counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
-        batches = self._prefetcher.over(wanted, following) if self._prefetcher else map(self._build_micro_batch, wanted)
-        batches = self.step_timers.over(DATA, batches)
-        iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
+    def _run_micro_batches(
+        self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool
+    ) -> torch.Tensor:
+        """Run the micro-batches `specs`; return float64[4] of this rank: loss sum, correct and predicted tokens, FLOPs."""
+        counts = {"predicted": 0, "flops": 0.0}  # on the host, without a device synchronization
+        batches = self._prefetcher.iterate(specs, following) if self._prefetcher else map(self._build_micro_batch, specs)
+        batches = self.step_timers.measure_items(DATA, batches)
+        iterators = list(tee(batches, len(self.chunks)))  # each chunk consumes all of them at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, counts),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,
-                num_microbatches=len(wanted),
-                seq_length=len(wanted[0].samples) * self.plan.settings.data.seq_length,
+                num_microbatches=len(specs),
+                seq_length=len(specs[0].samples) * self.plan.settings.data.seq_length,
                 micro_batch_size=1,  # a row holds all packs of the micro-batch
                 forward_only=not train,
             )
-        # One copy of each micro-batch counts: that of the last stage's first tensor-parallel rank.
+        # Only the last stage's first tensor-parallel rank counts, so that each micro-batch is counted once.
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
             sums[:2] = torch.stack(outputs).sum(0)
-            for place, name in enumerate(counts, start=2):  # written by the device: what is copied to it is waited for
-                sums[place].fill_(counts[name])
+            for index, name in enumerate(counts, start=2):
+                sums[index].fill_(counts[name])  # a copy from the host would synchronize
         return sums
 
     def _forward_step(self, counts: dict[str, float], iterator: Iterator[MicroBatch], model: torch.nn.Module):
-        """Be megatron-core's forward step: the stage's output, and what makes a loss of the last one. Adds to `counts` there."""
+        """Return this stage's output and the last stage's loss function, which adds to `counts` (a `forward_step_func`)."""
         batch = next(iterator)
-        others = {"packing": batch.packing, "predict_at": batch.predict_at, "labels": batch.labels}
-        output = model(batch.tokens, batch.positions, **others)
+        inputs = {"packing": batch.packing, "predict_at": batch.predict_at, "labels": batch.labels}
+        output = model(batch.tokens, batch.positions, **inputs)
 
-        def loss_of(sums: tuple[torch.Tensor, torch.Tensor]):
+        def compute_loss(sums: tuple[torch.Tensor, torch.Tensor]):
             (loss, correct), predicted = sums, batch.labels.numel()
             counts["predicted"] += predicted
             shape, rows = self.plan.settings.shape, self.plan.vocab_size
@@ -282,4 +291,4 @@ class Engine:
             sums = torch.stack([loss.detach().double(), correct.double()])
             return loss, torch.full((), predicted, dtype=torch.int, device=self.device), sums
 
-        return output, loss_of
+        return output, compute_loss

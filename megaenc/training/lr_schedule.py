@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the update number: nothing to save, nothing to restore wrongly."""
+"""The learning-rate schedule as a pure function of the step, without state to save."""
 
 import math
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class WSDSchedule:
-    """Warm-up, constant, decay over updates n = 1..total.
+    """Learning rate with linear warm-up, constant phase and linear decay (WSD) over steps n = 1..total.
 
-    peak * n / warmup for n <= warmup, then peak, then peak * (total - n + 1) / decay over the last `decay` updates: no update is
-    wasted on a rate of zero.
+    peak * n / warmup for n <= warmup, then peak, then peak * (total - n + 1) / decay over the last `decay` steps: the rate of no
+    step is zero.
     """
 
     peak: float
@@ -26,17 +26,20 @@ class WSDSchedule:
                 "lower --lr-warmup-iters or --lr-wsd-decay-iters (or the fractions)"
             )
 
-    def __call__(self, update: int) -> float:
-        """The rate of update number `update`."""
-        if update <= self.warmup:
-            return self.peak * update / self.warmup
-        if update > self.total - self.decay:
-            return self.peak * (self.total - update + 1) / self.decay
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of `step` (1, 2, ...)."""
+        if step <= self.warmup:
+            return self.peak * step / self.warmup
+        if step > self.total - self.decay:
+            return self.peak * (self.total - step + 1) / self.decay
         return self.peak
 
 
 def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:
-    """Return the steps of `--flag-iters` or `--flag-fraction` (half rounded up). InputError if both or out of range."""
+    """Return `iters`, or `fraction` of `total` steps rounded half up; InputError if both are given or out of range.
+
+    They are the values of the flags `--{flag}-iters` and `--{flag}-fraction`; `default`: the fraction without either.
+    """
     if iters is not None and fraction is not None:
         raise InputError(f"--{flag}-iters and --{flag}-fraction: found both, expected one")
     if iters is not None:

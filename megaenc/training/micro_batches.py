@@ -1,4 +1,4 @@
-"""Micro-batches: packs in one row with their targets, made by each rank for itself, on an accelerator in a thread."""
+"""Micro-batches: building them from packs, their distribution over data-parallel ranks, and prefetching."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
 from megaenc.model.packed_sequences import PackedSequences, copy_to_device
 from megaenc.objectives import Objective
 
-DEPTH = 2  # micro-batches ahead: the next, and one more for when that takes longer than usual
+DEPTH = 2  # prefetched micro-batches: the next, and one more in case it takes longer than usual
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """S = packs x seq_length tokens in one row; N of its positions are predicted (N may be 0)."""
+    """One row of S = packs x seq_length tokens with its targets; N of its positions are predicted (N may be 0)."""
 
     tokens: Tensor  # int64[1, S]
     positions: Tensor  # int64[S], from 0 in each document
@@ -32,7 +32,7 @@ class MicroBatch:
 def build_micro_batch(
     packs: PackedDataset, samples: Sequence[int], objective: Objective, seed: int, device: torch.device
 ) -> MicroBatch:
-    """The packs of `samples` side by side, with what `objective` makes of them under `seed`."""
+    """Return the packs of `samples`, concatenated in one row, with the inputs and labels of `objective` under `seed`."""
     edges, tokens, predict_at, labels, prefixes = [0], [], [], [], []
     for sample in samples:
         pack = packs[sample]
@@ -44,16 +44,14 @@ def build_micro_batch(
         labels.append(targets.labels)
         if targets.prefixes is not None:
             prefixes.append(targets.prefixes)
-    row, predicted, wanted = (np.concatenate(parts) for parts in (tokens, predict_at, labels))
-    row, at, predicted, wanted = (
-        copy_to_device(torch.from_numpy(array), device) for array in (row, position_ids(np.array(edges)), predicted, wanted)
-    )
+    arrays = [np.concatenate(tokens), position_ids(np.array(edges)), np.concatenate(predict_at), np.concatenate(labels)]
+    row, positions, *targets = (copy_to_device(torch.from_numpy(array), device) for array in arrays)
     packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
-    return MicroBatch(row[None], at, packing, predicted, wanted)
+    return MicroBatch(row[None], positions, packing, *targets)
 
 
 class MicroBatchSpec(NamedTuple):
-    """What `build_micro_batch` makes a micro-batch of."""
+    """The arguments of `build_micro_batch` except the device."""
 
     packs: PackedDataset
     samples: tuple[int, ...]
@@ -61,13 +59,13 @@ class MicroBatchSpec(NamedTuple):
     seed: int
 
     def build(self, device: torch.device) -> MicroBatch:
-        """Make it."""
+        """Return the micro-batch on `device`."""
         return build_micro_batch(*self, device)
 
 
 @dataclass(frozen=True)
 class DataParallelSampler:
-    """The samples of a global batch that one data-parallel rank reads."""
+    """Distribution of the samples of a global batch over data-parallel ranks, as rank `rank` of `size` sees it."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -75,33 +73,36 @@ class DataParallelSampler:
     size: int
 
     def samples(self, start: int) -> Iterator[range]:
-        """Yield the samples of each micro-batch of the global batch that begins with sample `start`."""
+        """Yield the samples of each of this rank's micro-batches of the global batch that begins with sample `start`."""
         micro = self.micro_batch_size
         for first in range(start + self.rank * micro, start + self.global_batch_size, micro * self.size):
             yield range(first, first + micro)
 
 
 class Prefetcher:
-    """Calls `make` in one thread: while one result is used, up to DEPTH of the next are made.
+    """Background thread that calls `build` for up to DEPTH keys ahead of the one in use.
 
-    A wrong guess of what is asked for next costs the time of making it, no more. The thread ends with the interpreter, or when
-    nobody has this object any more.
+    A wrong guess of the next keys only costs the time of building them. The thread ends with the interpreter or when this object
+    is deleted.
     """
 
-    def __init__(self, make: Callable[[Any], Any], set_up: Callable[[], object] | None = None) -> None:
-        """`set_up` is called in the thread before anything else."""
-        self._make = make
+    def __init__(self, build: Callable[[Any], Any], set_up: Callable[[], object] | None = None) -> None:
+        """Start the thread, which calls `set_up` first."""
+        self._build = build
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batches", initializer=set_up)
-        self._begun: deque[tuple[Any, Future]] = deque()
+        self._pending: deque[tuple[Any, Future]] = deque()
 
     def iterate(self, keys: Sequence[Any], following: Sequence[Any] = ()) -> Iterator[Any]:
-        """Yield `make(key)` of each of `keys`, to be taken to the end; `following` is what the next call will ask for."""
-        if [key for key, _ in self._begun] != list(keys[: len(self._begun)]):
-            while self._begun:
-                self._begun.popleft()[1].cancel()
-        left = deque([*keys, *following][len(self._begun) :])
+        """Yield `build(key)` for each of `keys`; `following`: the likely keys of the next call, to prefetch.
+
+        The iterator must be consumed completely.
+        """
+        if [key for key, _ in self._pending] != list(keys[: len(self._pending)]):
+            while self._pending:
+                self._pending.popleft()[1].cancel()
+        remaining = deque([*keys, *following][len(self._pending) :])
         for _ in keys:
-            while left and len(self._begun) < 1 + DEPTH:  # the one that is asked for now, and those ahead of it
-                self._begun.append((left[0], self._pool.submit(self._make, left.popleft())))
-            _, made = self._begun.popleft()
-            yield made.result()
+            while remaining and len(self._pending) < 1 + DEPTH:
+                self._pending.append((remaining[0], self._pool.submit(self._build, remaining.popleft())))
+            _, future = self._pending.popleft()
+            yield future.result()

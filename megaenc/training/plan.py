@@ -1,4 +1,4 @@
-"""What a run is, worked out: its packs, schedule, learning rate and start, and what makes it this run and no other."""
+"""The resolved plan of a run: data, objective schedule, learning rate, starting point and identity."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
 @dataclass(frozen=True)
 class Plan:
-    """What `settings` amount to: packs to read, a schedule over updates 1..N, a learning rate, and what they start from."""
+    """Everything that `settings` resolve to: packs, objective and learning-rate schedules over steps 1..N, starting point."""
 
     settings: PretrainConfig
     vocabulary: Vocabulary
@@ -30,78 +30,78 @@ class Plan:
     start: RunInit = NEW_WEIGHTS
     skipped: SkippedPacks = NOTHING_SKIPPED
     rewinds: tuple[str, ...] = ()
-    """The packs that each rewind so far has added to `skipped`."""
+    """The packs that each rewind has added to `skipped`, as text."""
 
     @property
     def packs(self) -> PackedDataset:
-        """What is trained on."""
+        """Return the training packs."""
         return self.data.train
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding: as many as the tokenizer has ids, or more."""
+        """Return the number of rows of the embedding: `--vocab-size`, or the number of the tokenizer's ids."""
         return self.settings.shape.vocab_size or self.vocabulary.size
 
     @property
     def validation(self) -> PackedDataset | None:
-        """What is held out; None where validation is turned off or the split leaves no text for it."""
+        """Return the held-out packs; None if validation is turned off or the split leaves no text for it."""
         return self.data.held_out if self.settings.eval_every else None
 
     @property
     def dtype(self) -> torch.dtype:
-        """What layers compute in."""
+        """Return the data type of the layers' computation."""
         return torch.bfloat16 if self.settings.bf16 else torch.float32
 
     def first_sample(self, step: int) -> int:
-        """The sample that update number `step` begins with: the position in the data follows from the step."""
-        return self.sample(self.samples_read(step - 1))
+        """Return the number of the first sample that `step` (1, 2, ...) reads."""
+        return self.sample_at(self.samples_read(step - 1))
 
     def samples_read(self, step: int) -> int:
-        """Packs that the updates up to number `step` read."""
+        """Return how many samples steps 1 to `step` read."""
         return self.settings.batch_sizes.first_sample(step + 1)
 
-    def sample(self, position: int) -> int:
-        """The sample that is read as number `position` (0, 1, ...) of the run."""
-        return self.skipped.sample(self.start.skip_samples, position)
+    def sample_at(self, position: int) -> int:
+        """Return the number of the sample at `position` (0, 1, ...) of those that the run reads, without skipped ones."""
+        return self.skipped.sample_at(self.start.skip_samples, position)
 
     def step_tokens(self, step: int) -> int:
-        """What update number `step` reads."""
+        """Return the number of tokens that `step` reads."""
         return self.settings.batch_sizes.size(step) * self.settings.data.seq_length
 
     def with_skipped(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
-        """This plan with other packs left out."""
+        """Return a copy of the plan that skips the packs `skipped`, added by `rewinds`."""
         data = dataclasses.replace(self.settings.data, skip_packs=skipped.texts)
         settings = dataclasses.replace(self.settings, data=data)
         return dataclasses.replace(self, settings=settings, skipped=skipped, rewinds=rewinds)
 
     @property
     def log_interval(self) -> int:
-        """Steps between rows of metrics: by default 10 in a run of more than 1,000, unless phases change faster than that."""
-        given, shortest = self.settings.output.log_interval, min(len(phase) for phase in self.schedule.phases)
-        return given or (10 if self.settings.total_iters > 1000 and shortest >= 10 else 1)
+        """Return `--log-interval`; without it 10 if the run has over 1,000 steps and no phase below 10 steps, else 1."""
+        interval, shortest = self.settings.output.log_interval, min(len(phase) for phase in self.schedule.phases)
+        return interval or (10 if self.settings.total_iters > 1000 and shortest >= 10 else 1)
 
     @property
-    def reading(self) -> list[CorpusUsage]:
-        """What the steps of the whole run read of each corpus; those of a branch's parent are its own too."""
+    def corpus_usage(self) -> list[CorpusUsage]:
+        """Return how much of each corpus the whole run reads, including the steps of a branch's parent."""
         first = self.start.skip_samples
-        end = self.skipped.end(first, self.samples_read(self.settings.total_iters))
-        return self.data.corpus_usage(end, first, without=self.skipped.between(first, end).ranges)
+        end = self.skipped.end_sample(first, self.samples_read(self.settings.total_iters))
+        return self.data.corpus_usage(end, first, without=self.skipped.clip(first, end).ranges)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes this the same run as another: everything that the weights after step N depend on, but for rounding.
+        """Return the settings on which the weights after each step depend (up to rounding), JSON-ready.
 
-        Layout, kernels, intervals and the micro-batch may differ, and paths that lead to the same. Packs that are left out are
-        compared by what has been read (`with_skipped.read_alike`).
+        Two runs are the same if these are equal: layout, kernels, intervals, micro-batch and paths may differ. Skipped packs are
+        compared separately, by what has been read (`saw_same_data`).
         """
         settings = self.settings
         free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
         free |= {"objective_schedule", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
         for group in (settings.layout, settings.output, settings.kernels, settings.start, settings.health, settings.monitoring):
             free |= set(flags.flatten(group))
-        free -= {"eval_iters", "fp8_format"}  # the latter rounds as coarsely as nothing else here
+        free -= {"eval_iters", "fp8_format"}  # FP8 rounds too coarsely to be exchangeable
         values = {
-            name: list(value) if isinstance(value, tuple) else value  # as JSON has it
+            name: list(value) if isinstance(value, tuple) else value  # like JSON
             for name, value in flags.flatten(self.settings).items()
             if name not in free
         }
@@ -113,18 +113,20 @@ class Plan:
             "lr_wsd_decay_iters": self.learning_rate.decay,
             "data": self.data.fingerprint,
             "tokenizer": self.vocabulary.fingerprint,
-            "vocab_size": None if self.vocab_size == self.vocabulary.size else self.vocab_size,  # given or not
+            "vocab_size": None
+            if self.vocab_size == self.vocabulary.size
+            else self.vocab_size,  # the same with and without the flag
             **self.start.identity,
         }
 
     @property
     def run_metadata(self) -> dict[str, Any]:
-        """What a reader of the run folder needs beyond the flags, JSON-ready."""
+        """Return the content of run.json: identity, data usage and starting point, JSON-ready."""
         return {
             "megaenc": __version__,
             "vocab_size": self.vocab_size,
             "parameters": self.settings.shape.parameter_count(self.vocab_size),
-            "reading": [dataclasses.asdict(row) for row in self.reading],
+            "reading": [dataclasses.asdict(row) for row in self.corpus_usage],
             "start": dataclasses.asdict(self.start),
             "skip_packs": list(self.skipped.texts),
             "rewinds": list(self.rewinds),
@@ -133,7 +135,10 @@ class Plan:
 
 
 def validation_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str, Objective]:
-    """Return by text `clm` and `mlm` (if there is a mask token), for any two runs to be compared, then the schedule's own."""
+    """Return the objectives to validate under, by text: clm, mlm (with a mask token) and those of the schedule.
+
+    clm and mlm are always among them, so that any two runs can be compared.
+    """
     always: list[Objective] = [CausalLanguageModeling(vocabulary)]
     if vocabulary.mask_id is not None:
         always.append(MaskedLanguageModeling(vocabulary))

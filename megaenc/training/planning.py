@@ -1,4 +1,4 @@
-"""From settings to a plan: everything that they name is opened, and found to fit together, before any process group exists."""
+"""Building of a plan from the configuration, before any process group exists."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ from megaenc.training.skip_policy import resolve_skip_ranges
 
 
 def build_plan(settings: PretrainConfig) -> Plan:
-    """Open what `settings` name and check that it fits together. Raises InputError."""
+    """Open data, tokenizer and parent run that `settings` name and check that they fit together. Raises InputError."""
     settings.check(get_world_size())
     total, optimizer, data = settings.total_iters, settings.optimizer, settings.data
     learning_rate = WSDSchedule(
@@ -28,17 +28,19 @@ def build_plan(settings: PretrainConfig) -> Plan:
     data_path, tokenizer_name = data.data_path, data.tokenizer
     if not data_path:
         if settings.output.dry_run and not Path("demo/corpus_text_document.idx").exists():
-            raise InputError("--dry-run: demo/ holds no corpus yet; give --data-path, or let a run without --dry-run make it")
+            raise InputError(
+                "--dry-run: demo/ holds no corpus yet; give --data-path, or start a run without --dry-run, which builds it"
+            )
         if tokenizer_name:
             raise InputError(
-                "--data-path: missing, expected the prefix of a corpus made with --tokenizer (tools/preprocess_data.py)"
+                "--data-path: missing, expected the prefix of a corpus built with --tokenizer (tools/preprocess_data.py)"
             )
         from megaenc.data.demo import ensure_demo
 
         demo = ensure_demo(Path("demo"))
         data_path, tokenizer_name = (str(demo.data_prefix),), str(demo.tokenizer)
     elif not tokenizer_name:
-        raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was made with: a folder or a name")
+        raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was built with: a directory or a name")
     tokenizer = load_tokenizer(tokenizer_name)
     vocabulary = read_vocabulary(tokenizer)
     rows = settings.shape.vocab_size

@@ -1,4 +1,4 @@
-"""The folder of a run: one process group at a time, one run for ever, its metrics without a gap or an overlap."""
+"""The run directory: configuration, metadata, tokenizer and metrics files of one run, under a lock."""
 
 import contextlib
 import dataclasses
@@ -21,52 +21,59 @@ from megaenc.json_files import parse_json, read_json_object, read_regular_file
 from megaenc.torchelastic import is_torchrun_worker
 from megaenc.training.run_lock import LOCK_FILE, RunLock
 
-if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
+if TYPE_CHECKING:  # readers of a run directory import this module without torch
     from megaenc.training.plan import Plan
 
-_PATIENCE = 120.0  # seconds; a network file system gives a lost machine's locks free after a minute or two
+_PATIENCE = 120.0  # seconds; a network file system releases the locks of a lost machine after a minute or two
 CONFIG_FILE, RUN_FILE, TOKENIZER_DIR = "config.yaml", "run.json", "tokenizer"
 METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE = "metrics.jsonl", "validation.jsonl", "stragglers.jsonl"
 
 
 class RunDir:
-    """What rank 0 keeps in `--save`; construct it on rank 0 alone.
+    """The directory `--save`, locked and written by rank 0 only.
 
-    `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data, tokenizer and kernels,
-    `tokenizer/` a copy of it, `metrics.jsonl` an object a logged step, `validation.jsonl` one a validation (step 0 included),
-    `stragglers.jsonl` one a report, where asked for, `checkpoints/` the checkpoints.
+    `config.yaml` holds the flags (and can be given to --config), `run.json` metadata of data, tokenizer and kernels, `tokenizer/`
+    a copy of the tokenizer, `metrics.jsonl` a row per logged step, `validation.jsonl` one per validation (including step 0),
+    `stragglers.jsonl` one per straggler report, `checkpoints/` the checkpoints.
     """
 
     def __init__(self, path: Path, plan: "Plan"):
-        """Lock the folder and check that it is empty or holds this very run. InputError otherwise."""
+        """Lock the directory and check that it is empty or holds this run; InputError otherwise."""
         self.path = path
-        self._computed_by: dict[str, Any] = {}
-        self._started = False
-        self._original_contents: dict[Path, bytes | None] = {}  # what was there when this process came, None where nothing was
+        self._kernels_entry: dict[str, Any] = {}
+        self._has_rows_changed = False
+        self._original_contents: dict[Path, bytes | None] = {}  # None for files that did not exist
         self.lock = RunLock(path, patience=_PATIENCE if is_torchrun_worker() else 0.0)
         try:
             self._open(plan)
         except BaseException:
             self.restore()
-            self.lock.close()
+            self.lock.release()
             raise
 
     def _open(self, plan: "Plan") -> None:
+        """Check the directory and write configuration, metadata and tokenizer of `plan` into it."""
         path = self.path
         if (path / RUN_FILE).exists():
-            facts = _check_same_run(path, plan)
-            self._computed_by = {name: facts[name] for name in ("kernels",) if name in facts}
-        elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK_FILE and not file.name.endswith(".tmp")):
-            raise InputError(f"--save {path}: holds {found[0]} and no {RUN_FILE}, so no run; expected a new or empty folder")
-        for stale in find_stale_temp_files(*(path / name for name in (RUN_FILE, CONFIG_FILE, TOKENIZER_DIR, METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE))):
-            remove_path(stale)  # what a start that was killed has left
+            metadata = _check_same_run(path, plan)
+            self._kernels_entry = {name: metadata[name] for name in ("kernels",) if name in metadata}
+        elif other_files := sorted(
+            file.name for file in path.iterdir() if file.name != LOCK_FILE and not file.name.endswith(".tmp")
+        ):
+            raise InputError(
+                f"--save {path}: not a run directory: holds {other_files[0]} but no {RUN_FILE}; give a new or empty directory"
+            )
+        for stale in find_stale_temp_files(
+            *(path / name for name in (RUN_FILE, CONFIG_FILE, TOKENIZER_DIR, METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE))
+        ):
+            remove_path(stale)  # of a killed start
         for file in (path / RUN_FILE, path / CONFIG_FILE):
             try:
                 self._original_contents[file] = read_regular_file(file)
             except FileNotFoundError:
                 self._original_contents[file] = None
             except OSError as error:
-                raise InputError(f"{file}: {error.strerror}; expected what a run wrote there") from None
+                raise InputError(f"{file}: {error.strerror}; expected a file written by a run") from None
         self.write_plan(plan)
         if not (path / TOKENIZER_DIR).exists():
             self._original_contents[path / TOKENIZER_DIR] = None
@@ -74,32 +81,35 @@ class RunDir:
                 plan.tokenizer.save_pretrained(temporary)
 
     def write_plan(self, plan: "Plan", kernels: KernelConfig | None = None, fused: dict[str, bool] | None = None) -> None:
-        """Write `plan` to run.json and config.yaml, with the kernels once chosen; `fused`: whether each is used, by name."""
+        """Write run.json and config.yaml of `plan`, with the selected `kernels` once known.
+
+        `fused`: whether each fused kernel is used, by name.
+        """
         path = self.path
         self.lock.check()
         if kernels:
-            self._computed_by = {"kernels": dataclasses.asdict(kernels) | {"fused": fused or {}}}
-        # First: it is what makes the folder a run.
-        atomic_write(path / RUN_FILE, json.dumps(plan.run_metadata | self._computed_by, indent=1))
-        given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
-        given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
-        atomic_write(path / CONFIG_FILE, yaml.safe_dump(given, sort_keys=False))
+            self._kernels_entry = {"kernels": dataclasses.asdict(kernels) | {"fused": fused or {}}}
+        # First, because run.json marks the directory as a run.
+        atomic_write(path / RUN_FILE, json.dumps(plan.run_metadata | self._kernels_entry, indent=1))
+        values = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        atomic_write(path / CONFIG_FILE, yaml.safe_dump(values, sort_keys=False))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Undo what an InputError has left without effect, and release the lock; the end of the process releases it too."""
+        """Release the lock, after an InputError also restore the directory as far as possible."""
         if isinstance(error, InputError):
             self.restore()
-        self.lock.close()
+        self.lock.release()
 
     def restore(self) -> None:
-        """Put the folder back to what it was before this process came to it, unless rows were written or dropped since."""
-        if self._started or not self.lock.is_held():
+        """Restore the content that the directory had before this process, unless rows were written or dropped since."""
+        if self._has_rows_changed or not self.lock.is_held():
             return
         for file, content in reversed(self._original_contents.items()):
-            with contextlib.suppress(InputError, OSError):  # the error that led here is the one to report
+            with contextlib.suppress(InputError, OSError):  # the original error is reported instead
                 if content is None:
                     remove_path(file)
                     continue
@@ -108,33 +118,33 @@ class RunDir:
         self.lock.restore()
 
     def drop_rows_after(self, step: int) -> None:
-        """Drop the rows beyond `step` from all files: those steps are about to be made again.
+        """Delete the rows after `step` from all metrics files, before those steps are trained again.
 
-        LocalInputError, naming the line, for a row that no run writes before one up to `step`; a kill may cut off the last.
+        LocalInputError, naming the line, for an invalid row before one up to `step`; a kill may have cut off the last row.
         """
         rows = {file: _read_rows(self.path / file, step) for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE)}
-        self._started = True
-        for file, kept in rows.items():
-            if kept is not None:
+        self._has_rows_changed = True
+        for file, lines in rows.items():
+            if lines is not None:
                 with self._convert_write_errors(file):
-                    atomic_write(self.path / file, "".join(row + "\n" for row in kept))
+                    atomic_write(self.path / file, "".join(line + "\n" for line in lines))
 
     def append_row(self, file: str, row: dict[str, Any]) -> None:
-        """Append one object to a file of rows; a number that is none (NaN, infinity) becomes null, as JSON has it."""
-        self._started = True
+        """Append `row` as a JSON line to the metrics file `file`; NaN and infinity become null."""
+        self._has_rows_changed = True
         row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         with self._convert_write_errors(file), open(self.path / file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """Put the rows on the disk, before a checkpoint says that they are there."""
+        """Flush the metrics files to the disk, as needed before a checkpoint is saved."""
         for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE):
             with contextlib.suppress(FileNotFoundError), self._convert_write_errors(file), open(self.path / file, "rb") as stream:
                 os.fsync(stream.fileno())
 
     @contextlib.contextmanager
     def _convert_write_errors(self, file: str) -> Iterator[None]:
-        """A full disk or a lost lock is noticed by rank 0 alone: LocalInputError."""
+        """Convert a full disk or a lost lock inside the context into LocalInputError, because only rank 0 notices it."""
         try:
             self.lock.check()
             yield
@@ -147,26 +157,26 @@ class RunDir:
 
 
 def _read_rows(file: Path, step: int) -> list[str] | None:
-    """Return the rows of steps up to `step`; None if there is no file."""
+    """Return the lines of steps up to `step` in a metrics file; None if it does not exist."""
     try:
         lines = read_regular_file(file, file.stat().st_size).splitlines()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise LocalInputError(f"{file}: {error.strerror}; expected the rows of a run") from None
+        raise LocalInputError(f"{file}: {error.strerror}; expected a file of JSON lines written by a run") from None
     steps = [_row_step(line) for line in lines]
-    kept = [number for number, found in enumerate(steps) if found is not None and found <= step]
-    odd = steps.index(None) if None in steps else len(lines)
-    if kept and odd < kept[-1]:
+    numbers = [number for number, line_step in enumerate(steps) if line_step is not None and line_step <= step]
+    invalid = steps.index(None) if None in steps else len(lines)
+    if numbers and invalid < numbers[-1]:
         raise LocalInputError(
-            f"{file}: line {odd + 1}: found {lines[odd][:60]!r}, expected an object with a `step` as a run writes it; "
-            "put it right or remove the line"
+            f"{file}: line {invalid + 1}: found {lines[invalid][:60]!r}, expected a JSON object with a `step`; "
+            "correct or remove the line"
         )
-    return [lines[number].decode("utf-8") for number in kept]
+    return [lines[number].decode("utf-8") for number in numbers]
 
 
 def _row_step(row: bytes) -> int | None:
-    """Return the step of a row; None for one that was cut off or that no run writes."""
+    """Return the step of a JSON line; None for an incomplete or invalid line."""
     try:
         step = parse_json(row)["step"]
     except (ValueError, KeyError, TypeError):
@@ -175,24 +185,29 @@ def _row_step(row: bytes) -> int | None:
 
 
 def _check_same_run(path: Path, plan: "Plan") -> dict[str, Any]:
-    """What its run.json holds."""
-    expected = "what a run wrote there"
-    facts = read_json_object(path / RUN_FILE, expected)
-    kept, rewinds = facts.get("identity"), facts.get("rewinds", [])
-    if not isinstance(kept, dict) or not isinstance(rewinds, list):
+    """Return the content of run.json; InputError if it belongs to a different run than `plan`."""
+    expected = "a file written by a run"
+    metadata = read_json_object(path / RUN_FILE, expected)
+    identity, rewinds = metadata.get("identity"), metadata.get("rewinds", [])
+    if not isinstance(identity, dict) or not isinstance(rewinds, list):
         raise InputError(f"{path / RUN_FILE}: found no `identity` or `rewinds` of a run; expected {expected}")
-    if other := describe_difference(kept, plan.identity):
-        raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
-    if tuple(rewinds) != plan.rewinds:  # by the process whose lock was waited for
-        raise InputError(f"--save {path}: went back at a spike while this command was starting; give it again")
-    return facts
+    if mismatch := describe_difference(identity, plan.identity):
+        raise InputError(f"--save {path} holds a different run: {mismatch}; give the same value or choose another directory")
+    if tuple(rewinds) != plan.rewinds:  # by the previous holder of the lock
+        raise InputError(f"--save {path}: the run rewound at a loss spike while this command was starting; give it again")
+    return metadata
 
 
-def describe_difference(kept: dict[str, Any], identity: dict[str, Any], names: tuple[str, str] = ("there", "here")) -> str | None:
-    """Return the first field that differs between `kept` and `identity`, with both values; None if it is the same run."""
-    for name in dict.fromkeys((*identity, *kept)):
-        values = kept.get(name), identity.get(name)
+def describe_difference(
+    recorded: dict[str, Any], current: dict[str, Any], names: tuple[str, str] = ("there", "here")
+) -> str | None:
+    """Return text with the first field that differs between two identities and both values; None if they are equal.
+
+    `names`: how the text calls the two, such as ("on rank 0", "on rank 3").
+    """
+    for name in dict.fromkeys((*current, *recorded)):
+        values = recorded.get(name), current.get(name)
         if values[0] != values[1]:
-            there, here = (truncate_text("not given" if value is None else str(value), 60) for value in values)
-            return f"{name} is {there} {names[0]}, {here} {names[1]}"
+            recorded_text, current_text = (truncate_text("not given" if value is None else str(value), 60) for value in values)
+            return f"{name} is {recorded_text} {names[0]}, {current_text} {names[1]}"
     return None

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and how much memory a run takes: the highest value of any rank."""
+"""Timers of the parts of a step and memory usage, with their maxima over all ranks."""
 
 import contextlib
 import time
@@ -19,9 +19,9 @@ DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
 
 
 class StepTimers:
-    """Seconds of the parts of a step on this rank, by the clock and those in which this thread computed.
+    """Wall-clock seconds and CPU seconds of this thread for each part of a step on this rank.
 
-    Parts end where a step waits for the device in any case: forward_backward with its sums, optimizer with the gradient's norm.
+    Parts end where a step synchronizes the device anyway: forward_backward at its sums, optimizer at the gradient norm.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class StepTimers:
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Add what happens inside to `part`."""
+        """Add the time inside the context to `part`."""
         wall, processor = time.perf_counter(), time.thread_time()
         yield
         self.wall[part] += time.perf_counter() - wall
         self.processor[part] += time.thread_time() - processor
 
     def measure_items(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield `items`, the making of each being added to `part`."""
+        """Yield `items` and add the time to produce each to `part`."""
         iterator = iter(items)
         while True:
             with self.measure(part):
@@ -47,13 +47,13 @@ class StepTimers:
             yield item
 
     def seconds(self) -> dict[str, float]:
-        """Return those by the clock of making micro-batches, computing with them, updating; the first is not in the second."""
+        """Return the wall-clock seconds of data, forward_backward (without data) and optimizer."""
         forward_backward = self.wall[FORWARD_BACKWARD] - self.wall[DATA]
         return {DATA: self.wall[DATA], FORWARD_BACKWARD: forward_backward, OPTIMIZER: self.wall[OPTIMIZER]}
 
 
 def memory_usage(backend: Backend) -> dict[str, float]:
-    """Return the GiB that this process has: at most so far of an accelerator's memory, else now of the host's."""
+    """Return the GiB that this process uses: peak accelerator memory and resident host memory, by metric name."""
     resident = psutil.Process().memory_info().rss / 2**30
     if backend.is_cpu:
         return {"memory_gib": resident}
@@ -65,16 +65,16 @@ def memory_usage(backend: Backend) -> dict[str, float]:
 
 
 def max_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return the largest that any rank has of each value; all ranks call this together, with the same names."""
-    found = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return dict(zip(values, found.tolist(), strict=True))
+    """Return the maximum of each of `values` over all ranks, which call this together with the same names."""
+    maxima = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    return dict(zip(values, maxima.tolist(), strict=True))
 
 
 def max_timer_seconds(timers: Timers) -> dict[str, float]:
-    """Return the seconds of each timer on the rank where it took longest; all ranks call this together."""
-    mine = {name: timer.elapsed(reset=False) for name, timer in timers._timers.items()}
-    of_all: list = [None] * dist.get_world_size()  # names and all: stages of a pipeline need not have the same timers
-    dist.all_gather_object(of_all, mine)
-    names = sorted({name for found in of_all for name in found})
-    return {name: max(found.get(name, 0.0) for found in of_all) for name in names}
+    """Return the maximum seconds of each of megatron-core's `timers` over all ranks, which call this together."""
+    local_seconds = {name: timer.elapsed(reset=False) for name, timer in timers._timers.items()}
+    rank_seconds: list = [None] * dist.get_world_size()  # by name: pipeline stages may have different timers
+    dist.all_gather_object(rank_seconds, local_seconds)
+    names = sorted({name for seconds in rank_seconds for name in seconds})
+    return {name: max(seconds.get(name, 0.0) for seconds in rank_seconds) for name in names}

@@ -161,7 +161,7 @@ class _Trainer:
             self.validate(self.start_step)
 
     def train_step(self, step: int) -> Plan | None:
-        """Train and log `step`; return None, or the plan to rewind with after a spike. InputError after too many skipped steps."""
+        """Train and log `step`; return the plan to rewind with after a loss spike. InputError after too many skipped steps."""
         plan, progress = self.plan, self._progress
         self._watchdog.beat("step", step)
         with self.logger.measure_step(step):

@@ -17,8 +17,26 @@ from megaenc.atomic_io import atomic_files
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
-from megaenc.viz.run_metrics import HeldOutCurves, Row, held_out_curves, read_start_progress, read_held_out_validations, read_steps, read_validations
-from megaenc.viz.style import AXIS_LABELS, GREY, HELD_OUT, LEGEND, Against, style_axes, format_count_ticks, assign_styles, without_math_text
+from megaenc.viz.run_metrics import (
+    HeldOutCurves,
+    Row,
+    held_out_curves,
+    read_held_out_validations,
+    read_start_progress,
+    read_steps,
+    read_validations,
+)
+from megaenc.viz.style import (
+    AXIS_LABELS,
+    GREY,
+    HELD_OUT,
+    LEGEND,
+    Against,
+    assign_styles,
+    format_count_ticks,
+    style_axes,
+    without_math_text,
+)
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LETTER = 0.0125  # of a label, in widths of the panel
@@ -64,17 +82,17 @@ class PlottedPhase:
         return (sums[at + ahead + 1] - sums[at - back]) / (back + ahead + 1)
 
 
-def split_phases(made: list[Row], against: Against = "step", begun: Row | None = None) -> list[PlottedPhase]:
+def split_phases(steps: list[Row], against: Against = "step", start_progress: Row | None = None) -> list[PlottedPhase]:
     """Return the phases that a run's updates have been through; `begun` is how far it had come before the first, if not 0.
 
     Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
     objectives of a mixture each of theirs has a Phase over the same stretch.
     """
-    before, start = (begun["step"], begun[against]) if begun else (0, 0)
-    short_steps = (made[-1]["step"] - before) / 50
+    before, start = (start_progress["step"], start_progress[against]) if start_progress else (0, 0)
+    short_steps = (steps[-1]["step"] - before) / 50
     stretches: list[list[Row]] = []
     short_before = False
-    for _, rows in itertools.groupby(made, key=lambda row: row["phase"]):
+    for _, rows in itertools.groupby(steps, key=lambda row: row["phase"]):
         group = list(rows)
         short = group[-1]["step"] - before < short_steps
         before = group[-1]["step"]
@@ -98,17 +116,19 @@ def split_phases(made: list[Row], against: Against = "step", begun: Row | None =
 
 
 @without_math_text
-def draw_run(made: list[Row], validated: list[Row], title: str, against: Against = "step", begun: Row | None = None) -> Any:
+def draw_run(
+    steps: list[Row], validation_rows: list[Row], title: str, against: Against = "step", start_progress: Row | None = None
+) -> Any:
     """Return matplotlib's Figure of a run, from the rows of its steps and its validations, and `begun` as `split_phases` has it."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    phases, validations = split_phases(made, against, begun), held_out_curves(validated, against)
+    phases, validations = split_phases(steps, against, start_progress), held_out_curves(validation_rows, against)
     style = assign_styles([*(phase.objective for phase in phases), *validations])
     first, last = phases[0].start, phases[-1].end
 
-    picture = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
-    loss, rate = picture.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    figure = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     labelled: set[str] = set()
     for phase in phases:
         colour, _ = style[phase.objective]
@@ -140,15 +160,15 @@ def draw_run(made: list[Row], validated: list[Row], title: str, against: Against
     loss.set_xlim(first, last if last > first else first + 1)
     loss.margins(y=0.12)
 
-    rate.plot([row[against] for row in made], [row["learning_rate"] for row in made], color=GREY, linewidth=1.4)
-    peak = max(row["learning_rate"] for row in made)
+    rate.plot([row[against] for row in steps], [row["learning_rate"] for row in steps], color=GREY, linewidth=1.4)
+    peak = max(row["learning_rate"] for row in steps)
     if peak:
         rate.set_yticks([0, peak], ["0", f"{peak:g}"])
         rate.set_ylim(0, 1.15 * peak)
     rate.set_ylabel("learning\nrate")
     rate.set_xlabel(AXIS_LABELS[against])
-    if against == "step" and made[-1]["tokens"] and last:
-        tokens_a_step = made[-1]["tokens"] / last
+    if against == "step" and steps[-1]["tokens"] and last:
+        tokens_a_step = steps[-1]["tokens"] / last
         above = loss.secondary_xaxis("top", functions=(lambda step: step * tokens_a_step, lambda count: count / tokens_a_step))
         format_count_ticks(above.xaxis)
         above.set_xlabel("tokens")
@@ -157,7 +177,7 @@ def draw_run(made: list[Row], validated: list[Row], title: str, against: Against
     loss.set_title(title, loc="left", fontsize=11, pad=8)
     style_axes(loss, rate)
     loss.spines[["top"]].set_visible(True)
-    return picture
+    return figure
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
@@ -184,12 +204,12 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     objectives = list(dict.fromkeys(objective for each in curves.values() for objective in each))
     shared = [objective for objective in objectives if all(objective in each for each in curves.values())]
     if not shared:
-        held = "; ".join(f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items())
-        raise InputError(f"no objective that all runs were validated under: {held}; expected one in common")
+        objectives_by_run = "; ".join(f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items())
+        raise InputError(f"no objective that all runs were validated under: {objectives_by_run}; expected one in common")
     style, columns = assign_styles(list(curves)), min(3, len(shared))
     rows = -(-len(shared) // columns)
-    picture = Figure(figsize=(max(6.4, 4.9 * columns), 4.3 * rows), dpi=150, layout="constrained")
-    panels = list(picture.subplots(rows, columns, squeeze=False).flat)
+    figure = Figure(figsize=(max(6.4, 4.9 * columns), 4.3 * rows), dpi=150, layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, objective in zip(panels, shared, strict=False):
         for at, (name, each) in enumerate(curves.items()):
             colour, marker = style[name]
@@ -209,10 +229,10 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
         style_axes(panel)
     for panel in panels[len(shared) :]:  # what the last row has too many
         panel.set_visible(False)
-    shown = f"the held-out losses of {len(curves)} runs under {', '.join(shared)}"
-    lacking = {name: [run for run in curves if name not in curves[run]] for name in objectives if name not in shared}
-    left_out = [f"{name} ({', '.join(runs)})" for name, runs in lacking.items()]
-    return picture, shown + (f"; left out, as a run lacks it: {', '.join(left_out)}" if left_out else "")
+    summary = f"the held-out losses of {len(curves)} runs under {', '.join(shared)}"
+    runs_without = {name: [run for run in curves if name not in curves[run]] for name in objectives if name not in shared}
+    left_out = [f"{name} ({', '.join(runs)})" for name, runs in runs_without.items()]
+    return figure, summary + (f"; left out, as a run lacks it: {', '.join(left_out)}" if left_out else "")
 
 
 def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
@@ -224,10 +244,10 @@ def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against 
     if not runs:
         raise InputError("RUN: missing, expected one run folder or more (see megaenc plot --help)")
     with create_parent_with_rollback(output, "--output"):
-        picture, shown = _draw_runs(runs, against)
+        figure, summary = _draw_runs(runs, against)
         with atomic_files(output) as [temporary]:
-            picture.savefig(temporary, format=output.suffix.lower().removeprefix("."))
-    return shown
+            figure.savefig(temporary, format=output.suffix.lower().removeprefix("."))
+    return summary
 
 
 def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
@@ -235,19 +255,19 @@ def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
     if len(runs) == 1:
         run = runs[0]
         title = os.fsencode(run).decode("utf-8", "replace")
-        picture = draw_run(read_steps(run, against), read_validations(run, against), title, against, read_start_progress(run))
-        return picture, f"the loss of {title}"
+        figure = draw_run(read_steps(run, against), read_validations(run, against), title, against, read_start_progress(run))
+        return figure, f"the loss of {title}"
     held_out = {name: read_held_out_validations(run, against) for name, run in name_runs(runs).items()}
-    picture, shown = draw_comparison({name: held_out_curves(rows, against) for name, rows in held_out.items()}, against)
+    figure, summary = draw_comparison({name: held_out_curves(rows, against) for name, rows in held_out.items()}, against)
     if len({row.get("held_out") for rows in held_out.values() for row in rows}) > 1:
-        shown += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
-    return picture, shown
+        summary += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
+    return figure, summary
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc plot`."""
     silence_libraries()
-    settings = flags.parse(PlotConfig, argv, prog="megaenc plot", description=__doc__)
-    shown = write_plot(settings.run, settings.output, settings.against)
-    print_rank_0(f"{settings.output}: {shown}")
+    config = flags.parse(PlotConfig, argv, prog="megaenc plot", description=__doc__)
+    summary = write_plot(config.run, config.output, config.against)
+    print_rank_0(f"{config.output}: {summary}")

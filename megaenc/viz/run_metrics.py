@@ -8,7 +8,7 @@ from typing import Any
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
-from megaenc.training.run_dir import RUN_FILE, METRICS_FILE, VALIDATION_FILE
+from megaenc.training.run_dir import METRICS_FILE, RUN_FILE, VALIDATION_FILE
 
 Row = dict[str, Any]
 
@@ -37,10 +37,10 @@ def read_validations(run: str | Path, *more: str) -> list[Row]:
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the validations under at least one objective. Raises InputError if there is none."""
-    validated = [row for row in read_validations(run, *more) if row["objectives"]]
-    if not validated:
+    validations = [row for row in read_validations(run, *more) if row["objectives"]]
+    if not validations:
         raise InputError(f"{run}: holds no validation, expected a run with held-out text (--eval-interval, --split)")
-    return validated
+    return validations
 
 
 def read_run_json(run: str | Path) -> dict[str, Any]:
@@ -76,16 +76,16 @@ HeldOutCurves = dict[str, tuple[list[float], list[float]]]
 """By objective: how far the run had come at each validation, and the loss there."""
 
 
-def held_out_curves(validated: list[Row], against: str = "step") -> HeldOutCurves:
+def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCurves:
     """Return the held-out losses of one run; a validation without a target has no point."""
-    found: HeldOutCurves = {}
-    for row in validated:
+    curves: HeldOutCurves = {}
+    for row in validations:
         for objective, result in row["objectives"].items():
             if result["loss"] is not None:
-                x, losses = found.setdefault(objective, ([], []))
+                x, losses = curves.setdefault(objective, ([], []))
                 x.append(row[against])
                 losses.append(result["loss"])
-    return found
+    return curves
 
 
 def training_seconds(steps: list[Row], before: int = 0) -> float:
@@ -110,8 +110,8 @@ def _read_rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
         place = f"{path}:{number}"
         rows.append(_parse_row(place, line, ("step", *needed)))
         if len(rows) > 1 and rows[-1]["step"] < rows[-2]["step"]:
-            found = f"found {rows[-1]['step']} after {rows[-2]['step']}"
-            raise InputError(f"{place}: field `step`: {found}; expected steps that do not fall")
+            steps = f"found {rows[-1]['step']} after {rows[-2]['step']}"
+            raise InputError(f"{place}: field `step`: {steps}; expected steps that do not fall")
     return rows
 
 
@@ -176,8 +176,8 @@ def _check_objectives(value: Any) -> dict[str, dict[str, float | None]]:
     """Return loss, accuracy and most_frequent by objective. Raises ValueError."""
     if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
         raise ValueError("an object of objects")
-    if lacking := [key for key in _OBJECTIVE_CHECKS for result in value.values() if key not in result]:
-        raise ValueError(f"`{lacking[0]}` for each objective")
+    if missing := [key for key in _OBJECTIVE_CHECKS for result in value.values() if key not in result]:
+        raise ValueError(f"`{missing[0]}` for each objective")
     try:
         return {
             _check_value(name, _TEXT): {key: _check_value(result[key], kind) for key, kind in _OBJECTIVE_CHECKS.items()}

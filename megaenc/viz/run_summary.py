@@ -10,9 +10,15 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import format_duration, format_number, print_rank_0, silence_libraries, build_rich_console
+from megaenc.console import build_rich_console, format_duration, format_number, print_rank_0, silence_libraries
 from megaenc.errors import handle_command_errors
-from megaenc.viz.run_metrics import read_start_progress, read_model_size_and_steps, read_held_out_validations, read_steps, training_seconds
+from megaenc.viz.run_metrics import (
+    read_held_out_validations,
+    read_model_size_and_steps,
+    read_start_progress,
+    read_steps,
+    training_seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -60,18 +66,18 @@ class RunSummary:
 
 def summarise(run: str | Path) -> RunSummary:
     """Read a run folder. Raises InputError for what no run wrote, and where nothing was validated."""
-    steps, facts, begun = read_steps(run), read_model_size_and_steps(run), read_start_progress(run)
-    validated = read_held_out_validations(run)
-    first, last, newest = validated[0], validated[-1], steps[-1]
-    learnt = []
+    steps, facts, start_progress = read_steps(run), read_model_size_and_steps(run), read_start_progress(run)
+    validations = read_held_out_validations(run)
+    first, last, newest = validations[0], validations[-1], steps[-1]
+    gains = []
     for objective, after in last["objectives"].items():
         before = first["objectives"].get(objective)
         if before is not None and None not in (*before.values(), *after.values()):  # else no target in the held-out packs
-            both = ((before[name], after[name]) for name in ("loss", "accuracy"))
-            learnt.append(HeldOutGain(objective, *both, after["most_frequent"]))
-    seconds = training_seconds(steps, begun["step"])
+            pairs = ((before[name], after[name]) for name in ("loss", "accuracy"))
+            gains.append(HeldOutGain(objective, *pairs, after["most_frequent"]))
+    seconds = training_seconds(steps, start_progress["step"])
     counts = (newest["step"], facts["train_iters"], first["step"], last["step"], facts["parameters"], newest["tokens"])
-    return RunSummary(*counts, seconds, begun["step"], begun["tokens"], learnt)
+    return RunSummary(*counts, seconds, start_progress["step"], start_progress["tokens"], gains)
 
 
 def build_table(summary: RunSummary) -> Any:
@@ -79,29 +85,29 @@ def build_table(summary: RunSummary) -> Any:
     from rich import box
     from rich.table import Table
 
-    shown = Table(box=box.SIMPLE_HEAD)
-    shown.add_column("held-out text", overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("held-out text", overflow="fold")
     for name in (f"step {summary.first_validation}", f"step {summary.last_validation:,}", "most frequent token", "after / that"):
-        shown.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for one in summary.learnt:
-        shown.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
+        table.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
         shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
-        shown.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
-    return shown
+        table.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
+    return table
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc summary`."""
     silence_libraries()
-    settings = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
-    summary = summarise(settings.run)
+    config = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
+    summary = summarise(config.run)
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
     build_rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(build_table(summary))
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
-    whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
+    planned = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
     print_rank_0(
-        f"{format_number(summary.parameters)} parameters, {summary.step:,}{whole} steps, {format_number(summary.tokens)} tokens{timed} "
+        f"{format_number(summary.parameters)} parameters, {summary.step:,}{planned} steps, {format_number(summary.tokens)} tokens{timed} "
         f"in {format_duration(summary.seconds)} ({speed:,.0f} tokens/s)"
     )

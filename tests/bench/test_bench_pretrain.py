@@ -31,10 +31,10 @@ def test_documents_follow_from_the_seed_in_any_order():
     documents = SyntheticDocuments(6, 3, 40, 300, seed=5)
     lengths = documents.document_lengths.tolist()
     assert min(lengths) >= 3 and max(lengths) <= 40 and documents.tokens == sum(lengths)
-    ordered = dataclasses.replace(documents, order=documents.by_length())
+    ordered = dataclasses.replace(documents, order=documents.order_by_length())
     assert [len(ordered[number].tokens) for number in range(6)] == sorted(lengths)
-    objective = SMALL.work("").objective_of("mlm(mask=0.4)")
-    for place, number in enumerate(documents.by_length()):
+    objective = SMALL.build_job("").parse_objective("mlm(mask=0.4)")
+    for place, number in enumerate(documents.order_by_length()):
         (here, asked), (there, expected) = ordered.targets(objective, place), documents.targets(objective, number)
         assert here.sample == there.sample and all(map(np.array_equal, asked[:3], expected[:3]))
     assert np.array_equal(documents[7].tokens, documents[1].tokens), "numbers go on from the beginning"
@@ -42,9 +42,9 @@ def test_documents_follow_from_the_seed_in_any_order():
 
 @pytest.mark.parametrize(("objective", "causal"), [("mlm(mask=0.4)", False), ("clm", True)])
 def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
-    work = dataclasses.replace(SMALL, objective=objective).work("")
-    documents = work.read()
-    inputs, predicted = train_worker.padded(work, documents, work.objective_of(objective), 1, torch.device("cpu"))
+    work = dataclasses.replace(SMALL, objective=objective).build_job("")
+    documents = work.read_documents()
+    inputs, predicted = train_worker.build_padded_batch(work, documents, work.parse_objective(objective), 1, torch.device("cpu"))
     assert inputs["attention_mask"].sum(1).tolist() == documents.document_lengths[2:4].tolist()
     for row, number in enumerate((2, 3)):
         tokens, labels = documents[number].tokens, inputs["labels"][row].numpy()
@@ -59,7 +59,7 @@ def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
 @pytest.mark.parametrize("objective", ["mlm(mask=0.4)", "clm"])
 def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
     settings = dataclasses.replace(SMALL, objective=objective, tensor_model_parallel_size=2)
-    sides = pretrain.sides_of(settings, str(tmp_path / "weights.safetensors"))
+    sides = pretrain.build_contenders(settings, str(tmp_path / "weights.safetensors"))
     (tmp_path / "turn.py").write_text(TURN)
     found = {}
     for name, side in {"weights": (train_worker.write_weights, sides[pretrain.OURS][1]), **sides}.items():
@@ -77,11 +77,13 @@ def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
 
 @pytest.mark.slow
 def test_a_turn_has_processes_of_its_own(tmp_path):
-    work = dataclasses.replace(SMALL.work(str(tmp_path / "weights.safetensors")), tensor_model_parallel_size=2)
-    found = train_worker.turn(train_worker.train_with_megaenc, work)
+    work = dataclasses.replace(SMALL.build_job(str(tmp_path / "weights.safetensors")), tensor_model_parallel_size=2)
+    found = train_worker.run_in_processes(train_worker.train_with_megaenc, work)
     assert found["seconds"] > 0 and found["predicted"] > 0
     with pytest.raises(RuntimeError, match=r"train_with_transformers: FileNotFoundError: .*weights"):
-        train_worker.turn(train_worker.train_with_transformers, dataclasses.replace(work, tensor_model_parallel_size=1))
+        train_worker.run_in_processes(
+            train_worker.train_with_transformers, dataclasses.replace(work, tensor_model_parallel_size=1)
+        )
 
 
 def test_other_work_is_found():
@@ -100,8 +102,8 @@ def test_figures_by_hand():
         pretrain.PADDED: [turn(8.0), turn(8.0)],
         pretrain.SORTED: [turn(3.0), turn(6.0)],
     }
-    found = pretrain.figures(SMALL, "sdpa", made, rate=1e9)
-    documents = SMALL.work("").read()
+    found = pretrain.summarize_turns(SMALL, "sdpa", made, rate=1e9)
+    documents = SMALL.build_job("").read_documents()
     assert found["tokens"] == documents.tokens
     assert found["sides"][pretrain.OURS]["tokens_per_second"] == pytest.approx(
         {"median": documents.tokens * 3 / 8, "lowest": documents.tokens / 4, "highest": documents.tokens / 2}
@@ -109,7 +111,7 @@ def test_figures_by_hand():
     assert (found["ratio_padded"], found["ratio_sorted"]) == (3.0, 1.5)
     spans = documents.spans(Attention.BIDIRECTIONAL)
     assert found["gemm_share"] == pytest.approx(get_preset("tiny").training_flops(300, 50, spans) / 3.0 / 1e9)
-    assert "3.00 times the padded peer" in pretrain.table(found)
+    assert "3.00 times the padded peer" in pretrain.format_table(found)
     assert json.loads(json.dumps(found))["ratio_padded"] == 3.0
 
 

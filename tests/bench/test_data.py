@@ -37,14 +37,16 @@ def test_figures_follow_from_the_turns(made):
     assert row["megabytes_per_second"]["highest"] == made["bytes"] / 1e6 / min(ours)
     assert row["tokens_per_second"]["lowest"] == made["tokens"] / max(ours)
     assert row["peak_mib"] > 50
-    assert "the ids of all are identical" in data.table(made) and "times as fast as a loop of encode_batch" in data.table(made)
+    assert "the ids of all are identical" in data.format_table(
+        made
+    ) and "times as fast as a loop of encode_batch" in data.format_table(made)
 
 
 def test_ids_that_differ_end_it_before_anything_is_timed(small_corpus, tmp_path, monkeypatch, refusal):
     def turn(way, *_):
         return {"sha256": "1" * 64 if way == "gigatoken" else "0" * 64, "documents": 5, "tokens": 70}
 
-    monkeypatch.setattr(data, "_turn", turn)
+    monkeypatch.setattr(data, "_run_turn", turn)
     given = ["--input", small_corpus.text, "--tokenizer", small_corpus.tokenizer, "--output", tmp_path / "bench.json"]
     line = refusal(data.main, given)
     assert "gigatoken: found 5 documents, 70 tokens, sha256 111111111111; expected the ids of megaenc: 5, 70, 0000" in line
@@ -69,11 +71,11 @@ def test_wrong_input_is_one_line(small_corpus, tmp_path, refusal, flags, message
 def test_a_way_that_is_killed_leaves_no_process(small_corpus, tmp_path):
     """Also where another program forked it, that would wait for work."""
     text = runs.write_text(tmp_path / "text.jsonl", documents=5000)
-    way = Worker(tokenize_backends.turn, runs.surroundings())
+    way = Worker(tokenize_backends.run_backend, runs.surroundings())
     way.send(("datasets.map", str(text), str(small_corpus.tokenizer), 2))
     below, deadline = [], time.monotonic() + 120
     while len(below) < 3:  # a manager and two workers
-        assert way.code() is None and time.monotonic() < deadline
+        assert way.exit_code() is None and time.monotonic() < deadline
         below = psutil.Process(way.process.pid).children()
     way.process.kill()
     way.process.wait()
@@ -88,10 +90,10 @@ def test_without_input_text_and_tokenizer_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr("megaenc.data.demo.build_demo_corpus", lambda folder: small_demo(tmp_path))
     settings = data.DataBenchConfig(megabytes=0.1)
     (tmp_path / "work").mkdir()
-    text, tokenizer = data._prepared(settings, tmp_path / "work")
+    text, tokenizer = data._prepare_inputs(settings, tmp_path / "work")
     assert text.stat().st_size >= 0.1e6
     assert load_tokenizer(tokenizer).mask_token_id is not None
-    run = tokenize_backends.by_megaenc(str(text), tokenizer, 2, str(tmp_path / "work"))
+    run = tokenize_backends.prepare_megaenc(str(text), tokenizer, 2, str(tmp_path / "work"))
     ids, lengths = run()()
     assert len(ids) == lengths.sum() > 1000
 

@@ -17,7 +17,7 @@ from megaenc.backend.parallel_config import KernelConfig
 from megaenc.bench.gpu import command, presets, variants
 from megaenc.bench.gpu.__main__ import NEEDED
 from megaenc.bench.gpu.command import Benchmark, GpuBenchConfig
-from megaenc.bench.gpu.table import table
+from megaenc.bench.gpu.table import format_table
 from megaenc.bench.gpu.worker import JobFailed
 from megaenc.bench.gpu.worker_pool import WorkerPool
 from megaenc.model.config import PRESETS
@@ -46,7 +46,7 @@ def whole(tmp_path_factory) -> SimpleNamespace:
 def test_every_phase_is_done_in_miniature(whole):
     ended = {name: phase["ended"] for name, phase in whole.found["phases"].items()}
     assert set(ended.values()) == {"done"}, ended
-    assert all(any(name.startswith(phase) for name in ended) for phase in command.ALL)
+    assert all(any(name.startswith(phase) for name in ended) for phase in command.PHASES)
     assert whole.table.strip() in whole.said
     for section in ("Correctness", "Parity", "Speed", "Where a step goes", "Where the host waits", "Beside transformers"):
         assert f"## {section}" in whole.table
@@ -133,8 +133,8 @@ def benchmark(tmp_path, seconds: float) -> Benchmark:
 
 def test_what_there_is_no_time_for_is_left_out(tmp_path):
     short, crew = benchmark(tmp_path, 30), Told()
-    assert not short.phase("speed, 1b", crew, "", 40, 90) and not crew.seconds
-    assert short.phase("parity", crew, "", 20, 90)
+    assert not short.run_phase("speed, 1b", crew, "", 40, 90) and not crew.seconds
+    assert short.run_phase("parity", crew, "", 20, 90)
     assert 29 < crew.seconds[0] <= 30, "no phase has more time than there is left"
     written = json.loads((tmp_path / "gpu.json").read_text())["phases"]
     assert re.fullmatch(r"left out: (29|30) s left, 40 needed", written["speed, 1b"]["ended"])
@@ -144,7 +144,7 @@ def test_what_there_is_no_time_for_is_left_out(tmp_path):
 def test_a_failed_phase_keeps_what_it_had_found(tmp_path):
     broken = benchmark(tmp_path, 100)
     crew = Told((["correctness", "half"], 0.5), (["nothing"], float("nan")), failure="its time was over")
-    assert not broken.phase("correctness", crew, "", 10, 90)
+    assert not broken.run_phase("correctness", crew, "", 10, 90)
     written = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)
     assert written["correctness"] == {"half": 0.5} and written["nothing"] is None
     assert written["phases"]["correctness"]["ended"] == "cut short: its time was over"
@@ -154,29 +154,31 @@ def test_a_job_that_takes_too_long_is_killed(tmp_path):
     with WorkerPool({}, fresh=True, log=tmp_path / "log") as crew:
         worker = crew._ready
         with pytest.raises(JobFailed, match="its time was over"):
-            list(crew.run({"kind": "worker.machine", "name": "machine"}, seconds=60, left=0.2))
+            list(crew.run({"kind": "worker.describe_device", "name": "machine"}, seconds=60, seconds_left=0.2))
         assert worker.process.returncode == -signal.SIGKILL
         assert crew._ready is not worker, "the next job has a process of its own"
 
 
 def test_a_failed_job_leaves_its_process_to_others(tmp_path):
-    with WorkerPool(command.HOST, fresh=False, log=tmp_path / "log") as crew:
+    with WorkerPool(command.HOST_ENVIRONMENT, fresh=False, log=tmp_path / "log") as crew:
         worker = crew._ready
         with pytest.raises(JobFailed, match="TypeError: run_losses"):
-            list(crew.run({"kind": "correctness.run_losses", "name": "parity"}, seconds=60, left=240))
-        found = dict((path[0], value) for path, value in crew.run({"kind": "worker.machine", "name": "a"}, seconds=60, left=240))
+            list(crew.run({"kind": "correctness.run_losses", "name": "parity"}, seconds=60, seconds_left=240))
+        found = dict(
+            (path[0], value) for path, value in crew.run({"kind": "worker.describe_device", "name": "a"}, seconds=60, seconds_left=240)
+        )
         assert found["device"]["backend"] == "cpu" and found["machine"]["cores"] >= 1 and found["said"] == []
         assert crew._ready is worker
 
 
 def test_what_its_user_says_of_memory_is_left_alone(monkeypatch):
-    for name in command.DEVICE:
+    for name in command.DEVICE_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    assert command.unset(command.DEVICE) == dict.fromkeys(
+    assert command.defaults_unless_set(command.DEVICE_ENVIRONMENT) == dict.fromkeys(
         ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
     )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    assert command.unset(command.DEVICE) == {}
+    assert command.defaults_unless_set(command.DEVICE_ENVIRONMENT) == {}
 
 
 @pytest.mark.slow
@@ -184,16 +186,16 @@ def test_which_kernels_are_fused_is_in_the_table(whole):
     found = json.loads(json.dumps(whole.found))
     for row in found["speed"]["miniature"].values():
         row["fused"] = {"norm": True, "rotary": True, "loss": False}
-    assert "; fused: norm, rotary, by torch: loss" in table(found)
+    assert "; fused: norm, rotary, by torch: loss" in format_table(found)
 
 
 @pytest.mark.slow
 def test_a_missed_target_says_what_to_try(whole):
     found = json.loads(json.dumps(whole.found))
     found["targets"]["mfu"] = {"miniature": 1e9}
-    assert "**missed by" in table(found) and "Next thing to try: " in table(found)
+    assert "**missed by" in format_table(found) and "Next thing to try: " in format_table(found)
     found["targets"]["mfu"] = {"miniature": 0.0}
-    assert "| hit |" in table(found) and "Next thing" not in table(found)
+    assert "| hit |" in format_table(found) and "Next thing" not in format_table(found)
 
 
 @pytest.mark.slow
@@ -202,15 +204,15 @@ def test_a_table_can_be_made_of_whatever_there_is(whole):
     for missing in keys:
         if missing == "speed":  # of which the breakdown is told
             continue
-        assert table({name: value for name, value in whole.found.items() if name != missing})
+        assert format_table({name: value for name, value in whole.found.items() if name != missing})
 
 
 def test_kernels_are_read_by_their_fields():
-    assert variants.given(["attention_backend=sdpa"], "--kernels") == {"attention_backend": "sdpa"}
-    assert variants.title({"a": None, "b": False}) == "a=none b=false"
-    changed = variants.others({})
+    assert variants.parse_kernels(["attention_backend=sdpa"], "--kernels") == {"attention_backend": "sdpa"}
+    assert variants.format_kernels({"a": None, "b": False}) == "a=none b=false"
+    changed = variants.list_variants({})
     assert {"attention_backend": "sdpa"} in changed and {"attention_backend": KernelConfig().attention_backend} not in changed
-    for one in [*changed, variants.plain()]:
+    for one in [*changed, variants.reference_kernels()]:
         KernelConfig(**one)
 
 
@@ -218,13 +220,13 @@ def test_what_cannot_be_had_or_is_measured_already_is_not_compared():
     lacking = {"attention_backend=flash": "flash-attn is not installed", "transformer_impl=transformer_engine": "not installed"}
     computed = dataclasses.asdict(KernelConfig()) | {"attention_backend": "varlen"}
     tried, left_out = variants.candidate_variants({}, computed, lacking)
-    titles = [variants.title(each) for each in tried]
+    titles = [variants.format_kernels(each) for each in tried]
     first = ["fused_kernels=false", "fp8_format=hybrid", "fp8_format=e4m3"]
     assert titles == [*first, "attention_backend=cudnn", "attention_backend=sdpa"]
     assert left_out == lacking | {"attention_backend=varlen": "what is measured above"}
     tried, _ = variants.candidate_variants({"fp8_format": "hybrid"}, None, {})
     assert tried[:3] == [{"fp8_format": "hybrid", "fused_kernels": False}, {"fp8_format": "e4m3"}, {"fp8_format": None}]
-    assert len(tried) == len(variants.others({}))
+    assert len(tried) == len(variants.list_variants({}))
 
 
 def test_what_fills_the_card_is_what_gpus_are_given():

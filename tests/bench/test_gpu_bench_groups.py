@@ -13,8 +13,8 @@ from megaenc.bench.gpu.kernel_groups import (
     LOSS,
     MATMUL,
     OPTIMIZER,
-    Ran,
-    Window,
+    KernelEvent,
+    TimeWindow,
 )
 
 NAMES = {
@@ -102,29 +102,31 @@ NAMES = {
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in NAMES.items() for name in names])
 def test_kernels_are_known_by_their_names(group, name):
-    assert kernel_groups.group_of(name) == group
+    assert kernel_groups.classify_kernel(name) == group
 
 
 def test_what_ran_in_a_window_is_for_its_purpose():
     ran = [
-        Ran("aten::mul", 5, 1.0),  # before the window
-        Ran("aten::mul", 12, 2.0),
-        Ran("aten::mm", 15, 4.0),  # a matrix product is one wherever it is
-        Ran("aten::mul", 20, 8.0),  # at its very end
-        Ran("aten::mul", 21, 16.0),
-        Ran("ncclDevKernel_AllReduce", 33, 32.0),
-        Ran("aten::sqrt", 34, 64.0),
+        KernelEvent("aten::mul", 5, 1.0),  # before the window
+        KernelEvent("aten::mul", 12, 2.0),
+        KernelEvent("aten::mm", 15, 4.0),  # a matrix product is one wherever it is
+        KernelEvent("aten::mul", 20, 8.0),  # at its very end
+        KernelEvent("aten::mul", 21, 16.0),
+        KernelEvent("ncclDevKernel_AllReduce", 33, 32.0),
+        KernelEvent("aten::sqrt", 34, 64.0),
     ]
-    found = kernel_groups.grouped(reversed(ran), [Window(OPTIMIZER, 30, 40), Window(LOSS, 10, 20)])
+    found = kernel_groups.sum_by_group(reversed(ran), [TimeWindow(OPTIMIZER, 30, 40), TimeWindow(LOSS, 10, 20)])
     expected = {ELEMENTWISE: 17.0, LOSS: 10.0, MATMUL: 4.0, COMMUNICATION: 32.0, OPTIMIZER: 64.0}
     assert found == dict.fromkeys(kernel_groups.GROUPS[:-1], 0.0) | expected
 
 
 def test_the_next_thing_is_of_what_takes_most_beside_products():
     seconds = {MATMUL: 9.0, FORWARD: 1.0, BACKWARD: 1.5, ELEMENTWISE: 2.0, kernel_groups.IDLE: 0.5}
-    assert kernel_groups.next_thing(seconds).startswith("attention takes most")
-    assert kernel_groups.next_thing(seconds | {ELEMENTWISE: 3.0}).startswith("norm, rotary, SwiGLU, elementwise takes most")
-    assert set(kernel_groups.NEXT) == set(kernel_groups.GROUPS)
+    assert kernel_groups.suggest_optimization(seconds).startswith("attention takes most")
+    assert kernel_groups.suggest_optimization(seconds | {ELEMENTWISE: 3.0}).startswith(
+        "norm, rotary, SwiGLU, elementwise takes most"
+    )
+    assert set(kernel_groups.SUGGESTIONS) == set(kernel_groups.GROUPS)
 
 
 def test_kernels_of_the_accelerator_are_those_of_its_timeline():
@@ -146,13 +148,13 @@ def test_kernels_of_the_accelerator_are_those_of_its_timeline():
     ]
     results = SimpleNamespace(trace_start_ns=lambda: 0)
     profiled = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results), events=lambda: events)
-    ran = list(breakdown.ran_on(False, profiled))
+    ran = list(breakdown.iter_kernel_events(False, profiled))
     assert [one.name for one in ran] == ["nvjet_tst_1", "aFusedAdam", "elementwise"]
     timed = {"seconds_per_update": 0.003, "flops_per_update": 5e9, "attention_flops_per_update": 2e9}
-    found = breakdown.summed(ran, [Window(OPTIMIZER, 35, 50)], timed)
-    assert found["seconds"][MATMUL] == pytest.approx(0.003 / breakdown.UPDATES)
-    assert found["seconds"][OPTIMIZER] == pytest.approx(0.0015 / breakdown.UPDATES)
-    assert found["shares"][kernel_groups.IDLE] == pytest.approx(1 - 0.0045 / breakdown.UPDATES / 0.003)
-    assert found["matrix_flops_per_second"] == pytest.approx(3e9 / (0.003 / breakdown.UPDATES))
+    found = breakdown.summarize_events(ran, [TimeWindow(OPTIMIZER, 35, 50)], timed)
+    assert found["seconds"][MATMUL] == pytest.approx(0.003 / breakdown.STEPS)
+    assert found["seconds"][OPTIMIZER] == pytest.approx(0.0015 / breakdown.STEPS)
+    assert found["shares"][kernel_groups.IDLE] == pytest.approx(1 - 0.0045 / breakdown.STEPS / 0.003)
+    assert found["matrix_flops_per_second"] == pytest.approx(3e9 / (0.003 / breakdown.STEPS))
     assert found["attention_flops_per_second"] is None and found["by_time_too"]
-    assert not breakdown.summed(ran, [Window(OPTIMIZER, 10**18, 2 * 10**18)], timed)["by_time_too"]
+    assert not breakdown.summarize_events(ran, [TimeWindow(OPTIMIZER, 10**18, 2 * 10**18)], timed)["by_time_too"]

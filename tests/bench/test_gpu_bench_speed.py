@@ -25,8 +25,8 @@ def card(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return 10.0 + {"clm": 3.0, "mlm": 4.0}[objective] * packs
 
-    monkeypatch.setattr(speed, "_peak", peak)
-    monkeypatch.setattr(speed, "_forget", lambda engine: None)
+    monkeypatch.setattr(speed, "_peak_batch_memory", peak)
+    monkeypatch.setattr(speed, "_discard_batch", lambda engine: None)
     monkeypatch.setattr(speed.synthetic, "configure_batches", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80.0, 90.0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4.0)
@@ -36,14 +36,14 @@ def card(monkeypatch):
 def filled(*objectives, seq_length=2**20) -> int:
     engine = SimpleNamespace(train_step=lambda step: None, device=torch.device("cuda"))
     shape = SimpleNamespace(ffn_hidden_size=16, query_size=16)
-    setup = SimpleNamespace(seq_length=seq_length, shape=shape, objective_of=lambda text: text)
-    return speed.fitting(engine, setup, objectives, itertools.count(1))
+    setup = SimpleNamespace(seq_length=seq_length, shape=shape, parse_objective=lambda text: text)
+    return speed.find_largest_batch(engine, setup, objectives, itertools.count(1))
 
 
 def test_the_largest_micro_batch_is_one_that_was_tried(card):
-    most = int((speed.FILLED * 84 - 10) / 3)
+    most = int((speed.MEMORY_FRACTION * 84 - 10) / 3)
     assert filled("clm") == most and {most, most + 1} <= set(card.tried) and len(card.tried) <= 7
-    assert filled("clm", "mlm") == int((speed.FILLED * 84 - 10) / 4), "every objective has to fit"
+    assert filled("clm", "mlm") == int((speed.MEMORY_FRACTION * 84 - 10) / 4), "every objective has to fit"
     card.fits["most"] = 7
     assert filled("clm") == 7
     assert filled("clm", seq_length=2**24) == 3, "kernels that count in 32 bits go no further"
@@ -75,18 +75,18 @@ class Memory:
         return TrainStepResult(StepMetrics(5.0, 10, 1, 100.0), 1.0, is_applied=self.made not in self.refused)
 
 
-def timed(monkeypatch, engine: Memory, deadline: float) -> speed.Timing:
+def timed(monkeypatch, engine: Memory, deadline: float) -> speed.SpeedMeasurement:
     monkeypatch.setattr(speed.synthetic, "configure_batches", engine.lay)
-    monkeypatch.setattr(speed, "_forget", lambda engine: None)
+    monkeypatch.setattr(speed, "_discard_batch", lambda engine: None)
     setup = SimpleNamespace(seq_length=8, bf16=True)
     host = SimpleNamespace(is_cpu=True, peak_flops=lambda dtype: 0.0)
-    return speed.Timing(engine, setup, host, packs=10, micro_batches=2, seconds=0.0, deadline=deadline)
+    return speed.SpeedMeasurement(engine, setup, host, packs=10, micro_batches=2, seconds=0.0, deadline=deadline)
 
 
 def test_memory_that_ends_while_the_clock_runs_costs_packs(monkeypatch):
     engine = Memory(most=8)
     timing = timed(monkeypatch, engine, deadline=math.inf)
-    row = timing.row("clm")
+    row = timing.measure("clm")
     assert engine.packs == [10, 9, 8] and timing.packs == row["packs"] == 8
     assert row["updates"] == 3 and row["finite"] and row["loss"] == 0.5
     assert row["num_alloc_retries"] is None and row["fused"] is None
@@ -96,12 +96,12 @@ def test_after_the_deadline_nothing_is_tried_again(monkeypatch):
     engine = Memory(most=8)
     engine.train_step = lambda step: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
-        timed(monkeypatch, engine, deadline=0.0).row("clm")
+        timed(monkeypatch, engine, deadline=0.0).measure("clm")
     assert engine.packs == [10]
 
 
 def test_one_update_that_was_not_made_is_told(monkeypatch):
-    row = timed(monkeypatch, Memory(most=10, refused=(3,)), deadline=math.inf).row("clm")
+    row = timed(monkeypatch, Memory(most=10, refused=(3,)), deadline=math.inf).measure("clm")
     assert row["updates"] == 3 and not row["finite"]
 
 
@@ -128,6 +128,6 @@ def test_waits_of_a_micro_batch_are_told_from_those_of_an_update(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", begin)
-    found = breakdown.synchronisations(Engine(), None)
+    found = breakdown.count_synchronizations(Engine(), None)
     assert found == {"of_an_update": 1.0, "of_a_micro_batch": 1.0, "places": {"b/c/attention.py:7": 1.0}}
     assert modes[-1] == "default"

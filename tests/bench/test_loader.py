@@ -8,7 +8,7 @@ from megaenc.data.indexed.corpus import Corpus
 
 
 def test_the_made_up_index_is_one_that_opens(tmp_path):
-    lengths = loader.lengths_of(5000, 100)
+    lengths = loader.draw_lengths(5000, 100)
     assert lengths.dtype == np.int32 and lengths.min() >= 1 and 80 < lengths.mean() < 120
     loader.write_corpus(tmp_path / "a", lengths, np.ones(5000, np.int32))
     assert (tmp_path / "a.bin").stat().st_size == 2 * lengths.sum()
@@ -31,14 +31,14 @@ def test_every_packing_is_measured(tmp_path):
         assert found["index"][packing]["seconds"]["median"] > 0 and found["index"][packing]["peak_gib"]["median"] > 0
         reading = found["reading"][packing]
         assert reading["packs_tokens_per_second"]["median"] > 0 and reading["micro_batches_tokens_per_second"]["median"] > 0
-    assert "3,000 documents" in loader.table(found)
+    assert "3,000 documents" in loader.format_table(found)
 
 
 def test_documents_have_the_mean_length_that_is_asked_for(tmp_path):
     for mean in (50, 400):
         (folder := tmp_path / str(mean)).mkdir()
         settings = loader.LoaderBenchConfig(documents=20_000, tokens=20_000 * mean, mean_length=mean)
-        for prefix in loader._written(settings, folder).values():
+        for prefix in loader._write_corpora(settings, folder).values():
             lengths = Corpus.open(prefix).document_lengths
             assert len(lengths) == 20_000 and abs(lengths.mean() / mean - 1) < 0.05
 
@@ -51,7 +51,7 @@ def test_processes_that_share_the_index_are_measured_together(tmp_path):
     together, alone = found["index_together"]["concat"], found["index"]["concat"]
     assert together["seconds"]["median"] > 0
     assert together["gib"]["median"] < 2 * alone["peak_gib"]["median"]  # libraries are in memory once, at the least
-    assert "of 2 processes" in loader.table(found)
+    assert "of 2 processes" in loader.format_table(found)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from megaenc.console import silence_libraries
-from megaenc.convert.architectures import FAMILIES, build_export_config, find_family, parse_hf_config, native_attention, to_model_config, infer_objective
+from megaenc.convert.architectures import (
+    FAMILIES,
+    build_export_config,
+    find_family,
+    parse_hf_config,
+    native_attention,
+    to_model_config,
+    infer_objective,
+)
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
 from megaenc.objectives import Attention

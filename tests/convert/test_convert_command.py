@@ -67,7 +67,7 @@ def test_a_place_that_another_command_takes_is_one_line(conversion, tmp_path, mo
         return right(*given, **options)
 
     monkeypatch.setattr(module, last, slow)
-    assert "something has come there meanwhile" in refusal(main, [*words, "--output", tmp_path / "out"])
+    assert "created meanwhile by another process" in refusal(main, [*words, "--output", tmp_path / "out"])
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "a"]
 
 

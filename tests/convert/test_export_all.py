@@ -76,7 +76,7 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(two_runs, tmp_path, refus
         (["--output", tmp_path / "taken", "--all"], "exists already"),
         (
             ["--output", tmp_path / "hf", "--ckpt-step", "5"],
-            "expected the checkpoint of step 5; checkpoints are there of steps 10, 20",
+            "expected the checkpoint of step 5; choose one of steps 10, 20",
         ),
         (
             ["--output", tmp_path / "hf", "--max-shard-size", "five"],

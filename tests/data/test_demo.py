@@ -64,7 +64,9 @@ def few_packages(monkeypatch):
     """The documentation of three small packages instead of everything."""
     everything = demo._find_source_files
     monkeypatch.setattr(demo, "_PACKAGES", ["psutil", "rich", "tyro", "zipp"])
-    monkeypatch.setattr(demo, "_find_source_files", lambda: (source for source in everything() if not source[0].startswith("python/")))
+    monkeypatch.setattr(
+        demo, "_find_source_files", lambda: (source for source in everything() if not source[0].startswith("python/"))
+    )
     monkeypatch.setattr(demo, "_HELD_OUT_PERCENT", 20)
 
 
@@ -73,28 +75,28 @@ def records(path):
 
 
 def test_demo_is_deterministic_complete_and_kept(few_packages, tmp_path):
-    made = demo.ensure_demo(tmp_path / "a", vocab_size=600)
-    corpus, heldout = records(made.corpus), records(made.heldout)
+    paths = demo.ensure_demo(tmp_path / "a", vocab_size=600)
+    corpus, heldout = records(paths.corpus), records(paths.heldout)
     assert len(corpus) > 20 and len(heldout) > 2
     assert [record["id"] for record in corpus] == sorted(record["id"] for record in corpus)
     assert all(demo.is_held_out(record["id"]) for record in heldout) and not any(demo.is_held_out(r["id"]) for r in corpus)
     paragraphs = [paragraph for record in corpus + heldout for paragraph in record["text"].split("\n\n")]
     assert len(paragraphs) == len(set(paragraphs))
 
-    sidecar = read_corpus_metadata(made.data_prefix)
+    sidecar = read_corpus_metadata(paths.data_prefix)
     assert sidecar.documents == len(corpus) and sidecar.append_eod
-    assert len(load_tokenizer(made.tokenizer)) == 600
+    assert len(load_tokenizer(paths.tokenizer)) == 600
 
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in made.corpus.parent.rglob("*") if path.is_file()}
-    assert demo.ensure_demo(tmp_path / "a", vocab_size=600) == made
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in paths.corpus.parent.rglob("*") if path.is_file()}
+    assert demo.ensure_demo(tmp_path / "a", vocab_size=600) == paths
     after = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in before}
     assert after == before
     with pytest.raises(InputError, match="holds a demo of 600 token ids, expected 700"):
         demo.ensure_demo(tmp_path / "a", vocab_size=700)
 
     again = demo.build_demo_corpus(tmp_path / "b")
-    assert again.corpus.read_bytes() == made.corpus.read_bytes()
-    assert again.heldout.read_bytes() == made.heldout.read_bytes()
+    assert again.corpus.read_bytes() == paths.corpus.read_bytes()
+    assert again.heldout.read_bytes() == paths.heldout.read_bytes()
 
 
 def test_an_interrupted_build_leaves_nothing(few_packages, tmp_path, monkeypatch):
@@ -159,13 +161,13 @@ def test_links_and_folders_are_refused(two_documents, tmp_path, link):
 
 
 def test_a_changed_demo_corpus_is_refused(two_documents, tmp_path):
-    made = demo.build_demo_corpus(tmp_path)
+    paths = demo.build_demo_corpus(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "demo.json", "heldout.jsonl"]
-    assert demo.build_demo_corpus(tmp_path) == made
-    made.corpus.write_text(made.corpus.read_text().replace("Some", "More"))
+    assert demo.build_demo_corpus(tmp_path) == paths
+    paths.corpus.write_text(paths.corpus.read_text().replace("Some", "More"))
     with pytest.raises(InputError, match=r"corpus\.jsonl: found a file that has changed since `megaenc demo` wrote it"):
         demo.build_demo_corpus(tmp_path)
-    assert "More" in made.corpus.read_text()
+    assert "More" in paths.corpus.read_text()
 
 
 @pytest.mark.parametrize("renames", [1, 2])
@@ -174,10 +176,12 @@ def test_a_build_killed_between_renames_continues(two_documents, tmp_path, monke
     demo.build_demo_corpus(tmp_path)
     for name in ("corpus.jsonl", "heldout.jsonl")[: 3 - renames]:
         (tmp_path / name).unlink()
-    monkeypatch.setattr(demo, "_extract_documents", lambda sources: iter([("a/b", "A new text."), ("held/out", "Another new text.")]))
-    made = demo.build_demo_corpus(tmp_path)
-    assert demo.find_demo_corpus(tmp_path) == made
-    assert "A new text." in made.corpus.read_text() and "Another new text." in made.heldout.read_text()
+    monkeypatch.setattr(
+        demo, "_extract_documents", lambda sources: iter([("a/b", "A new text."), ("held/out", "Another new text.")])
+    )
+    paths = demo.build_demo_corpus(tmp_path)
+    assert demo.find_demo_corpus(tmp_path) == paths
+    assert "A new text." in paths.corpus.read_text() and "Another new text." in paths.heldout.read_text()
 
 
 def test_files_that_come_during_a_build_are_kept(two_documents, tmp_path, monkeypatch):

@@ -40,13 +40,17 @@ def test_the_odd_one_out_is_named_even_if_it_is_rank_0():
 
 
 def test_of_two_that_differ_rank_0_s_counts():
-    found = by_name(rank_findings(0, ok("torch", "b", mismatch_level="problem")), rank_findings(1, ok("torch", "a", mismatch_level="problem")))
+    found = by_name(
+        rank_findings(0, ok("torch", "b", mismatch_level="problem")), rank_findings(1, ok("torch", "a", mismatch_level="problem"))
+    )
     assert found["torch"].result == "b" and found["torch elsewhere"].result == "a on rank 1 (node0)"
 
 
 def test_a_package_that_is_missing_on_a_rank_is_another_version():
     found = by_name(
-        rank_findings(0, ok("apex", "1.0", mismatch_level="note")), rank_findings(1), rank_findings(2, ok("apex", "1.0", mismatch_level="note"))
+        rank_findings(0, ok("apex", "1.0", mismatch_level="note")),
+        rank_findings(1),
+        rank_findings(2, ok("apex", "1.0", mismatch_level="note")),
     )
     assert (found["apex elsewhere"].level, found["apex elsewhere"].result) == ("note", "nothing on rank 1 (node0)")
 
@@ -64,7 +68,11 @@ def test_figures_may_differ_and_those_of_rank_0_stand():
 
 
 def test_what_is_bad_on_one_rank_alone_is_told_with_it():
-    found = by_name(rank_findings(0, ok("sdpa", "right")), rank_findings(1, problem("sdpa", "off by 1", "do")), rank_findings(2, ok("sdpa", "right")))
+    found = by_name(
+        rank_findings(0, ok("sdpa", "right")),
+        rank_findings(1, problem("sdpa", "off by 1", "do")),
+        rank_findings(2, ok("sdpa", "right")),
+    )
     assert found["sdpa"].level == "ok"
     assert (found["sdpa, rank 1"].level, found["sdpa, rank 1"].result) == ("problem", "off by 1 (node0)")
 
@@ -85,7 +93,8 @@ def test_what_is_bad_on_every_node_is_told_once():
 
 def test_a_problem_of_the_odd_one_stays_a_problem():
     found = by_name(
-        rank_findings(0, ok("apex", "1", mismatch_level="note")), rank_findings(1, problem("apex", "broken", "mend it", mismatch_level="note"))
+        rank_findings(0, ok("apex", "1", mismatch_level="note")),
+        rank_findings(1, problem("apex", "broken", "mend it", mismatch_level="note")),
     )
     assert (found["apex elsewhere"].level, found["apex elsewhere"].advice) == ("problem", "mend it")
 

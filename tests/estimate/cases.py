@@ -9,7 +9,7 @@ from megaenc.model.config import ModelConfig
 
 # Two layers of 4 x 8 wide heads: the products of a layer have 32 x (32 + 2 x 16 + 32 + 3 x 80) = 10,752 weights.
 SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
-WORK = ObjectiveWork("mlm", tokens=64, predicted=25.6, squares=64.0 * 64, seen=64.0 * 64)
+WORK = ObjectiveWork("mlm", tokens=64, predicted=25.6, squares=64.0 * 64, visible_squares=64.0 * 64)
 
 RATES = Rates(
     peak=1e12, gemm=5e11, attention=2e11, causal_attention=2e11, elementwise=1e11, loss=1e11, optimizer=1e11,
@@ -24,7 +24,7 @@ def case(shape=SHAPE, *, gpus=1, vocab_size=1024, batch=16, micro=1, bf16=True, 
     return LayoutCase(shape, vocab_size, laid, laid.layers_per_chunk(shape.num_layers), gpus, micro, batch, 64, bf16)
 
 
-def demand(steps: int = 100, batch: int = 16, work: ObjectiveWork = WORK) -> Workload:
+def workload(steps: int = 100, batch: int = 16, work: ObjectiveWork = WORK) -> Workload:
     """One phase of one objective."""
     return Workload((PhaseWork("mlm", 1, steps, ((work, float(steps)),), ((batch, steps),)),), 0, 0)
 

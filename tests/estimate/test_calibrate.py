@@ -3,16 +3,16 @@
 import dataclasses
 
 import pytest
-from cases import WORK, demand
+from cases import WORK, workload
 
 from megaenc.errors import InputError
-from megaenc.estimate.command import read
+from megaenc.estimate.command import parse_estimate_config
 from megaenc.estimate.hardware import TABLE
-from megaenc.estimate.layout_case import LayoutCase, phases
-from megaenc.estimate.length_model import documents
-from megaenc.estimate.memory import worst_memory
-from megaenc.estimate.microbench import calibrate, rates_from, share_of
-from megaenc.estimate.step_time import step_time
+from megaenc.estimate.layout_case import LayoutCase, build_phases
+from megaenc.estimate.length_model import build_length_model
+from megaenc.estimate.memory import compute_max_memory
+from megaenc.estimate.microbench import build_share_config, calibrate, fit_rates
+from megaenc.estimate.step_time import compute_step_time
 from megaenc.estimate.total import Workload
 
 FLAGS = ["--gpu", "h100", "--model", "tiny", "--num-layers", "5", "--vocab-size", "1000", "--seq-length", "64"]
@@ -28,62 +28,62 @@ MADE_UP = {
 
 
 def made(*more):
-    settings = read([*FLAGS, *more], "test").pretrain
-    docs = documents(settings.data, ())
-    wanted = Workload(tuple(phases(settings, 1000, docs)), 0, 0)
-    case = LayoutCase.of(settings, 1000, 2 if more else 1)
-    return settings, case, wanted, docs
+    config = parse_estimate_config([*FLAGS, *more], "test").pretrain
+    docs = build_length_model(config.data, ())
+    wanted = Workload(tuple(build_phases(config, 1000, docs)), 0, 0)
+    case = LayoutCase.from_config(config, 1000, 2 if more else 1)
+    return config, case, wanted, docs
 
 
 def test_a_step_is_made_of_the_measured_layers_and_ends():
     """A layer took (1 - 0.4) / 3 s, all else of a row 0.4 - 0.2 s and its data 0.003; an update 2.3 - 2 (1 + 0.003) s."""
-    settings, case, wanted, _ = made()
-    share = share_of(settings, case)
-    rates = rates_from(MADE_UP, share, wanted, True, 1, 1e10, None, "made up")
+    config, case, wanted, _ = made()
+    share = build_share_config(config, case)
+    rates = fit_rates(MADE_UP, share, wanted, True, 1, 1e10, None, "made up")
     work = dataclasses.replace(wanted.works[0], predicted=25.0)
-    found = step_time(case, work, rates)
+    found = compute_step_time(case, work, rates)
     parameters = [dataclasses.replace(case, split=(depth,)).stage(0).parameters for depth in (5, 4)]
     update = (2.3 - 2 * 1.003) * parameters[0] / parameters[1]
     assert found.seconds == pytest.approx(4 * (5 * 0.2 + 0.2 + 0.003) + update, rel=1e-3)
 
 
 def test_memory_is_made_of_the_measured_layers_and_what_the_allocator_lost():
-    settings, case, wanted, _ = made()
-    rates = rates_from(MADE_UP, share_of(settings, case), wanted, True, 1, 1e10, None, "made up")
+    config, case, wanted, _ = made()
+    rates = fit_rates(MADE_UP, build_share_config(config, case), wanted, True, 1, 1e10, None, "made up")
     four = dataclasses.replace(case, split=(4,))
     work = dataclasses.replace(wanted.works[0], predicted=25.0)
-    found = worst_memory(four, [work], rates)
+    found = compute_max_memory(four, [work], rates)
     assert found.total == pytest.approx(6.02e8)  # what was taken with four layers
     terms = {term.name: term.value for term in found.terms}
     assert terms["allocator"] > rates.pieces_of_kept * terms["activations"] > 0
 
 
 def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
-    settings, case, _, _ = made("--gpus", "2", "--tensor-model-parallel-size", "2")
-    share = share_of(settings, case)
-    whole = case.stage(0)
-    assert LayoutCase.of(share, share.shape.vocab_size, 1).stage(0).parameters == whole.parameters
-    assert share.layout.tensor_model_parallel_size == 1 and share.shape.head_dim == settings.shape.head_dim
+    config, case, _, _ = made("--gpus", "2", "--tensor-model-parallel-size", "2")
+    share = build_share_config(config, case)
+    whole = case.build_stage(0)
+    assert LayoutCase.from_config(share, share.shape.vocab_size, 1).stage(0).parameters == whole.parameters
+    assert share.layout.tensor_model_parallel_size == 1 and share.shape.head_dim == config.shape.head_dim
 
 
 def test_one_device_cannot_say_how_several_are_connected(monkeypatch):
     monkeypatch.setattr("megaenc.estimate.microbench.usable_core_count", lambda: 1)
-    settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
-    with pytest.raises(InputError, match="--calibrate: found one device here, which cannot say how 2 are connected"):
-        calibrate(settings, case, wanted, docs, None)
-    rates = rates_from(MADE_UP, share_of(settings, case), wanted, False, 1, 1e10, TABLE["h100"], "made up")
+    config, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
+    with pytest.raises(InputError, match="--calibrate: found one device, expected several to measure the links between 2"):
+        calibrate(config, case, wanted, docs, None)
+    rates = fit_rates(MADE_UP, build_share_config(config, case), wanted, False, 1, 1e10, TABLE["h100"], "made up")
     assert rates.inside.bandwidth == 0.75 * 450e9 and rates.between.bandwidth == 0.75 * 50e9 and rates.devices == 8
 
 
 @pytest.mark.slow
 def test_this_machine_is_measured_in_two_processes():
     """No time is looked at but that it is one."""
-    settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
-    settings, case = dataclasses.replace(settings, bf16=False), dataclasses.replace(case, bf16=False)
-    rates = calibrate(settings, case, wanted, docs, None, seconds=0.01)
+    config, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
+    config, case = dataclasses.replace(config, bf16=False), dataclasses.replace(case, bf16=False)
+    rates = calibrate(config, case, wanted, docs, None, seconds=0.01)
     assert rates.host and "2 at once" in rates.source
     assert 1e8 < rates.base < 2e9 and 0 <= rates.pieces < 1e9
     for name in ("peak", "gemm", "attention", "elementwise", "loss", "optimizer"):
         assert 0 < getattr(rates, name) < 1e16
     assert rates.inside.bandwidth > 0
-    assert demand().works == [WORK]
+    assert workload().works == [WORK]

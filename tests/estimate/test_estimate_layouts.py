@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-from cases import WORK, case, demand, rates
+from cases import WORK, case, rates, workload
 
 from megaenc.backend.parallel_config import ParallelConfig
 from megaenc.errors import InputError
-from megaenc.estimate.layout_case import HypotheticalLayout, read_split, write_split
-from megaenc.estimate.total import balanced, best_layout, estimate, flags_of
+from megaenc.estimate.layout_case import HypotheticalLayout, format_split, parse_split
+from megaenc.estimate.total import balance_stages, estimate_layout, find_best_layout, format_layout_flags
 from megaenc.model.config import PRESETS, ModelConfig
 from megaenc.training.config import parse_config
 
@@ -22,41 +22,41 @@ def test_megatrons_notation_is_read_as_megatron_reads_it(text, layers, stages):
     split = HypotheticalLayout(**flags).layers_per_chunk(layers)
     assert split == ParallelConfig(**flags).layers_per_chunk(layers)
     if len(split) == stages:
-        assert read_split(write_split(split), layers, stages) == split
+        assert parse_split(format_split(split), layers, stages) == split
 
 
 @pytest.mark.parametrize("text", ["Ettt|ttL", "tt|ttL", "Ett|tt", "E(tt|ttL", "Ett||ttL", "Et|t|ttL"])
 def test_what_says_no_split_is_refused(text):
     with pytest.raises(InputError, match=r"--pipeline-model-parallel-layout .*: (expected|found)"):
-        read_split(text, 4, 2)
+        parse_split(text, 4, 2)
 
 
 def test_the_stage_with_a_large_head_has_fewer_layers():
     shape = dataclasses.replace(PRESETS["610m"])
     laid = case(shape, gpus=4, vocab_size=128_256, pipeline_model_parallel_size=4)
-    split = balanced(laid, WORK, rates())
+    split = balance_stages(laid, WORK, rates())
     assert sum(split) == 26 and split[-1] < min(split[:-1])
-    assert read_split(write_split(split), 26, 4) == split
+    assert parse_split(format_split(split), 26, 4) == split
     faster = dataclasses.replace(laid, split=split)
-    assert estimate(faster, demand(), rates()).seconds < estimate(laid, demand(), rates()).seconds
+    assert estimate_layout(faster, workload(), rates()).seconds < estimate_layout(laid, workload(), rates()).seconds
 
 
 def test_a_layout_that_does_not_fit_gets_one_that_does():
-    laid, wanted = case(ModelConfig(8, 256, 768, 8, 4), gpus=8, batch=64, micro=8), demand(batch=64)
-    whole = estimate(laid, wanted, rates())
+    laid, wanted = case(ModelConfig(8, 256, 768, 8, 4), gpus=8, batch=64, micro=8), workload(batch=64)
+    whole = estimate_layout(laid, wanted, rates())
     small = rates(memory=whole.memory.total * 0.6)
-    own, found = estimate(laid, wanted, small), best_layout(laid, wanted, small)
+    own, found = estimate_layout(laid, wanted, small), find_best_layout(laid, wanted, small)
     assert not own.fits and found.fits and found.memory.total <= small.memory
     assert found.case.global_batch_size == 64 and found.case.gpus == 8
-    settings = parse_config([word for word in flags_of(found.case) if not word.startswith("--overlap")], "test")
-    assert settings.micro_batch_size == found.case.micro_batch_size
-    assert settings.layout.tensor_model_parallel_size == found.case.tensor
-    assert best_layout(laid, wanted, rates(memory=2e6)) is None
+    config = parse_config([word for word in format_layout_flags(found.case) if not word.startswith("--overlap")], "test")
+    assert config.micro_batch_size == found.case.micro_batch_size
+    assert config.layout.tensor_model_parallel_size == found.case.tensor_parallel_size
+    assert find_best_layout(laid, wanted, rates(memory=2e6)) is None
 
 
 def test_no_layout_is_better_than_the_best():
-    laid, wanted = case(ModelConfig(8, 256, 768, 8, 4), gpus=4, batch=32), demand(batch=32)
-    found = best_layout(laid, wanted, rates())
-    assert found.seconds <= estimate(laid, wanted, rates()).seconds
-    again = best_layout(found.case, wanted, rates())
+    laid, wanted = case(ModelConfig(8, 256, 768, 8, 4), gpus=4, batch=32), workload(batch=32)
+    found = find_best_layout(laid, wanted, rates())
+    assert found.seconds <= estimate_layout(laid, wanted, rates()).seconds
+    again = find_best_layout(found.case, wanted, rates())
     assert again.case == found.case

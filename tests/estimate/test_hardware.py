@@ -4,7 +4,7 @@ import pytest
 
 from megaenc.backend.device import peak_bf16_flops
 from megaenc.errors import InputError
-from megaenc.estimate.hardware import TABLE, Link, machine
+from megaenc.estimate.hardware import TABLE, Link, get_machine
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -21,8 +21,8 @@ def test_an_all_reduce_sends_twice_all_but_one_share():
 
 
 def test_an_unknown_machine_names_the_nearest():
-    assert machine("MI250X") is TABLE["mi250x"]
+    assert get_machine("MI250X") is TABLE["mi250x"]
     with pytest.raises(InputError, match="--gpu: unknown machine 'mi250xx', did you mean mi250x"):
-        machine("mi250xx")
+        get_machine("mi250xx")
     with pytest.raises(InputError, match="expected one of a100, "):
-        machine("abacus")
+        get_machine("abacus")

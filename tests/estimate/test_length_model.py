@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.estimate.length_model import documents, vocabulary
+from megaenc.estimate.length_model import build_length_model, read_vocab_size
 from megaenc.study.manifest.expand import expected_length_model
 from megaenc.study.manifest.pretrain_args import build_run_config
 from megaenc.training.config_groups import DataConfig
@@ -17,14 +17,14 @@ def test_squares_and_pieces_are_those_of_documents_cut_into_packs(lengths):
     edges = np.unique(np.concatenate([ends, np.arange(0, ends[-1], 64)]))
     pieces = np.diff(np.concatenate([[0], edges[edges > 0]]))
     packs = ends[-1] / 64
-    found = documents(DataConfig(seq_length=64), lengths)
+    found = build_length_model(DataConfig(seq_length=64), lengths)
     assert found.squares == pytest.approx((pieces**2).sum() / packs, rel=0.02)
     assert found.pieces == pytest.approx(len(pieces) / packs, rel=0.02)
 
 
 def test_random_lengths_are_counted_as_the_study_plan_counts_them():
     flags = build_run_config({"model": "610m", "packing": "random-length", "seq_length": 2048})
-    found = documents(flags.data, (7,))  # what documents are makes no difference
+    found = build_length_model(flags.data, (7,))  # what documents are makes no difference
     assert found.squares == pytest.approx(expected_length_model(flags).squares)
     assert found.pieces == 2
 
@@ -34,21 +34,21 @@ def test_a_corpus_tells_lengths_and_vocabulary(small_corpus):
     from megaenc.data.indexed.corpus import Corpus
 
     lengths = Corpus.open(small_corpus.prefix).document_lengths
-    found = documents(data, ())
-    assert found == documents(data, ()) and vocabulary(data) == 400
+    found = build_length_model(data, ())
+    assert found == build_length_model(data, ()) and read_vocab_size(data) == 400
     assert found.pieces == pytest.approx((lengths.mean() + 63) / lengths.mean())
     assert found.special == pytest.approx(64 / lengths.mean())  # one ends each document
     assert "300 documents" in found.source
 
 
 def test_without_any_word_of_them_each_pack_is_one():
-    found = documents(DataConfig(seq_length=64, data_path=("nowhere/corpus",)), ())
+    found = build_length_model(DataConfig(seq_length=64, data_path=("nowhere/corpus",)), ())
     assert (found.squares, found.pieces) == (64 * 64, 1)
     with pytest.raises(InputError, match="--document-tokens: found 0"):
-        documents(DataConfig(), (5, 0))
+        build_length_model(DataConfig(), (5, 0))
 
 
 def test_packs_of_sentences_want_a_corpus_of_sentences(small_corpus):
     data = DataConfig(data_path=(str(small_corpus.prefix),), seq_length=64, packing="sentences")
     with pytest.raises(InputError, match=r"--packing sentences: .* holds whole documents, expected .* --split-sentences"):
-        documents(data, ())
+        build_length_model(data, ())

@@ -10,11 +10,11 @@ from megaenc.backend import ParallelConfig
 from megaenc.estimate.memory import (
     LOGIT_BYTES_AT_ONCE,
     LOGITS_AT_ONCE,
-    in_flight,
-    kept_bytes,
-    layer_bytes,
-    stage_memory,
-    worst_memory,
+    compute_max_memory,
+    compute_stage_memory,
+    layer_activation_bytes,
+    micro_batches_in_flight,
+    stage_activation_bytes,
 )
 from megaenc.model.config import ModelConfig
 
@@ -29,19 +29,21 @@ def test_a_tiny_model_by_hand():
     """Parameters: 2 x (10,752 + 64) of layers, 32 of the last norm, 2 x 1,024 x 32 of the two vocabulary matrices."""
     parameters = 2 * 10_816 + 32 + 2 * 32_768
     assert SHAPE.parameter_count(1024) == parameters
-    found = terms(stage_memory(case(), WORK, case().stage(0), rates()))
+    found = terms(compute_stage_memory(case(), WORK, case().stage(0), rates()))
     assert found["weights"] == 2 * parameters
     assert found["gradients"] == found["master weights"] == 4 * parameters
     assert found["AdamW's moments"] == 8 * parameters
     norms, projections = 2 * (2 * 32 + 4 + 2 * 32), 2 * (3 * 32 + 3 * 16)
     per_token = norms + projections + 4 * 4 + 3 * 2 * 80
     assert found["activations"] == 2 * 64 * per_token
-    in_float32 = terms(stage_memory(case(bf16=False), WORK, case().stage(0), rates()))
+    in_float32 = terms(compute_stage_memory(case(bf16=False), WORK, case().stage(0), rates()))
     assert in_float32["weights"] == 4 * parameters and "master weights" not in in_float32
 
 
 def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
-    whole, shared = (terms(worst_memory(case(gpus=4, use_distributed_optimizer=on), [WORK], rates())) for on in (False, True))
+    whole, shared = (
+        terms(compute_max_memory(case(gpus=4, use_distributed_optimizer=on), [WORK], rates())) for on in (False, True)
+    )
     for name in ("master weights", "AdamW's moments"):
         assert shared[name] == whole[name] / 4
     assert shared["gradients"] == whole["gradients"]
@@ -49,10 +51,15 @@ def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
 
 def test_stages_hold_what_the_pipeline_has_in_flight():
     four = case(ModelConfig(8, 32, 80, 4, 2), gpus=4, batch=16, pipeline_model_parallel_size=4)
-    assert [in_flight(four, stage) for stage in four.every_stage()] == [4, 3, 2, 1]
-    assert [in_flight(dataclasses.replace(four, global_batch_size=2), stage) for stage in four.every_stage()] == [2, 2, 2, 1]
+    assert [micro_batches_in_flight(four, stage) for stage in four.build_stages()] == [4, 3, 2, 1]
+    assert [micro_batches_in_flight(dataclasses.replace(four, global_batch_size=2), stage) for stage in four.build_stages()] == [
+        2,
+        2,
+        2,
+        1,
+    ]
     turns = case(ModelConfig(8, 32, 80, 4, 2), gpus=2, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
-    assert [in_flight(turns, stage) for stage in turns.every_stage()] == [5 / 2, 3 / 2]  # of parts, two to a stage
+    assert [micro_batches_in_flight(turns, stage) for stage in turns.build_stages()] == [5 / 2, 3 / 2]  # of parts, two to a stage
 
 
 def test_the_chunked_loss_is_the_models_own():
@@ -74,7 +81,7 @@ def test_parameters_are_those_of_the_model(layout):
         encoder = build_encoder(shape, 1000, 64, ParallelConfig(), torch.float32, seed=None)
         mine = case(shape, vocab_size=1000).stage(0).parameters
         assert mine == sum(parameter.numel() for parameter in encoder.parameters())
-        stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).every_stage()
+        stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).build_stages()
         assert sum(stage.parameters for stage in stages) - mine == tied * 1024 * 64  # tied, the last stage has a copy
         assert case(shape, vocab_size=1024).stage(0).parameters == shape.parameter_count(1024)
 
@@ -110,13 +117,13 @@ def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
-    assert found[1] - found[0] == pytest.approx(kept_bytes(one, one.stage(0), host=True)[0] / 2, rel=0.03)
+    assert found[1] - found[0] == pytest.approx(stage_activation_bytes(one, one.build_stage(0), host=True)[0] / 2, rel=0.03)
 
 
 def test_recomputation_keeps_less():
     shape = ModelConfig(4, 64, 160, 8, 4)
     plain, core, mlp, full, block = (
-        kept_bytes(one, one.stage(0), host=True)[0]
+        stage_activation_bytes(one, one.build_stage(0), host=True)[0]
         for one in (
             case(shape),
             case(shape, recompute_granularity="selective"),
@@ -131,9 +138,10 @@ def test_recomputation_keeps_less():
 
 def test_sequence_parallelism_shards_norms_and_borders():
     plain, sharded = (
-        layer_bytes(case(gpus=2, tensor_model_parallel_size=2, sequence_parallel=on), host=False) for on in (False, True)
+        layer_activation_bytes(case(gpus=2, tensor_model_parallel_size=2, sequence_parallel=on), host=False)
+        for on in (False, True)
     )
     assert sharded["norms"] == plain["norms"] / 2
     assert all(sharded[name] == plain[name] for name in plain if name != "norms")
-    one = layer_bytes(case(), host=False)
+    one = layer_activation_bytes(case(), host=False)
     assert plain["mlp"] == one["mlp"] / 2 and plain["norms"] == one["norms"]

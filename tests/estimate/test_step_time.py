@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from cases import SHAPE, WORK, case, demand, rates
+from cases import SHAPE, WORK, case, rates, workload
 
 from megaenc.estimate.hardware import Link
-from megaenc.estimate.step_time import group_link, sent, step_time
-from megaenc.estimate.total import estimate
+from megaenc.estimate.step_time import communication_terms, compute_step_time, group_link
+from megaenc.estimate.total import estimate_layout
 from megaenc.model.config import ModelConfig
 
 EIGHT = ModelConfig(8, 32, 80, 4, 2)
@@ -22,7 +22,7 @@ def seconds(found):
 
 def test_products_by_hand():
     """16 packs of 64 tokens: 6 x 2 x 10,752 operations a token, 6 x 2 x 2 s^2 x 32 of attention, 6 x 32 x 1,024 a guess."""
-    found = step_time(case(), WORK, rates())
+    found = compute_step_time(case(), WORK, rates())
     body, attention, head = 64 * 6 * 2 * 10_752, 6 * 2 * 2 * 64**2 * 32, 25.6 * 6 * 32 * 1024
     assert found.flops == pytest.approx(16 * (body + attention + head))
     named = seconds(found)
@@ -36,14 +36,14 @@ def test_products_by_hand():
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 8), (4, 8), (8, 16)])
 def test_even_stages_idle_for_p_minus_1_of_m_plus_p_minus_1(stages, count):
     laid = case(EIGHT, gpus=stages, batch=count, pipeline_model_parallel_size=stages)
-    found = step_time(laid, BODY, rates(**ENDLESS))
+    found = compute_step_time(laid, BODY, rates(**ENDLESS))
     assert found.pipeline_bubble == pytest.approx((stages - 1) / (count + stages - 1))
 
 
 def test_interleaved_stages_idle_less():
     turns = {"num_layers_per_virtual_pipeline_stage": 2}
     plain, dealt = (
-        step_time(case(EIGHT, gpus=2, batch=4, pipeline_model_parallel_size=2, **more), BODY, rates(**ENDLESS))
+        compute_step_time(case(EIGHT, gpus=2, batch=4, pipeline_model_parallel_size=2, **more), BODY, rates(**ENDLESS))
         for more in ({}, turns)
     )
     assert plain.pipeline_bubble == pytest.approx(1 / 5)
@@ -52,25 +52,25 @@ def test_interleaved_stages_idle_less():
 
 def test_a_step_lasts_as_long_as_its_slowest_stage_and_the_way_through_the_others():
     laid = case(EIGHT, gpus=2, batch=8, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tttttt" + "L")
-    found = step_time(laid, BODY, rates(**ENDLESS, inside=Link(1e30, 0.0)))
-    layer = step_time(case(EIGHT, batch=1), BODY, rates(**ENDLESS)).seconds / 8
+    found = compute_step_time(laid, BODY, rates(**ENDLESS, inside=Link(1e30, 0.0)))
+    layer = compute_step_time(case(EIGHT, batch=1), BODY, rates(**ENDLESS)).seconds / 8
     assert found.seconds == pytest.approx(8 * 6 * layer + 2 * layer)
 
 
 def test_gradients_are_sent_twice_but_for_a_share():
     for copies in (2, 4, 8):
         laid = case(gpus=copies)
-        [term] = sent(laid, laid.stage(0), WORK)
-        assert term.value == pytest.approx(2 * (copies - 1) / copies * 4 * laid.stage(0).parameters)
-        assert seconds(step_time(laid, WORK, rates()))["gradients' all-reduce"] == pytest.approx(term.value / 1e10)
+        [term] = communication_terms(laid, laid.build_stage(0), WORK)
+        assert term.value == pytest.approx(2 * (copies - 1) / copies * 4 * laid.build_stage(0).parameters)
+        assert seconds(compute_step_time(laid, WORK, rates()))["gradients' all-reduce"] == pytest.approx(term.value / 1e10)
     distributed = case(gpus=4, use_distributed_optimizer=True)
-    [term] = sent(distributed, distributed.stage(0), WORK)
-    assert term.value == pytest.approx(3 / 4 * (4 + 2) * distributed.stage(0).parameters)
+    [term] = communication_terms(distributed, distributed.build_stage(0), WORK)
+    assert term.value == pytest.approx(3 / 4 * (4 + 2) * distributed.build_stage(0).parameters)
 
 
 def test_tensor_parallel_ranks_send_four_rows_a_layer():
     laid = case(gpus=2, batch=1, tensor_model_parallel_size=2)
-    [term] = sent(laid, laid.stage(0), WORK)
+    [term] = communication_terms(laid, laid.build_stage(0), WORK)
     row = 64 * 32 * 2
     assert term.value == pytest.approx((4 * 2 + 1) * row + 25.6 * 32 * 2)  # 2 layers, the embedding; the head's gradient
 
@@ -82,11 +82,11 @@ def test_what_overlaps_is_hidden_but_for_the_last_bucket_and_never_on_a_host():
     name = "gradients' all-reduce"
     slow = rates(gemm=1e10)
     plain, hidden, host = (
-        seconds(step_time(laid, WORK, slow))[name],
-        seconds(step_time(early, WORK, slow))[name],
-        seconds(step_time(early, WORK, dataclasses.replace(slow, host=True)))[name],
+        seconds(compute_step_time(laid, WORK, slow))[name],
+        seconds(compute_step_time(early, WORK, slow))[name],
+        seconds(compute_step_time(early, WORK, dataclasses.replace(slow, host=True)))[name],
     )
-    assert hidden == pytest.approx(plain * 40e6 / laid.stage(0).parameters)
+    assert hidden == pytest.approx(plain * 40e6 / laid.build_stage(0).parameters)
     assert host == plain
 
 
@@ -98,7 +98,7 @@ def test_groups_that_leave_their_node_share_its_links():
 
 
 def test_more_devices_take_less_time_and_more_device_hours():
-    found = [estimate(case(gpus=gpus), demand(), rates()) for gpus in (1, 2, 4, 8, 16)]
+    found = [estimate_layout(case(gpus=gpus), workload(), rates()) for gpus in (1, 2, 4, 8, 16)]
     times, hours = [one.seconds for one in found], [one.hours for one in found]
     assert times == sorted(times, reverse=True) and hours == sorted(hours)
     [phase] = found[0].phases
@@ -106,13 +106,13 @@ def test_more_devices_take_less_time_and_more_device_hours():
 
 
 def test_a_given_utilization_gives_the_hours():
-    wanted = dataclasses.replace(demand(), mfu=0.1)
-    found = estimate(case(gpus=4), wanted, rates())
+    wanted = dataclasses.replace(workload(), mfu=0.1)
+    found = estimate_layout(case(gpus=4), wanted, rates())
     assert found.seconds == pytest.approx(found.phases[0].flops / (0.1 * 1e12 * 4))
 
 
 def test_recomputation_costs_a_forward_pass():
-    plain, full = (step_time(case(SHAPE, recompute_granularity=how), WORK, rates()) for how in (None, "full"))
+    plain, full = (compute_step_time(case(SHAPE, recompute_granularity=how), WORK, rates()) for how in (None, "full"))
     again = seconds(full)["computed again"]
     assert again == pytest.approx(
         seconds(plain)["matrix products"] / 3 + seconds(plain)["attention"] * 2 / 7 + seconds(plain)["norms, SwiGLU, copies"] / 3

@@ -3,17 +3,17 @@
 import pytest
 import runs
 
-from megaenc.estimate.command import demand_of, read, vocabulary_size
-from megaenc.estimate.length_model import documents
+from megaenc.estimate.command import build_workload, parse_estimate_config, resolve_vocab_size
+from megaenc.estimate.length_model import build_length_model
 
 RUN = [*runs.SHORT_RUN, "--train-iters", "24", "--global-batch-size", "16", "--eval-interval", "0"]
 RUN += ["--objective-schedule", "clm:0.25,mlm(mask=0.3):0.25,mntp:0.25,prefix_lm:0.25", "--lr-warmup-iters", "2"]
 
 
 def demanded(*given):
-    settings = read(["--gpu", "h100", *given], "megaenc estimate")
-    vocab_size, _ = vocabulary_size(settings)
-    return settings, demand_of(settings, vocab_size, documents(settings.pretrain.data, settings.document_tokens))
+    config = parse_estimate_config(["--gpu", "h100", *given], "megaenc estimate")
+    vocab_size, _ = resolve_vocab_size(config)
+    return config, build_workload(config, vocab_size, build_length_model(config.pretrain.data, config.document_tokens))
 
 
 @pytest.mark.slow
@@ -23,9 +23,9 @@ def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, packing):
     flags = [*RUN, *small_corpus.flags, "--packing", packing]
     runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")])
     rows = runs.metrics(tmp_path / "run")
-    settings, demand = demanded(*flags)
-    run = settings.pretrain
-    for phase in demand.phases:
+    config, workload = demanded(*flags)
+    run = config.pretrain
+    for phase in workload.phases:
         [(work, steps)] = phase.parts
         first, last = rows[phase.first - 2] if phase.first > 1 else {"flops": 0, "predicted_tokens": 0}, rows[phase.last - 1]
         packs = steps * run.global_batch_size
@@ -35,10 +35,10 @@ def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, packing):
 
 def test_phases_mixtures_branches_and_growing_batches():
     batch = ["--global-batch-size", "16", "--micro-batch-size", "4", "--train-iters", "100"]
-    _, demand = demanded(*batch, "--objective-schedule", "clm:0.25,mix(clm:1,mlm:3):0.75")
-    assert [(phase.first, phase.last) for phase in demand.phases] == [(1, 25), (26, 100)]
-    assert [steps for _, steps in demand.phases[1].parts] == [18.75, 56.25]
-    assert [work.objective for work in demand.works] == ["mlm", "clm"]  # the more frequent first
+    _, workload = demanded(*batch, "--objective-schedule", "clm:0.25,mix(clm:1,mlm:3):0.75")
+    assert [(phase.first, phase.last) for phase in workload.phases] == [(1, 25), (26, 100)]
+    assert [steps for _, steps in workload.phases[1].parts] == [18.75, 56.25]
+    assert [work.objective for work in workload.works] == ["mlm", "clm"]  # the more frequent first
     _, branch = demanded(*batch, "--objective-schedule", "clm:0.25,mlm:0.75", "--branch-from", "runs/a", "--branch-at", "40")
     assert [(phase.first, phase.last) for phase in branch.phases] == [(41, 100)]
     _, growing = demanded(*batch, "--objective-schedule", "mlm", "--rampup-batch-size", "4", "4", "120")

@@ -131,7 +131,7 @@ class Life:
         if not self.kills:
             return
         said = self._log().read_text(encoding="utf-8", errors="replace")
-        for words, what in (("going on after step", "checkpoint"), ("from new weights", "scratch"), ("is complete", "complete")):
+        for words, what in (("resuming after step", "checkpoint"), ("from new weights", "scratch"), ("is complete", "complete")):
             if words in said:
                 self.kills[-1].next_start = what
 

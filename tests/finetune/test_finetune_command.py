@@ -41,8 +41,8 @@ def test_the_guide_s_run_is_one_of_its_grid():
 
 
 def test_what_is_missing_is_named(refusal):
-    assert refusal(run_main, ["--dataset", "sst2"]) == "error: --model: missing; see megaenc finetune run --help"
-    assert refusal(run_main, ["--model", "here"]) == "error: --dataset: missing; see megaenc finetune run --help"
+    assert refusal(run_main, ["--dataset", "sst2"]) == "error: --model: missing; see `megaenc finetune run --help`"
+    assert refusal(run_main, ["--model", "here"]) == "error: --dataset: missing; see `megaenc finetune run --help`"
     assert "--model: found none, expected at least one" in refusal(grid_main, ["--config", CONFIGS / "demo.yaml"])
 
 

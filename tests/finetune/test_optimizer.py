@@ -161,7 +161,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(precision):
 
 
 def test_a_schedule_of_rates_that_are_all_0_is_refused():
-    with pytest.raises(InputError, match=r"--warmup: found 0.1 and 1 update, whose rate is 0, expected more updates"):
+    with pytest.raises(InputError, match=r"--warmup: found 0.1 and 1 step, whose rate is 0, expected more steps"):
         check_warmup(1, 0.1)
     for steps, warmup in [(1, 0.0), (2, 0.1), (2, 0.99), (1000, 0.1)]:
         check_warmup(steps, warmup)

@@ -163,7 +163,7 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, m
     failures = [json.loads(path.read_text()) for path in output.rglob("failed.json")]
     assert len(failures) == 10 and {failure["learning_rate"] for failure in failures} == {1e30}
     assert all(
-        re.fullmatch(r"the (loss|norm of the gradient) is (nan|inf) in step \d", failure["reason"]) for failure in failures
+        re.fullmatch(r"the (loss|gradient norm) is (nan|inf) in step \d", failure["reason"]) for failure in failures
     )
     with pytest.raises(SystemExit) as stop:
         alone(model, data / "sc", output, "--learning-rate", "1e30")
@@ -175,7 +175,7 @@ def test_a_last_update_that_ruins_the_model_is_a_failed_run(model, data, tmp_pat
     with pytest.raises(SystemExit):  # the first of the two updates has rate 0
         alone(model, data / "sc", tmp_path, "--learning-rate", "1e40", "--max-steps", 2, "--warmup", 0.5)
     [failure] = [json.loads(path.read_text()) for path in tmp_path.rglob("failed.json")]
-    assert (failure["reason"], failure["step"]) == ("what the model predicts is nan or inf after step 2, the last", 2)
+    assert (failure["reason"], failure["step"]) == ("a prediction of the model is NaN or inf after step 2, the last", 2)
     assert not results(tmp_path)
 
 
@@ -253,7 +253,7 @@ def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, 
     job = planned(tmp_path / "little", tmp_path / "sc", tmp_path / "out")
     with open(tmp_path / changed, "a") as file:
         file.write("\n")
-    with pytest.raises(InputError, match=r"(sc|the tokenizer in .*little): has changed since the run was planned; give the same"):
+    with pytest.raises(InputError, match=r"(sc|the tokenizer in .*little): has changed since the run was planned; run the same"):
         train_and_evaluate(job)
     assert not (tmp_path / "out").exists()
 

@@ -31,7 +31,7 @@ ROWS = [
     ("megaenc study plan study-dataset.yaml", "sst22"),
     ("megaenc study plan study-pretrain.yaml", "leraning_rate"),
     ("megaenc study plan study-type.yaml", "seq_length"),
-    ("megaenc study plan study-corpus.yaml", "corpus: found `demo` beside `text`"),
+    ("megaenc study plan study-corpus.yaml", "corpus: found `demo` together with `text`"),
     ("megaenc study plan study-vocab.yaml", "vocab_size"),
     ("megaenc study plan study.yaml --picture new.bmp", "new.bmp"),
     ("megaenc study plan study.yaml --picture mine", "--picture mine"),

@@ -53,7 +53,7 @@ def test_parameters_are_those_of_the_built_model(name, untied):
         (dict(norm_epsilon=float("nan")), 1, "--norm-epsilon: found nan, expected a number above 0"),
         (dict(hidden_size=20), 1, "expected an even head width"),
         ({}, 4, "--num-query-groups: found 2, expected a multiple of --tensor-model-parallel-size 4"),
-        (dict(rope_scaling_factor=32.0), 1, "--rope-scaling-factor: found 32.0, expected --use-rope-scaling beside it"),
+        (dict(rope_scaling_factor=32.0), 1, "--rope-scaling-factor: found 32.0, expected --use-rope-scaling with it"),
         (dict(ffn_hidden_size=771), 2, "--ffn-hidden-size: found 771, expected a multiple of --tensor-model"),
     ],
 )

@@ -37,7 +37,7 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, monkeypat
     monkeypatch.setattr(loss_module, "_CACHE_ELEMENTS", widened)
     *weights, labels = work
     here, there = ([tensor.clone().requires_grad_() for tensor in weights] for _ in range(2))
-    loss, correct = loss_of(*here, labels, at_once=at_once)
+    loss, correct = loss_of(*here, labels, chunk_size=at_once)
     logits = there[0] @ there[1][:VOCABULARY].T
     expected = F.cross_entropy(logits, labels, reduction="sum")
     (loss * 0.5).backward()  # as the schedules scale it
@@ -74,7 +74,7 @@ def test_gradients_of_parts_are_added_up_in_float32(work):
     gradients = []
     for at_once in (1, PADDED * ROWS):
         here = weight.clone().requires_grad_()
-        loss_of(hidden, here, labels, at_once=at_once)[0].backward()
+        loss_of(hidden, here, labels, chunk_size=at_once)[0].backward()
         gradients.append(here.grad.float())
     exact = weight.float().requires_grad_()
     loss_of(hidden.float(), exact, labels)[0].backward()

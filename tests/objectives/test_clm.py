@@ -18,11 +18,11 @@ def targets(tokens, edges):
 
 
 def test_by_hand():
-    found = targets([7, 8, 9, 0, 5, 6, 4], [0, 4, 5, 7])
-    assert found.inputs.tolist() == [7, 8, 9, 0, 5, 6, 4]
-    assert found.predict_at.tolist() == [0, 1, 2, 5]
-    assert found.labels.tolist() == [8, 9, 0, 4]
-    assert found.predict_at.dtype == found.labels.dtype == np.int64
+    actual = targets([7, 8, 9, 0, 5, 6, 4], [0, 4, 5, 7])
+    assert actual.inputs.tolist() == [7, 8, 9, 0, 5, 6, 4]
+    assert actual.predict_at.tolist() == [0, 1, 2, 5]
+    assert actual.labels.tolist() == [8, 9, 0, 4]
+    assert actual.predict_at.dtype == actual.labels.dtype == np.int64
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -33,13 +33,13 @@ def test_against_a_loop(seed):
     inner = np.flatnonzero(rng.random(length - 1) < rng.choice([0.0, 0.2, 0.9])) + 1
     edges = [0, *inner.tolist(), length]
     expected = [(i, tokens[i + 1]) for i in range(length - 1) if i + 1 not in edges]
-    found = targets(tokens, edges)
-    assert list(zip(found.predict_at, found.labels, strict=True)) == expected
+    actual = targets(tokens, edges)
+    assert list(zip(actual.predict_at, actual.labels, strict=True)) == expected
 
 
 def test_documents_of_one_token_predict_nothing():
-    found = targets([1, 2, 3], [0, 1, 2, 3])
-    assert len(found.predict_at) == len(found.labels) == 0
+    actual = targets([1, 2, 3], [0, 1, 2, 3])
+    assert len(actual.predict_at) == len(actual.labels) == 0
 
 
 def test_sees_what_comes_before_and_takes_no_option():

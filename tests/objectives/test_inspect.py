@@ -33,7 +33,7 @@ def corpus(tmp_path_factory):
     return str(folder / "words_text_document"), str(folder / "tokenizer")
 
 
-def shown(capsys, *flags) -> str:
+def inspect_output(capsys, *flags) -> str:
     inspect.main([str(flag) for flag in flags])
     captured = capsys.readouterr()
     assert not captured.err
@@ -42,15 +42,15 @@ def shown(capsys, *flags) -> str:
 
 def figures(text: str) -> dict[str, str]:
     """The named lines at the top; a line that goes on below is joined."""
-    found, name = {}, ""
+    actual, name = {}, ""
     for line in text.split("\n\n")[0].splitlines()[1:]:
         name = line[:20].strip() or name
-        found[name] = f"{found.get(name, '')} {line[20:].strip()}".strip()
-    return found
+        actual[name] = f"{actual.get(name, '')} {line[20:].strip()}".strip()
+    return actual
 
 
 def test_figures_worked_out_by_hand(corpus, capsys):
-    out = shown(capsys, corpus[0], "--seq-length", 5, "--split", "1,0,0")
+    out = inspect_output(capsys, corpus[0], "--seq-length", 5, "--split", "1,0,0")
     fingerprint = read_vocabulary(small_tokenizer()).fingerprint[:12]
     assert out.splitlines()[0].endswith("words_text_document")
     assert figures(out) == {
@@ -71,19 +71,21 @@ def test_figures_worked_out_by_hand(corpus, capsys):
         ["4 - 7", "2", "50.0 %", "█" * 20, "68.8 %"],
     ]
     assert " ".join(out.split("\n\n")[2].split()) == (
-        "Give --tokenizer DIR to see a pack decoded, and what --objective hides in it and predicts."
+        "Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and predicts."
     )
 
 
 def test_the_split_of_the_run_decides_what_is_packed(corpus, capsys):
     training, _, _ = split_documents(4, (50, 50, 0))
     tokens = sum([4, 2, 7, 3][document] for document in training)
-    out = shown(capsys, corpus[0], "--seq-length", 2, "--split", "50,50,0")
+    out = inspect_output(capsys, corpus[0], "--seq-length", 2, "--split", "50,50,0")
     assert figures(out)["packs of 2"].startswith(f"{-(-tokens // 2)} an epoch")
 
 
 def test_packs_are_cut_in_the_way_of_the_run(corpus, capsys):
-    out = shown(capsys, corpus[0], "--tokenizer", corpus[1], "--seq-length", 24, "--packing", "random-length", "--split", "1,0,0")
+    out = inspect_output(
+        capsys, corpus[0], "--tokenizer", corpus[1], "--seq-length", 24, "--packing", "random-length", "--split", "1,0,0"
+    )
     assert figures(out)["packs of 24"] == "1 an epoch (random-length, training documents of --split 1,0,0)"
     assert "24 tokens of 2 documents" in out  # two chunks
 
@@ -93,7 +95,7 @@ def test_the_pack_is_the_one_that_a_run_reads(corpus, capsys, pack, seed):
     """Word for word: hidden ones in brackets, a rule at each edge. Pack 7 belongs to the second epoch."""
     prefix, folder = corpus
     flags = ["--tokenizer", folder, "--seq-length", 5, "--split", "1,0,0", "--pack", pack, "--seed", seed]
-    out = shown(capsys, prefix, *flags, "--objective", "mlm(mask=0.5)")
+    out = inspect_output(capsys, prefix, *flags, "--objective", "mlm(mask=0.5)")
     read = ConcatPackedDataset(Corpus.open(prefix), np.arange(4), 5, seed)[pack]
     tokenizer = small_tokenizer()
     objective = MaskedLanguageModeling(read_vocabulary(tokenizer), mask=0.5)
@@ -106,8 +108,8 @@ def test_the_pack_is_the_one_that_a_run_reads(corpus, capsys, pack, seed):
             word = tokenizer.decode([int(read.tokens[at])]).strip()
             expected.append(f"[{word}]" if at in targets.predict_at else word)
     body = out[out.index("document 1 of the pack") : out.index("legend ─")]
-    found = re.findall(r"tokens \d+ to \d+|\[\w+\]|<\|eos\|>|dog|fox", body)
-    assert found == expected
+    actual = re.findall(r"tokens \d+ to \d+|\[\w+\]|<\|eos\|>|dog|fox", body)
+    assert actual == expected
     assert f"pack {pack} (epoch {read.epoch}): 5 tokens of {len(read.edges) - 1} document" in out
     assert f"{len(targets.predict_at)} tokens predicted" in out
 
@@ -122,15 +124,15 @@ def test_without_a_sidecar_and_with_cut_documents(tmp_path, capsys):
             builder.add_item(tensor(sequence))
         builder.end_document()
     builder.finalize(str(tmp_path / "theirs.idx"))
-    found = figures(shown(capsys, tmp_path / "theirs", "--split", "1,0,0"))
-    assert (found["documents"], found["sequences"], found["tokens"], found["dtype"]) == ("3", "4", "6", "int32")
-    assert found["tokenizer"] == found["end of document"] == "unknown: there is no theirs.json"
-    assert found["tokens a document"] == "mean 2, median 3, p5 0.3, p95 3, longest 3 (document 0), 1 empty"
+    actual = figures(inspect_output(capsys, tmp_path / "theirs", "--split", "1,0,0"))
+    assert (actual["documents"], actual["sequences"], actual["tokens"], actual["dtype"]) == ("3", "4", "6", "int32")
+    assert actual["tokenizer"] == actual["end of document"] == "unknown: theirs.json is missing"
+    assert actual["tokens a document"] == "mean 2, median 3, p5 0.3, p95 3, longest 3 (document 0), 1 empty"
 
 
 @pytest.mark.parametrize("objective", ["clm", "mlm", " mlm ( mask = 0.3 ) ", "mlm(mask=0.15,random=0.1,keep=0.1)"])
 def test_objectives_are_spelled_as_in_a_schedule(corpus, capsys, objective):
-    out = shown(capsys, corpus[0], "--tokenizer", corpus[1], "--objective", objective)
+    out = inspect_output(capsys, corpus[0], "--tokenizer", corpus[1], "--objective", objective)
     assert f"\n{objective.split('(')[0].strip()}" in out
 
 
@@ -160,7 +162,7 @@ def test_another_tokenizer_is_one_line(corpus, small_corpus, refusal):
 
 def test_a_file_gets_no_colour_and_80_columns_and_a_terminal_colour(corpus, capsys, monkeypatch):
     flags = [corpus[0], "--tokenizer", corpus[1]]
-    plain = shown(capsys, *flags)
+    plain = inspect_output(capsys, *flags)
     assert "\x1b" not in plain and max(map(len, plain.splitlines()[1:])) <= 80
     terminal = io.StringIO()
     terminal.isatty = lambda: True

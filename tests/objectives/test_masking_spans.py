@@ -41,24 +41,24 @@ def test_hidden_places_against_a_walk(kind, mask, span):
     for sample in range(60):
         pack = random_pack(sample)
         expected = walk(kind, pack, uniforms(3, "mask", 64, counters=(sample, 2)), mask, span)
-        found = objective.targets(pack, SampleRandomness(3, sample, 2))
-        assert (found.predict_at + objective.shift).tolist() == expected
-        assert found.labels.tolist() == pack.tokens[expected].tolist()
-        assert np.flatnonzero(found.inputs != pack.tokens).tolist() == expected
-        assert set(found.inputs[expected]) <= {MASK}
-        assert found.predict_at.dtype == found.labels.dtype == found.inputs.dtype == np.int64
+        actual = objective.targets(pack, SampleRandomness(3, sample, 2))
+        assert (actual.predict_at + objective.shift).tolist() == expected
+        assert actual.labels.tolist() == pack.tokens[expected].tolist()
+        assert np.flatnonzero(actual.inputs != pack.tokens).tolist() == expected
+        assert set(actual.inputs[expected]) <= {MASK}
+        assert actual.predict_at.dtype == actual.labels.dtype == actual.inputs.dtype == np.int64
 
 
 @pytest.mark.parametrize(("options", "digest"), [({}, "2e09c4eb87db8036"), (BERT, "2211b1693965d81c")])
 def test_masks_without_spans_never_change(options, digest):
     """A run that goes on with another version of this package must see the masks it would have seen."""
-    seen = hashlib.sha256()
+    mask_hash = hashlib.sha256()
     for sample in range(8):
         pack = Pack(sample, 0, np.arange(2048) * 31 % 50, np.array([0, 700, 701, 2048], dtype=np.int32))
-        found = MaskedLanguageModeling(VOCABULARY, **options).targets(pack, SampleRandomness(5, sample, 0))
-        for array in (found.inputs, found.predict_at, found.labels):
-            seen.update(array.astype("<i8").tobytes())
-    assert seen.hexdigest().startswith(digest)
+        actual = MaskedLanguageModeling(VOCABULARY, **options).targets(pack, SampleRandomness(5, sample, 0))
+        for array in (actual.inputs, actual.predict_at, actual.labels):
+            mask_hash.update(array.astype("<i8").tobytes())
+    assert mask_hash.hexdigest().startswith(digest)
 
 
 def test_mntp_hides_what_mlm_hides_but_for_first_tokens():
@@ -75,12 +75,12 @@ MILLION = 1 << 20
 @pytest.fixture(scope="module")
 def packs():
     """A million tokens, documents of 64 tokens, one token in twenty special."""
-    found = []
+    actual = []
     for sample in range(MILLION // 4096):
         rng = np.random.default_rng(sample)
         tokens = np.where(rng.random(4096) < 0.05, 7, rng.integers(10, 50, size=4096))
-        found.append(Pack(sample, 0, tokens, np.arange(0, 4097, 64, dtype=np.int32)))
-    return found
+        actual.append(Pack(sample, 0, tokens, np.arange(0, 4097, 64, dtype=np.int32)))
+    return actual
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -90,8 +90,8 @@ def test_every_kind_of_place_is_hidden_with_the_same_probability(packs, kind, ma
     objective = kind(VOCABULARY, mask=mask, span=span)
     chosen, tokens = np.zeros(MILLION, dtype=bool), np.concatenate([pack.tokens for pack in packs])
     for pack in packs:
-        found = objective.targets(pack, SampleRandomness(0, pack.sample, 0))
-        chosen[pack.sample * 4096 + found.predict_at + objective.shift] = True
+        actual = objective.targets(pack, SampleRandomness(0, pack.sample, 0))
+        chosen[pack.sample * 4096 + actual.predict_at + objective.shift] = True
     place, special = np.arange(MILLION) % 64, tokens == 7
     assert not chosen[special].any()
     kinds = {
@@ -118,9 +118,9 @@ def test_every_kind_of_place_is_hidden_with_the_same_probability(packs, kind, ma
 def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
     """In one document of a million tokens without special ones, every run but a last one ends by itself."""
     pack = Pack(0, 0, np.full(MILLION, 20), np.array([0, MILLION], dtype=np.int32))
-    found = MaskedLanguageModeling(VOCABULARY, mask=mask, span=span).targets(pack, SampleRandomness(1, 0, 0))
+    actual = MaskedLanguageModeling(VOCABULARY, mask=mask, span=span).targets(pack, SampleRandomness(1, 0, 0))
     chosen = np.zeros(MILLION + 2, dtype=int)
-    chosen[1 + found.predict_at] = 1
+    chosen[1 + actual.predict_at] = 1
     turns = np.diff(chosen)
     lengths = np.flatnonzero(turns == -1) - np.flatnonzero(turns == 1)
     runs = len(lengths)
@@ -139,12 +139,12 @@ def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
 
 def test_shares_of_random_and_kept_tokens_inside_spans(packs):
     objective = MaskedNextTokenPrediction(VOCABULARY, mask=0.4, span=4, random=0.2, keep=0.3)
-    found = [objective.targets(pack, SampleRandomness(0, pack.sample, 0)) for pack in packs]
-    shown = np.concatenate([one.inputs[one.predict_at + 1] for one in found])
-    labels = np.concatenate([one.labels for one in found])
-    assert within((shown == MASK).sum(), len(labels), 0.5)
-    assert within((shown == labels).sum(), len(labels), 0.3 + 0.2 / 47)  # one random token in 47 is the one that was there
-    assert not np.isin(shown[shown != MASK], SPECIAL).any()
+    actual = [objective.targets(pack, SampleRandomness(0, pack.sample, 0)) for pack in packs]
+    replacements = np.concatenate([one.inputs[one.predict_at + 1] for one in actual])
+    labels = np.concatenate([one.labels for one in actual])
+    assert within((replacements == MASK).sum(), len(labels), 0.5)
+    assert within((replacements == labels).sum(), len(labels), 0.3 + 0.2 / 47)  # one random token in 47 is the one that was there
+    assert not np.isin(replacements[replacements != MASK], SPECIAL).any()
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_the_smallest_span_that_is_named_can_be_used(mask):
 
 def test_at_the_smallest_span_tokens_are_hidden_one_by_one():
     """A token's chance then is the same whatever came before it."""
-    in_spans, alone = (MaskedLanguageModeling(VOCABULARY, mask=0.5, span=span) for span in (2, 0))
+    in_spans, independent = (MaskedLanguageModeling(VOCABULARY, mask=0.5, span=span) for span in (2, 0))
     for sample in range(10):
         pack = random_pack(sample)
-        found = [one.targets(pack, SampleRandomness(0, sample, 0)).predict_at.tolist() for one in (in_spans, alone)]
-        assert found[0] == found[1]
+        actual = [one.targets(pack, SampleRandomness(0, sample, 0)).predict_at.tolist() for one in (in_spans, independent)]
+        assert actual[0] == actual[1]

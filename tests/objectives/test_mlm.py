@@ -40,11 +40,11 @@ def test_against_a_loop(options):
             else:
                 inputs.append(token if draws["fate"][place] < objective.random + objective.keep else VOCABULARY.mask_id)
         before = pack.tokens.copy()
-        found = objective.targets(pack, SampleRandomness(3, sample, 2))
-        assert found.inputs.tolist() == inputs
-        assert found.predict_at.tolist() == predict_at
-        assert found.labels.tolist() == labels
-        assert found.inputs.dtype == found.predict_at.dtype == found.labels.dtype == np.int64
+        actual = objective.targets(pack, SampleRandomness(3, sample, 2))
+        assert actual.inputs.tolist() == inputs
+        assert actual.predict_at.tolist() == predict_at
+        assert actual.labels.tolist() == labels
+        assert actual.inputs.dtype == actual.predict_at.dtype == actual.labels.dtype == np.int64
         assert np.array_equal(pack.tokens, before)
 
 
@@ -54,8 +54,8 @@ def test_statistics_over_a_million_tokens(options):
     packs = [make_pack(sample, 2048) for sample in range(512)]
     all_targets = [objective.targets(pack, SampleRandomness(0, pack.sample, 0)) for pack in packs]
     tokens = np.concatenate([pack.tokens for pack in packs])
-    inputs = np.concatenate([found.inputs for found in all_targets])
-    chosen = np.concatenate([np.isin(np.arange(2048), found.predict_at) for found in all_targets])
+    inputs = np.concatenate([actual.inputs for actual in all_targets])
+    chosen = np.concatenate([np.isin(np.arange(2048), actual.predict_at) for actual in all_targets])
     ordinary = ~np.isin(tokens, SPECIAL)
     assert not (chosen & ~ordinary).any()
     assert within(chosen.sum(), ordinary.sum(), objective.mask)
@@ -65,17 +65,17 @@ def test_statistics_over_a_million_tokens(options):
     by_half = chosen.reshape(512, 2, 1024).sum(axis=(0, 2)), ordinary.reshape(512, 2, 1024).sum(axis=(0, 2))
     assert all(within(hits, trials, objective.mask) for hits, trials in zip(*by_half, strict=True))
 
-    count, labels, shown = chosen.sum(), tokens[chosen], inputs[chosen]
+    count, labels, replacements = chosen.sum(), tokens[chosen], inputs[chosen]
     assert np.array_equal(inputs[~chosen], tokens[~chosen])
-    assert not np.isin(shown[shown != VOCABULARY.mask_id], SPECIAL).any()
+    assert not np.isin(replacements[replacements != VOCABULARY.mask_id], SPECIAL).any()
     if objective.random:
-        assert within((shown == VOCABULARY.mask_id).sum(), count, 1 - objective.random - objective.keep)
-        replaced = (shown != VOCABULARY.mask_id) & (shown != labels)
+        assert within((replacements == VOCABULARY.mask_id).sum(), count, 1 - objective.random - objective.keep)
+        replaced = (replacements != VOCABULARY.mask_id) & (replacements != labels)
         assert within(replaced.sum(), count, objective.random * 46 / 47)  # one in 47 draws the token that was there
-        histogram = np.bincount(shown[replaced], minlength=VOCABULARY.size)[~np.isin(np.arange(VOCABULARY.size), SPECIAL)]
+        histogram = np.bincount(replacements[replaced], minlength=VOCABULARY.size)[~np.isin(np.arange(VOCABULARY.size), SPECIAL)]
         assert all(within(hits, replaced.sum(), 1 / 47) for hits in histogram)
     else:
-        assert (shown == VOCABULARY.mask_id).all()
+        assert (replacements == VOCABULARY.mask_id).all()
 
 
 def test_masks_differ_by_sample_epoch_and_seed_alone():
@@ -89,9 +89,9 @@ def test_masks_differ_by_sample_epoch_and_seed_alone():
 
 
 def test_pack_without_targets():
-    found = MaskedLanguageModeling(VOCABULARY).targets(make_pack(0, 6, [0, 1, 7, 0, 1, 7]), SampleRandomness(0, 0, 0))
-    assert found.inputs.tolist() == [0, 1, 7, 0, 1, 7]
-    assert found.predict_at.shape == found.labels.shape == (0,)
+    actual = MaskedLanguageModeling(VOCABULARY).targets(make_pack(0, 6, [0, 1, 7, 0, 1, 7]), SampleRandomness(0, 0, 0))
+    assert actual.inputs.tolist() == [0, 1, 7, 0, 1, 7]
+    assert actual.predict_at.shape == actual.labels.shape == (0,)
 
 
 @pytest.mark.parametrize(

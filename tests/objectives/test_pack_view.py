@@ -10,7 +10,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.tokenizer import read_vocabulary
 from megaenc.objectives import Attention, CausalLanguageModeling, MaskedLanguageModeling, Objective, Targets
-from megaenc.objectives.pack_view import AS_IS, HIDDEN, KEPT, REPLACED, decode_pack, build_renderables
+from megaenc.objectives.pack_view import AS_IS, HIDDEN, KEPT, REPLACED, build_renderables, decode_pack
 
 EOS, MASK = 0, 1
 
@@ -54,7 +54,7 @@ def pack_of(tokenizer, *texts: str, sample: int = 0, epoch: int = 0) -> Pack:
     return Pack(sample, epoch, np.array([token for row in rows for token in row]), edges)
 
 
-def printed(decoded, width: int = 80) -> str:
+def render(decoded, width: int = 80) -> str:
     """What a file would get."""
     import io
 
@@ -100,10 +100,10 @@ def test_pieces_are_the_documents_and_their_text_is_whole(tokenizer, vocabulary)
 def test_a_hidden_word_is_in_brackets_with_what_the_model_reads_instead(tokenizer, vocabulary):
     """A token a word here."""
     pack = pack_of(tokenizer, "The dog fox dog")
-    shown = printed(decode_pack(pack, Fixed(vocabulary, [1, 3]), 0, tokenizer)).splitlines()
-    assert "The [dog] fox [dog]<|eos|>" in shown
-    assert "[word]     hidden: the model reads the mask token and predicts `word` here" in [line.rstrip() for line in shown]
-    assert "2 tokens predicted (40.0 %), 2 not shown to the model" in shown
+    output = render(decode_pack(pack, Fixed(vocabulary, [1, 3]), 0, tokenizer)).splitlines()
+    assert "The [dog] fox [dog]<|eos|>" in output
+    assert "[word]     hidden: the model reads the mask token and predicts `word` here" in [line.rstrip() for line in output]
+    assert "2 tokens predicted (40.0 %), 2 hidden from the model" in output
 
 
 def test_kept_and_replaced_words_are_told_apart(tokenizer, vocabulary):
@@ -116,57 +116,57 @@ def test_kept_and_replaced_words_are_told_apart(tokenizer, vocabulary):
             inputs[1] = fox
             return Targets(inputs, np.array([1, 3]), np.array([dog, dog]))
 
-    shown = printed(decode_pack(pack, Swapped(vocabulary, [1, 3]), 0, tokenizer))
-    assert "The [dog> fox] fox [dog=]<|eos|>" in shown
-    assert "replaced: the model reads `dog`" in shown and "left as it is" in shown and "hidden" not in shown
+    output = render(decode_pack(pack, Swapped(vocabulary, [1, 3]), 0, tokenizer))
+    assert "The [dog> fox] fox [dog=]<|eos|>" in output
+    assert "replaced: the model reads `dog`" in output and "unchanged: the model" in output and "hidden" not in output
 
 
 def test_a_character_of_several_tokens_shows_which_are_hidden(tokenizer, vocabulary):
     """日 is three tokens, one a byte."""
     pack = pack_of(tokenizer, "日日日")
     assert len(pack.tokens) == 10
-    shown = printed(decode_pack(pack, Fixed(vocabulary, [1, 6, 7, 8]), 0, tokenizer))
-    assert "[日:.#.]日[日:###]<|eos|>" in shown and "[é:.#]" in shown
-    assert "\ufffd" not in shown
+    output = render(decode_pack(pack, Fixed(vocabulary, [1, 6, 7, 8]), 0, tokenizer))
+    assert "[日:.#.]日[日:###]<|eos|>" in output and "[é:.#]" in output
+    assert "\ufffd" not in output
 
 
 def test_what_the_edge_of_a_pack_cuts_is_a_replacement_character(tokenizer, vocabulary):
-    whole = pack_of(tokenizer, "日x日")
-    cut = Pack(0, 0, whole.tokens[1:6], np.array([0, 5], dtype=np.int32))
+    full_pack = pack_of(tokenizer, "日x日")
+    cut = Pack(0, 0, full_pack.tokens[1:6], np.array([0, 5], dtype=np.int32))
     decoded = decode_pack(cut, Fixed(vocabulary, [2]), 0, tokenizer)
     assert "".join(stretch.text for stretch in decoded.pieces[0]).strip("\ufffd") == "x"
-    assert "[x]" in printed(decoded)
+    assert "[x]" in render(decoded)
 
 
 def test_clm_marks_every_token_that_has_a_next_one(tokenizer, vocabulary):
     decoded = decode_pack(pack_of(tokenizer, "The dog dog", "é"), CausalLanguageModeling(vocabulary), 0, tokenizer)
-    shown = printed(decoded)
-    assert "The› dog› dog›<|eos|>\n" in shown and "é››<|eos|>\n" in shown
-    assert "predicts the next token" in shown and "hidden" not in shown
-    assert "causal attention" in shown and "5 tokens predicted (71.4 %), 0 not shown to the model" in shown
+    output = render(decoded)
+    assert "The› dog› dog›<|eos|>\n" in output and "é››<|eos|>\n" in output
+    assert "predicts the next token" in output and "hidden" not in output
+    assert "causal attention" in output and "5 tokens predicted (71.4 %), 0 hidden from the model" in output
 
 
 def test_an_objective_that_predicts_a_hidden_token_from_the_one_before(tokenizer, vocabulary):
-    shown = printed(decode_pack(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [1, 3], shift=1), 0, tokenizer))
-    assert "The› [dog] fox› [dog]<|eos|>" in shown
-    assert "hidden: the model reads the mask token where the text has `word`" in shown
+    output = render(decode_pack(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [1, 3], shift=1), 0, tokenizer))
+    assert "The› [dog] fox› [dog]<|eos|>" in output
+    assert "hidden: the model reads the mask token in place of `word`" in output
 
 
 def test_a_label_that_is_neither_here_nor_next_is_spelled_out(tokenizer, vocabulary):
-    shown = printed(decode_pack(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [3], shift=2), 0, tokenizer))
-    assert "The dog›“ dog” fox [dog]<|eos|>" in shown
+    output = render(decode_pack(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [3], shift=2), 0, tokenizer))
+    assert "The dog›“ dog” fox [dog]<|eos|>" in output
 
 
 def test_no_control_character_reaches_the_terminal(tokenizer, vocabulary):
     text = "a\x1b[31mb\tc\nd\x07\x9b1m"
-    shown = printed(decode_pack(pack_of(tokenizer, text), Fixed(vocabulary, [0]), 0, tokenizer))
-    assert "[a]␛[31mb⇥c↵\nd␇\\x9b1m<|eos|>" in shown
-    assert all(character == "\n" or character.isprintable() for character in shown)
+    output = render(decode_pack(pack_of(tokenizer, text), Fixed(vocabulary, [0]), 0, tokenizer))
+    assert "[a]␛[31mb⇥c↵\nd␇\\x9b1m<|eos|>" in output
+    assert all(character == "\n" or character.isprintable() for character in output)
 
 
 def test_lines_fit_and_documents_stand_apart(tokenizer, vocabulary):
     decoded = decode_pack(pack_of(tokenizer, *TEXTS), MaskedLanguageModeling(vocabulary), 0, tokenizer)
-    lines = printed(decoded, width=60).splitlines()
+    lines = render(decoded, width=60).splitlines()
     rules = [line for line in lines if line.startswith("document ")]
     assert [rule.split(" ─")[0] for rule in rules] == [
         f"document {number} of the pack: tokens {piece[0].start} to {piece[-1].stop - 1}"

@@ -29,11 +29,11 @@ def test_against_a_loop(low, high):
             prefix = min(math.floor((low + (high - low) * draw) * (stop - start)), stop - start - 1)
             prefixes.append(prefix)
             expected += [(at - 1, pack.tokens[at]) for at in range(start + max(prefix, 1), stop)]
-        found = objective.targets(pack, SampleRandomness(3, sample, 2))
-        assert found.prefixes.tolist() == prefixes
-        assert list(zip(found.predict_at, found.labels, strict=True)) == expected
-        assert np.array_equal(found.inputs, pack.tokens)
-        assert found.prefixes.dtype == found.predict_at.dtype == found.labels.dtype == np.int64
+        actual = objective.targets(pack, SampleRandomness(3, sample, 2))
+        assert actual.prefixes.tolist() == prefixes
+        assert list(zip(actual.predict_at, actual.labels, strict=True)) == expected
+        assert np.array_equal(actual.inputs, pack.tokens)
+        assert actual.prefixes.dtype == actual.predict_at.dtype == actual.labels.dtype == np.int64
 
 
 def test_without_a_prefix_it_predicts_what_causal_modelling_predicts():
@@ -41,16 +41,16 @@ def test_without_a_prefix_it_predicts_what_causal_modelling_predicts():
 
     for sample in range(20):
         pack, draws = random_pack(sample), SampleRandomness(0, sample, 0)
-        found = PrefixLanguageModeling(VOCABULARY, high=0).targets(pack, draws)
+        actual = PrefixLanguageModeling(VOCABULARY, high=0).targets(pack, draws)
         expected = CausalLanguageModeling(VOCABULARY).targets(pack, draws)
-        assert not found.prefixes.any()
+        assert not actual.prefixes.any()
         for name in ("inputs", "predict_at", "labels"):
-            assert np.array_equal(getattr(found, name), getattr(expected, name))
+            assert np.array_equal(getattr(actual, name), getattr(expected, name))
 
 
 def test_a_document_of_one_token_predicts_nothing():
-    found = PrefixLanguageModeling(VOCABULARY).targets(pack_of([1, 1, 1]), SampleRandomness(0, 0, 0))
-    assert found.prefixes.tolist() == [0, 0, 0] and len(found.predict_at) == 0
+    actual = PrefixLanguageModeling(VOCABULARY).targets(pack_of([1, 1, 1]), SampleRandomness(0, 0, 0))
+    assert actual.prefixes.tolist() == [0, 0, 0] and len(actual.predict_at) == 0
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.25, 0.75)])

@@ -32,9 +32,9 @@ def test_an_option_goes_from_the_first_step_to_the_last_in_a_straight_line():
     assert schedule.objective(11) == MaskedLanguageModeling(VOCABULARY, mask=0.4)
     assert schedule.objective(21) == MaskedLanguageModeling(VOCABULARY, mask=0.15, keep=0.1)
     for step in range(11, 22):
-        found = schedule.objective(step)
-        assert found.mask == pytest.approx(0.4 - 0.025 * (step - 11))
-        assert found.keep == pytest.approx(0.01 * (step - 11))
+        actual = schedule.objective(step)
+        assert actual.mask == pytest.approx(0.4 - 0.025 * (step - 11))
+        assert actual.keep == pytest.approx(0.01 * (step - 11))
 
 
 def test_a_phase_of_one_step_has_the_first_value():
@@ -80,7 +80,7 @@ def test_numbers_of_any_objective_can_change_and_whole_ones_are_rounded(toy):
 @pytest.mark.parametrize("marked", ["toy(fast=false->[true])", "toy(word=a->[b])", "toy(fast=true->[true])"])
 def test_what_is_no_number_cannot_change(toy, marked):
     text = marked.replace("[", "").replace("]", "")
-    with pytest.raises(InputError, match="is no number and cannot change, expected one value") as caught:
+    with pytest.raises(InputError, match="is not a number and cannot change, expected one value") as caught:
         build(text, 10)
     assert str(caught.value).startswith(f"--objective-schedule: at character {marked.index('[') + 1} of '{text}': toy: option `")
     assert str(caught.value).endswith(f"(here: {marked})")
@@ -113,10 +113,10 @@ def test_draws_follow_from_seed_and_step_alone():
         schedule = build(text, train_iters, seed)
         return [schedule.text_at(step) for step in range(101, 201)]
 
-    here = drawn("mix(clm:1,mlm:1)", 200, seed=1)
-    assert drawn("mlm:100,mix(clm:5,mlm:5):100", 200, seed=1) == here
-    assert drawn("mix(clm:1,mlm:1)", 1000, seed=1) == here
-    assert drawn("mix(clm:1,mlm:1)", 200, seed=2) != here
+    reference = drawn("mix(clm:1,mlm:1)", 200, seed=1)
+    assert drawn("mlm:100,mix(clm:5,mlm:5):100", 200, seed=1) == reference
+    assert drawn("mix(clm:1,mlm:1)", 1000, seed=1) == reference
+    assert drawn("mix(clm:1,mlm:1)", 200, seed=2) != reference
 
 
 def test_what_is_said_of_a_step_is_what_it_trains():
@@ -136,10 +136,10 @@ def test_every_objective_that_can_be_trained_is_listed_once_with_options_at_thei
 
 def test_choices_say_what_a_phase_may_train():
     schedule = build("mix(clm:0.25,mlm(mask=0.4->0.2):0.75):60,mntp:40", 100)
-    mixed, alone = schedule.phases
+    mixed, unmixed = schedule.phases
     assert [choice.text for choice in mixed.choices] == ["clm", "mlm(mask=0.4->0.2)"] and mixed.shares == (0.25, 0.75)
     assert [(choice.start.mask, choice.end.mask) for choice in mixed.choices[1:]] == [(0.4, 0.2)]
-    assert alone.shares == (1.0,) and alone.choices[0].start == alone.choices[0].end
+    assert unmixed.shares == (1.0,) and unmixed.choices[0].start == unmixed.choices[0].end
 
 
 @pytest.mark.parametrize(

@@ -23,42 +23,42 @@ def targets_of(text):
 @pytest.mark.parametrize("text", EVERY)
 def test_labels_are_the_tokens_that_stand_shift_places_on_in_the_same_document(text):
     predictions = 0
-    for objective, pack, found in targets_of(text):
-        assert np.array_equal(pack.tokens[found.predict_at + objective.shift], found.labels)
+    for objective, pack, actual in targets_of(text):
+        assert np.array_equal(pack.tokens[actual.predict_at + objective.shift], actual.labels)
         document = np.repeat(np.arange(len(pack.edges) - 1), np.diff(pack.edges))
-        assert np.array_equal(document[found.predict_at], document[found.predict_at + objective.shift])
-        predictions += len(found.labels)
+        assert np.array_equal(document[actual.predict_at], document[actual.predict_at + objective.shift])
+        predictions += len(actual.labels)
     assert predictions > 100
 
 
 @pytest.mark.parametrize("text", [text for text in EVERY if "keep" not in text])
 def test_no_prediction_can_see_its_label(text):
     """Where attention reaches the label's place, the token there is hidden (unless some are to be kept, as BERT's 10 %)."""
-    for objective, pack, found in targets_of(text):
+    for objective, pack, actual in targets_of(text):
         starts = np.repeat(pack.edges[:-1], np.diff(pack.edges))
-        for at in found.predict_at:
+        for at in actual.predict_at:
             label_at = at + objective.shift
             if objective.attention is Attention.BIDIRECTIONAL:
-                assert found.inputs[label_at] == VOCABULARY.mask_id
+                assert actual.inputs[label_at] == VOCABULARY.mask_id
             elif objective.attention is Attention.PREFIX:
                 document = np.searchsorted(pack.edges, at, side="right") - 1
-                assert label_at - starts[at] >= found.prefixes[document] and label_at > at
+                assert label_at - starts[at] >= actual.prefixes[document] and label_at > at
             else:
                 assert label_at > at
 
 
 @pytest.mark.parametrize("text", EVERY)
 def test_prefixes_come_with_prefix_attention_alone(text):
-    for objective, pack, found in targets_of(text):
-        assert (found.prefixes is not None) == (objective.attention is Attention.PREFIX)
-        assert found.prefixes is None or found.prefixes.shape == (len(pack.edges) - 1,)
+    for objective, pack, actual in targets_of(text):
+        assert (actual.prefixes is not None) == (objective.attention is Attention.PREFIX)
+        assert actual.prefixes is None or actual.prefixes.shape == (len(pack.edges) - 1,)
 
 
 @pytest.mark.parametrize("text", EVERY)
 def test_targets_are_a_pure_function(text):
     for (_, pack, first), (_, _, again) in zip(targets_of(text), targets_of(text), strict=True):
-        for here, there in zip(first, again, strict=True):
-            assert np.array_equal(here, there)
+        for one, other in zip(first, again, strict=True):
+            assert np.array_equal(one, other)
         assert np.array_equal(pack.tokens, random_pack(pack.sample).tokens), "the pack is left as it was"
 
 

@@ -14,7 +14,7 @@ VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), finger
 PACK = Pack(3, 0, np.arange(2, 14), np.array([0, 5, 12], dtype=np.int32))
 
 
-def made(targets, shift=0, attention=Attention.BIDIRECTIONAL):
+def build_objective(targets, shift=0, attention=Attention.BIDIRECTIONAL):
     """An objective that answers with `targets(pack)`."""
 
     @dataclass(frozen=True)
@@ -63,13 +63,13 @@ def test_the_package_s_own_objectives_keep_it(name):
         (
             lambda p: Targets(np.random.default_rng().permutation(p.tokens), at(), at()),
             {},
-            "gives other targets when asked again",
+            "gives other targets when called again",
         ),
     ],
 )
 def test_what_breaks_it_is_named(targets, how, complaint):
     with pytest.raises(InputError) as error:
-        check_targets(made(targets, **how), PACK, seed=0)
+        check_targets(build_objective(targets, **how), PACK, seed=0)
     assert str(error.value).startswith("objective `made`, pack 3: ") and complaint in str(error.value)
 
 
@@ -79,7 +79,7 @@ def test_a_pack_is_not_to_be_changed():
         return Targets(pack.tokens, at(), at())
 
     with pytest.raises(InputError, match="changes the pack, expected a copy"):
-        check_targets(made(spoils), Pack(0, 0, np.arange(2, 9), np.array([0, 7])), seed=0)
+        check_targets(build_objective(spoils), Pack(0, 0, np.arange(2, 9), np.array([0, 7])), seed=0)
 
 
 def body(**members):

@@ -41,7 +41,7 @@ def ways(block: np.ndarray, draws: int = 400) -> dict[str, bool]:
     scores, count = block.mean(1), len(block)
     parts = inference.variance_components(scores, [block])
     total = parts.total
-    df = total**2 / (parts.seeds**2 / (count - 1)) if parts.seeds else np.inf
+    df = total**2 / (parts.seed_variance**2 / (count - 1)) if parts.seed_variance else np.inf
     two_way = abs(scores.mean()) > inference._t_quantile(df) * total**0.5 if total else False
     found = {
         "t over seeds alone": inference.contrast_t_test(scores).p < 0.05,

@@ -34,7 +34,7 @@ def write(root: Path, examples: int = 10, models: list[str] | None = None) -> No
 
     A rate that must not be chosen is better on test by a point, another one worse.
     """
-    for setting in published().settings():
+    for setting in published().model_keys():
         for family in TaskFamily:
             model, scores = seed_scores(setting, family)
             for dataset, of_seeds in scores.items() if models is None or model in models else ():

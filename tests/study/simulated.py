@@ -57,7 +57,7 @@ def study(
     of_seed, shared, liked = random.choice([0.02, 0.1, 0.3]), random.choice([0.0, 0.8]), random.choice([0.3, 1.0])
     of_seed, liked = (0.02, 0.1) if quiet else (of_seed, liked)
     often = pretrained or {}
-    settings = [replace(one, seed=1 + at) for one in published().settings() for at in range(often.get(one.size, 1))]
+    settings = [replace(one, seed=1 + at) for one in published().model_keys() for at in range(often.get(one.size, 1))]
     masked = np.array([one.mlm_steps > 0 for one in settings])
     scores = []
     for family, dataset in SETS.items():
@@ -116,7 +116,7 @@ def false_alarm(verdict: Verdict) -> bool:
 
 def about_recipes(verdict: Verdict) -> bool:
     """Whether a verdict says nothing of being about the trained models alone, of which runs that differ make some better."""
-    return "about these trained models" not in verdict.reason
+    return "for these trained models" not in verdict.reason
 
 
 def main(studies: int) -> None:
@@ -136,7 +136,7 @@ def main(studies: int) -> None:
             whole += [verdict.overall.p < 0.05 for verdict in every if verdict.overall is not None]
         print(
             f"{name}: {wrong} of {studies} studies ({wrong / studies:.3f}) have a false verdict, "
-            f"{plain} of them without saying that it is about these trained models: {dict(alone)}; equal on TC: "
+            f"{plain} of them without saying that it holds for these trained models: {dict(alone)}; equal on TC: "
             f"{equal / studies:.3f}; p < 0.05 before correction: {np.mean(single):.4f} of {len(single)} comparisons, "
             f"{np.mean(whole):.4f} of {len(whole)} pooled; {time.process_time() - began:.0f} seconds of one core",
             flush=True,

@@ -17,7 +17,7 @@ def by_claim(evidence: Evidence, **more) -> dict[str, Verdict]:
 TWO = (("SC", "toy_sc"), ("IR", "toy_ir"))
 
 
-def mini(seeds, pretrained=(1,), gain=0.05, examples=200, families=TWO):
+def mini(seeds, pretraining_seeds=(1,), gain=0.05, examples=200, families=TWO):
     """A study of one size, forty steps and two tasks, as a manifest may name and choose them."""
     random = np.random.default_rng(1)
     settings = [
@@ -28,8 +28,8 @@ def mini(seeds, pretrained=(1,), gain=0.05, examples=200, families=TWO):
     scores = []
     for family, dataset in families:
         for setting, gains in zip(settings, (0, 0, gain), strict=True):
-            for pretraining in pretrained:
-                ran = 0.01 * random.standard_normal() if len(pretrained) > 1 else 0
+            for pretraining in pretraining_seeds:
+                ran = 0.01 * random.standard_normal() if len(pretraining_seeds) > 1 else 0
                 blocks = 0.6 + gains + ran + 0.004 * random.standard_normal((seeds, 1)) + 0.1 * random.random((1, examples))
                 by_seed, named = dict(enumerate(blocks)), dataclasses.replace(setting, seed=pretraining)
                 means = {seed: float(block.mean()) for seed, block in by_seed.items()}
@@ -39,10 +39,10 @@ def mini(seeds, pretrained=(1,), gain=0.05, examples=200, families=TWO):
     return Evidence(scores)
 
 
-def sized(size, pretrained, gap=0.0, runs=0.02, random=2):
+def sized(size, pretraining_seeds, gap=0.0, runs=0.02, random=2):
     """MLM and CLM of a size with five fine-tunings of each seed of the pretraining, whose runs differ by so much."""
     random, scores = np.random.default_rng(random), []
-    for seed in pretrained:
+    for seed in pretraining_seeds:
         for setting, above in ((ModelKey(size, mlm_steps=600, mask_ratio=0.4), gap), (ModelKey(size, clm_steps=600), 0.0)):
             mean = 0.8 + above + runs * random.standard_normal()
             by_seed = {at: mean + 0.001 * random.standard_normal() for at in range(5)}

@@ -70,11 +70,11 @@ def test_the_one_that_is_asked_for_and_no_other(machine, one_process, capsys):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("cudnn", "--attention-backend cudnn: is not installed; expected one that computes right here, or auto"),
-        ("varlen", f"--attention-backend varlen: {WRONG}; expected one that computes right here, or auto"),
+        ("cudnn", "--attention-backend cudnn: is not installed; expected a backend that works here, or auto"),
+        ("varlen", f"--attention-backend varlen: {WRONG}; expected a backend that works here, or auto"),
         (
             "auto",
-            f"--attention-backend auto: no attention computes right here: varlen is not used: {WRONG}; sdpa is not used: {WRONG}",
+            f"--attention-backend auto: no attention backend works here: varlen is not used: {WRONG}; sdpa is not used: {WRONG}",
         ),
     ],
 )
@@ -151,7 +151,7 @@ def test_what_needs_an_accelerator_is_refused_in_one_line(small_corpus, refusal)
     from megaenc.training.command import main
 
     line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--attention-backend", "varlen"])
-    assert line == "error: --attention-backend varlen: needs an accelerator; expected one that computes right here, or auto"
+    assert line == "error: --attention-backend varlen: needs an accelerator; expected a backend that works here, or auto"
 
 
 def test_a_run_may_go_on_by_another(small_corpus, tmp_path):
@@ -164,5 +164,5 @@ def test_a_run_may_go_on_by_another(small_corpus, tmp_path):
     assert fused == dict.fromkeys(("norm", "rotary", "swiglu", "loss", "sum"), False)  # what was asked for, a processor has not
     assert "attention_backend: auto" in (save / "config.yaml").read_text()
     ended = runs.script(runs.PRETRAIN, [*flags, "--attention-backend", "sdpa", "--exit-interval", "8"])
-    assert "going on after step 4" in ended.stdout
+    assert "resuming after step 4" in ended.stdout
     assert "attention_backend: sdpa" in (save / "config.yaml").read_text()

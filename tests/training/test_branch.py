@@ -86,7 +86,7 @@ def test_a_branch_goes_on_without_its_parent_and_can_be_branched(small_corpus, p
 
     shutil.rmtree(away)
     main(["--config", str(tmp_path / "run" / "config.yaml")])
-    assert "going on after step 17" in capfd.readouterr().out
+    assert "resuming after step 17" in capfd.readouterr().out
     assert runs.curve(tmp_path / "run") == runs.curve(two_stages, after=15)
     main(branch_flags(small_corpus, tmp_path / "run", TWO_STAGES, tmp_path / "second", at=17))
     assert runs.curve(tmp_path / "second") == runs.curve(two_stages, after=17)

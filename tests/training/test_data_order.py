@@ -93,4 +93,4 @@ def test_tokens_on_the_command_line_overrule_steps_in_yaml(tmp_path, small_corpu
     assert (settings.train_iters, settings.total_iters) == (None, 2)
     assert parse_config(["--config", str(tmp_path / "run.yaml"), "--train_tokens=2048"], "test") == settings
     both = [*small_corpus.flags, "--train-tokens", "5", "--train-iters", "6"]
-    assert "--train-tokens: found 5 beside --train-iters 6, expected one of them" in refusal(main, both)
+    assert "--train-tokens: found 5 together with --train-iters 6, expected one of them" in refusal(main, both)

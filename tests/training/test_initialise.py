@@ -137,7 +137,7 @@ def test_resumed_without_the_parent_it_is_bitwise_the_same(small_corpus, parent,
 
     shutil.rmtree(away)
     main([*flags, "--save", str(tmp_path / "run")])  # as it was begun, `parent` and the newest checkpoint included
-    assert "going on after step 4" in capfd.readouterr().out
+    assert "resuming after step 4" in capfd.readouterr().out
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
     assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "whole")
     facts = json.loads((tmp_path / "run" / "run.json").read_text())

@@ -30,7 +30,9 @@ def test_deviations_are_those_of_normal_noise_and_a_spike_does_not_hide_the_next
     assert compute_deviations(3.6, noise(2000)) == pytest.approx(6, rel=0.1)
     assert compute_deviations(2.4, noise(2000)) == pytest.approx(-6, rel=0.1)
     assert compute_deviations(3.6, noise(120) + [30.0] * 8) == pytest.approx(compute_deviations(3.6, noise(128)), rel=0.25)
-    assert compute_deviations(2.0, [2.0] * 50) == 0 and compute_deviations(2.0 + 1e-6, [2.0] * 50) < 1 < compute_deviations(2.1, [2.0] * 50)
+    assert compute_deviations(2.0, [2.0] * 50) == 0 and compute_deviations(2.0 + 1e-6, [2.0] * 50) < 1 < compute_deviations(
+        2.1, [2.0] * 50
+    )
 
 
 def test_each_objective_has_its_own_losses_and_comes_back_anew():
@@ -39,7 +41,9 @@ def test_each_objective_has_its_own_losses_and_comes_back_anew():
     assert [step for step, number in enumerate(found, start=1) if number is None] == list(range(1, MIN_RECENT_LOSSES + 1))
     assert losses.add(41, "mlm", 9.0) is None and losses.add(42, "clm", 9.0) > 6
     assert losses.add(43, "clm", None) is None and losses.add(44, "clm", float("nan")) is None
-    assert losses.add(42 + MIN_RECENT_LOSSES, "clm", 3.0) is not None and losses.add(43 + 2 * MIN_RECENT_LOSSES, "clm", 9.0) is None
+    assert (
+        losses.add(42 + MIN_RECENT_LOSSES, "clm", 3.0) is not None and losses.add(43 + 2 * MIN_RECENT_LOSSES, "clm", 9.0) is None
+    )
 
 
 def test_what_is_saved_is_all_there_is_and_stays_small():
@@ -84,7 +88,7 @@ def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
     assert_same_run(folder, without)
     [line] = [line for line in said.splitlines() if line.startswith("step 40: ")]
     assert "is a spike, " in line and line.endswith(" deviations above the recent ones; rewind 1 of 1")
-    assert "going on after step 35" in said and "; 24 packs left out: 296-319" in said
+    assert "resuming after step 35" in said and "; 24 packs left out: 296-319" in said
     facts = json.loads((folder / "run.json").read_text())
     assert facts["skip_packs"] == facts["rewinds"] == ["296-319"]
     assert "skip_packs:\n- 296-319\n" in (folder / "config.yaml").read_text()
@@ -111,7 +115,7 @@ def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_
     assert checkpoints.tracked_step() == 39 and runs.metrics(folder)[-1]["step"] == 40
     monkeypatch.delenv("KILLED")
     said = runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)]).stdout
-    assert "going on after step 36" in said and "25 packs left out: 296-319 900" in said
+    assert "resuming after step 36" in said and "25 packs left out: 296-319 900" in said
     assert_same_run(folder, without)
     assert json.loads((folder / "run.json").read_text())["rewinds"] == ["296-319"]
 
@@ -157,7 +161,7 @@ def test_rewinds_are_used_up_and_a_checkpoint_in_the_midst_is_enough(small_corpu
     flags = [*small_corpus.flags, *RUN, "--max-rewinds", "2", "--save-interval", "13", "--keep-last", "1", "--async-save"]
     main([*flags, "--save", str(tmp_path / "run")])
     lines = [line for line in capsys.readouterr().out.splitlines() if " is a spike, " in line]
-    assert [line.rpartition("; ")[2] for line in lines] == ["rewind 1 of 2", "rewind 2 of 2", "all of --max-rewinds 2 are made"]
+    assert [line.rpartition("; ")[2] for line in lines] == ["rewind 1 of 2", "rewind 2 of 2", "all of --max-rewinds 2 are used"]
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["rewinds"] == ["312-319", "320-343"] and facts["skip_packs"] == ["312-343"]
     assert [row["loss_spikes"] for row in runs.metrics(tmp_path / "run")][-1] == 1
@@ -188,7 +192,7 @@ def test_a_switch_of_objective_is_no_spike(small_corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--max-rewinds", "1"], "--max-rewinds 1: expected --save: a run goes back to its checkpoints"),
+        (["--max-rewinds", "1"], "--max-rewinds 1: expected --save: a rewind loads a checkpoint"),
         (["--max-rewinds", "1", "--save", "x", "--loss-spike-sigmas", "0"], "expected --loss-spike-sigmas above 0"),
         (["--rewind-skip-iters", "0"], "--rewind-skip-iters: found 0, expected 1 or more"),
         (["--loss-spike-sigmas", "-1"], "--loss-spike-sigmas: found -1.0, expected a number of 0 or more"),

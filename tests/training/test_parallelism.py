@@ -100,7 +100,7 @@ def test_a_run_goes_on_in_any_split(small_corpus, reference, tmp_path):
     flags = [*small_corpus.flags, *RUN, "--save", str(folder), "--exit-interval", "4"]
     runs.script(runs.PRETRAIN, [*flags, *INTERLEAVED], processes=2)
     said = runs.script(runs.PRETRAIN, [*flags, PP, "3"], processes=3).stdout
-    assert "PP 3 (layers 1 | 2 | 1)" in said and "going on after step 4" in said
+    assert "PP 3 (layers 1 | 2 | 1)" in said and "resuming after step 4" in said
     main(flags)
     assert_same_run(folder, reference)
     for run in (folder, reference):

@@ -45,7 +45,7 @@ def copy(saved_run, tmp_path):
 def test_a_folder_of_something_else(refused, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert "holds notes.txt and no run.json" in refused("--save", tmp_path)
-    assert "expected a folder to write to" in refused("--save", tmp_path / "notes.txt" / "run")
+    assert "expected a writable directory" in refused("--save", tmp_path / "notes.txt" / "run")
 
 
 def test_a_parent_whose_weights_are_damaged(refused, copy, tmp_path):
@@ -61,7 +61,7 @@ def test_a_run_without_a_whole_checkpoint(refused, copy):
     for step in (4, 8, 12):
         flip_a_bit(copy / "checkpoints" / f"iter_{step:07d}" / "common.pt")
     line = refused("--save", copy, "--micro-batch-size", "4", "--keep-last", "7")
-    assert "its content changed" in line and "no other is there" in line
+    assert "its content changed" in line and "no other is left" in line
     (copy / ".lock").unlink()
     assert "seed is 1 there, 2 here" in refused("--save", copy, "--seed", "2")
 
@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_at_any_moment_of_the_start(small_corpus, small_disk
             assert sorted(small_disk.iterdir()) == [filler]
         else:
             folder.restore()
-            folder.lock.close()
+            folder.lock.release()
             assert sorted(small_disk.iterdir()) == [filler]
             break
     else:

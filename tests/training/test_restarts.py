@@ -75,7 +75,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, u
     result = runs.run([*command, f"die:1:12:{tmp_path / 'struck'}", *flags(small_corpus, folder)])
     assert (tmp_path / "struck").exists()
     assert "from new weights" in result.stdout
-    assert "going on after step 10" in result.stdout
+    assert "resuming after step 10" in result.stdout
     assert_as_if_nothing_had_happened(folder, undisturbed)
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus,
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, step + 1))
 
     another = runs.run([*command, "1", str(runs.PRETRAIN), *given], expect=1)
-    assert f"going on after step {step}" in another.stdout
+    assert f"resuming after step {step}" in another.stdout
     assert runs.metrics(folder)[-1]["step"] > step
 
 
@@ -111,7 +111,7 @@ def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
 
     held = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)
-    with pytest.raises(InputError, match="another process is training in this folder"):
+    with pytest.raises(InputError, match="another process is training in this directory"):
         RunLock(tmp_path, patience=0.2)
     threading.Timer(0.5, os.close, [held]).start()
     RunLock(tmp_path, patience=20).close()
@@ -180,7 +180,7 @@ def test_a_node_that_is_lost_and_comes_back_is_joined_by_the_other(small_corpus,
         assert nodes.end("second") == -signal.SIGKILL
         nodes.start("second again")
         assert [nodes.end("first"), nodes.end("second again")] == [0, 0], nodes.said()
-        assert "going on after step 10" in nodes.said()
+        assert "resuming after step 10" in nodes.said()
     assert_as_if_nothing_had_happened(folder, undisturbed)
 
 
@@ -197,5 +197,5 @@ def test_the_node_that_holds_the_rendezvous_is_lost_and_both_are_started_again(s
         nodes.start("first again")
         nodes.start("second again")
         assert [nodes.end("first again"), nodes.end("second again")] == [0, 0], nodes.said()
-        assert "going on after step 10" in nodes.said()
+        assert "resuming after step 10" in nodes.said()
     assert_as_if_nothing_had_happened(folder, undisturbed)

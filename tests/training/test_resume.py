@@ -108,4 +108,4 @@ def test_folder_in_use_is_refused(small_corpus, stopped_run, tmp_path, refusal):
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder])
-    assert "another process is training in this folder" in line
+    assert "another process is training in this directory" in line

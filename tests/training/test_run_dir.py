@@ -91,7 +91,7 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path)
     threading.Timer(0.3, lambda: (first.remove_created(), first.close())).start()
     second = RunLock(tmp_path / "a" / "b", patience=20)
     second.check()
-    with pytest.raises(InputError, match="another process is training in this folder"):
+    with pytest.raises(InputError, match="another process is training in this directory"):
         RunLock(tmp_path / "a" / "b")
     second.remove_created()
     # Empty folders stay if the second has its file in them before the first has removed them.

@@ -56,9 +56,9 @@ def test_a_comparison_at_the_length_of_the_study_does_not_look_at_each_step_anew
 
 def test_a_start_is_read_back_and_says_nothing_where_there_is_nothing():
     start = RunInit("branch", "a", 15, "0123", 96, 10, 9, 8.0, 1, 2, ("7",), (Ancestor("b", 3, "clm", 5),))
-    assert RunInit.read({"start": {**vars(start), "before": [vars(stage) for stage in start.before]}}) == start
+    assert RunInit.from_run_metadata({"start": {**vars(start), "before": [vars(stage) for stage in start.before]}}) == start
     assert start.identity == {"start": "branch at step 15 of run 0123", "skip_samples": 96} and start.step == 15
-    assert RunInit.read({}) == RunInit() and RunInit().identity == {}
+    assert RunInit.from_run_metadata({}) == RunInit() and RunInit().identity == {}
     assert RunInit(skip_samples=7).identity == {"skip_samples": 7}
 
 

@@ -21,7 +21,7 @@ def random_packs(number: int) -> SkippedPacks:
     """Up to six ranges of up to eight samples, among the first 60."""
     draws = uniforms(number, "skipped", 13)
     ranges = [(int(60 * a), int(60 * a) + int(8 * b)) for a, b in zip(draws[1::2], draws[2::2], strict=True)]
-    return SkippedPacks.of(ranges[: int(7 * draws[0])])
+    return SkippedPacks.from_ranges(ranges[: int(7 * draws[0])])
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -30,11 +30,11 @@ def test_samples_are_those_that_are_not_left_out_in_order(number):
     left_out = {sample for first, last in packs.ranges for sample in range(first, last + 1)}
     for first in (0, 1, 17, 40, 70):
         read = [sample for sample in range(first, 200) if sample not in left_out][:60]
-        assert [packs.sample(first, position) for position in range(60)] == read
-        assert [packs.end(first, count) for count in range(61)] == [first, *(sample + 1 for sample in read)]
-    assert packs.size == len(left_out) and packs.between(10, 30).size == len(left_out & set(range(10, 30)))
+        assert [packs.sample_at(first, position) for position in range(60)] == read
+        assert [packs.end_sample(first, count) for count in range(61)] == [first, *(sample + 1 for sample in read)]
+    assert packs.pack_count == len(left_out) and packs.clip(10, 30).pack_count == len(left_out & set(range(10, 30)))
     assert all(last + 1 < first for (_, last), (first, _) in zip(packs.ranges, packs.ranges[1:], strict=False))
-    assert SkippedPacks.read(packs.texts) == packs
+    assert SkippedPacks.parse(packs.texts) == packs
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -45,16 +45,16 @@ def test_two_lists_agree_where_the_samples_read_are_the_same(number):
     )
     for first in (0, 9):
         for count in range(60):
-            same = [one.sample(first, p) for p in range(count)] == [other.sample(first, p) for p in range(count)]
+            same = [one.sample_at(first, p) for p in range(count)] == [other.sample_at(first, p) for p in range(count)]
             assert one.reads_same(other, first, count) == other.reads_same(one, first, count) == same
 
 
 def test_texts_are_put_in_order_and_what_is_no_range_is_refused():
-    assert SkippedPacks.read(["9", "3-5", "6", "20-30", "25-27"]).texts == ("3-6", "9", "20-30")
-    assert (SkippedPacks.read(["3-5", "9"]) | SkippedPacks.read(["6-8"])).texts == ("3-9",)
+    assert SkippedPacks.parse(["9", "3-5", "6", "20-30", "25-27"]).texts == ("3-6", "9", "20-30")
+    assert (SkippedPacks.parse(["3-5", "9"]) | SkippedPacks.parse(["6-8"])).texts == ("3-9",)
     for text in ("5-3", "a", "-4", "3-", "1,2", ""):
         with pytest.raises(InputError, match="expected the number of a pack"):
-            SkippedPacks.read([text])
+            SkippedPacks.parse([text])
 
 
 def plan_of(*flags):
@@ -64,7 +64,7 @@ def plan_of(*flags):
 def test_plan_counts_on_over_what_is_left_out(small_corpus):
     plan = plan_of(*small_corpus.flags, *RUN, "--skip-packs", "10", "12-13", "--skip-samples", "4")
     assert [plan.first_sample(step) for step in (1, 2, 3)] == [4, 15, 23]
-    assert [plan.sample(position) for position in range(9)] == [4, 5, 6, 7, 8, 9, 11, 14, 15]
+    assert [plan.sample_at(position) for position in range(9)] == [4, 5, 6, 7, 8, 9, 11, 14, 15]
     plain = plan_of(*small_corpus.flags, *RUN, "--skip-samples", "4")
     assert plan.identity == plain.identity and plan.step_tokens(1) == plain.step_tokens(1)
     assert [row.packs for row in plan.corpus_usage] == [row.packs for row in plain.corpus_usage] == [96]
@@ -85,15 +85,15 @@ def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, w
     flags = [*small_corpus.flags, *RUN, "--save", str(tmp_path / "run"), "--save-interval", "3"]
     spoil({37: "loss"}, monkeypatch.setattr)
     line = refusal(main, [*flags, "--max-skipped-updates", "0"])
-    assert "step 5: loss is no finite number, from pack 37 " in line and "with --skip-packs 37" in line
+    assert "step 5: loss is NaN or infinite, from pack 37 " in line and "with --skip-packs 37" in line
     main([*flags, "--skip-packs", "37", "--exit-interval", "6"])
-    assert "going on after step 3" in capfd.readouterr().out
+    assert "resuming after step 3" in capfd.readouterr().out
     # What has been read cannot be chosen anew; what has not, can.
     assert "skip_packs is 37 there, 36-37 here; expected the same up to" in refusal(main, [*flags, "--skip-packs", "36-37"])
     assert "skip_packs is 37 there, 80-83 here" in refusal(main, [*flags, "--skip-packs", "80-83"])
     main([*flags, "--skip-packs", "80-83", "37"])
     said = capfd.readouterr().out
-    assert "going on after step 6" in said and "; 5 packs left out: 37 80-83" in said
+    assert "resuming after step 6" in said and "; 5 packs left out: 37 80-83" in said
     assert runs.curve(tmp_path / "run") == runs.curve(without)
     runs.assert_same_weights(tmp_path / "run", without, 12)
 

@@ -11,7 +11,7 @@ import runs
 from megaenc.training.checkpoint.loader import CheckpointLoader
 
 PROCESSES, RACES = 4, 20
-IN_USE = "another process is training in this folder; wait for it or choose another"
+IN_USE = "another process is training in this directory; wait for it or choose another"
 
 
 def test_one_of_those_that_come_at_once_has_the_folder(small_corpus, tmp_path):

@@ -127,7 +127,10 @@ def test_the_picture_of_a_branch_begins_where_it_left_its_parent():
     rows = [row | {"step": row["step"] + 60} for row in rows_of(["clm"] * 20 + ["mlm"] * 20, 20)]
     begun = {"step": 60}
     assert [(phase.start, phase.end) for phase in plot.split_phases(rows, start_progress=begun)] == [(60, 80), (80, 100)]
-    assert plot.draw_run([row | {"tokens": row["step"]} for row in rows], [], "run", start_progress=begun).axes[0].get_xlim() == (60, 100)
+    assert plot.draw_run([row | {"tokens": row["step"]} for row in rows], [], "run", start_progress=begun).axes[0].get_xlim() == (
+        60,
+        100,
+    )
 
 
 def test_long_phases_beside_short_ones_stay_by_themselves():

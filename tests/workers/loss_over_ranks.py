@@ -35,7 +35,7 @@ def main(file: str) -> None:
     part = weight.detach()[mine].clone().requires_grad_()
     here = hidden.detach().clone().requires_grad_()
     columns = min(max(VOCABULARY - mine.start, 0), share)
-    loss, correct = linear_cross_entropy(here, part, labels, columns, group, at_once=7 * share)
+    loss, correct = linear_cross_entropy(here, part, labels, columns, group, chunk_size=7 * share)
     loss.backward()
     gathered = [torch.empty_like(part) for _ in range(get_world_size())]
     dist.all_gather(gathered, part.grad, group=group)

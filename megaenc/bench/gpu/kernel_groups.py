@@ -8,7 +8,7 @@ MATMUL, FORWARD, BACKWARD = "matrix products", "attention forward", "attention b
 ELEMENTWISE, LOSS, OPTIMIZER = "norm, rotary, SwiGLU, elementwise", "loss", "optimizer"
 BUFFERS, COMMUNICATION, IDLE = "gradient buffers, copies", "communication", "idle"
 
-NEXT = {
+SUGGESTIONS = {
     MATMUL: "larger micro-batches (recompute attention to make room), --fp8-format where the chip has 8-bit products",
     FORWARD: (faster := "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper"),
     BACKWARD: faster,
@@ -20,7 +20,7 @@ NEXT = {
     IDLE: "the host synchronisations that are listed; larger micro-batches, whose kernels take longer to run than to start",
 }
 """What to try for each group."""
-GROUPS = tuple(NEXT)
+GROUPS = tuple(SUGGESTIONS)
 
 # In this order: flash attention is made of cutlass too, and its backward's names hold those of forward.
 _NAMES = (
@@ -51,31 +51,31 @@ _NAMES = (
 )
 
 
-def group_of(name: str) -> str:
+def classify_kernel(name: str) -> str:
     """Return the group of a kernel, or of an operation on the host, called `name`."""
     return next((group for group, pattern in _NAMES if re.search(pattern, name)), ELEMENTWISE)
 
 
-Ran = namedtuple("Ran", "name began seconds")
+KernelEvent = namedtuple("KernelEvent", "name start_ns seconds")
 """A kernel that ran: when it began, in ns of the system's clock, and for how many seconds."""
-Window = namedtuple("Window", "group first last")
+TimeWindow = namedtuple("TimeWindow", "group start_ns end_ns")
 """What ran between two times, in ns, for one purpose."""
 
 
-def grouped(ran: Iterable[Ran], windows: Sequence[Window]) -> dict[str, float]:
+def sum_by_group(events: Iterable[KernelEvent], windows: Sequence[TimeWindow]) -> dict[str, float]:
     """Return the seconds of each group; in a window all is of its group but matrix products, attention and communication."""
     seconds = dict.fromkeys(GROUPS[:-1], 0.0)
-    for one in ran:
-        group = group_of(one.name)
+    for event in events:
+        group = classify_kernel(event.name)
         if group not in (MATMUL, FORWARD, BACKWARD, COMMUNICATION):
-            group = next((window.group for window in windows if window.first <= one.began <= window.last), group)
-        seconds[group] += one.seconds
+            group = next((window.group for window in windows if window.start_ns <= event.start_ns <= window.end_ns), group)
+        seconds[group] += event.seconds
     return seconds
 
 
-def next_thing(seconds: dict[str, float]) -> str:
-    """Return what to try, from the group that takes most beside matrix products; attention counts as one."""
-    whole = {group: value for group, value in seconds.items() if group not in (MATMUL, FORWARD, BACKWARD)}
-    whole["attention"] = seconds[FORWARD] + seconds[BACKWARD]
-    largest = max(whole, key=whole.__getitem__)
-    return f"{largest} takes most beside matrix products: {NEXT.get(largest, faster)}"
+def suggest_optimization(seconds: dict[str, float]) -> str:
+    """Return what to try, from the group that takes most beside matrix products; attention counts as event."""
+    totals = {group: value for group, value in seconds.items() if group not in (MATMUL, FORWARD, BACKWARD)}
+    totals["attention"] = seconds[FORWARD] + seconds[BACKWARD]
+    largest = max(totals, key=totals.__getitem__)
+    return f"{largest} takes most beside matrix products: {SUGGESTIONS.get(largest, faster)}"

@@ -3,37 +3,37 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaenc.bench.synthetic_docs import Setup
+from megaenc.bench.synthetic_docs import BenchSetup
 from megaenc.model.config import PRESETS, ModelConfig
 
 TARGETS = {"1b": 0.55, "610m": 0.50, "210m": 0.40}  # of the device's dense bf16 peak, by executed operations
-PEER_TARGET = 3.0  # times the padded peer's tokens a second
+HF_TARGET = 3.0  # times the padded peer's tokens a second
 CLM, MLM = "clm", "mlm(mask=0.4)"
 
 
-def _by_width(heads: int, groups: int, layers: int, vocab_size: int, seq_length: int) -> Mapping[str, Setup]:
+def _setups_by_head_dim(heads: int, groups: int, layers: int, vocab_size: int, seq_length: int) -> Mapping[str, BenchSetup]:
     """Return a model for each width of a head.
 
     Its weights keep the size of what they multiply, so that scores tell tokens apart: see megaenc.bench.gpu.correctness.
     """
-    found = {}
+    setups = {}
     for width in (64, 96):
         hidden = heads * width
         shape = ModelConfig(layers, hidden, 8 * hidden // 3 // 16 * 16, heads, groups, init_method_std=hidden**-0.5)
-        found[str(width)] = Setup(shape=shape, vocab_size=vocab_size, seq_length=seq_length)
-    return found
+        setups[str(width)] = BenchSetup(shape=shape, vocab_size=vocab_size, seq_length=seq_length)
+    return setups
 
 
 @dataclass(frozen=True)
 class BenchPreset:
     """Of everything."""
 
-    correctness: Mapping[str, Setup]  # by the width of a head
-    parity: Setup
+    correctness: Mapping[str, BenchSetup]  # by the width of a head
+    parity: BenchSetup
     parity_packs: int  # of a micro-batch; an update has two
-    updates: int  # of parity
-    speed: Mapping[str, Setup]
-    compared: str  # which of `speed` the peer and other kernels are compared on
+    steps: int  # of parity
+    speed: Mapping[str, BenchSetup]
+    compared_model: str  # which of `speed` the peer and other kernels are compared on
     micro_batches: int  # of an update
     packs: int  # of a micro-batch; 0: what fills the card
     seconds: float  # that an objective is timed
@@ -42,12 +42,12 @@ class BenchPreset:
 
 
 FULL = BenchPreset(
-    correctness=_by_width(6, 2, 2, vocab_size=2000, seq_length=2048),  # no multiple of 128: padding takes part
-    parity=Setup(shape=PRESETS["tiny"], vocab_size=2000, seq_length=256, rate=2e-3),
+    correctness=_setups_by_head_dim(6, 2, 2, vocab_size=2000, seq_length=2048),  # no multiple of 128: padding takes part
+    parity=BenchSetup(shape=PRESETS["tiny"], vocab_size=2000, seq_length=256, learning_rate=2e-3),
     parity_packs=4,
-    updates=20,
-    speed={name: Setup(shape=PRESETS[name], vocab_size=128256, seq_length=2048, rate=1e-6) for name in TARGETS},
-    compared="610m",
+    steps=20,
+    speed={name: BenchSetup(shape=PRESETS[name], vocab_size=128256, seq_length=2048, learning_rate=1e-6) for name in TARGETS},
+    compared_model="610m",
     micro_batches=4,
     packs=0,
     seconds=8.0,
@@ -56,12 +56,12 @@ FULL = BenchPreset(
 )
 _MINIATURE = ModelConfig(2, 128, 256, 2, 1)
 SMALL = BenchPreset(
-    correctness=_by_width(3, 1, 1, vocab_size=500, seq_length=96),
-    parity=Setup(shape=_MINIATURE, vocab_size=500, seq_length=64, rate=2e-3),
+    correctness=_setups_by_head_dim(3, 1, 1, vocab_size=500, seq_length=96),
+    parity=BenchSetup(shape=_MINIATURE, vocab_size=500, seq_length=64, learning_rate=2e-3),
     parity_packs=1,
-    updates=6,
-    speed={"miniature": Setup(shape=_MINIATURE, vocab_size=500, seq_length=128, rate=1e-6)},
-    compared="miniature",
+    steps=6,
+    speed={"miniature": BenchSetup(shape=_MINIATURE, vocab_size=500, seq_length=128, learning_rate=1e-6)},
+    compared_model="miniature",
     micro_batches=2,
     packs=2,
     seconds=0.5,

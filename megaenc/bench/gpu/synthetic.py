@@ -8,54 +8,54 @@ import torch
 
 from megaenc import backend as processes
 from megaenc.backend import Backend, ParallelConfig, prepare_megatron
-from megaenc.bench.synthetic_docs import Setup
+from megaenc.bench.synthetic_docs import BenchSetup
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 
-CORPUS = 1 << 21  # tokens of the made documents, about
+CORPUS_TOKENS = 1 << 21  # tokens of the made documents, about
 
 
-def plan_of(setup: Setup, *objectives: str, tokens: int = CORPUS) -> Plan:
+def build_plan(setup: BenchSetup, *objectives: str, tokens: int = CORPUS_TOKENS) -> Plan:
     """Return the plan of a run that trains `objectives` on packs of varying documents, cut by the run's own packing."""
     count = max(8, 2 * tokens // (setup.shortest + setup.seq_length))
-    packs = ConcatPackedDataset(setup.documents_of(count), np.arange(count), setup.seq_length, 0)
-    return setup.plan(packs, *objectives)
+    packs = ConcatPackedDataset(setup.build_documents(count), np.arange(count), setup.seq_length, 0)
+    return setup.build_plan(packs, *objectives)
 
 
-def begin() -> Backend:
+def init_process() -> Backend:
     """Make this process a run's only one."""
     prepare_megatron()
     return processes.init_distributed(ParallelConfig(), 0)
 
 
-def clean() -> None:
+def free_memory() -> None:
     """Give back the memory that nothing uses any more."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def forget_peak() -> None:
+def reset_peak_memory() -> None:
     """Let the accelerator's highest use of memory count from here."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
-def end() -> None:
+def destroy_process() -> None:
     """Leave no trace for what is begun next in this process."""
     processes.destroy_distributed()
-    clean()
+    free_memory()
 
 
-def configure_batches(engine: Engine, setup: Setup, objective: str, packs: int, micro_batches: int) -> None:
+def configure_batches(engine: Engine, setup: BenchSetup, objective: str, packs: int, micro_batches: int) -> None:
     """Let the updates of `engine` train `objective` in `micro_batches` rows of `packs` packs."""
     sizes = {"micro_batch_size": packs, "global_batch_size": packs * micro_batches}
     settings = dataclasses.replace(engine.plan.settings, **sizes)
-    engine.plan = dataclasses.replace(engine.plan, settings=settings, schedule=setup.schedule(objective))
+    engine.plan = dataclasses.replace(engine.plan, settings=settings, schedule=setup.build_schedule(objective))
     engine.sampler = dataclasses.replace(engine.sampler, **sizes)
 
 
-def encoder_of(engine: Engine) -> torch.nn.Module:
+def unwrap_encoder(engine: Engine) -> torch.nn.Module:
     """Return the model inside the wrappers of megatron-core."""
     [model] = engine.chunks
     while hasattr(model, "module"):
@@ -64,7 +64,7 @@ def encoder_of(engine: Engine) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def fill(encoder: torch.nn.Module, deviation: float) -> None:
+def fill_random_weights(encoder: torch.nn.Module, deviation: float) -> None:
     """Put in random weights made on the device, the same each time: drawing a billion by counters on the host takes a minute."""
     device = processes.detect_backend().device
     generator = torch.Generator(device).manual_seed(0)
@@ -75,9 +75,9 @@ def fill(encoder: torch.nn.Module, deviation: float) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device).mul_(deviation))
 
 
-def filled(plan: Plan, backend: Backend, kind: type[Engine] = Engine) -> Engine:
-    """Return an engine for `plan` with the weights of `fill`."""
+def build_random_engine(plan: Plan, backend: Backend, kind: type[Engine] = Engine) -> Engine:
+    """Return an engine for `plan` with the weights of `fill_random_weights`."""
     engine = kind(plan, backend, init_weights=False)
-    fill(encoder_of(engine), plan.settings.shape.init_method_std)
+    fill_random_weights(unwrap_encoder(engine), plan.settings.shape.init_method_std)
     engine.optimizer.reload_model_params()
     return engine

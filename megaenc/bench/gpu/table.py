@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megaenc.bench.gpu.kernel_groups import GROUPS
-from megaenc.bench.gpu.variants import title
+from megaenc.bench.gpu.variants import format_kernels
 
 GIB = 2**30
-Found = dict[str, Any]
+Results = dict[str, Any]
 
 # Of each table the titles, and a row as str.format makes it of the row's fields.
 CORRECTNESS = (
@@ -28,7 +28,7 @@ PEER = (
 PHASES = ("| phase | seconds |  |", "| {name} | {seconds:.0f} | {ended} |")
 
 
-class _Cells(string.Formatter):
+class _CellFormatter(string.Formatter):
     """Formats values with two more words: of a verdict, and of what is no number."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -37,65 +37,67 @@ class _Cells(string.Formatter):
         return "no number" if value is None or value != value else super().format_field(value, format_spec)
 
 
-_cell = _Cells().vformat
+_format_cells = _CellFormatter().vformat
 
 
-def table(found: Found) -> str:
+def format_table(results: Results) -> str:
     """Return all of it, in sections."""
-    parts = [_head(found)]
+    parts = [_format_header(results)]
     for name, (heading, section) in SECTIONS.items():
-        if lines := list(section(found, found.get(name, {}))):
+        if lines := list(section(results, results.get(name, {}))):
             parts.append("\n".join([f"## {heading}\n", *lines]))
     return "\n\n".join(parts)
 
 
-def _head(found: Found) -> str:
-    device, machine = found.get("device", {}), found.get("machine", {})
+def _format_header(results: Results) -> str:
+    device, machine = results.get("device", {}), results.get("machine", {})
     peak = device.get("peak_bf16")
     rate = f"; dense bf16 peak {peak / 1e12:,.0f} TFLOP/s" if peak else ""
-    small = "\n\n**In miniature: these figures say nothing about speed.**" if found["settings"]["small"] else ""
+    small = "\n\n**In miniature: these figures say nothing about speed.**" if results["settings"]["small"] else ""
     return (
         f"# On {device.get('name', 'an unknown device')}\n\n{machine.get('time', '')}, torch {device.get('torch', '?')}, "
         f"CUDA {device.get('cuda')}, HIP {device.get('hip')}, {machine.get('cores', '?')} cores{rate}. "
-        f"Kernels asked for: {found['kernels']['text']}.{small}"
+        f"Kernels asked for: {results['kernels']['text']}.{small}"
     )
 
 
-def _grid(titles: str, form: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _iter_table_lines(titles: str, form: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table; none without rows."""
     for number, row in enumerate(rows):
         if not number:
             yield titles
             yield "|" + "---|" * (titles.count("|") - 1)
-        yield _cell(form, (), row)
+        yield _format_cells(form, (), row)
 
 
-def _correctness(found: Found, part: Found) -> Iterator[str]:
+def _correctness_section(results: Results, part: Results) -> Iterator[str]:
     rows = part.get("rows", [])
-    yield from _grid(*CORRECTNESS, rows)
+    yield from _iter_table_lines(*CORRECTNESS, rows)
     if others := sorted({name for row in rows for name in row["not_compared"]}):
         yield f"\nNot compared, being called otherwise with these kernels: {', '.join(others)}."
 
 
-def _parity(found: Found, part: Found) -> Iterator[str]:
+def _parity_section(results: Results, part: Results) -> Iterator[str]:
     runs = {name: losses for name, losses in part.items() if name.startswith(("host ", "device "))}
     form = "| {update} | " + " | ".join(f"{{losses[{number}]:.5f}}" for number in range(len(runs))) + " |"
     steps = enumerate(zip(*runs.values(), strict=True), 1)
-    yield from _grid(f"| update | {' | '.join(runs)} |", form, ({"update": step, "losses": losses} for step, losses in steps))
+    yield from _iter_table_lines(
+        f"| update | {' | '.join(runs)} |", form, ({"update": step, "losses": losses} for step, losses in steps)
+    )
     for row in part.get("rows", ()):
-        yield _cell("\n{numbers} beside {beside}: off by {worst:.1e} at most, {allowed:.1e} allowed: {passed}", (), row)
+        yield _format_cells("\n{numbers} beside {beside}: off by {worst:.1e} at most, {allowed:.1e} allowed: {passed}", (), row)
 
 
-def _verdict(row: Found, target: float | None) -> str:
+def _format_verdict(row: Results, target: float | None) -> str:
     if target is None or row["mfu"] is None:
         return ""
     return "hit" if row["mfu"] >= target else f"**missed by {100 * (target - row['mfu']):.1f}**"
 
 
-def _speed(found: Found, part: Found) -> Iterator[str]:
+def _speed_section(results: Results, part: Results) -> Iterator[str]:
     rows = {}
     for model, objective, row in ((model, *pair) for model, each in part.items() for pair in each.items() if "mfu" in pair[1]):
-        target = found["targets"]["mfu"].get(model)
+        target = results["targets"]["mfu"].get(model)
         rows[model, objective] = row | {
             "model": model,
             "objective": objective,
@@ -103,10 +105,10 @@ def _speed(found: Found, part: Found) -> Iterator[str]:
             "gib": row["peak_memory"] / GIB,
             "of_peak": "unknown peak" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
             "target": f"{100 * target:.0f} %" if target else "",
-            "verdict": _verdict(row, target),
+            "verdict": _format_verdict(row, target),
             "warning": "" if row["finite"] else " **not finite**",
         }
-    yield from _grid(*SPEED, rows.values())
+    yield from _iter_table_lines(*SPEED, rows.values())
     if rows:
         yield (
             "\nTFLOP/s: executed, of matrix products and attention, a causal mask's hidden half left out. "
@@ -114,29 +116,29 @@ def _speed(found: Found, part: Found) -> Iterator[str]:
         )
     for model, row in {model: row for (model, _), row in rows.items()}.items():
         used = row.get("fused") or {}
-        mine, others = (", ".join(name for name, is_used in used.items() if is_used is which) for which in (True, False))
+        mine, others = (", ".join(name for name, is_used in used.items() if is_used is is_listed) for is_listed in (True, False))
         fused = (f"; fused: {mine or 'none'}" if used else "") + (f", by torch: {others}" if others else "")
-        yield f"\n{model}: {title(row['kernels'])}{fused}"
+        yield f"\n{model}: {format_kernels(row['kernels'])}{fused}"
 
 
-def _breakdown(found: Found, part: Found) -> Iterator[str]:
+def _breakdown_section(results: Results, part: Results) -> Iterator[str]:
     columns = {(model, text): each for model, both in part.items() for text, each in both.items()}
     rows = {group: [f"{100 * each['shares'].get(group, 0):.1f}" for each in columns.values()] for group in GROUPS}
-    for what, key in (("matrix products", "matrix_flops_per_second"), ("attention", "attention_flops_per_second")):
+    for label, key in (("matrix products", "matrix_flops_per_second"), ("attention", "attention_flops_per_second")):
         rates = [each[key] for each in columns.values()]
-        rows[f"{what}, TFLOP/s"] = ["" if rate is None else f"{rate / 1e12:,.3g}" for rate in rates]
+        rows[f"{label}, TFLOP/s"] = ["" if rate is None else f"{rate / 1e12:,.3g}" for rate in rates]
     lines = [{"line": " | ".join([group, *cells])} for group, cells in rows.items() if cells]
-    yield from _grid(f"|  | {' | '.join(map(' '.join, columns))} |", "| {line} |", lines)
+    yield from _iter_table_lines(f"|  | {' | '.join(map(' '.join, columns))} |", "| {line} |", lines)
     for (model, objective), each in columns.items():
         if not each["by_time_too"]:
             yield f"\n{model} {objective}: the device's clock is not the host's, so groups are by names alone."
         kernels = ", ".join(f"`{name[:60]}`" for name in each["attention_kernels"])
         yield f"\n{model} {objective}: attention by {kernels or 'no kernel of a known name'}."
-        if "missed" in _verdict(found["speed"][model][objective], found["targets"]["mfu"].get(model)):
+        if "missed" in _format_verdict(results["speed"][model][objective], results["targets"]["mfu"].get(model)):
             yield f"Missed its target. Next thing to try: {each['next']}."
 
 
-def _synchronisations(found: Found, part: Found) -> Iterator[str]:
+def _synchronization_section(results: Results, part: Results) -> Iterator[str]:
     for model, each in part.items():
         if "left out" in each:
             yield f"- {model}: not looked for, {each['left out']}"
@@ -146,39 +148,41 @@ def _synchronisations(found: Found, part: Found) -> Iterator[str]:
         yield f"- {model}: {often}, {each['of_an_update']:g} times an update beside"
 
 
-def _peer(found: Found, part: Found) -> Iterator[str]:
+def _hf_section(results: Results, part: Results) -> Iterator[str]:
     if not part.get("rows"):
         return
-    yield from _grid(*PEER, (row | {"name": name, "gib": row["peak_memory"] / GIB} for name, row in part["rows"].items()))
+    yield from _iter_table_lines(
+        *PEER, (row | {"name": name, "gib": row["peak_memory"] / GIB} for name, row in part["rows"].items())
+    )
     if "same_loss" in part:
-        yield _cell("\nThe same loss at the start: {same_loss}", (), part)
-    target = found["targets"]["peer"]
+        yield _format_cells("\nThe same loss at the start: {same_loss}", (), part)
+    target = results["targets"]["peer"]
     for name, ratio in part.get("ratios", {}).items():
-        judged = f" (target {target:g}: {'hit' if ratio >= target else '**missed**'})" if name.endswith("padded") else ""
-        yield f"\n{name}: {ratio:.2f} times{judged}"
+        verdict = f" (target {target:g}: {'hit' if ratio >= target else '**missed**'})" if name.endswith("padded") else ""
+        yield f"\n{name}: {ratio:.2f} times{verdict}"
 
 
-def _phases(found: Found, part: Found) -> Iterator[str]:
-    yield from _grid(*PHASES, ({"name": name, **phase} for name, phase in part.items()))
+def _phases_section(results: Results, part: Results) -> Iterator[str]:
+    yield from _iter_table_lines(*PHASES, ({"name": name, **phase} for name, phase in part.items()))
     lines: dict[str, list[str]] = {}
-    for phase, said in found.get("said", {}).items():
-        for line in dict.fromkeys(said):
+    for phase, messages in results.get("said", {}).items():
+        for line in dict.fromkeys(messages):
             lines.setdefault(line, []).append(phase)
     for line, names in lines.items():
         yield f"\nSaid in {', '.join(names)}: {line}"
-    speed = {f"speed, {name}": each for name, each in found.get("speed", {}).items()}
-    for name, each in {**speed, "peer": found.get("peer", {}), "compare": found.get("compare", {})}.items():
-        if left := each.get("left out"):
-            told = left if isinstance(left, str) else ", ".join(f"{what}: {why}" for what, why in left.items())
-            yield f"\nLeft out of {name}: {told}"
+    speed = {f"speed, {name}": each for name, each in results.get("speed", {}).items()}
+    for name, each in {**speed, "peer": results.get("peer", {}), "compare": results.get("compare", {})}.items():
+        if skipped := each.get("left out"):
+            text = skipped if isinstance(skipped, str) else ", ".join(f"{item}: {why}" for item, why in skipped.items())
+            yield f"\nLeft out of {name}: {text}"
 
 
-SECTIONS: dict[str, tuple[str, Callable[[Found, Found], Iterator[str]]]] = {
-    "correctness": ("Correctness: one micro-batch beside float32 on the host", _correctness),
-    "parity": ("Parity: losses of a short run, CLM then MLM, on the device and on the host", _parity),
-    "speed": ("Speed", _speed),
-    "breakdown": ("Where a step goes, in percent of its time", _breakdown),
-    "synchronisations": ("Where the host waits for the device", _synchronisations),
-    "peer": ("Beside transformers", _peer),
-    "phases": ("Phases", _phases),
+SECTIONS: dict[str, tuple[str, Callable[[Results, Results], Iterator[str]]]] = {
+    "correctness": ("Correctness: one micro-batch beside float32 on the host", _correctness_section),
+    "parity": ("Parity: losses of a short run, CLM then MLM, on the device and on the host", _parity_section),
+    "speed": ("Speed", _speed_section),
+    "breakdown": ("Where a step goes, in percent of its time", _breakdown_section),
+    "synchronisations": ("Where the host waits for the device", _synchronization_section),
+    "peer": ("Beside transformers", _hf_section),
+    "phases": ("Phases", _phases_section),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaenc.console import capture_messages
 
-Finding = tuple[list[str], Any]
+JobResult = tuple[list[str], Any]
 """Names, one inside the other, and what is found under them."""
 
 
@@ -19,7 +19,7 @@ class JobFailed(Exception):
     """A job did not come to its end; the message says why."""
 
 
-def machine(deadline: float) -> Iterator[Finding]:
+def describe_device(deadline: float) -> Iterator[JobResult]:
     """Yield what figures depend on; `missing_requirement`: by FIELD=VALUE of Kernels, what cannot be had here and why."""
     import torch
     from megatron.core.extensions import transformer_engine
@@ -30,7 +30,7 @@ def machine(deadline: float) -> Iterator[Finding]:
     from megaenc.model.attention.backends import BACKENDS, missing_requirement
 
     backend = detect_backend()
-    yield ["machine"], report.machine()
+    yield ["machine"], report.describe_machine()
     missing = {f"attention_backend={name}": missing_requirement(name, backend.device, torch.bfloat16) for name in BACKENDS}
     if not transformer_engine.HAVE_TE:
         missing["transformer_impl=transformer_engine"] = "transformer-engine is not installed"
@@ -51,7 +51,7 @@ def machine(deadline: float) -> Iterator[Finding]:
     yield ["device"], about
 
 
-def findings(job: dict[str, Any]) -> Iterator[Finding]:
+def run_job(job: dict[str, Any]) -> Iterator[JobResult]:
     """Yield what a job finds, then what it has said; {} only loads what takes its time to import and touches no accelerator.
 
     Raises JobFailed, which any process can unpickle.
@@ -65,16 +65,16 @@ def findings(job: dict[str, Any]) -> Iterator[Finding]:
 
     if not job:
         return
-    said: list[str] = []
+    messages: list[str] = []
     module, _, name = job["kind"].partition(".")
     try:
         function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module}"), name)
-        with capture_messages(said.append):  # which kernels were found wrong, for one
+        with capture_messages(messages.append):  # which kernels were found wrong, for one
             yield from function(**job.get("arguments", {}), deadline=job["deadline"])
-        yield ["said", job["name"]], said
+        yield ["said", job["name"]], messages
     except Exception as error:
         traceback.print_exc()
         raise JobFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
     finally:
         if torch.distributed.is_initialized():  # a failed job is still in its process groups
-            synthetic.end()
+            synthetic.destroy_process()

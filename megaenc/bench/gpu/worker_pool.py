@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from megaenc.bench.gpu.worker import JobFailed, findings
+from megaenc.bench.gpu.worker import JobFailed, run_job
 from megaenc.processes import Worker, WorkerDied, python_environment
 
 
@@ -23,42 +23,42 @@ class WorkerPool:
         self._loaded: Worker | None = None
 
     def __enter__(self) -> Self:
-        self._ready = self._begin()
+        self._ready = self._start_worker()
         return self
 
     def __exit__(self, *error: object) -> None:
         for worker in filter(None, (self._working, self._ready)):
             worker.kill()
 
-    def _begin(self) -> Worker:
+    def _start_worker(self) -> Worker:
         with open(self._log, "ab") as stream:
-            worker = Worker(findings, python_environment() | self._environment, stream)
+            worker = Worker(run_job, python_environment() | self._environment, stream)
         worker.send({})  # to load its libraries
         return worker
 
-    def run(self, job: dict[str, Any], seconds: float, left: float) -> Iterator[tuple[list[str], Any]]:
+    def run(self, job: dict[str, Any], seconds: float, seconds_left: float) -> Iterator[tuple[list[str], Any]]:
         """What the job finds, as it finds it. Raises JobFailed.
 
         It is told to end after 0.9 `seconds` and killed after `seconds`, counted from when its process is ready; and killed in
         any case `left` seconds from now.
         """
-        latest = time.monotonic() + left
-        worker = self._working = self._ready or self._begin()
+        latest = time.monotonic() + seconds_left
+        worker = self._working = self._ready or self._start_worker()
         self._ready = None
         try:
             if worker is not self._loaded:
                 list(worker.results(latest))
                 self._loaded = worker
             if self._fresh:
-                self._ready = self._begin()
+                self._ready = self._start_worker()
             ends = min(latest, time.monotonic() + seconds)
             worker.send(job | {"deadline": ends - 0.1 * seconds})  # by the clock that all processes of a machine have
             try:
                 yield from worker.results(ends)
             except JobFailed:
-                self._keep(worker)
+                self._return_worker(worker)
                 raise
-            self._keep(worker)
+            self._return_worker(worker)
         except TimeoutError:
             raise JobFailed("its time was over") from None
         except WorkerDied as error:
@@ -68,7 +68,7 @@ class WorkerPool:
                 self._working.kill()
             self._working = None
 
-    def _keep(self, worker: Worker) -> None:
+    def _return_worker(self, worker: Worker) -> None:
         """Leave a process that has ended its job to the next one, if that may be."""
         if not self._fresh:
             self._ready, self._working = worker, None

@@ -12,7 +12,7 @@ import numpy as np
 
 from megaenc import counter_rng
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays
-from megaenc.data.indexed.metadata import CorpusMetadata, read_corpus_metadata, metadata_path
+from megaenc.data.indexed.metadata import CorpusMetadata, metadata_path, read_corpus_metadata
 from megaenc.data.packing.shared_memory import share_arrays
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
@@ -30,13 +30,14 @@ class Corpus:
     """
 
     def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], metadata: CorpusMetadata | None):
+        """Build a corpus from its checked index; `open` does both."""
         self.prefix = prefix
         self.metadata = metadata
         self.first_sequences = np.asarray(index.documents)  # memory-mapped, as are the lengths
         self.sequence_lengths = np.asarray(index.lengths)
         status = os.stat(f"{prefix}.idx")
         self.key = (os.path.realpath(prefix), status.st_size, status.st_mtime_ns)
-        """What is made of this corpus is `share_arrays` under it."""
+        """Key prefix of arrays derived from this corpus that processes share."""
         self._starts: np.ndarray  # int64[D + 1]: document offsets in the .bin, in tokens
         self.document_lengths: np.ndarray
         self._starts, self.document_lengths = share_arrays((*self.key, "documents"), self._compute_document_bounds)

@@ -1,4 +1,4 @@
-"""Blends: packs of several corpora in fixed proportions, which hold for every stretch of a run and not only on average."""
+"""Packs of several corpora, mixed in fixed proportions that hold at every prefix of a run."""
 
 import os
 import re
@@ -12,11 +12,11 @@ import numpy as np
 from megaenc.data.packing.packed_dataset import Pack, PackedDataset
 from megaenc.errors import InputError
 
-PERIOD = 1 << 16  # samples after which an order repeats at the latest; weights are kept to one part in as many
+PERIOD = 1 << 16  # longest period of the corpus order, in samples; also the resolution of weights
 
 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
-    """`A`, `0.3 A 0.7 B` or `A B` as (weight, prefix) of each corpus; None where no weights are given. Raises InputError."""
+    """Parse `A`, `0.3 A 0.7 B` or `A B` into (weight, prefix) of each corpus; weights may be None. Raises InputError."""
     weights = [parse_weight(word) for word in words[::2]]
     if None not in weights and len(words) % 2 == 0:
         pairs = list(zip(weights, words[1::2], strict=True))
@@ -28,14 +28,14 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
         if weight is not None and weight <= 0:
             raise InputError(f"--data-path {' '.join(words)}: found weight {words[2 * number]}, expected more than 0")
         if os.path.realpath(prefix) in [os.path.realpath(earlier) for _, earlier in pairs[:number]]:
-            raise InputError(f"--data-path {' '.join(words)}: {prefix} is there twice, expected each corpus once")
+            raise InputError(f"--data-path {' '.join(words)}: {prefix} is given twice, expected each corpus once")
     return pairs
 
 
 def parse_weight(word: str) -> Fraction | None:
-    """A word of --data-path as a weight; None where it is a corpus."""
+    """Parse a word of --data-path as a weight; return None if it is a corpus prefix."""
     if re.search(r"[eE][+-]?\d{4}", word):
-        return None  # not a weight: its digits would fill the memory
+        return None  # a number with this exponent would fill the memory
     try:
         return Fraction(word)
     except (ValueError, ZeroDivisionError):
@@ -43,9 +43,9 @@ def parse_weight(word: str) -> Fraction | None:
 
 
 def compute_sample_counts(weights: Sequence[Fraction]) -> list[int]:
-    """How many of some number of samples (at most PERIOD) each corpus gives: exact where the weights allow it.
+    """Compute the number of samples of each corpus in a period of at most PERIOD samples, exact if the weights allow it.
 
-    Raises InputError, with the number of the corpus, for a weight that rounds to no part in PERIOD.
+    Raises InputError, with the number of the corpus, for a weight that rounds to zero.
     """
     shares = [Fraction(weight) / sum(weights) for weight in weights]
     period = lcm(*(share.denominator for share in shares))
@@ -65,16 +65,16 @@ def compute_sample_counts(weights: Sequence[Fraction]) -> list[int]:
 
 
 def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
-    """uint16[sum(counts)]: which corpus gives each sample, corpus c being there counts[c] times.
+    """Compute the corpus of each sample of a period, uint16[sum(counts)], in which corpus c occurs counts[c] times.
 
-    After any number of samples each corpus has given its share of them but for less than one sample. The rule is Tijdeman's
-    (The chairman assignment problem, 1980): among those whose share has fallen behind by 1 / (2 corpora - 2), the one that will
-    first be a whole sample behind.
+    After any number of samples each corpus is less than one sample away from its share. The rule is Tijdeman's (The chairman
+    assignment problem, 1980): of the corpora that are behind by at least 1 / (2 corpora - 2), take the one that will be a whole
+    sample behind first.
     """
     corpora, period = len(counts), sum(counts)
     if corpora == 1:
         return np.zeros(period, dtype=np.uint16)
-    owed = [0] * corpora  # what each corpus is behind, in samples times `datasets`, so that all is whole numbers
+    owed = [0] * corpora  # how far each corpus is behind, in integer units of 1 / `parts` samples
     parts = period * (2 * corpora - 2)
     steps = [count * (2 * corpora - 2) for count in counts]
     order = np.empty(period, dtype=np.uint16)
@@ -88,45 +88,46 @@ def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
 
 
 class BlendedDataset:
-    """Packs of several corpora: `packs[s]` is the Pack of sample s, the next one of the corpus whose turn it is.
+    """Packs of several corpora: `dataset[s]` is the Pack of sample s.
 
-    The turns repeat after at most PERIOD samples; they depend on the weights alone, and within a corpus packs come as they would
-    without the others.
+    The order of corpora repeats after at most PERIOD samples and depends only on the weights. Within a corpus, packs keep the
+    order that they have without the other corpora.
     """
 
-    def __init__(self, parts: Sequence[PackedDataset], weights: Sequence[Fraction]):
-        """One weight above 0, in any unit, for each of `datasets`. Raises InputError for one that is too small to be kept."""
-        self.datasets = list(parts)
-        self.seq_length = parts[0].seq_length
+    def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[Fraction]):
+        """Blend `datasets` by one positive weight each, in any unit. Raises InputError for a weight that rounds to zero."""
+        self.datasets = list(datasets)
+        self.seq_length = datasets[0].seq_length
         self._counts = compute_sample_counts(weights)
-        self._turns = interleave_corpora(self._counts)
-        self._before = np.empty(len(self._turns), dtype=np.int32)  # turns that the corpus had earlier in the period
+        self._corpus_order = interleave_corpora(self._counts)
+        self._earlier = np.empty(len(self._corpus_order), dtype=np.int32)  # earlier samples of the same corpus in the period
         for corpus, count in enumerate(self._counts):
-            self._before[self._turns == corpus] = np.arange(count)
+            self._earlier[self._corpus_order == corpus] = np.arange(count)
 
     def __getitem__(self, sample: int) -> Pack:
-        """The Pack of sample number `sample`, from 0 on without end."""
+        """Return the Pack of sample number `sample`, counted from 0 without end."""
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
-        period, place = divmod(sample, len(self._turns))
-        corpus = int(self._turns[place])
-        pack = self.datasets[corpus][period * self._counts[corpus] + int(self._before[place])]
+        period, place = divmod(sample, len(self._corpus_order))
+        corpus = int(self._corpus_order[place])
+        pack = self.datasets[corpus][period * self._counts[corpus] + int(self._earlier[place])]
         return replace(pack, sample=sample)
 
     def corpus_of_sample(self, sample: int) -> int:
-        """Which of `datasets` gives the pack of sample number `sample`."""
-        return int(self._turns[sample % len(self._turns)])
+        """Return the index in `datasets` of the corpus that gives sample number `sample`."""
+        return int(self._corpus_order[sample % len(self._corpus_order)])
 
     def count_samples(self, corpus: int, samples: int) -> int:
-        """How many of the first `samples` samples come from one of `datasets`."""
-        periods, rest = divmod(samples, len(self._turns))
-        return periods * self._counts[corpus] + int(np.count_nonzero(self._turns[:rest] == corpus))
+        """Return how many of the first `samples` samples come from corpus number `corpus`."""
+        periods, rest = divmod(samples, len(self._corpus_order))
+        return periods * self._counts[corpus] + int(np.count_nonzero(self._corpus_order[:rest] == corpus))
 
     @property
     def samples_before_repeat(self) -> int:
-        return min(self._sample_of(corpus, part.samples_before_repeat) for corpus, part in enumerate(self.datasets))
+        """Return the number of samples before some corpus starts its second epoch."""
+        return min(self._find_sample(corpus, dataset.samples_before_repeat) for corpus, dataset in enumerate(self.datasets))
 
-    def _sample_of(self, corpus: int, number: int) -> int:
-        """The sample that is pack `number` (0, 1, ...) of a corpus."""
+    def _find_sample(self, corpus: int, number: int) -> int:
+        """Return the sample that is pack `number` (0, 1, ...) of a corpus."""
         periods, turn = divmod(number, self._counts[corpus])
-        return periods * len(self._turns) + int(np.flatnonzero(self._turns == corpus)[turn])
+        return periods * len(self._corpus_order) + int(np.flatnonzero(self._corpus_order == corpus)[turn])

@@ -1,4 +1,4 @@
-"""The data of a run: corpora split into documents to train on and documents held out, and the packs of both."""
+"""Corpora of a run, split into training and held-out documents, and the packs of both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megaenc.data.packing.shared_memory import share_arrays
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
-_DOCUMENTS_PER_CHECK = 1 << 20  # documents that are looked at together; the first of them answer, as a rule
+_DOCUMENTS_PER_CHECK = 1 << 20  # the first chunk is usually enough
 
 PACKINGS: dict[str, type[CorpusPackedDataset]] = {
     "concat": ConcatPackedDataset,
@@ -26,23 +26,23 @@ PACKINGS: dict[str, type[CorpusPackedDataset]] = {
 
 @dataclass(frozen=True)
 class CorpusUsage:
-    """What some stretch of a run reads of one corpus."""
+    """Packs and epochs of one corpus that some part of a run reads."""
 
     prefix: str
     share: float
-    """Of the packs, as the weights say."""
+    """Share of the packs, from the weights."""
     packs: int
     epochs: float
-    """How often the corpus is gone through."""
+    """Number of passes over the corpus."""
     dropped: float
-    """Share of the tokens that the way of packing leaves out."""
+    """Share of the tokens that the packing leaves out."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """`train` and `held_out` blend the corpora, one or more, by the same weights.
+    """Training and held-out packs of a run, blended from one or more corpora by the same weights.
 
-    `held_out` is None where the split leaves nothing for it. corpora, train_parts and shares (which add up to 1) go together.
+    `held_out` is None if the split leaves no documents for it. corpora, train_datasets and shares (which add up to 1) correspond.
     """
 
     corpora: tuple[Corpus, ...]
@@ -55,14 +55,14 @@ class RunData:
     def open(
         cls, data_path: Sequence[str], vocabulary: Vocabulary, *, split: str, packing: str, seq_length: int, seed: int
     ) -> "RunData":
-        """Open `A`, `0.3 A 0.7 B` or `A B` (weighted by their tokens) and cut them into packs of `seq_length` tokens.
+        """Open the corpora of `A`, `0.3 A 0.7 B` or `A B` (weighted by their tokens) and cut them into packs.
 
-        Held-out packs are always `concat` in one order: runs that differ in packing or seed are measured on the same text.
-        Raises InputError for a corpus that cannot be used.
+        Held-out packs are always `concat` and in one order, so that runs of different packing or seed are measured on the same
+        text. Raises InputError for a corpus that cannot be used.
         """
         pairs = parse_data_path(data_path)
-        fractions, packs_of = parse_split(split), PACKINGS[packing]
-        corpora, trains, tests = [], [], {}
+        fractions, dataset_class = parse_split(split), PACKINGS[packing]
+        corpora, train_datasets, held_out_datasets = [], [], {}
         for _, prefix in pairs:
             corpus = Corpus.open(prefix)
             corpus.check_vocabulary(vocabulary)
@@ -70,28 +70,30 @@ class RunData:
             if not _has_tokens(corpus, train):
                 raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
             corpora.append(corpus)
-            trains.append(packs_of(corpus, train, seq_length, seed))
+            train_datasets.append(dataset_class(corpus, train, seq_length, seed))
             if _has_tokens(corpus, held_out):
-                tests[len(corpora) - 1] = ConcatPackedDataset(corpus, held_out, seq_length, 0)
-        given = [weight for weight, _ in pairs]
-        weights = [Fraction(part.tokens_per_epoch) for part in trains] if None in given else given
+                held_out_datasets[len(corpora) - 1] = ConcatPackedDataset(corpus, held_out, seq_length, 0)
+        explicit_weights = [weight for weight, _ in pairs]
+        weights = [Fraction(part.tokens_per_epoch) for part in train_datasets] if None in explicit_weights else explicit_weights
         return cls(
             tuple(corpora),
-            tuple(trains),
+            tuple(train_datasets),
             tuple(weight / sum(weights) for weight in weights),
-            BlendedDataset(trains, weights),
-            BlendedDataset(list(tests.values()), [weights[number] for number in tests]) if tests else None,
+            BlendedDataset(train_datasets, weights),
+            BlendedDataset(list(held_out_datasets.values()), [weights[number] for number in held_out_datasets])
+            if held_out_datasets
+            else None,
         )
 
     @property
     def fingerprint(self) -> str:
-        """Equal for the same corpora in the same proportions, wherever they are."""
+        """Return a string that is equal for the same corpora in the same proportions, wherever they are stored."""
         if len(self.corpora) == 1:
             return self.corpora[0].fingerprint
         return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
 
     def corpus_usage(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[CorpusUsage]:
-        """What samples `first` to `end` - 1 read of each corpus, but for the ranges `without`, each its first and last sample."""
+        """Return the usage of each corpus by samples first..end-1, except the ranges `without` of (first, last) sample."""
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         rows = []
         for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_datasets, self.shares, strict=True)):
@@ -105,12 +107,13 @@ class RunData:
 
 
 def split_corpus(corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`split_documents` of a corpus, shared by the processes of a machine."""
+    """Split a corpus into (training, validation, test) documents as `split_documents`, shared by the processes of a machine."""
     key = (*corpus.key, "split", [str(fraction) for fraction in fractions])
     train, held_out, test = share_arrays(key, partial(split_documents, len(corpus), fractions))
     return train, held_out, test
 
 
 def _has_tokens(corpus: Corpus, documents: np.ndarray) -> bool:
-    some = (documents[start : start + _DOCUMENTS_PER_CHECK] for start in range(0, len(documents), _DOCUMENTS_PER_CHECK))
-    return any(corpus.document_lengths[numbers].any() for numbers in some)
+    """Return whether any of `documents` holds a token."""
+    chunks = (documents[start : start + _DOCUMENTS_PER_CHECK] for start in range(0, len(documents), _DOCUMENTS_PER_CHECK))
+    return any(corpus.document_lengths[numbers].any() for numbers in chunks)

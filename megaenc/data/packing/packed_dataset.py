@@ -1,6 +1,6 @@
-"""Packs: exactly `seq_length` tokens, the unit of work of a run, and the named ways to cut them from the stream of documents.
+"""Packs of exactly `seq_length` tokens, the samples of a run, and the packings that cut them from the document stream.
 
-What is in a pack is a pure function of the data, the seed, seq_length and the sample's number.
+The contents of a pack are a pure function of the data, the seed, seq_length and the sample's number.
 """
 
 from abc import ABC, abstractmethod
@@ -15,14 +15,14 @@ from megaenc.data.packing.token_stream import DocumentSource, TokenStream, narro
 from megaenc.errors import InputError
 
 LONGEST_PACK = 1 << 24
-"""Tokens. A longer pack is a typing mistake: cutting it takes minutes, and then the memory does not suffice."""
+"""Largest `seq_length` in tokens; a longer pack is a typing mistake that would exhaust the memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """T tokens in which attention never crosses an edge.
+    """T tokens with document boundaries that attention never crosses.
 
-    sample: its number in the run's order; epoch: the pass over the data in which it starts; tokens: int64[T];
+    sample: its number in the run; epoch: the pass over the data in which it starts; tokens: int64[T];
     edges: int32[D + 1], 0 first, T last, strictly increasing (the `cu_seqlens` of packed attention).
     """
 
@@ -33,18 +33,18 @@ class Pack:
 
     @property
     def positions(self) -> np.ndarray:
-        """int64[T]: place within the document or piece, 0 at each edge."""
+        """Return int64[T], the position of each token within its document or chunk, 0 at each edge."""
         return position_ids(self.edges)
 
 
 def position_ids(edges: np.ndarray) -> np.ndarray:
-    """int64[T]: from 0 on between neighbouring `edges`, which begin with 0 and end with T."""
+    """Return int64[T] positions that restart from 0 at each of `edges`, which start with 0 and end with T."""
     starts = edges[:-1].astype(np.int64)
     return np.arange(edges[-1]) - np.repeat(starts, np.diff(edges))
 
 
 class PackedDataset(Protocol):
-    """What a run reads: the packs of one corpus or of a blend, `packs[s]` being that of sample s = 0, 1, 2, ... without end."""
+    """Interface of the packs of one corpus or of a blend: `dataset[s]` is the Pack of sample s = 0, 1, 2, ... without end."""
 
     seq_length: int
 
@@ -52,87 +52,93 @@ class PackedDataset(Protocol):
 
     @property
     def samples_before_repeat(self) -> int:
-        """How many of the first samples read no token a second time, but for the start of the next epoch in the last one."""
+        """Return the number of samples before the second epoch; the last one may reach into it."""
 
 
 class CorpusPackedDataset(ABC):
-    """The packs of one corpus. The packs that start in an epoch are visited in random order: otherwise the pieces of one long
-    document would meet in one batch."""
+    """Base of the packs of one corpus, visited in random order within each epoch.
+
+    Without that order the pieces of one long document would meet in one batch.
+    """
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seq_length: int, seed: int):
-        """`documents`: int64[D], the numbers of those to use. Raises InputError when they hold no token."""
+        """Cut packs from `documents`, int64[D] document numbers. Raises InputError if they hold no token."""
         self.stream = TokenStream(corpus, documents, seed)
         self.seq_length = seq_length
         self.seed = seed
-        self._visits = lru_cache(maxsize=1)(self._make_visits)
+        self._pack_order = lru_cache(maxsize=1)(self._compute_pack_order)
 
     @abstractmethod
     def epoch_of_sample(self, sample: int) -> int:
-        """The epoch in which a sample's pack starts: an epoch's samples and packs have the same numbers, in another order."""
+        """Return the epoch in which the pack of a sample starts."""
 
     @abstractmethod
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """The number of the first sample that starts in `epoch` or, where none does (a corpus shorter than a pack), after it."""
+        """Return the first sample that starts in `epoch`, or after it if none does (a corpus shorter than a pack)."""
 
     @abstractmethod
     def start_of_pack(self, pack: int) -> int:
-        """The position in the stream at which a pack begins; packs are numbered as they lie there."""
+        """Return the position in the token stream at which pack number `pack`, in stream order, begins."""
 
     def __getitem__(self, sample: int) -> Pack:
-        """The Pack of sample number `sample`, from 0 on without end."""
+        """Return the Pack of sample number `sample`, counted from 0 without end."""
         epoch = self.epoch_of_sample(sample)
         first = self.first_sample_of_epoch(epoch)
-        pack = first + int(self._visits(epoch)[sample - first])
+        pack = first + int(self._pack_order(epoch)[sample - first])
         tokens, edges = self.stream.read(self.start_of_pack(pack), self.seq_length)
         return Pack(sample, epoch, tokens, edges)
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens of all documents together."""
+        """Return the number of tokens of all documents."""
         return self.stream.tokens_per_epoch
 
     @property
     def samples_before_repeat(self) -> int:
+        """Return the number of samples of the first epoch."""
         return self.first_sample_of_epoch(1)
 
     @property
     def dropped(self) -> float:
-        """The share of the data that is in no pack."""
+        """Return the share of the tokens that is in no pack."""
         return 0.0
 
     def epochs_after(self, samples: int) -> float:
-        """How often the first `samples` samples go through the data."""
+        """Return the number of epochs, as a fraction, that the first `samples` samples read."""
         epoch = self.epoch_of_sample(samples)
         first, end = self.first_sample_of_epoch(epoch), self.first_sample_of_epoch(epoch + 1)
         return epoch + (samples - first) / (end - first)
 
-    def _make_visits(self, epoch: int) -> np.ndarray:
-        """The order in which the packs that start in `epoch` are visited, counted from the first of them."""
+    def _compute_pack_order(self, epoch: int) -> np.ndarray:
+        """Compute the random order of the packs that start in `epoch`, numbered from the first of them."""
         count = self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch)
         make = partial(counter_rng.permutation, self.seed, "packs", count, counters=(epoch,))
-        return self.stream.shared(("visits", count, epoch), lambda: (narrow_to_int32(make()),))[0]
+        return self.stream.share_arrays(("visits", count, epoch), lambda: (narrow_to_int32(make()),))[0]
 
 
 class ConcatPackedDataset(CorpusPackedDataset):
-    """The stream cut every `seq_length` tokens, so that nothing is wasted; an edge wherever a document ends."""
+    """Packs cut from the stream every `seq_length` tokens without loss, with an edge at each document end."""
 
     def epoch_of_sample(self, sample: int) -> int:
+        """Return the epoch in which the pack of a sample starts."""
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         return sample * self.seq_length // self.tokens_per_epoch
 
     def first_sample_of_epoch(self, epoch: int) -> int:
+        """Return the first sample that starts in or after `epoch`."""
         return -(-epoch * self.tokens_per_epoch // self.seq_length)
 
     def start_of_pack(self, pack: int) -> int:
+        """Return the position in the token stream at which a pack begins."""
         return pack * self.seq_length
 
 
-SHORTEST_CHUNK = 12  # tokens; the study's
+SHORTEST_CHUNK = 12  # tokens, as in arXiv 2507.00994
 
 
 def check_two_chunks_fit(seq_length: int) -> None:
-    """InputError where a pack of --packing random-length has no room for two chunks."""
+    """Raise InputError if a pack of --packing random-length has no room for two chunks."""
     if seq_length < 2 * SHORTEST_CHUNK:
         raise InputError(
             f"--packing random-length: found --seq-length {seq_length}, expected at least {2 * SHORTEST_CHUNK} "
@@ -141,25 +147,25 @@ def check_two_chunks_fit(seq_length: int) -> None:
 
 
 def mean_squared_chunk_lengths(seq_length: int) -> float:
-    """Return the mean, over all places of the cut, of the sum of the squared lengths of a pack's two chunks."""
+    """Return the mean, over all positions of the cut, of the sum of the squared lengths of a pack's two chunks."""
     shortest, longest = SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK
     to_longest, below = (end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1))  # 1 + 4 + 9 + ... + end^2
-    return 2 * (to_longest - below) / (longest - shortest + 1)  # the left chunk's squares; the right one has the same
+    return 2 * (to_longest - below) / (longest - shortest + 1)  # both chunks have the same distribution
 
 
 class RandomLengthPackedDataset(ConcatPackedDataset):
-    """The study's way (arXiv 2507.00994): each pack is cut at a random place into two chunks of at least 12 tokens.
+    """Packs cut at a random position into two chunks of at least 12 tokens (as in arXiv 2507.00994).
 
-    A chunk may span documents; there is no edge inside it, so attention sees across their ends.
+    A chunk may span documents; it has no edges inside, so attention crosses their ends.
     """
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seq_length: int, seed: int):
-        """See CorpusPacks. Raises InputError when a pack has no room for two chunks."""
+        """Cut packs as CorpusPackedDataset. Raises InputError if a pack has no room for two chunks."""
         check_two_chunks_fit(seq_length)
         super().__init__(corpus, documents, seq_length, seed)
 
     def __getitem__(self, sample: int) -> Pack:
-        """The Pack of sample number `sample`, from 0 on without end; edges: int32[3]."""
+        """Return the Pack of sample number `sample`, with edges int32[3]."""
         pack = super().__getitem__(sample)
         draw = float(counter_rng.uniforms(self.seed, "chunks", 1, counters=(sample,))[0])
         cut = SHORTEST_CHUNK + int(draw * (self.seq_length - 2 * SHORTEST_CHUNK + 1))

@@ -1,4 +1,4 @@
-"""Packs that each start at a sentence, from a corpus whose documents were cut into sentences."""
+"""Packs that each start at a sentence, from a corpus whose documents were split into sentences."""
 
 from array import array
 from bisect import bisect_right
@@ -12,89 +12,93 @@ from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError
 
 
-def check_has_sentences(prefix: str, sidecar: CorpusMetadata | None, *, sequences: int, documents: int) -> None:
-    """InputError where every document of the corpus is one sequence.
+def check_has_sentences(prefix: str, metadata: CorpusMetadata | None, *, sequences: int, documents: int) -> None:
+    """Raise InputError if every document of the corpus is one sequence.
 
-    A corpus of one sentence a document looks like one of whole documents: its sidecar tells.
+    Only the metadata distinguishes documents of one sentence each from whole documents.
     """
-    if not (sidecar and sidecar.sentences) and sequences == documents:
+    if not (metadata and metadata.sentences) and sequences == documents:
         raise InputError(
             f"--packing sentences: {prefix} holds whole documents, expected one that was preprocessed with --split-sentences"
         )
 
 
 class SentencePackedDataset(CorpusPackedDataset):
-    """Every pack starts at a sentence. What the pack's end leaves of a sentence is dropped, and the next pack starts after it.
+    """Packs that each start at a sentence; the rest of the sentence that a pack cuts is dropped.
 
-    Within a pack attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one.
+    Attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one pack.
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_length: int, seed: int):
-        """See CorpusPacks. Raises InputError when every document of the corpus is one sequence."""
+        """Cut packs as CorpusPackedDataset. Raises InputError if every document of the corpus is one sequence."""
         check_has_sentences(
             getattr(corpus, "prefix", "the corpus"),
-            getattr(corpus, "sidecar", None),
+            getattr(corpus, "metadata", None),
             sequences=len(corpus.sequence_lengths),
             documents=len(corpus.document_lengths),
         )
         super().__init__(corpus, documents, seq_length, seed)
-        # Where an epoch's packs begin follows from where those of the one before ended, so they are walked in order:
-        # [e] is the number of packs before epoch e, and the tokens of it that a pack of an earlier epoch has read.
-        self._first_samples, self._taken = [0], [0]
-        self._starts = lru_cache(maxsize=2)(self._shared_starts)
+        # The packs of an epoch start where those of the previous one end, so epochs are computed in order. Index e: the number of
+        # packs before epoch e, and the tokens of epoch e that an earlier epoch's last pack reads.
+        self._first_samples, self._consumed = [0], [0]
+        self._pack_starts = lru_cache(maxsize=2)(self._share_pack_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
+        """Return the epoch in which the pack of a sample starts."""
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         while self._first_samples[-1] <= sample:
-            self._walk(len(self._first_samples) - 1)
+            self._append_epoch(len(self._first_samples) - 1)
         return bisect_right(self._first_samples, sample) - 1
 
     def first_sample_of_epoch(self, epoch: int) -> int:
+        """Return the first sample that starts in or after `epoch`."""
         while len(self._first_samples) <= epoch:
-            self._walk(len(self._first_samples) - 1)
+            self._append_epoch(len(self._first_samples) - 1)
         return self._first_samples[epoch]
 
     def start_of_pack(self, pack: int) -> int:
+        """Return the position in the token stream at which a pack begins."""
         epoch = self.epoch_of_sample(pack)
-        return epoch * self.tokens_per_epoch + int(self._starts(epoch)[pack - self._first_samples[epoch]])
+        return epoch * self.tokens_per_epoch + int(self._pack_starts(epoch)[pack - self._first_samples[epoch]])
 
     @property
     def dropped(self) -> float:
-        """The share of the first epoch's tokens that is in no pack: the rest of the sentences in which packs end."""
+        """Return the share of the first epoch's tokens that is in no pack, being the rest of a cut sentence."""
         packs = self.first_sample_of_epoch(1)
         return 1 - packs * self.seq_length / self.start_of_pack(packs)
 
-    def _walk(self, epoch: int) -> None:
-        """Learn how many packs start in `epoch`, the last known one, and how much of the next they read."""
-        starts = self._starts(epoch)
-        # Where the packs so far end, from the start of the next epoch: negative where only the rest of a sentence is left.
-        end = int(starts[-1]) + self.seq_length if len(starts) else self._taken[epoch]
+    def _append_epoch(self, epoch: int) -> None:
+        """Compute the number of packs of `epoch`, the last known one, and the tokens of the next epoch that they read."""
+        starts = self._pack_starts(epoch)
+        # End of the last pack; less than an epoch if only the rest of a sentence follows.
+        end = int(starts[-1]) + self.seq_length if len(starts) else self._consumed[epoch]
         self._first_samples.append(self._first_samples[epoch] + len(starts))
-        self._taken.append(max(0, end - self.tokens_per_epoch))
+        self._consumed.append(max(0, end - self.tokens_per_epoch))
 
-    def _shared_starts(self, epoch: int) -> np.ndarray:
-        what = ("sentences", self.seq_length, self._taken[epoch], epoch)
-        return self.stream.shared(what, lambda: (self._make_starts(epoch),))[0]
+    def _share_pack_starts(self, epoch: int) -> np.ndarray:
+        """Return the pack starts of `epoch`, computed once for the processes of a machine."""
+        key = ("sentences", self.seq_length, self._consumed[epoch], epoch)
+        return self.stream.share_arrays(key, lambda: (self._compute_pack_starts(epoch),))[0]
 
-    def _make_starts(self, epoch: int) -> np.ndarray:
-        """int64[packs]: where the packs that start in `epoch` do, in tokens from the epoch's start."""
-        sentences = self._sentence_starts(epoch)
-        following = np.searchsorted(sentences, sentences + self.seq_length)  # the first sentence a pack from here leaves whole
-        step = memoryview(following)  # whose elements are Python's numbers, several times quicker than NumPy's
-        place, places = int(np.searchsorted(sentences, self._taken[epoch])), array("q")
-        while place < len(sentences):
-            places.append(place)
-            place = step[place]
-        return sentences[np.frombuffer(places, np.int64)] if places else sentences[:0]
+    def _compute_pack_starts(self, epoch: int) -> np.ndarray:
+        """Compute int64[packs], the starts of the packs of `epoch` in tokens from the epoch's start."""
+        sentences = self._compute_sentence_starts(epoch)
+        following = np.searchsorted(sentences, sentences + self.seq_length)  # first sentence after a pack that starts here
+        next_pack = memoryview(following)  # indexing it is several times faster than indexing an array
+        sentence, pack_sentences = int(np.searchsorted(sentences, self._consumed[epoch])), array("q")
+        while sentence < len(sentences):
+            pack_sentences.append(sentence)
+            sentence = next_pack[sentence]
+        return sentences[np.frombuffer(pack_sentences, np.int64)] if pack_sentences else sentences[:0]
 
-    def _sentence_starts(self, epoch: int) -> np.ndarray:
-        """int64[sentences]: where the sentences lie in `epoch`, in tokens from its start."""
+    def _compute_sentence_starts(self, epoch: int) -> np.ndarray:
+        """Compute int64[sentences], the starts of the sentences of `epoch` in tokens from the epoch's start."""
         order, _ = self.stream.epoch_order(epoch)
         documents = self.stream.documents[order]
         corpus = self.stream.corpus
         firsts, counts = corpus.first_sequences[documents], np.diff(corpus.first_sequences)[documents]
-        del documents  # here and below: of a hundred million sentences each array is nearly a gigabyte
+        del documents  # with 100 million sentences each array takes nearly a gigabyte
         # All sequences of the first document, then those of the second, ...
         sequences = np.repeat(firsts - (np.cumsum(counts) - counts), counts)
         del firsts, counts

@@ -1,7 +1,7 @@
-"""Arrays that all processes of a run need alike: made by one process of each machine, and there in memory once.
+"""Read-only arrays that the processes of a run on one machine compute once and share.
 
-They lie in memory that has no name in any file system and goes with the last process that has it, however that ends. What tells
-the others where it is, and whose turn it is to make it, is a note of some bytes in the folder for temporary files.
+They lie in anonymous memory (memfd), which is freed with the last process that maps it. A small note file in the temporary
+folder names the process and descriptor that hold them and serves as the lock of the process that computes them.
 """
 
 import contextlib
@@ -23,65 +23,67 @@ from megaenc.json_files import parse_json
 
 Arrays = tuple[np.ndarray, ...]
 
-_RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # what processes of one run have in common, and no others have
+_RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # identify a run
 _ALIGNMENT = 64  # bytes
 
 
-def share_arrays(key: tuple[object, ...], make: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `make` makes, read-only where there are several processes; `key` says which they are, in plain values.
+def share_arrays(key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
+    """Return the arrays of `compute`, which runs in one process of the machine; `key`, plain values, identifies them.
 
-    One process makes them while the others wait; if it is killed meanwhile, the next one does. A process that cannot get at
-    another's, or that asks when nobody has them any more, makes its own; those of a container share among themselves.
+    Other processes wait; if the computing one is killed, the next takes over. A process that cannot map another's arrays, or asks
+    after all holders have released them, computes its own; containers do not share with each other. The arrays are read-only if
+    there are several processes.
     """
     if not has_local_peers():
-        return make()
+        return compute()
     try:
         folder = _user_folder()
-        visible = os.readlink("/proc/self/ns/pid")  # processes see each other if theirs is the same
+        namespace = os.readlink("/proc/self/ns/pid")  # processes of one PID namespace see each other
     except OSError:
-        return make()
-    common = key, [os.environ.get(part) for part in _RUN_VARIABLES], visible
-    name = hashlib.blake2b(repr(common).encode(), digest_size=16).hexdigest()
-    with contextlib.suppress(PermissionError), _lock_note(folder / name) as note:  # another's memory may be closed to us
-        found = _open_published(note, name)
-        if found is not None:
-            return found
+        return compute()
+    identity = key, [os.environ.get(name) for name in _RUN_VARIABLES], namespace
+    name = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+    # The memory of another process may be inaccessible.
+    with contextlib.suppress(PermissionError), _lock_note(folder / name) as note:
+        arrays = _open_published(note, name)
+        if arrays is not None:
+            return arrays
         _remove_stale_notes(folder)
-        return _publish(note, folder / name, make())
-    return make()
+        return _publish(note, folder / name, compute())
+    return compute()
 
 
 def has_local_peers() -> bool:
-    """Whether there is anybody on this machine to share with."""
+    """Return whether the run has several processes on this machine."""
     return get_local_world_size() > 1
 
 
 def hash_array(array: np.ndarray) -> str:
-    """Of the numbers in a contiguous array: a key for what is made of it."""
+    """Return a hash of the dtype and contents of a contiguous array, for use in keys."""
     return hashlib.blake2b(array.data, digest_size=16, person=str(array.dtype).encode()).hexdigest()
 
 
 def _user_folder() -> Path:
-    """This user's own; OSError if there can be none."""
+    """Return this user's private folder for notes, creating it if needed. Raises OSError if that is impossible."""
     folder = Path(tempfile.gettempdir()) / f"megaenc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(folder)  # others could put something there
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(folder)  # another user could write there
     return folder
 
 
 @contextlib.contextmanager
 def _lock_note(path: Path) -> Iterator[int]:
-    """Wait for the note at `path`, and have it to oneself: its descriptor."""
+    """Open and lock the note at `path`, yield its descriptor and close it afterwards."""
     while True:
         note = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # of a file system without locks: everybody then makes their own at worst
+        with contextlib.suppress(OSError):  # without file locks each process computes its own at worst
             fcntl.flock(note, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(note).st_ino:
                 break
-        os.close(note)  # its writer has gone, and the note with it
+        os.close(note)  # its writer has deleted the note meanwhile
     try:
         yield note
     finally:
@@ -89,7 +91,7 @@ def _lock_note(path: Path) -> Iterator[int]:
 
 
 def _open_published(note: int, name: str) -> Arrays | None:
-    """What the process has that wrote the note; None where nothing is written or it has gone. PermissionError: it is not ours."""
+    """Map the arrays that the note names; return None if there are none. Raises PermissionError if access is denied."""
     try:
         written = parse_json(os.pread(note, 1 << 16, 0))
         memory = os.open(f"/proc/{written['process']}/fd/{written['descriptor']}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -98,7 +100,7 @@ def _open_published(note: int, name: str) -> Arrays | None:
     except (ValueError, KeyError, TypeError, OSError):
         return None
     try:
-        # Numbers of processes and files are given out again: only what was opened tells whether it is the memory of this name.
+        # Process ids and descriptors are reused: check that the opened file is the memory of this name.
         is_named = os.readlink(f"/proc/self/fd/{memory}").startswith(f"/memfd:{name} ")
         if not (is_named and fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE):
             return None
@@ -110,7 +112,7 @@ def _open_published(note: int, name: str) -> Arrays | None:
 
 
 def _publish(note: int, path: Path, arrays: Arrays) -> Arrays:
-    """Put `arrays` where others find them, as long as this process has them; `note` is open at `path`."""
+    """Copy `arrays` to shared memory, name it in the open `note` at `path` for this process's lifetime and return the mapping."""
     places, size = [], 0
     for array in arrays:
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -125,9 +127,10 @@ def _publish(note: int, path: Path, arrays: Arrays) -> Arrays:
                 stream.seek(place["start"])
                 stream.write(np.ascontiguousarray(array).data)
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        readable = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)  # before Linux 6.7 no other may be mapped
+        # Before Linux 6.7 only a read-only descriptor may be mapped.
+        readable = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            pages, found = _map_arrays(readable, places)
+            pages, mapped = _map_arrays(readable, places)
         finally:
             os.close(readable)
     except OSError:
@@ -137,21 +140,22 @@ def _publish(note: int, path: Path, arrays: Arrays) -> Arrays:
     written = {"process": os.getpid(), "descriptor": memory, "arrays": places}
     os.ftruncate(note, 0)
     os.pwrite(note, json.dumps(written).encode(), 0)
-    return found
+    return mapped
 
 
-def _map_arrays(memory: int, places: list[dict]) -> tuple[mmap.mmap, Arrays]:
+def _map_arrays(memory: int, layout: list[dict]) -> tuple[mmap.mmap, Arrays]:
+    """Map the memory at a descriptor read-only; return the mapping and its arrays, laid out as `layout` describes."""
     pages = mmap.mmap(memory, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     arrays = []
-    for place in places:
+    for place in layout:
         count, dtype = int(np.prod(place["shape"], dtype=np.int64)), np.dtype(place["dtype"])
         arrays.append(np.frombuffer(pages, dtype, count, place["start"] if count else 0).reshape(place["shape"]))
     return pages, tuple(arrays)
 
 
 def _withdraw(process: int, memory: int, path: Path, inode: int) -> None:
-    """The process that made the arrays has no more use for them: nobody else is told of them."""
-    if os.getpid() != process:  # a copy of the process, made by fork
+    """Close the shared memory and delete its note, if `process` is this process."""
+    if os.getpid() != process:  # a forked child
         return
     os.close(memory)
     with contextlib.suppress(OSError):
@@ -160,7 +164,7 @@ def _withdraw(process: int, memory: int, path: Path, inode: int) -> None:
 
 
 def _remove_stale_notes(folder: Path) -> None:
-    """Remove the notes of processes that were killed."""
+    """Delete the notes of processes that no longer exist."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             note = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Tokenise text once, into the .bin and .idx that training reads, with a .json beside them that says what they are."""
+"""Command `megaenc preprocess`: tokenization of text into the .bin, .idx and .json files that training reads."""
 
 import dataclasses
 import hashlib
@@ -16,146 +16,149 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, open_writers, token_dtype
 from megaenc.data.indexed.metadata import FORMAT, CorpusMetadata, TokenizerIdentity
 from megaenc.data.preprocess.outputs import (
+    compute_sha256,
+    find_outputs_by_hash,
     output_files,
     output_prefixes,
     refuse_existing_outputs,
-    compute_sha256,
     report_stale_files,
-    find_outputs_by_hash,
 )
-from megaenc.data.preprocess.resumable import PartitionStore, read_merge_record, open_work_folder
+from megaenc.data.preprocess.resumable import PartitionStore, open_work_folder, read_merge_record
 from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed_punkt, train_punkt
 from megaenc.data.preprocess.worker import BlockTokenizer
 from megaenc.data.sources import resolve
 from megaenc.data.sources.base import LineFile
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, remove_new_parents_on_error
-from megaenc.processes import ThreadPool, ProcessPool, check_process_count, usable_core_count
+from megaenc.processes import ProcessPool, ThreadPool, check_process_count, usable_core_count
 
-_MAX_PARTITIONS = 100_000  # each is a few files
+_MAX_PARTITIONS = 100_000  # with a few files each
 
 
 @dataclass(frozen=True)
 class PreprocessConfig(resolve.InputConfig):
-    """What preprocessing takes."""
+    """Flags of `megaenc preprocess`."""
 
     output_prefix: str
-    """The files are OUTPUT_PREFIX_KEY_document.bin, .idx and .json, for each JSON key."""
+    """Prefix of the output files, OUTPUT_PREFIX_KEY_document.bin, .idx and .json for each JSON key."""
     tokenizer: str
-    """Folder of a Hugging Face fast tokenizer, or its name on the Hub."""
+    """Hugging Face fast tokenizer, a folder or a name on the Hub."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of the texts in each JSON object, columns of a table; each makes a corpus of its own."""
+    """Keys of the texts in each JSON object, or columns of a table. Each key gives a corpus of its own."""
     append_eod: bool = False
-    """End every document with the tokenizer's end-of-sequence token."""
+    """Append the tokenizer's end-of-sequence token to every document."""
     split_sentences: bool = False
-    """Make a sequence of the .idx of every sentence instead of every document; documents stay what they are."""
+    """Store each sentence, not each document, as a sequence of the .idx; needed for --packing sentences."""
     punkt_language: str = "english"
-    """Language of nltk's Punkt model for --split-sentences; where it is not installed, one is learnt from the input."""
+    """Language of nltk's Punkt model for --split-sentences. If it is not installed, a model is trained on the input."""
     workers: int = field(default_factory=usable_core_count)
-    """Processes that tokenise; up to four threads, where JSONL or lines of text go through gigatoken."""
+    """Number of worker processes. JSONL and text lines that gigatoken can tokenize use threads up to four."""
     partitions: int = 1
-    """Cut the input into so many parts: after a stop the same command goes on with the parts that are missing."""
+    """Number of partitions of the input that are written one by one. After an interruption, the same command resumes."""
     skip_bad_lines: bool = False
-    """Leave out lines, rows and files that hold no text to read, and count them, instead of stopping at the first."""
+    """Skip and count lines, rows and files without readable text instead of stopping at the first."""
 
 
 _Counts = dict[str, int]
-"""How many `documents` there were, how many were `skipped`, and the `size` of all in bytes as they were parsed."""
+"""Number of `documents` and `skipped` ones, and parsed `size` in bytes."""
 
 
 @dataclass(frozen=True)
 class _PreprocessJob:
-    """One run: what to read, what to do with it, and where it goes."""
+    """Inputs, outputs and tokenizer of one preprocessing run."""
 
     settings: PreprocessConfig
     prefixes: list[Path]
-    found: resolve.ResolvedInputs
-    work: BlockTokenizer
+    inputs: resolve.ResolvedInputs
+    block_tokenizer: BlockTokenizer
     identity: TokenizerIdentity
     vocab_size: int
 
-    def plan(self) -> dict[str, object]:
-        """What the parts of the corpus depend on."""
+    def build_plan(self) -> dict[str, object]:
+        """Return everything that the partitions depend on, as stored in plan.json."""
         files, plan = hashlib.sha256(), dataclasses.asdict(self.settings)
-        for entry in self.found.files():
+        for entry in self.inputs.file_stats():
             files.update(repr(entry).encode())
         for name in ("output_prefix", "workers", "split_sentences", "punkt_language"):
             del plan[name]
-        sentences = None if self.work.punkt is None else self.work.punkt.describe()
+        sentences = None if self.block_tokenizer.punkt is None else self.block_tokenizer.punkt.describe()
         made_with = {"tokenizer": self.identity.fingerprint, "sentences": sentences, "megaenc": megaenc.__version__}
         return {"input": self.settings.input, "files": files.hexdigest(), **plan, **made_with}
 
-    def sidecar(self, writer: IndexedWriter, counts: _Counts, files: Sequence[Path]) -> CorpusMetadata:
-        """Finish the corpus of one key; `files` are its .bin and .idx."""
+    def build_metadata(self, writer: IndexedWriter, counts: _Counts, files: Sequence[Path]) -> CorpusMetadata:
+        """Finish the corpus of one key, whose .bin and .idx are `files`, and return its metadata."""
         hashes = writer.finish()
         return CorpusMetadata(
             format=FORMAT,
             tokenizer=self.identity,
             vocab_size=self.vocab_size,
-            eod=self.work.eod,
+            eod=self.block_tokenizer.eod,
             append_eod=self.settings.append_eod,
             documents=writer.documents,
             sequences=writer.sequences,
             tokens=writer.tokens,
             empty_documents=counts["documents"] - writer.documents,
             skipped_lines=counts["skipped"],
-            dtype=self.work.dtype,
+            dtype=self.block_tokenizer.dtype,
             bin_bytes=files[0].stat().st_size,
             idx_bytes=files[1].stat().st_size,
             sha256=hashes,
-            sources=self.found.origins,
+            sources=self.inputs.origins,
             megaenc=megaenc.__version__,
-            sentences=None if self.work.punkt is None else self.work.punkt.describe(),
+            sentences=None if self.block_tokenizer.punkt is None else self.block_tokenizer.punkt.describe(),
         )
 
 
 def preprocess(settings: PreprocessConfig) -> list[Path]:
-    """Tokenise `settings.input`; return the corpus prefixes written (`OUTPUT_PREFIX_KEY_document`), one a key.
+    """Tokenize `settings.input` and return the corpus prefixes written (`OUTPUT_PREFIX_KEY_document`), one per key.
 
-    All files appear whole or not at all, the .idx last; the bytes depend neither on the number of workers or partitions nor on
-    the kind of file that a text came in. Raises InputError for input, tokenizer or output that cannot be used, for input that
-    changes while it is read, and when a worker dies.
+    Files appear complete or not at all, the .idx last. Their bytes do not depend on workers, partitions or kinds of input files.
+    Raises InputError for unusable input, tokenizer or output, for input that changes meanwhile, and if a worker dies.
     """
     return prepare_preprocessing(settings)()
 
 
 def prepare_preprocessing(settings: PreprocessConfig) -> Callable[[], list[Path]]:
-    """The part of `preprocess` that looks at flags and input and loads the tokenizer; calling what it returns does the rest."""
+    """Check flags and input, load the tokenizer and return a function that does the rest of `preprocess`."""
     if settings.partitions > _MAX_PARTITIONS:
         raise InputError(f"--partitions {settings.partitions}: expected at most {_MAX_PARTITIONS:,}")
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
     folder = Path(f"{settings.output_prefix}_parts")
     report_stale_files(*output_files(prefixes), folder)
-    noted = read_merge_record(folder) if settings.partitions > 1 else {}  # whether they are what was noted is seen under the lock
-    refuse_existing_outputs(prefixes, but=[prefixes[0].with_name(name) for name in noted])
+    recorded = read_merge_record(folder) if settings.partitions > 1 else {}  # checked later, under the lock
+    refuse_existing_outputs(prefixes, allowed=[prefixes[0].with_name(name) for name in recorded])
     for name in ("workers", "partitions"):
         if getattr(settings, name) < 1:
             raise InputError(f"--{name} {getattr(settings, name)}: expected at least 1")
     check_process_count("--workers", settings.workers)
     if settings.punkt_language != "english" and not settings.split_sentences:
         raise InputError(f"--punkt-language {settings.punkt_language}: expected --split-sentences with it")
-    found = resolve.resolve_inputs(settings, settings.json_keys)
-    for remark in found.messages:
-        print_rank_0(remark)
+    inputs = resolve.resolve_inputs(settings, settings.json_keys)
+    for message in inputs.messages:
+        print_rank_0(message)
     check_parent_writable(prefixes[0], "--output-prefix")
-    return partial(_run_job, _build_job(settings, prefixes, found), folder)
+    return partial(_run_job, _build_job(settings, prefixes, inputs), folder)
 
 
 def _run_job(job: _PreprocessJob, folder: Path) -> list[Path]:
+    """Write the corpora of a job, print a summary of each and return their prefixes."""
     started = time.monotonic()
     with create_parent_with_rollback(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):
         if job.settings.partitions > 1:
-            made = _write_in_partitions(job, folder)
+            corpora = _write_in_partitions(job, folder)
         else:
             with _start_workers(job, job.settings.workers) as workers:
-                made = _write_corpora(job, partial(_tokenize_ranges, job, workers), lambda hashes: refuse_existing_outputs(job.prefixes))
+                corpora = _write_corpora(
+                    job, partial(_tokenize_ranges, job, workers), lambda hashes: refuse_existing_outputs(job.prefixes)
+                )
     seconds = time.monotonic() - started
-    for prefix, corpus in zip(job.prefixes, made, strict=True):
+    for prefix, corpus in zip(job.prefixes, corpora, strict=True):
         print_rank_0(f"{prefix}: {_format_summary(corpus)}, in {seconds:.1f} s")
     return job.prefixes
 
 
-def _build_job(settings: PreprocessConfig, prefixes: list[Path], found: resolve.ResolvedInputs) -> _PreprocessJob:
+def _build_job(settings: PreprocessConfig, prefixes: list[Path], inputs: resolve.ResolvedInputs) -> _PreprocessJob:
+    """Load the tokenizer and build the job that writes the corpora at `prefixes`. Raises InputError."""
     from megaenc.data.tokenizer.tokenizer import get_encoder, load_tokenizer, read_vocabulary
 
     tokenizer = load_tokenizer(settings.tokenizer)
@@ -171,103 +174,112 @@ def _build_job(settings: PreprocessConfig, prefixes: list[Path], found: resolve.
         eos_id=vocabulary.eos_id,
         mask_id=vocabulary.mask_id,
     )
-    work = BlockTokenizer(
+    block_tokenizer = BlockTokenizer(
         encoder=get_encoder(tokenizer),
         keys=settings.json_keys,
         eod=vocabulary.eos_id if settings.append_eod else None,
         dtype=token_dtype(vocabulary.size),
         skip_bad=settings.skip_bad_lines,
-        punkt=_load_or_train_punkt(settings, found) if settings.split_sentences else None,
+        punkt=_load_or_train_punkt(settings, inputs) if settings.split_sentences else None,
     )
-    return _PreprocessJob(settings, prefixes, found, work, identity, vocabulary.size)
+    return _PreprocessJob(settings, prefixes, inputs, block_tokenizer, identity, vocabulary.size)
 
 
-def _load_or_train_punkt(settings: PreprocessConfig, found: resolve.ResolvedInputs) -> PunktModel:
+def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInputs) -> PunktModel:
+    """Return the installed Punkt model of the language, or train one on the inputs if there is none."""
     punkt = load_installed_punkt(settings.punkt_language)
     if punkt is not None:
-        print_rank_0(f"sentences: Punkt's model of {punkt.language}, as installed")
+        print_rank_0(f"sentences: installed Punkt model for {punkt.language}")
         return punkt
-    pieces = (block.documents(settings.json_keys, settings.skip_bad_lines) for block in resolve.read_blocks(found))
+    pieces = (block.parse(settings.json_keys, settings.skip_bad_lines) for block in resolve.read_blocks(inputs))
     punkt = train_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     print_rank_0(
-        f"sentences: nltk's data hold no Punkt model of {settings.punkt_language} (punkt_tab); learnt one from the beginning of "
+        f"sentences: nltk has no Punkt model for {settings.punkt_language} (punkt_tab); trained one on the beginning of "
         f"the input, {len(punkt.parameters.abbrev_types):,} abbreviations"
     )
     return punkt
 
 
 def _write_corpora(
-    job: _PreprocessJob, fill: Callable[[list[IndexedWriter]], _Counts], last_look: Callable[[dict[str, str]], None]
+    job: _PreprocessJob, fill: Callable[[list[IndexedWriter]], _Counts], before_rename: Callable[[dict[str, str]], None]
 ) -> list[CorpusMetadata]:
-    """Have `fill` write every corpus to temporary names; rename them when all are whole.
+    """Write all corpora with `fill` to temporary files, rename these and return the metadata.
 
-    `last_look` comes right before that, is given the sha256 of each file by its name to be, and may refuse by an InputError.
+    `before_rename` is called with the sha256 of each final file name; it may refuse by raising InputError.
     """
     finals, count = output_files(job.prefixes), len(job.prefixes)
     hashes: dict[str, str] = {}
 
-    def look() -> None:
-        job.found.check_unchanged()
-        last_look(hashes)
+    def check_before_rename() -> None:
+        job.inputs.check_unchanged()
+        before_rename(hashes)
 
-    with atomic_files(*finals, last_look=look) as temporary:
-        bins, notes, indices = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
-        with open_writers([*bins, *indices], job.work.dtype) as writers:
+    with atomic_files(*finals, before_rename=check_before_rename) as temporary:
+        bins, jsons, indices = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
+        with open_writers([*bins, *indices], job.block_tokenizer.dtype) as writers:
             counts = fill(writers)
             for key, writer in zip(job.settings.json_keys, writers, strict=True):
                 if not writer.documents:
                     raise InputError(f"{job.settings.input[0]}: no document holds any text under `{key}`")
-            made = [job.sidecar(writer, counts, files) for writer, *files in zip(writers, bins, indices, strict=True)]
-        for corpus, path in zip(made, notes, strict=True):
-            corpus.write(path)
-        told = [corpus.sha256["bin"] for corpus in made], map(compute_sha256, notes), [corpus.sha256["idx"] for corpus in made]
-        hashes.update(zip([path.name for path in finals], chain(*told), strict=True))
-    return made
+            corpora = [job.build_metadata(writer, counts, files) for writer, *files in zip(writers, bins, indices, strict=True)]
+        for metadata, path in zip(corpora, jsons, strict=True):
+            metadata.write(path)
+        sha256 = (
+            [corpus.sha256["bin"] for corpus in corpora],
+            map(compute_sha256, jsons),
+            [corpus.sha256["idx"] for corpus in corpora],
+        )
+        hashes.update(zip([path.name for path in finals], chain(*sha256), strict=True))
+    return corpora
 
 
-# So many threads have the interpreter's lock, which parsing takes, to themselves most of the time; more wait for each other.
+# More threads would wait for each other, because parsing holds the interpreter's lock.
 _MAX_THREADS = 4
 
 
 def _start_workers(job: _PreprocessJob, count: int) -> ProcessPool | ThreadPool:
-    """Threads where they do as well as processes, which take a second to start, and each a copy of the tokenizer in memory."""
-    in_lines = all(isinstance(source, LineFile) for source in job.found.sources)  # blocks of which are small, whatever they hold
-    threads = in_lines and count <= _MAX_THREADS and job.work.encoder.is_fast and job.work.punkt is None
-    return (ThreadPool if threads else ProcessPool)(job.work, count)
+    """Return a pool of threads if they are as fast as processes, which need a second and a tokenizer each, else of processes."""
+    in_lines = all(isinstance(source, LineFile) for source in job.inputs.sources)  # small blocks
+    threads = in_lines and count <= _MAX_THREADS and job.block_tokenizer.encoder.is_fast and job.block_tokenizer.punkt is None
+    return (ThreadPool if threads else ProcessPool)(job.block_tokenizer, count)
 
 
 def _write_in_partitions(job: _PreprocessJob, folder: Path) -> list[CorpusMetadata]:
-    """As `_write_corpora`, part by part: those that `folder` holds already are not made again."""
-    spans = resolve.partition_inputs(job.found, job.settings.partitions)
-    with open_work_folder(folder, job.plan()):
-        parts = PartitionStore(folder, job.settings.json_keys, job.work.dtype, len(spans))
-        missing = parts.missing_partitions()
-        # What these parts have made may be made again; anything else may be by a process that has just left the folder.
-        ours = find_outputs_by_hash(job.prefixes, read_merge_record(folder))
-        refuse_existing_outputs(job.prefixes, but=ours)
-        if len(missing) < len(spans):
-            print_rank_0(f"{folder}: {len(spans) - len(missing)} of {len(spans)} parts are there; goes on with the others")
-        elif len(spans) < job.settings.partitions:
-            print_rank_0(f"--partitions {job.settings.partitions}: the input can be cut into {len(spans)} parts at most")
+    """Write the missing partitions into `folder`, merge all into the corpora and return the metadata."""
+    ranges = resolve.partition_inputs(job.inputs, job.settings.partitions)
+    with open_work_folder(folder, job.build_plan()):
+        partitions = PartitionStore(folder, job.settings.json_keys, job.block_tokenizer.dtype, len(ranges))
+        missing = partitions.missing_partitions()
+        # Outputs of these partitions may be overwritten; others may come from a process that has just finished here.
+        own_outputs = find_outputs_by_hash(job.prefixes, read_merge_record(folder))
+        refuse_existing_outputs(job.prefixes, allowed=own_outputs)
+        if len(missing) < len(ranges):
+            print_rank_0(f"{folder}: {len(ranges) - len(missing)} of {len(ranges)} partitions exist; writing the others")
+        elif len(ranges) < job.settings.partitions:
+            print_rank_0(f"--partitions {job.settings.partitions}: the input can be split into at most {len(ranges)} partitions")
 
         def merge(writers: list[IndexedWriter]) -> _Counts:
-            noted = parts.merge(writers)
-            return {name: sum(counts[name] for counts in noted) for name in noted[0]}
+            partition_counts = partitions.merge(writers)
+            return {name: sum(counts[name] for counts in partition_counts) for name in partition_counts[0]}
 
-        def last_look(hashes: dict[str, str]) -> None:
-            parts.record_merge(hashes)
-            refuse_existing_outputs(job.prefixes, but=ours)
+        def before_rename(hashes: dict[str, str]) -> None:
+            partitions.record_merge(hashes)
+            refuse_existing_outputs(job.prefixes, allowed=own_outputs)
 
         try:
             with _start_workers(job, job.settings.workers if missing else 0) as workers:
                 for number in missing:
-                    fill = partial(_tokenize_ranges, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
-                    parts.write(number, fill, last_look=partial(job.found.check_unchanged, spans[number]))
-            return _write_corpora(job, merge, last_look)
+                    fill = partial(
+                        _tokenize_ranges, job, workers, ranges=ranges[number], label=f"partition {number + 1} of {len(ranges)}"
+                    )
+                    partitions.write(number, fill, before_rename=partial(job.inputs.check_unchanged, ranges[number]))
+            return _write_corpora(job, merge, before_rename)
         except BaseException:
-            if done := len(spans) - len(parts.missing_partitions()):
-                also = "" if done < len(spans) else ", or remove the folder"
-                print_rank_0(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there{also}")
+            if done := len(ranges) - len(partitions.missing_partitions()):
+                alternative = "" if done < len(ranges) else ", or remove the folder"
+                print_rank_0(
+                    f"{folder}: {done} of {len(ranges)} partitions are done; run the same command to resume{alternative}"
+                )
             raise
 
 
@@ -275,15 +287,15 @@ def _tokenize_ranges(
     job: _PreprocessJob,
     workers: ProcessPool | ThreadPool,
     writers: list[IndexedWriter],
-    spans: Sequence[resolve.DocumentRange] | None = None,
-    label: str = "tokenising",
+    ranges: Sequence[resolve.DocumentRange] | None = None,
+    label: str = "tokenizing",
 ) -> _Counts:
-    """Run the workers over `spans` (None: all) of the input and write what they make of it."""
+    """Tokenize `ranges` of the input (None: all of it), pass the documents to the writers and return their counts."""
     counts = dict.fromkeys(("documents", "skipped", "size"), 0)
     started = time.monotonic()
     try:
-        with ProgressLine(label, job.found.known_size) as progress:
-            for block in workers.map(resolve.read_blocks(job.found, spans)):
+        with ProgressLine(label, job.inputs.known_size) as progress:
+            for block in workers.map(resolve.read_blocks(job.inputs, ranges)):
                 for writer, *columns in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
                     writer.add_documents(*columns)
                 for name in counts:
@@ -292,13 +304,14 @@ def _tokenize_ranges(
                 tokens = sum(writer.tokens for writer in writers)
                 progress.update(block.position, **{"MB/s": round(speed, 1)}, documents=counts["documents"], tokens=tokens)
     except InputError:
-        # A file that changes may look damaged, or kill the worker that has it mapped: then that it changed is the error.
-        job.found.check_unchanged(spans)
+        # A file that changes may look damaged or kill the worker that maps it: report the change instead.
+        job.inputs.check_unchanged(ranges)
         raise
     return counts
 
 
 def _format_summary(corpus: CorpusMetadata) -> str:
+    """Format the counts of a corpus for the console."""
     parts = [f"{corpus.documents:,} documents"]
     if corpus.sentences is not None:
         parts.append(f"{corpus.sequences:,} sentences")
@@ -312,7 +325,7 @@ def _format_summary(corpus: CorpusMetadata) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc preprocess`, also known as tools/preprocess_data.py."""
+    """Run the command `megaenc preprocess`, also available as tools/preprocess_data.py."""
     silence_libraries()
     settings = flags.parse(PreprocessConfig, argv, prog="megaenc preprocess", description=__doc__)
     with exit_on_sigterm():

@@ -1,4 +1,4 @@
-"""Where preprocessing writes: which names, whether they are free, and what stopped runs have left beside them."""
+"""Output files of preprocessing: names, checks for existing files and remains of interrupted runs."""
 
 import contextlib
 import hashlib
@@ -6,19 +6,19 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megaenc.atomic_io import longest_file_name, find_stale_temp_files
+from megaenc.atomic_io import find_stale_temp_files, longest_file_name
 from megaenc.console import print_rank_0
 from megaenc.data.sources.resolve import format_paths
 from megaenc.errors import InputError
 from megaenc.output_paths import refuse_existing
 
-_SUFFIXES = (".bin", ".json", ".idx")  # in the order of renaming: nothing opens a corpus that has no .idx
+_SUFFIXES = (".bin", ".json", ".idx")  # in the order of renaming: a corpus without .idx cannot be opened
 
 
 def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
-    """The corpus prefix of each key. Raises InputError when the flags name none, one twice, or one that cannot be a file."""
+    """Return the corpus prefix of each key. Raises InputError if the flags give no, duplicate or unusable file names."""
     if not Path(output_prefix).name or output_prefix.endswith("/"):
-        raise InputError(f"--output-prefix {output_prefix}: ends in no file name; expected something like out/corpus")
+        raise InputError(f"--output-prefix {output_prefix}: ends without a file name; expected something like out/corpus")
     if not keys or len(set(keys)) < len(keys):
         raise InputError(f"--json-keys {' '.join(keys)}: expected one or more different keys")
     for key in keys:
@@ -35,45 +35,45 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
 
 
 def output_files(prefixes: Sequence[Path]) -> list[Path]:
-    """All files of the corpora, in the order of renaming: every .bin, then every .json, then every .idx."""
+    """Return all files of the corpora in the order of renaming: every .bin, then every .json, then every .idx."""
     return [Path(f"{prefix}{suffix}") for suffix in _SUFFIXES for prefix in prefixes]
 
 
-def refuse_existing_outputs(prefixes: Sequence[Path], but: Collection[Path] = ()) -> None:
-    """Raise InputError when a file of the corpora is there, unless it is one of `but`."""
+def refuse_existing_outputs(prefixes: Sequence[Path], allowed: Collection[Path] = ()) -> None:
+    """Raise InputError if a file of the corpora exists that is not in `allowed`."""
     for path in reversed(output_files(prefixes)):
-        if path not in but:
+        if path not in allowed:
             refuse_existing(path, "--output-prefix")
 
 
 def report_stale_files(*paths: Path) -> None:
-    """Say which temporary files and folders of `paths`, all of one folder, are there.
+    """Print the temporary files that interrupted runs left for `paths`, all in one folder.
 
-    They are not removed: a number in the name may by now be another process's, or that of a process on another machine.
+    They are not removed: a process id in the name may now belong to another process or to another machine.
     """
-    found = find_stale_temp_files(*paths)
-    if found:
+    stale_files = find_stale_temp_files(*paths)
+    if stale_files:
         size = 0
-        for file in (file for path in found for file in (path, *path.rglob("*")) if not file.is_dir()):
+        for file in (file for path in stale_files for file in (path, *path.rglob("*")) if not file.is_dir()):
             with contextlib.suppress(OSError):
                 size += file.stat().st_size
         print_rank_0(
-            f"{paths[0].parent}: {len(found)} unfinished by a stopped run, {size / 1e6:,.1f} MB; remove them unless another "
-            f"process is at work on them: {format_paths([path.name for path in found])}"
+            f"{paths[0].parent}: {len(stale_files)} unfinished by a stopped run, {size / 1e6:,.1f} MB; remove them unless "
+            f"another process is writing them: {format_paths([path.name for path in stale_files])}"
         )
 
 
 def find_outputs_by_hash(prefixes: Sequence[Path], hashes: dict[str, str]) -> set[Path]:
-    """The files of the corpora that are there and have the sha256 that `hashes` tells by name."""
-    found = set()
+    """Return the existing files of the corpora whose sha256 is the one that `hashes` lists under their name."""
+    files = set()
     for path in output_files(prefixes):
         if path.name in hashes and path.is_file() and compute_sha256(path) == hashes[path.name]:
-            found.add(path)
-    return found
+            files.add(path)
+    return files
 
 
 def compute_sha256(path: Path) -> str:
-    """The sha256 of a file. Raises InputError for one that cannot be read."""
+    """Return the sha256 of a file. Raises InputError if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -82,7 +82,8 @@ def compute_sha256(path: Path) -> str:
 
 
 def _max_name_length(folder: Path) -> int:
+    """Return the longest file name in bytes that the file system of `folder` allows."""
     try:
         return os.pathconf(folder, "PC_NAME_MAX")
-    except OSError:  # not there yet
+    except OSError:  # the folder does not exist yet
         return 255

@@ -1,4 +1,4 @@
-"""The work folder of `--partitions`: parts of a corpus, each written whole, so that work goes on where it was stopped."""
+"""Work folder of `--partitions`: partitions of a corpus, each written atomically, so that preprocessing can be resumed."""
 
 import contextlib
 import json
@@ -21,9 +21,9 @@ _OWN_FILES = re.compile(r"plan\.json|lock|merged|part-\d{5,}(-.*\.(bin|idx)|\.js
 
 
 def read_merge_record(folder: Path) -> dict[str, str]:
-    """The sha256, by name, of the files that the parts in `folder` were joined into, where these were perhaps not all renamed.
+    """Return the sha256, by name, of the output files that the partitions in `folder` were merged into, or {} before merging.
 
-    What bears such a name and has that sha256 is their work; nothing is noted before they are joined.
+    Files with these hashes may be overwritten: an interrupted merge wrote them.
     """
     try:
         return read_json_object(folder / _MERGED)
@@ -32,140 +32,145 @@ def read_merge_record(folder: Path) -> dict[str, str]:
 
 
 class PartitionStore:
-    """`count` parts, numbered from 0, each a corpus a key: part-00001-KEY.bin and .idx, and part-00001.json, written last."""
+    """Partitions 0..count-1 of a corpus per key, stored in a work folder.
+
+    Files: part-00001-KEY.bin and .idx for each key, then part-00001.json, which is written last.
+    """
 
     def __init__(self, folder: Path, keys: Sequence[str], dtype: str, count: int) -> None:
         self.folder, self.count = folder, count
         self._keys, self._dtype = keys, dtype
 
     def missing_partitions(self) -> list[int]:
-        """The parts that are not there, or not as their notes tell."""
-        return [number for number in range(self.count) if self._note(number) is None]
+        """Return the numbers of the partitions that are missing or do not match their record."""
+        return [number for number in range(self.count) if self._read_record(number) is None]
 
     def write(
-        self, number: int, fill: Callable[[list[IndexedWriter]], dict[str, int]], last_look: Callable[[], None] | None = None
+        self, number: int, fill: Callable[[list[IndexedWriter]], dict[str, int]], before_rename: Callable[[], None] | None = None
     ) -> None:
-        """Write part `number`: `fill` gives its documents to a writer a key and returns the counts to be noted.
+        """Write partition `number`; `fill` passes its documents to one writer per key and returns the counts to record.
 
-        `last_look` may still refuse the part, by an InputError, when it is on the disk.
+        `before_rename` may refuse the written partition by raising InputError.
         """
-        paths = [*self._files(number), self._note_path(number)]
-        with atomic_files(*paths, last_look=last_look) as [*files, note], open_writers(files, self._dtype) as writers:
+        paths = [*self._files(number), self._record_path(number)]
+        with atomic_files(*paths, before_rename=before_rename) as [*files, record], open_writers(files, self._dtype) as writers:
             counts = fill(writers)
             hashes = [writer.finish() for writer in writers]
             sizes = [path.stat().st_size for path in files]
-            note.write_text(json.dumps({"counts": counts, "sha256": hashes, "bytes": sizes}) + "\n")
+            record.write_text(json.dumps({"counts": counts, "sha256": hashes, "bytes": sizes}) + "\n")
 
     def merge(self, writers: Sequence[IndexedWriter]) -> list[dict[str, int]]:
-        """Append all parts in order, a writer a key; return their counts. Raises InputError for a part that has been changed."""
-        notes = [self._note(number) for number in range(self.count)]
-        total = sum(sum(note["bytes"]) for note in notes)
+        """Append all partitions to one writer per key and return their counts. Raises InputError for a changed partition."""
+        records = [self._read_record(number) for number in range(self.count)]
+        total = sum(sum(record["bytes"]) for record in records)
         done = 0
-        with ProgressLine("joining the parts", total) as progress:
-            for number, note in enumerate(notes):
+        with ProgressLine("merging the partitions", total) as progress:
+            for number, record in enumerate(records):
                 files = self._files(number)
                 count = len(writers)
-                for *pair, writer, hashes in zip(files[:count], files[count:], writers, note["sha256"], strict=True):
+                for *pair, writer, hashes in zip(files[:count], files[count:], writers, record["sha256"], strict=True):
                     try:
                         writer.append_corpus(*pair, hashes)
                     except InputError as error:
-                        again = f"remove {self._note_path(number)} and start the same command again"
-                        raise InputError(f"{error}; {again}") from None
-                done += sum(note["bytes"])
+                        hint = f"remove {self._record_path(number)} and run the same command again"
+                        raise InputError(f"{error}; {hint}") from None
+                done += sum(record["bytes"])
                 progress.update(done)
-        return [note["counts"] for note in notes]
+        return [record["counts"] for record in records]
 
     def record_merge(self, hashes: dict[str, str]) -> None:
-        """Note that the parts are joined into files of these sha256, by name, which are about to be renamed."""
+        """Write the sha256, by name, of the merged files, which are renamed next."""
         atomic_write(self.folder / _MERGED, json.dumps(hashes) + "\n")
 
     def _files(self, number: int) -> list[Path]:
         """Return the .bin of each key, then the .idx of each."""
         return [self.folder / f"part-{number + 1:05}-{key}{end}" for end in (".bin", ".idx") for key in self._keys]
 
-    def _note_path(self, number: int) -> Path:
+    def _record_path(self, number: int) -> Path:
+        """Return the path of the JSON record of a partition."""
         return self.folder / f"part-{number + 1:05}.json"
 
-    def _note(self, number: int) -> dict[str, Any] | None:
+    def _read_record(self, number: int) -> dict[str, Any] | None:
+        """Return the record of a partition, or None if it is missing, invalid or does not match the file sizes."""
         try:
-            note = read_json_object(self._note_path(number))
-            whole = note["bytes"] == [path.stat().st_size for path in self._files(number)]
-            whole &= [sorted(hashes) for hashes in note["sha256"]] == [["bin", "idx"]] * len(self._keys)
-            whole &= all(type(value) is str for hashes in note["sha256"] for value in hashes.values())
-            return note if whole and all(type(count) is int for count in note["counts"].values()) else None
+            record = read_json_object(self._record_path(number))
+            is_complete = record["bytes"] == [path.stat().st_size for path in self._files(number)]
+            is_complete &= [sorted(hashes) for hashes in record["sha256"]] == [["bin", "idx"]] * len(self._keys)
+            is_complete &= all(type(value) is str for hashes in record["sha256"] for value in hashes.values())
+            return record if is_complete and all(type(count) is int for count in record["counts"].values()) else None
         except (OSError, InputError, KeyError, TypeError, AttributeError):
             return None
 
 
 @contextlib.contextmanager
 def open_work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
-    """Have `folder` to oneself; it is removed when the block ends well, or holds no part.
+    """Lock the work folder; remove it after the block if the block succeeds or has written no partition.
 
-    `plan` is what the parts depend on, a field a flag. Raises InputError when another process works in the folder, or when it
-    holds parts of another plan or something else.
+    `plan` is what the partitions depend on, with a field per flag. Raises InputError if another process uses the folder, or if it
+    holds partitions of another plan or foreign files.
     """
     try:
         foreign = sorted(name for name in os.listdir(folder) if not _OWN_FILES.fullmatch(name))
     except FileNotFoundError:
         foreign = []
     except OSError as error:
-        raise InputError(f"{folder}: cannot be looked into: {error.strerror}") from None
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
     if foreign:
-        raise InputError(
-            f"{folder}: holds `{foreign[0]}`, expected nothing but parts of a corpus; choose another --output-prefix"
-        )
+        raise InputError(f"{folder}: holds `{foreign[0]}`, expected only partitions of a corpus; choose another --output-prefix")
     lock = _lock_folder(folder)
     try:
-        for path in folder.glob(".*.tmp"):  # of an attempt that was killed
-            with contextlib.suppress(OSError):  # where nothing can be written the plan says so
+        for path in folder.glob(".*.tmp"):  # of a killed attempt
+            with contextlib.suppress(OSError):  # if the folder is read-only, writing the plan reports it
                 path.unlink()
         _check_plan(folder, plan)
         try:
             yield
         except BaseException:
             if not any(folder.glob("part-*.json")):
-                with contextlib.suppress(OSError):  # the first error is to be told
+                with contextlib.suppress(OSError):  # report the first error
                     _remove_folder(folder)
             raise
         try:
             _remove_folder(folder)
         except OSError as error:
-            raise InputError(f"{folder}: cannot be removed: {error.strerror}; the corpus is whole without it") from None
+            raise InputError(f"{folder}: cannot be removed: {error.strerror}; the corpus is complete without it") from None
     finally:
-        lock.close()
+        lock.release()
 
 
 def _lock_folder(folder: Path) -> FileLock:
+    """Create and lock the work folder and return the lock. Raises InputError if another process holds it."""
     lock = FileLock(folder / _LOCK)
     while True:
         create_parent_dir(lock.path, "--output-prefix")
         try:
-            if lock.take():
+            if lock.acquire():
                 return lock
-        except FileNotFoundError:  # another process has just removed its folder
+        except FileNotFoundError:  # another process has just removed the folder
             continue
-        except OSError as error:  # which names no file if the file system knows no locks
+        except OSError as error:  # without a file name if the file system has no locks
             verb = "locked" if error.filename is None else "written to"
             raise InputError(f"{folder}: cannot be {verb}: {error.strerror}") from None
-        raise InputError(f"{folder}: another process is at work there; expected to have this folder to oneself")
+        raise InputError(f"{folder}: another process is using this folder; wait for it or choose another --output-prefix")
 
 
 def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
+    """Write `plan` to the folder. Raises InputError if it holds partitions of another plan."""
     path = folder / _PLAN
     if any(folder.glob("part-*.json")):
-        found = read_json_object(path, f"what the parts next to it are made of; remove {folder}")
+        stored_plan = read_json_object(path, f"the plan of the partitions next to it; remove {folder}")
         for field, value in plan.items():
-            was, now = json.dumps(found.get(field)), json.dumps(value)
-            if was != now:
+            stored, requested = json.dumps(stored_plan.get(field)), json.dumps(value)
+            if stored != requested:
                 raise InputError(
-                    f"{path}: field `{field}`: found {was[:80]}, expected {now[:80]}; "
-                    f"give the first command's flags to go on with its parts, or remove {folder}"
+                    f"{path}: field `{field}`: found {stored[:80]}, expected {requested[:80]}; "
+                    f"give the first command's flags to resume it, or remove {folder}"
                 )
     atomic_write(path, json.dumps(plan, indent=2) + "\n")
 
 
 def _remove_folder(folder: Path) -> None:
-    """Under another name first, so that no half of it can be mistaken for the whole."""
+    """Rename the folder, so that no half-deleted one can be mistaken for a work folder, and delete it."""
     rubbish = temporary_path(folder)
     os.rename(folder, rubbish)
     shutil.rmtree(rubbish)

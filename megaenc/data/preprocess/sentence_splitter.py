@@ -1,4 +1,4 @@
-"""Documents cut into sentences by Punkt, of which nltk has a model for many languages and learns one from any text."""
+"""Sentence splitting with nltk's Punkt, by an installed model of a language or one trained on the input."""
 
 import copy
 import hashlib
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from nltk.tokenize.punkt import PunktParameters
 
 TRAINING_CHARACTERS = 4_000_000
-"""Characters of the input that a model is learnt from where none is installed: some seconds' work."""
-_WINDOW = 100_000  # characters that Punkt sees at a time
-_CONTEXT = 1_000  # characters after a break that it must have seen for the break to count
+"""Number of input characters that a model is trained on; takes some seconds."""
+_WINDOW = 100_000  # characters given to Punkt at a time
+_CONTEXT = 1_000  # characters that must follow a sentence end for it to count
 
 
 @dataclass(frozen=True)
 class PunktModel:
-    """What Punkt knows of a language; it pickles."""
+    """A Punkt model of one language; picklable."""
 
     language: str
-    """`english` and so on for an installed model, `learnt` for one of the input's own."""
+    """`english` and so on for an installed model, `learnt` for one trained on the input."""
     parameters: "PunktParameters"
 
     def describe(self) -> dict[str, Any]:
-        """Return method, language and fingerprint, for the sidecar."""
-        known = self.parameters
-        orthography = sorted((word, flags) for word, flags in known.ortho_context.items() if flags)
-        lists = [sorted(known.abbrev_types), sorted(known.collocations), sorted(known.sent_starters), orthography]
+        """Return method, language and fingerprint, for the corpus metadata."""
+        parameters = self.parameters
+        orthography = sorted((word, flags) for word, flags in parameters.ortho_context.items() if flags)
+        lists = [sorted(parameters.abbrev_types), sorted(parameters.collocations), sorted(parameters.sent_starters), orthography]
         fingerprint = hashlib.sha256(json.dumps(lists).encode("utf-8", "surrogatepass")).hexdigest()
         return {"method": "punkt", "language": self.language, "fingerprint": fingerprint}
 
 
 def load_installed_punkt(language: str) -> PunktModel | None:
-    """The model of nltk's `punkt_tab` for `language`, None where it is not installed. Nothing is downloaded.
+    """Return nltk's installed `punkt_tab` model of `language`, or None if it is not installed. Downloads nothing.
 
-    Raises InputError for a name that no language has.
+    Raises InputError for an invalid language name.
     """
     from nltk.tokenize.punkt import PunktTokenizer
 
@@ -52,24 +52,24 @@ def load_installed_punkt(language: str) -> PunktModel | None:
 
 
 def train_punkt(texts: Iterable[str]) -> PunktModel:
-    """A model learnt from the first LEARNT_FROM characters of `texts`; the same texts give the same model."""
+    """Train a model on the first TRAINING_CHARACTERS of `texts`; the same texts give the same model."""
     from nltk.tokenize.punkt import PunktTrainer
 
     _disable_regex_timeouts()
-    trainer, left = PunktTrainer(), TRAINING_CHARACTERS
+    trainer, remaining = PunktTrainer(), TRAINING_CHARACTERS
     for text in texts:
-        text = text[:left]
-        left -= len(text)
-        for start in range(0, len(text), _WINDOW):  # a document may be one line of fifty megabytes
+        text = text[:remaining]
+        remaining -= len(text)
+        for start in range(0, len(text), _WINDOW):  # a document may have 50 MB
             trainer.train(text[start : start + _WINDOW], finalize=False)
-        if left <= 0:
+        if remaining <= 0:
             break
     trainer.finalize_training()
     return PunktModel("learnt", trainer.get_params())
 
 
 def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
-    """A function from a text to its sentences; one after the other they are the text.
+    """Return a function that splits a text into sentences whose concatenation is the text.
 
     White space between two sentences belongs to the second.
     """
@@ -85,7 +85,7 @@ def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
         start, width = 0, _WINDOW
         while start < len(text):
             stop = start + width
-            # A break near the window's end may be the window's doing: only what is well inside counts.
+            # A sentence end near the window's end may be an artefact of the window.
             trusted = len(text) if stop >= len(text) else stop - _CONTEXT
             ends = [start + end for _, end in tokenizer.span_tokenize(text[start:stop])]
             ends = [end for end in ends if edges[-1] < end < min(trusted, len(text))]
@@ -93,23 +93,23 @@ def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
             if stop >= len(text):
                 break
             start, width = (ends[-1], _WINDOW) if ends else (start, 2 * width)
-        # What Punkt leaves out is white space after a sentence: without any after it, it is the end of the document.
+        # White space at the end of the text belongs to the last sentence.
         while len(edges) > 1 and text[edges[-1] :].isspace():
             edges.pop()
-        return [text[here:there] for here, there in pairwise([*edges, len(text)])]
+        return [text[start:end] for start, end in pairwise([*edges, len(text)])]
 
     return split
 
 
 class _Orthography(dict):
-    """Punkt's own table grows by an entry for every word that it does not know."""
+    """Punkt's orthography table, which does not grow when unknown words are looked up."""
 
     def __missing__(self, word: str) -> int:
         return 0
 
 
 def _disable_regex_timeouts() -> None:
-    """Let nltk's regular expressions take the time they need: with a limit, what comes out would depend on the machine's load."""
+    """Disable the time limit of nltk's regular expressions, so that results do not depend on the machine's load."""
     try:
         from nltk import redos
     except ImportError:  # before nltk 3.10 there is no limit

@@ -1,4 +1,4 @@
-"""The work that preprocessing gives to its workers: from a block of documents to token ids."""
+"""Tokenization of one block of documents by a preprocessing worker."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 
 @dataclass(frozen=True)
 class TokenizedBlock:
-    """The tokens of a block: for each key the documents laid end to end; those without a token are left out."""
+    """Tokens of a block: the concatenated documents of each key, without empty ones."""
 
     tokens: list[np.ndarray]
     lengths: list[np.ndarray]
-    """int32[sequences] for each key: a sequence is a document or one of its sentences."""
+    """int32[sequences] per key, length of each document or, with sentence splitting, of each sentence."""
     counts: list[np.ndarray]
-    """int32[documents] for each key: the sequences of each document."""
+    """int32[documents] per key, number of sequences of each document."""
     documents: int
     skipped: int
     size: int
-    """Bytes that were parsed."""
+    """Number of bytes parsed."""
     position: int
-    """Of the block."""
+    """Position of the block in the input; see `TextBlock.position`."""
 
 
 @dataclass(frozen=True)
 class BlockTokenizer:
-    """Parse a block, cut its documents into sentences where a `punkt` is given, encode them, append the end of document."""
+    """Function from a text block to tokens: parsing, sentence splitting if `punkt` is set, encoding, appending `eod`."""
 
     encoder: FastEncoder
     keys: tuple[str, ...]
@@ -40,31 +40,33 @@ class BlockTokenizer:
     punkt: PunktModel | None
 
     def __call__(self, block: TextBlock) -> TokenizedBlock:
-        documents = block.documents(self.keys, self.skip_bad)
-        columns = [self._column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
+        """Parse and tokenize a block. Raises InputError for a bad document unless `skip_bad`."""
+        documents = block.parse(self.keys, self.skip_bad)
+        columns = [self._tokenize_column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
         tokens, lengths, counts = map(list, zip(*columns, strict=True))
         return TokenizedBlock(tokens, lengths, counts, len(documents.texts), documents.skipped, block.size, block.position)
 
     @cached_property
-    def _sentences(self) -> Callable[[str], list[str]]:
+    def _split_sentences(self) -> Callable[[str], list[str]]:
+        """Return the sentence splitter, built once per worker."""
         return build_sentence_splitter(self.punkt)
 
-    def _column(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens, length of each sequence, sequences of each document)."""
+    def _tokenize_column(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokenize the texts of one key; return tokens, length of each sequence and sequences of each document."""
         if self.punkt is None:
             tokens, lengths = self.encoder.encode_concatenated(texts)
-            pieces = np.ones(len(texts), np.int64)
+            sequence_counts = np.ones(len(texts), np.int64)
         else:
-            cut = [self._sentences(replace_surrogates(text)) for text in texts]
-            tokens, lengths = self.encoder.encode_concatenated([piece for document in cut for piece in document])
-            pieces = np.array([*map(len, cut)], np.int64)
-        owners = np.repeat(np.arange(len(texts)), pieces)[lengths > 0]
+            sentences = [self._split_sentences(replace_surrogates(text)) for text in texts]
+            tokens, lengths = self.encoder.encode_concatenated([sentence for document in sentences for sentence in document])
+            sequence_counts = np.array([*map(len, sentences)], np.int64)
+        owners = np.repeat(np.arange(len(texts)), sequence_counts)[lengths > 0]
         lengths = lengths[lengths > 0].astype(np.int32)
         counts = np.bincount(owners, minlength=len(texts)).astype(np.int32)
         counts = counts[counts > 0]
         tokens = tokens.astype(self.dtype)
         if self.eod is not None and len(counts):
-            last = np.cumsum(counts) - 1  # the end of a document belongs to its last sequence
+            last = np.cumsum(counts) - 1  # the eod token belongs to the last sequence
             tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], self.eod)
             lengths[last] += 1
         return tokens, lengths, counts

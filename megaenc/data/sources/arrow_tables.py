@@ -1,4 +1,4 @@
-"""Documents out of columns: Parquet files, data sets that `save_to_disk` wrote, and data sets of the Hugging Face Hub."""
+"""Text columns of Parquet files, data sets written by `save_to_disk` and data sets on the Hugging Face Hub."""
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,29 +13,30 @@ import pyarrow.parquet as pq
 from megaenc.console import print_rank_0
 from megaenc.data.sources import text_files
 from megaenc.data.sources.base import TextSource, stat_files
-from megaenc.data.sources.text_files import TextBlock, format_names, extract_texts
+from megaenc.data.sources.text_files import TextBlock, extract_texts, format_names
 from megaenc.errors import InputError, first_error_line
 
-_BATCH_BYTES = 1 << 20  # of text that is decoded at a time
-_ROW_BYTES = 8  # what a row takes besides its text
-# Encodings in which a page of a few bytes may stand for any amount of text: how much is known when it is decoded.
+_BATCH_BYTES = 1 << 20  # text decoded at a time
+_ROW_BYTES = 8  # of a row besides its text
+# Encodings in which a page of a few bytes may decode to any amount of text.
 _REPEATING = {"RLE_DICTIONARY", "PLAIN_DICTIONARY", "DELTA_BYTE_ARRAY"}
-_REPEATING_ROWS = 16  # to decode at a time of such; fewer gain nothing, for one document has to fit in any case
-_HUB_FILE_BYTES = 1 << 28  # what a file of the Hub counts where parts are to be alike: its size is not asked for
+_REPEATING_ROWS = 16  # decoded at a time with these encodings
+_HUB_FILE_BYTES = 1 << 28  # assumed size of a Hub file, for partitions of similar size
 
 
 @dataclass(frozen=True)
 class TableBlock(TextBlock):
-    """Rows of a table, a document each."""
+    """Rows of a table, each a document."""
 
     name: str
     first_row: int
-    """Counted from 1, in the order of reading."""
+    """Number of the first row, counted from 1 in reading order."""
     data: bytes
-    """The columns of text as an Arrow stream."""
+    """Text columns as an Arrow stream."""
     position: int
 
-    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        """Yield the number of each row with its texts under `keys` or the error in it."""
         numbers = count(self.first_row)
         for batch in pa.ipc.open_stream(self.data):
             columns = [_read_column(batch.column(key)) for key in keys]
@@ -46,15 +47,15 @@ class TableBlock(TextBlock):
                 except InputError as error:
                     yield number, error
 
-    def _place(self, number: int) -> str:
+    def _describe_location(self, number: int) -> str:
         return f"{self.name}: row {number}"
 
 
 class ParquetFile(TextSource):
-    """A Parquet file; a document a row, a place a row group."""
+    """A Parquet file whose rows are documents and whose row groups are split points."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
-        """Read the footer. Raises InputError for another file, or one that lacks a column of text for one of `keys`."""
+        """Read the footer. Raises InputError if it is not Parquet or lacks a text column for one of `keys`."""
         self.name, self._keys, self.file_stats = path, keys, stat_files([path])
         try:
             self._footer = pq.read_metadata(path)
@@ -67,24 +68,26 @@ class ParquetFile(TextSource):
         self._starts = [0, *accumulate(rows)]
 
     def find_split_point(self, offset: int) -> int:
+        """Return the first row group at or after the share `offset` / `size` of the rows."""
         return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield the rows of row groups start..stop-1, which are never in memory whole."""
+        """Yield the rows of row groups start..stop-1, never holding a whole row group in memory."""
         rows = max(self._starts[-1], 1)
         return _group_into_blocks(
-            self.name, self._batches(start, stop), 1 + self._starts[start], lambda row: before + self.size * row // rows
+            self.name, self._read_batches(start, stop), 1 + self._starts[start], lambda row: before + self.size * row // rows
         )
 
-    def _batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+    def _read_batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """Yield the record batches of row groups start..stop-1. Raises InputError with the row of an error."""
         row = 1 + self._starts[start]
         try:
             # Buffered reads and no read-ahead: a row group may be larger than memory.
             file = pq.ParquetFile(self.name, pre_buffer=False, buffer_size=1 << 20)
             for group in range(start, stop):
-                rows = self._batch_rows(self._footer.row_group(group))
+                rows = self._rows_per_batch(self._footer.row_group(group))
                 for batch in file.iter_batches(rows, row_groups=[group], columns=list(self._keys), use_threads=False):
-                    # Without its dictionary, which would go with every few rows of it.
+                    # Dictionaries are dropped: every slice of a few rows would carry one.
                     columns = [
                         each.dictionary.take(each.indices) if pa.types.is_dictionary(each.type) else each
                         for each in batch.columns
@@ -94,8 +97,8 @@ class ParquetFile(TextSource):
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{self.name}: row {row}: cannot be read as Parquet ({first_error_line(error)})") from None
 
-    def _batch_rows(self, group: pq.RowGroupMetaData) -> int:
-        """Return how many rows of a row group are decoded at a time."""
+    def _rows_per_batch(self, group: pq.RowGroupMetaData) -> int:
+        """Return the number of rows of a row group to decode at a time."""
         columns = [group.column(column) for column in range(group.num_columns)]
         columns = [column for column in columns if column.path_in_schema in self._keys]
         text_bytes = sum(column.total_uncompressed_size for column in columns)
@@ -105,34 +108,36 @@ class ParquetFile(TextSource):
 
 
 class SavedDatasetFile(TextSource):
-    """One Arrow file of a data set that `save_to_disk` wrote; a document a row, which is a place."""
+    """One Arrow file of a data set written by `save_to_disk`, whose rows are documents and split points."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
         self.name, self._keys, self.file_stats = path, keys, stat_files([path])
-        self.size, self.end = self.file_stats[0][1], self._table().num_rows
+        self.size, self.end = self.file_stats[0][1], self._map_table().num_rows
 
-    def _table(self) -> pa.Table:
-        """Map the table into memory rather than read it. Raises InputError for another file."""
+    def _map_table(self) -> pa.Table:
+        """Memory-map the table. Raises InputError if it is not Arrow data."""
         try:
             return pa.ipc.open_stream(pa.memory_map(self.name)).read_all()
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{self.name}: cannot be read as a saved data set ({first_error_line(error)})") from None
 
     def find_split_point(self, offset: int) -> int:
+        """Return the first row at or after the share `offset` / `size` of the rows."""
         return -(-offset * self.end // self.size)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        batches = self._table().select(list(self._keys)).slice(start, stop - start).to_batches(max_chunksize=1 << 16)
+        """Yield rows start..stop-1 as blocks."""
+        batches = self._map_table().select(list(self._keys)).slice(start, stop - start).to_batches(max_chunksize=1 << 16)
         return _group_into_blocks(self.name, batches, start + 1, lambda row: before + self.size * row // self.end)
 
 
 def find_saved_dataset_files(folder: str, split: str, keys: Sequence[str]) -> list[SavedDatasetFile]:
-    """Find the Arrow files of a data set that `save_to_disk` wrote, in order; `split` chooses among those of a DatasetDict."""
+    """Return the Arrow files of a data set written by `save_to_disk`; `split` selects from a DatasetDict."""
     import datasets
 
     try:
         data = datasets.load_from_disk(folder)
-    except Exception as error:  # whatever is wrong inside the folder
+    except Exception as error:  # of any kind
         raise InputError(f"{folder}: cannot be read as a saved data set ({first_error_line(error)})") from None
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
@@ -145,24 +150,23 @@ def find_saved_dataset_files(folder: str, split: str, keys: Sequence[str]) -> li
 
 
 class HubDataset(TextSource):
-    """A data set of the Hub, streamed; a document a row, a place one of its files. Its progress is not known."""
+    """A streamed data set of the Hub, whose rows are documents and whose files are split points; its size is unknown."""
 
     is_size_known = False
 
     def __init__(self, name: str, config: str | None, split: str, keys: Sequence[str]) -> None:
-        """Ask the Hub. Raises InputError where there is no such data set, or no answer."""
+        """Open the data set. Raises InputError if it does not exist or the Hub does not answer."""
         import datasets
 
         self.name, self._keys, self.file_stats = name, keys, []
-        print_rank_0(
-            f"{name}: no file or folder here; asking the Hugging Face Hub for it"
-        )  # which may take half a minute not to answer
+        # Printed first: without a network this may take half a minute.
+        print_rank_0(f"{name}: no such file or folder; looking on the Hugging Face Hub")
         try:
             data = datasets.load_dataset(name, config, split=split, streaming=True)
-        except Exception as error:  # no network, no such name, no such config or split: as many types as reasons
-            where = f"config {config}, split {split}" if config else f"split {split}"
+        except Exception as error:  # of many types: no network, no such name, config or split
+            selection = f"config {config}, split {split}" if config else f"split {split}"
             raise InputError(
-                f"{name}: neither a file or folder here nor a data set that the Hugging Face Hub answers to ({where}): "
+                f"{name}: neither an existing file or folder nor a data set on the Hugging Face Hub ({selection}): "
                 f"{first_error_line(error)}"
             ) from None
         if data.column_names is not None:
@@ -174,12 +178,15 @@ class HubDataset(TextSource):
         self.size = self.end * _HUB_FILE_BYTES
 
     def find_split_point(self, offset: int) -> int:
+        """Return the first file at or after byte `offset`, if each file has the assumed size."""
         return -(-offset // _HUB_FILE_BYTES)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        return _group_into_blocks(self.name, self._batches(start, stop), 1, lambda row: before)
+        """Yield the rows of files start..stop-1 as blocks; the position is not known."""
+        return _group_into_blocks(self.name, self._read_batches(start, stop), 1, lambda row: before)
 
-    def _batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+    def _read_batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """Yield the record batches of files start..stop-1."""
         rows = 0
         try:
             for shard in range(start, stop):
@@ -190,12 +197,12 @@ class HubDataset(TextSource):
                     rows += table.num_rows
         except InputError:
             raise
-        except Exception as error:  # the network, or a damaged file at the other end
+        except Exception as error:  # the network, or a damaged file on the Hub
             raise InputError(f"{self.name}: no more rows after {rows}: {first_error_line(error)}") from None
 
 
 def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
-    """Raise InputError unless each of `keys` is a column of text."""
+    """Raise InputError unless each of `keys` is a text column."""
     for key in keys:
         if key not in schema.names:
             raise InputError(f"{name}: no column `{key}`; found {format_names(schema.names)}")
@@ -207,19 +214,21 @@ def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> Non
             raise InputError(f"{name}: column `{key}`: found {kind}, expected text")
 
 
-def _group_into_blocks(name: str, batches: Iterable[pa.RecordBatch], first_row: int, position: Callable[[int], int]) -> Iterator[TableBlock]:
-    """Cut the rows of `batches` into blocks of about BLOCK_BYTES or one long row; `position` is told the rows read so far."""
+def _group_into_blocks(
+    name: str, batches: Iterable[pa.RecordBatch], first_row: int, position: Callable[[int], int]
+) -> Iterator[TableBlock]:
+    """Group rows into blocks of about BLOCK_BYTES or one long row; `position` maps rows read so far to a block's position."""
     parts, size = [], 0
     for batch in batches:
-        ends, here = np.cumsum(_compute_row_sizes(batch)), 0
-        while here < batch.num_rows:
-            done = ends[here - 1] if here else 0
-            there = int(np.searchsorted(ends, done + text_files.BLOCK_BYTES - size, side="right"))
-            there = max(there, here + (not parts))
-            if there > here:
-                parts.append(batch.slice(here, there - here))
-                size, here = size + ends[there - 1] - done, there
-            if here < batch.num_rows:
+        ends, start = np.cumsum(_compute_row_sizes(batch)), 0
+        while start < batch.num_rows:
+            done = ends[start - 1] if start else 0
+            end = int(np.searchsorted(ends, done + text_files.BLOCK_BYTES - size, side="right"))
+            end = max(end, start + (not parts))
+            if end > start:
+                parts.append(batch.slice(start, end - start))
+                size, start = size + ends[end - 1] - done, end
+            if start < batch.num_rows:
                 yield _build_block(name, first_row, parts, position)
                 first_row, parts, size = first_row + sum(part.num_rows for part in parts), [], 0
     if parts:
@@ -227,6 +236,7 @@ def _group_into_blocks(name: str, batches: Iterable[pa.RecordBatch], first_row: 
 
 
 def _build_block(name: str, first_row: int, parts: list[pa.RecordBatch], position: Callable[[int], int]) -> TableBlock:
+    """Build a block from slices of record batches."""
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, parts[0].schema) as writer:
         for part in parts:
@@ -236,7 +246,7 @@ def _build_block(name: str, first_row: int, parts: list[pa.RecordBatch], positio
 
 
 def _compute_row_sizes(batch: pa.RecordBatch) -> np.ndarray:
-    """Return int64[rows]: the bytes that each row takes when it is decoded."""
+    """Compute int64[rows], the decoded size of each row in bytes."""
     sizes = np.full(batch.num_rows, _ROW_BYTES, np.int64)
     for column in batch.columns:
         if pa.types.is_dictionary(column.type):
@@ -248,7 +258,7 @@ def _compute_row_sizes(batch: pa.RecordBatch) -> np.ndarray:
 
 
 def _read_column(column: pa.Array) -> list[str | bytes | None]:
-    """Return the texts of a column; the bytes of those that are not UTF-8."""
+    """Return the values of a text column; those that are not UTF-8 as bytes."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -257,6 +267,7 @@ def _read_column(column: pa.Array) -> list[str | bytes | None]:
 
 
 def _decode_or_keep(value: bytes | None) -> str | bytes | None:
+    """Return the value decoded as UTF-8, or unchanged if that fails."""
     try:
         return value and value.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""`--input`: files of several kinds, folders of them, saved data sets and those of the Hugging Face Hub."""
+"""Resolution of `--input` to sources: files of several kinds, folders, saved data sets and data sets on the Hub."""
 
 import bisect
 import os
@@ -21,48 +21,51 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class InputConfig:
-    """What text to read; for every command that reads any."""
+    """Flags for text input, shared by all commands that read text."""
 
     input: tuple[str, ...]
-    """JSONL, Parquet or text files, folders of them or of a saved data set, names of data sets on the Hugging Face Hub."""
+    """JSONL, Parquet or text files, folders of them or of a saved data set, or names of data sets on the Hugging Face Hub."""
     sample_by: Literal["document", "paragraph", "line"] = field(default="document", kw_only=True)
-    """What is a document in text files (.txt, .text, .md): the file, what stands between blank lines, or a line."""
+    """Unit of text files (.txt, .text, .md) that becomes a document: the file, a paragraph between blank lines, or a line."""
     dataset_config: str | None = field(default=None, kw_only=True)
     """Configuration of a data set on the Hub, such as sample-10BT."""
     dataset_split: str = field(default="train", kw_only=True)
-    """Split of a data set on the Hub, or of a saved one that has several."""
+    """Split of a data set on the Hub or of a saved data set with several splits."""
 
 
 @dataclass(frozen=True)
 class ResolvedInputs:
-    """The sources of one command, in order."""
+    """Sources of one command, in order."""
 
     sources: list[TextSource]
     origins: list[dict[str, Any]]
-    """What each --input is: `path` (a name without folder), `bytes` on disk (None where not known), `files` of a folder, `config`
-    and `split` of a data set."""
+    """Metadata of each --input: `path` (name without folder), `bytes` on disk (None if unknown), `files` of a folder, `config`
+    and `split` of a data set.
+    """
     messages: list[str]
-    """What the user should be told, a line each."""
+    """Lines to print for the user."""
 
     @property
     def size(self) -> int:
-        """Bytes on disk; a file of the Hub counts a fixed guess."""
+        """Return the bytes on disk; each Hub file counts as a fixed guess."""
         return sum(source.size for source in self.sources)
 
     @property
     def known_size(self) -> int | None:
-        """`size`, or None where part of it is a guess."""
+        """Return `size`, or None if part of it is a guess."""
         return self.size if all(source.is_size_known for source in self.sources) else None
 
-    def files(self) -> Iterator[tuple[str, int, int]]:
-        """(path, bytes, time of the last change in ns) of every file, as found: what shows that the input is still the same."""
+    def file_stats(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (path, bytes, modification time in ns) of every file as resolved, which identifies the input."""
         for source in self.sources:
             yield from source.file_stats or [(source.name, source.end, 0)]
 
-    def check_unchanged(self, spans: "Sequence[DocumentRange] | None" = None) -> None:
-        """Raise InputError when a file that `spans` (None: everything) are read from is not what it was when it was found."""
-        for span in full_ranges(self) if spans is None else spans:
-            for path, size, changed in self.sources[span.source].file_stats_between(span.start, span.stop):
+    def check_unchanged(self, ranges: "Sequence[DocumentRange] | None" = None) -> None:
+        """Raise InputError if a file of `ranges` (None: all) has changed since it was resolved."""
+        for document_range in full_ranges(self) if ranges is None else ranges:
+            for path, size, changed in self.sources[document_range.source].file_stats_between(
+                document_range.start, document_range.stop
+            ):
                 try:
                     stat = os.stat(path)
                 except OSError as error:
@@ -70,7 +73,7 @@ class ResolvedInputs:
                 else:
                     if (stat.st_size, stat.st_mtime_ns) == (size, changed):
                         continue
-                    reason = "found another time of its last change, expected the same"
+                    reason = "found another modification time, expected the same"
                     if stat.st_size != size:
                         reason = f"found {stat.st_size:,} bytes, expected {size:,}"
                 raise InputError(f"{path}: changed while it was read: {reason}; start again when nothing writes to it")
@@ -78,7 +81,7 @@ class ResolvedInputs:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """A run of documents of one source, between two places."""
+    """Documents of one source between two split points."""
 
     source: int
     start: int
@@ -86,9 +89,9 @@ class DocumentRange:
 
 
 def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs:
-    """Look at every --input. Raises InputError for what is missing, empty, of no known kind or without the columns `keys`."""
+    """Resolve every --input to sources. Raises InputError for missing, empty or unknown input and missing columns `keys`."""
     if not settings.input:
-        raise InputError(f"--input: nothing given, expected {EXPECTED}")
+        raise InputError(f"--input: missing, expected {EXPECTED}")
     inputs, kinds = ResolvedInputs([], [], []), set()
     for name in settings.input:
         path = Path(name)
@@ -101,15 +104,19 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
             origin = {"path": name, "bytes": None, "config": settings.dataset_config, "split": settings.dataset_split}
             inputs.messages.append(f"{name}: streamed from the Hugging Face Hub, {source.end:,} files")
         else:
-            found = _find_files(path, inputs.messages) if os.path.isdir(path) and not _is_saved_dataset(path) else [_classify_file(path)]
-            kinds |= {kind for kind, _ in found}
-            sources = list(_build_sources(found, settings, keys))
+            files = (
+                _find_files(path, inputs.messages)
+                if os.path.isdir(path) and not _is_saved_dataset(path)
+                else [_classify_file(path)]
+            )
+            kinds |= {kind for kind, _ in files}
+            sources = list(_build_sources(files, settings, keys))
             inputs.sources.extend(sources)
             origin = {"path": path.resolve().name, "bytes": sum(source.size for source in sources)}
             if path.is_dir():
                 origin["files"] = sum(len(source.file_stats) for source in sources)
         inputs.origins.append(origin)
-    # A flag that changes nothing is a mistake.
+    # A flag without effect is a mistake.
     if settings.sample_by != "document" and "text" not in kinds:
         raise InputError(f"--sample-by {settings.sample_by}: none of --input is a text file (.txt, .text, .md)")
     if settings.dataset_config is not None and "hub" not in kinds:
@@ -119,62 +126,65 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
     return inputs
 
 
-def read_blocks(inputs: ResolvedInputs, spans: Sequence[DocumentRange] | None = None) -> Iterator[TextBlock]:
-    """The blocks of `spans` (None: of everything) in order. Raises InputError for what cannot be read."""
+def read_blocks(inputs: ResolvedInputs, ranges: Sequence[DocumentRange] | None = None) -> Iterator[TextBlock]:
+    """Yield the blocks of `ranges` (None: everything) in order. Raises InputError for unreadable input."""
     before = [0, *accumulate(source.size for source in inputs.sources)]
-    for span in full_ranges(inputs) if spans is None else spans:
-        yield from inputs.sources[span.source].read_blocks(span.start, span.stop, before[span.source])
+    for document_range in full_ranges(inputs) if ranges is None else ranges:
+        yield from inputs.sources[document_range.source].read_blocks(
+            document_range.start, document_range.stop, before[document_range.source]
+        )
 
 
 def read_texts(inputs: ResolvedInputs, key: str) -> Iterator[str]:
-    """The text under `key` of every document. Raises InputError as `read_blocks` does and for a bad document."""
+    """Yield the text under `key` of every document. Raises InputError for unreadable input and bad documents."""
     for block in read_blocks(inputs):
-        for (text,) in block.documents([key], False).texts:
+        for (text,) in block.parse([key], False).texts:
             yield text
 
 
 def full_ranges(inputs: ResolvedInputs) -> list[DocumentRange]:
-    """Every source from its beginning to its end."""
+    """Return one range per source that covers all its documents."""
     return [DocumentRange(number, 0, source.end) for number, source in enumerate(inputs.sources)]
 
 
 def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRange]]:
-    """The input in at most `count` parts: together they are everything in order; alike in bytes, as far as places allow."""
+    """Split the input into at most `count` lists of ranges, in order and of similar size in bytes."""
     ends = list(accumulate(source.size for source in inputs.sources))
     edges = [(0, 0)]
     for number in range(1, count) if inputs.size else ():
         target = inputs.size * number // count
         at = bisect.bisect_right(ends, target)
         source = inputs.sources[at]
-        place = source.find_split_point(target - (ends[at] - source.size))
-        edges.append((at, place) if place < source.end else (at + 1, 0))
+        split_point = source.find_split_point(target - (ends[at] - source.size))
+        edges.append((at, split_point) if split_point < source.end else (at + 1, 0))
     edges.append((len(inputs.sources), 0))
     parts = []
     for (first, start), (last, stop) in pairwise(edges):
-        spans = [DocumentRange(at, 0, inputs.sources[at].end) for at in range(first, last)]
-        if spans:
-            spans[0] = DocumentRange(first, start, spans[0].stop)
+        ranges = [DocumentRange(at, 0, inputs.sources[at].end) for at in range(first, last)]
+        if ranges:
+            ranges[0] = DocumentRange(first, start, ranges[0].stop)
         if stop:
-            spans.append(DocumentRange(last, start if last == first else 0, stop))
-        if any(span.start < span.stop for span in spans):
-            parts.append(spans)
+            ranges.append(DocumentRange(last, start if last == first else 0, stop))
+        if any(document_range.start < document_range.stop for document_range in ranges):
+            parts.append(ranges)
     return parts or [full_ranges(inputs)]
 
 
 def format_paths(paths: Sequence[str]) -> str:
-    """The first names of a list of paths, for a message; bytes that are no UTF-8 do not break the line."""
+    """Format the first three of a list of paths for a message; bytes that are not UTF-8 are replaced."""
     names = ", ".join(os.fsencode(path).decode("utf-8", "replace") for path in paths[:3])
     return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 
 
-def _build_sources(found: Sequence[tuple[str, str]], settings: InputConfig, keys: Sequence[str]) -> Iterator[TextSource]:
-    for kind, paths in groupby(found, key=lambda entry: entry[0]):
+def _build_sources(files: Sequence[tuple[str, str]], settings: InputConfig, keys: Sequence[str]) -> Iterator[TextSource]:
+    """Yield a source for each (kind, path), grouping text files that are documents."""
+    for kind, paths in groupby(files, key=lambda entry: entry[0]):
         if kind == "text" and settings.sample_by == "document":
             yield TextGroup([path for _, path in paths])
             continue
         for _, path in paths:
             if kind in ("parquet", "saved"):
-                from megaenc.data.sources import arrow_tables  # pyarrow is not needed for JSONL, and takes its time
+                from megaenc.data.sources import arrow_tables  # slow import of pyarrow, not needed for JSONL
 
                 is_file = kind == "parquet"
                 yield from (
@@ -187,7 +197,7 @@ def _build_sources(found: Sequence[tuple[str, str]], settings: InputConfig, keys
 
 
 def _classify_file(path: Path) -> tuple[str, str]:
-    """(kind, path) of what was named itself: by its name, else JSONL, but Parquet is known by its first bytes."""
+    """Return (kind, path) of an --input that is no folder of files, by its suffix or the first bytes of Parquet, else JSONL."""
     if _is_saved_dataset(path):
         return "saved", str(path)
     if not os.path.exists(path):
@@ -204,55 +214,58 @@ def _classify_file(path: Path) -> tuple[str, str]:
     return "parquet" if is_parquet else _kind_from_suffix(path.name) or "jsonl", str(path)
 
 
-def _find_files(folder: Path, remarks: list[str]) -> list[tuple[str, str]]:
-    """(kind, path) of what can be read under `folder`, in the order of the paths; hidden names are left alone.
+def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
+    """Return (kind, path) of the readable files under `folder`, sorted by path; hidden names are skipped.
 
-    Links are followed, each folder once: under the first of its paths that the walk comes to, names in their order.
+    Links are followed, but each folder is read only once, under its first path. Appends to `messages`.
     """
-    found, unknown, again = [], [], []
+    entries, unknown, duplicates = [], [], []
     visited = {_folder_identity(folder)}
 
     def unreadable(error: OSError) -> None:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}")
 
-    for where, folders, files in os.walk(folder, onerror=unreadable, followlinks=True):
-        inner = os.path.relpath(where, folder)
-        here = []
+    for parent, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        inner = os.path.relpath(parent, folder)
+        unvisited = []
         for name in sorted(folders):
-            path, full = os.path.normpath(os.path.join(inner, name)), os.path.join(where, name)
+            path, full = os.path.normpath(os.path.join(inner, name)), os.path.join(parent, name)
             if name.startswith("."):
                 continue
             if (identity := _folder_identity(full)) in visited:
-                again.append(path)
+                duplicates.append(path)
                 continue
             visited.add(identity)
             if _is_saved_dataset(Path(full)):
-                found.append((path, "saved", full))
+                entries.append((path, "saved", full))
             else:
-                here.append(name)
-        folders[:] = here
-        for name in files:
-            path, full = os.path.normpath(os.path.join(inner, name)), os.path.join(where, name)
+                unvisited.append(name)
+        folders[:] = unvisited
+        for name in names:
+            path, full = os.path.normpath(os.path.join(inner, name)), os.path.join(parent, name)
             if name.startswith("."):
                 continue
             if (kind := _kind_from_suffix(name)) and os.path.isfile(full):
-                found.append((path, kind, full))
+                entries.append((path, kind, full))
             else:
                 unknown.append(path)
     unknown.sort()
-    if not found:
-        raise InputError(f"{folder}: holds nothing to read{f' but {format_paths(unknown)}' if unknown else ''}; expected {EXPECTED}")
+    if not entries:
+        raise InputError(
+            f"{folder}: holds nothing to read{f' but {format_paths(unknown)}' if unknown else ''}; expected {EXPECTED}"
+        )
     if unknown:
-        remarks.append(f"{folder}: {len(unknown):,} left out, of no kind that can be read: {format_paths(unknown)}")
-    if again:
-        remarks.append(f"{folder}: {len(again):,} folders left out, as links have them read under another path: {format_paths(again)}")
-    found.sort()
-    counts = {kind: sum(entry[1] == kind for entry in found) for kind in sorted({entry[1] for entry in found})}
-    remarks.append(f"{folder}: " + ", ".join(f"{count:,} {_KIND_NAMES[kind]}" for kind, count in counts.items()))
-    return [(kind, full) for _, kind, full in found]
+        messages.append(f"{folder}: {len(unknown):,} left out, unknown kind of file: {format_paths(unknown)}")
+    if duplicates:
+        messages.append(f"{folder}: {len(duplicates):,} folders left out, read under another path: {format_paths(duplicates)}")
+    entries.sort()
+    counts = {kind: sum(entry[1] == kind for entry in entries) for kind in sorted({entry[1] for entry in entries})}
+    messages.append(f"{folder}: " + ", ".join(f"{count:,} {_KIND_NAMES[kind]}" for kind, count in counts.items()))
+    return [(kind, full) for _, kind, full in entries]
 
 
 def _folder_identity(folder: str | Path) -> tuple[int, int]:
+    """Return (device, inode) of a folder. Raises InputError if it cannot be read."""
     try:
         stat = os.stat(folder)
     except OSError as error:
@@ -261,7 +274,7 @@ def _folder_identity(folder: str | Path) -> tuple[int, int]:
 
 
 def _kind_from_suffix(name: str) -> str | None:
-    """jsonl, text or parquet by the end of a file's name; None for another."""
+    """Return jsonl, text or parquet by the suffix of a file name, or None for an unknown suffix."""
     if name.endswith(".parquet"):
         return "parquet"
     bare = re.sub(r"\.(gz|zst)$", "", name)
@@ -269,12 +282,17 @@ def _kind_from_suffix(name: str) -> str | None:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    # os.path and not Path, which raises an error for a name that is too long.
+    # os.path, because Path raises an error for a name that is too long.
+    """Return whether the folder was written by the `save_to_disk` method of datasets."""
     has_splits = os.path.isfile(path / "dataset_dict.json")
     return has_splits or all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))
 
 
 def _may_be_on_hub(name: str) -> bool:
-    """Whether `name` can be one of the Hub: `owner/name` or `name`, and neither its folder nor its ending makes it a path."""
-    is_path = _kind_from_suffix(name) is not None or name.endswith((".gz", ".zst")) or ("/" in name and os.path.isdir(Path(name).parent))
+    """Return whether `name` has the form of a Hub name (`owner/name` or `name`) and not that of a local path."""
+    is_path = (
+        _kind_from_suffix(name) is not None
+        or name.endswith((".gz", ".zst"))
+        or ("/" in name and os.path.isdir(Path(name).parent))
+    )
     return _HUB_NAME.fullmatch(name) is not None and not is_path

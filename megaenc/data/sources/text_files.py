@@ -1,7 +1,6 @@
-"""Documents out of bytes: JSONL and plain text, read in blocks of whole lines, paragraphs or files.
+"""JSONL and plain text files, read as blocks of whole lines, paragraphs or files.
 
-Files are as they are or compressed with gzip or Zstandard, told apart by their first bytes. Reading is cheap and done by one
-process; a block is then parsed wherever there is a processor to spare.
+gzip and Zstandard are detected by a file's first bytes. One process reads blocks, which is cheap; workers parse them.
 """
 
 import contextlib
@@ -21,9 +20,9 @@ from pydantic_core import from_json
 from megaenc.errors import InputError
 
 BLOCK_BYTES = 1 << 20
-LINES_BYTES = 1 << 22  # of lines at a time: gigatoken is a third slower with a megabyte
+LINES_BYTES = 1 << 22  # gigatoken is a third slower with 1 MiB
 
-# What is often taken for text, by its first bytes.
+# Formats that are often mistaken for text, by their first bytes.
 _FOREIGN_FORMATS = {
     b"\xfd7zXZ\x00": "xz-compressed data",
     b"BZh": "bzip2-compressed data",
@@ -32,101 +31,107 @@ _FOREIGN_FORMATS = {
     b"\xfe\xff": "UTF-16 text",
     b"\x04\x22\x4d\x18": "lz4-compressed data",
 }
-_COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # of compressed data, damaged or cut short
+_COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # from damaged or truncated data
 
 
 class ParsedDocuments(NamedTuple):
-    """The documents of one block."""
+    """Documents of one block."""
 
     texts: list[tuple[str, ...]]
-    """One tuple a document, in the order of the keys asked for."""
+    """One tuple per document, with a text per requested key."""
     skipped: int
-    """Bad documents left out."""
+    """Number of bad documents left out."""
 
 
 class TextBlock(ABC):
-    """A run of documents that has been found but not parsed; small enough for memory, and it pickles."""
+    """Documents that were read but not parsed; fits into memory and is picklable."""
 
     position: int
-    """Bytes on disk (compressed) read so far, over the whole input: what progress is measured in."""
+    """Bytes on disk (compressed) read so far in the whole input, for progress."""
     data: bytes
 
     @property
     def size(self) -> int:
-        """Bytes to parse, decompressed."""
+        """Return the number of decompressed bytes to parse."""
         return len(self.data)
 
-    def documents(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
-        """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
+    def parse(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
+        """Parse the block into texts under `keys`. Raises InputError `file:line: ...` for a bad document unless `skip_bad`."""
         texts, skipped = [], 0
-        for number, found in self._parsed(keys):
-            if not isinstance(found, InputError):
-                texts.append(found)
+        for number, document in self._parse_documents(keys):
+            if not isinstance(document, InputError):
+                texts.append(document)
             elif skip_bad:
                 skipped += 1
             else:
-                raise InputError(f"{self._place(number)}: {found}")
+                raise InputError(f"{self._describe_location(number)}: {document}")
         return ParsedDocuments(texts, skipped)
 
     @abstractmethod
-    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        """Yield the number of each document and its texts under `keys`, or what is wrong with it."""
+    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        """Yield the number of each document with its texts under `keys` or the error in it."""
 
     @abstractmethod
-    def _place(self, number: int) -> str:
-        """The file and line of a document, for an error."""
+    def _describe_location(self, number: int) -> str:
+        """Return the file and line of a document, for an error message."""
 
 
 @dataclass(frozen=True)
 class LineBlock(TextBlock):
-    """Whole lines of one JSONL file; or lines or paragraphs of a text file, whose text is the same under every key."""
+    """Whole lines of a JSONL file, or lines or paragraphs of a text file, whose text is the same under every key."""
 
     path: str
     range_start: int
-    """Byte where reading began: the lines before it are counted only if an error has to name one."""
+    """Byte at which reading began; the lines before it are counted only for an error message."""
     first_line: int
     """Number of the first line, counted from 1 at `range_start`."""
     data: bytes
     position: int
     sample_by: str | None = None
-    """line or paragraph for text, None for JSONL."""
+    """`line` or `paragraph` for text, None for JSONL."""
 
-    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        for number, line in self._pieces():
-            if self.sample_by is None and (found := _parse_json_fast(line, keys)) is not None:
-                yield number, found
+    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        """Yield the line number of each document with its texts under `keys` or the error in it."""
+        for number, line in self._split():
+            if self.sample_by is None and (texts := _parse_json_fast(line, keys)) is not None:
+                yield number, texts
             elif line and not line.isspace():
                 try:
-                    yield number, _parse_json(line, keys) if self.sample_by is None else (self._text(number, line),) * len(keys)
+                    yield (
+                        number,
+                        _parse_json(line, keys) if self.sample_by is None else (self._decode_text(number, line),) * len(keys),
+                    )
                 except InputError as error:
                     yield number, error
 
-    def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """The number and bytes of each line, or of each paragraph by its first line."""
-        # A line feed ends a line and nothing else does: the others of Unicode are characters of the text.
+    def _split(self) -> Iterator[tuple[int, bytes]]:
+        """Return the number and bytes of each line, or of each paragraph with the number of its first line."""
+        # Only line feeds end lines; Unicode's other line separators are text.
         lines = enumerate(self.data.split(b"\n"), self.first_line)
         if self.sample_by != "paragraph":
             return lines
         paragraphs = (list(group) for is_blank, group in groupby(lines, lambda line: not line[1].strip()) if not is_blank)
         return ((group[0][0], b"\n".join(line for _, line in group)) for group in paragraphs)
 
-    def _text(self, number: int, line: bytes) -> str:
+    def _decode_text(self, number: int, line: bytes) -> str:
+        """Decode one line or paragraph; a byte order mark is removed at the start of the file."""
         first = number == 1 and not self.range_start
         return _decode(line.removesuffix(b"\r"), "utf-8-sig" if first else "utf-8")
 
-    def _place(self, number: int) -> str:
+    def _describe_location(self, number: int) -> str:
         return f"{self.path}:{number + _count_lines_before(self.path, self.range_start)}"
 
 
 @dataclass(frozen=True)
 class FileBlock(TextBlock):
-    """Some text files, each a document with the same text under every key; opened where they are parsed."""
+    """Text files that are one document each, with the same text under every key; opened only when parsed."""
 
     paths: tuple[str, ...]
     position: int
 
     @cached_property
     def _contents(self) -> list[bytes]:
+        """Return the decompressed bytes of each file."""
         contents = []
         for path in self.paths:
             with open_decompressed(path) as (_, stream):
@@ -137,22 +142,23 @@ class FileBlock(TextBlock):
     def size(self) -> int:
         return sum(map(len, self._contents))
 
-    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        """Yield the number of each file with its text, once per key, or the error in it."""
         for number, content in enumerate(self._contents):
             try:
-                yield number, (_decode(content),) * len(keys)  # exactly as it is, but for a byte order mark at its start
+                yield number, (_decode(content),) * len(keys)  # unchanged except for a byte order mark
             except InputError as error:
                 yield number, error
 
-    def _place(self, number: int) -> str:
+    def _describe_location(self, number: int) -> str:
         return self.paths[number]
 
 
 @contextlib.contextmanager
 def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open the file at `path`: (the file itself, whose `tell` is bytes on disk; its decompressed bytes).
+    """Open a file and yield (raw file, whose `tell` counts bytes on disk; stream of decompressed bytes).
 
-    Raises InputError from inside the block for a file that cannot be read, or whose compression is broken or cut short.
+    Raises InputError from inside the block for a file that cannot be read or whose compressed data are broken.
     """
     try:
         with open(path, "rb") as raw:
@@ -171,7 +177,7 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def is_compressed(path: str) -> bool:
-    """Return whether the file begins as gzip or Zstandard do. Raises InputError for one that cannot be read."""
+    """Return whether a file starts like gzip or Zstandard data. Raises InputError if it cannot be read."""
     with open_decompressed(path) as (raw, content):
         return content is not raw
 
@@ -181,66 +187,70 @@ def read_line_blocks(
 ) -> Iterator[LineBlock]:
     """Yield the lines of a file that begin in bytes start..stop-1, in blocks of about LINES_BYTES or one long line.
 
-    `start` is the beginning of a line; only a file that is not compressed can be read in part. `before` is added to positions.
-    `sample_by`: as of Lines; blocks are of whole paragraphs (which blank lines part) if these are documents.
+    `start` must be the beginning of a line; compressed files can only be read as a whole. `before` is added to positions.
+    `sample_by`: see LineBlock; with `paragraph`, blocks hold whole paragraphs.
     """
     first_line = 1
     with open_decompressed(path) as (raw, stream):
         if start:
             stream.seek(start)
-        left = None if stop is None else stop - start
+        remaining = None if stop is None else stop - start
         try:
-            while left is None or left > 0:
-                data = stream.read(LINES_BYTES if left is None else min(LINES_BYTES, left))
-                if not data and left is None:
+            while remaining is None or remaining > 0:
+                data = stream.read(LINES_BYTES if remaining is None else min(LINES_BYTES, remaining))
+                if not data and remaining is None:
                     break
                 if not data.endswith(b"\n"):
                     data += stream.readline()
                 if sample_by == "paragraph":
                     data += _read_rest_of_paragraph(stream)
-                if left is not None:
-                    left -= len(data)
-                    if left < 0 or not data:  # `stop` was the file's end or the start of a line
-                        found = "the end of the file before" if left > 0 else "a line that goes on after"
+                if remaining is not None:
+                    remaining -= len(data)
+                    if remaining < 0 or not data:  # `stop` was a line start or the file's end when the input was resolved
+                        reason = "the end of the file before" if remaining > 0 else "a line that continues after"
                         raise InputError(
-                            f"{path}: changed while it was read: found {found} byte {stop}; start again when nothing writes to it"
+                            f"{path}: changed while it was read: found {reason} byte {stop}; "
+                            "start again when nothing writes to it"
                         )
-                yield LineBlock(path, start, first_line, data, before + (raw.tell() if left is None else stop - left), sample_by)
+                yield LineBlock(
+                    path, start, first_line, data, before + (raw.tell() if remaining is None else stop - remaining), sample_by
+                )
                 first_line += data.count(b"\n")
         except _COMPRESSION_ERRORS as error:
-            where = f" after line {first_line - 1}" if first_line > 1 else ""
-            raise InputError(f"{path}: broken compressed data{where}: {error}; expected a whole file") from None
+            location = f" after line {first_line - 1}" if first_line > 1 else ""
+            raise InputError(f"{path}: broken compressed data{location}: {error}; expected a complete file") from None
 
 
 def find_line_start(path: str, offset: int) -> int:
-    """The first byte at or after `offset` of a file, uncompressed, where a line begins (or the file's end)."""
+    """Return the first byte at or after `offset` of an uncompressed file at which a line begins, or the file's end."""
     if offset <= 0:
         return 0
     with open_decompressed(path) as (raw, _):
         raw.seek(offset - 1)
         while (piece := raw.readline(BLOCK_BYTES)) and not piece.endswith(b"\n"):
-            pass  # a line may be longer than memory should hold
+            pass  # a line may be longer than memory
         return raw.tell()
 
 
 def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
-    """The texts under `keys` in one record (a mapping). Raises InputError for a missing key or another type."""
+    """Return the texts under `keys` of a mapping. Raises InputError for a missing key or another type."""
     for key in keys:
         if key not in record:
             raise InputError(f"no key `{key}`; found {format_names(record)}")
         if not isinstance(record[key], str):
             value = record[key]
-            shown = json.dumps(value) if isinstance(value, (int, float, list, dict, bool, type(None))) else repr(value)
-            raise InputError(f"key `{key}`: found {shown[:40]}, expected text")
+            excerpt = json.dumps(value) if isinstance(value, (int, float, list, dict, bool, type(None))) else repr(value)
+            raise InputError(f"key `{key}`: found {excerpt[:40]}, expected text")
     return tuple(record[key] for key in keys)
 
 
 def format_names(names: Sequence[str]) -> str:
-    """The first names of a record's keys or a table's columns, for an error message."""
+    """Format the first eight keys of a record or columns of a table, for an error message."""
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
 
 
 def _read_rest_of_paragraph(stream: BinaryIO) -> bytes:
+    """Read up to and including the next blank line."""
     lines = []
     while line := stream.readline():
         lines.append(line)
@@ -250,6 +260,7 @@ def _read_rest_of_paragraph(stream: BinaryIO) -> bytes:
 
 
 def _count_lines_before(path: str, start: int) -> int:
+    """Count the lines before byte `start` of a file."""
     if not start:
         return 0
     count = 0
@@ -261,10 +272,9 @@ def _count_lines_before(path: str, start: int) -> int:
 
 
 def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None:
-    """What `_parse_json` finds, in a third of the time; None where it has to be asked, as for everything that is wrong.
+    """Parse a line as `_parse_json` in a third of the time; return None if it must be parsed by that one, as for every error.
 
-    What this parser takes Python's own takes too, and to the same effect; besides, that one takes a byte order mark and half a
-    surrogate pair.
+    A line accepted here has the same result there. Only `_parse_json` accepts byte order marks and unpaired surrogates.
     """
     try:
         record = from_json(line, cache_strings="keys")
@@ -275,11 +285,12 @@ def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None
 
 
 def _parse_json(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
+    """Parse a line of JSON and return its texts under `keys`. Raises InputError."""
     try:
         record = json.loads(_decode(line))
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON ({error.msg} at column {error.colno}): {_format_excerpt(line)}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested thousands deep
+    except (ValueError, RecursionError) as error:  # thousands of digits or nested brackets
         raise InputError(f"not JSON that can be read ({type(error).__name__}): {_format_excerpt(line)}") from None
     if not isinstance(record, dict):
         raise InputError(f"found a JSON {type(record).__name__}, expected an object with the key `{keys[0]}`")
@@ -287,13 +298,15 @@ def _parse_json(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def _decode(data: bytes, encoding: str = "utf-8-sig") -> str:
+    """Decode UTF-8. Raises InputError that names the format if the data look like a known other one."""
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
         kind = next((kind for start, kind in _FOREIGN_FORMATS.items() if data.startswith(start)), None)
-        found = f"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zstandard: " if kind else ""
-        raise InputError(f"{found}not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
+        hint = f"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zstandard: " if kind else ""
+        raise InputError(f"{hint}not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
 
 
 def _format_excerpt(line: bytes) -> str:
+    """Format the first 40 bytes of a line for an error message."""
     return repr(line[:40].decode("utf-8", "replace").strip())

@@ -1,8 +1,8 @@
-"""Text to token ids: those of the Hugging Face tokenizer, reached by a faster way wherever it gives the same.
+r"""Encoding of plain text to token ids by gigatoken if its ids equal those of the Hugging Face tokenizer, else by the latter.
 
-Text is plain text. No token is added before or after it, and a special token that is spelled out in it stays the characters it
-is: the ids are those of `tokenizer(text, add_special_tokens=False, split_special_tokens=True)`. Half a surrogate pair (JSON can
-spell one, `"\\ud800"`; no encoding of Unicode can) becomes U+FFFD, the replacement character, before any tokenizer sees it.
+No token is added before or after the text, and special tokens spelled out in it are text: the ids are those of
+`tokenizer(text, add_special_tokens=False, split_special_tokens=True)`. Unpaired surrogates (JSON can hold one, `"\ud800"`;
+no Unicode encoding can) are replaced with U+FFFD beforehand.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-# What has set tokenizers apart before: white space of every kind, contractions, digits, scripts without spaces, combining marks,
-# joiners, control characters, characters beyond the basic plane, long runs.
+# Texts on which tokenizers have differed: white space, contractions, digits, scripts without spaces, combining marks, joiners,
+# control characters, characters beyond the basic plane, long runs.
 PROBES = (
     "Plain English, with a contraction or two: it's, we'll, THEY'RE, I'd've; and 3.14159 or 1,000,000 of them.",
     " leading, trailing and  double   spaces \t tabs\t\tand\n\nnew lines\r\nof\rtwo kinds \n \n",
@@ -37,62 +37,63 @@ PROBES = (
 
 
 class FastEncoder:
-    """Encodes documents with one tokenizer; small to pickle, so that worker processes need no transformers.
+    """Encoder of documents with one tokenizer; small to pickle, so that worker processes need no transformers."""
 
-    `tokenizer_json` is the serialised backend of a Hugging Face fast tokenizer. `is_fast` says whether gigatoken may be used for
-    it; None finds out.
-    """
+    def __init__(self, tokenizer_json: str, use_gigatoken: bool | None = None) -> None:
+        """Build an encoder from `tokenizer_json`, the serialized backend of a Hugging Face fast tokenizer.
 
-    def __init__(self, tokenizer_json: str, fast: bool | None = None) -> None:
+        use_gigatoken: whether gigatoken may be used; None compares its ids with the reference first.
+        """
         self._reference = Tokenizer.from_str(tokenizer_json)
         self._reference.no_padding()
         self._reference.no_truncation()
         self._reference.encode_special_tokens = True  # a special token spelled in the text is text
         config = json.loads(tokenizer_json)
-        # Special tokens are text here, so the quick way never hears of them; other added tokens stay tokens.
+        # Special tokens are text here, so gigatoken does not get them; other added tokens stay tokens.
         added = [token for token in config.get("added_tokens") or [] if not token.get("special")]
         spelled = sorted({token["content"] for token in added}, key=len, reverse=True)
         self._spells_added_token = re.compile("|".join(map(re.escape, spelled))).search if spelled else None
-        # An added token may be looked for in the normalised text, where the search in `_spells_added_token` cannot see it.
+        # Added tokens may match normalized text, which `_spells_added_token` does not search.
         findable = config.get("normalizer") is None or not any(token.get("normalized") for token in added)
-        self._quick: Any = None  # a tokenizer of gigatoken
-        if findable if fast is None else fast:
-            self._quick = _load_gigatoken(json.dumps({**config, "added_tokens": added, "post_processor": None}))
-        if fast is None and self._quick is not None and not self._agrees(self._quick):
-            self._quick = None
+        self._gigatoken: Any = None
+        if findable if use_gigatoken is None else use_gigatoken:
+            self._gigatoken = _load_gigatoken(json.dumps({**config, "added_tokens": added, "post_processor": None}))
+        if use_gigatoken is None and self._gigatoken is not None and not self._matches_reference(self._gigatoken):
+            self._gigatoken = None
         self._json = tokenizer_json
 
     @property
     def is_fast(self) -> bool:
-        """Whether documents go through gigatoken (except those that spell an added token which is not special)."""
-        return self._quick is not None
+        """Return whether gigatoken encodes documents, except those that spell an added token which is not special."""
+        return self._gigatoken is not None
 
     def __reduce__(self):
         return FastEncoder, (self._json, self.is_fast)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each document: uint32[tokens], in the order given; an empty document gives an empty array."""
+        """Encode each document as uint32[tokens]."""
         texts = [replace_surrogates(text) for text in texts]
-        if self._quick is None:
+        if self._gigatoken is None:
             return self._encode_reference(texts)
         spells = self._spells_added_token or (lambda text: False)
         slow = iter(self._encode_reference([text for text in texts if spells(text)]))
-        return [next(slow) if spells(text) else self._quick.encode(text.encode()) for text in texts]
+        return [next(slow) if spells(text) else self._gigatoken.encode(text.encode()) for text in texts]
 
     def encode_concatenated(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The documents end to end: token ids uint32[tokens], and int64[documents] how many each has. Other threads go on."""
-        if self._quick is None or self._spells_added_token is not None:
+        """Encode documents as concatenated ids uint32[tokens] and lengths int64[documents]; releases the interpreter's lock."""
+        if self._gigatoken is None or self._spells_added_token is not None:
             rows = self(texts)
             return np.concatenate([np.empty(0, np.uint32), *rows]), np.array([len(row) for row in rows], np.int64)
-        return _encode_batch(self._quick, texts)
+        return _encode_batch(self._gigatoken, texts)
 
     def _encode_reference(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode each text with the Hugging Face tokenizer."""
         if not texts:
             return []
         return [np.array(row.ids, dtype=np.uint32) for row in self._reference.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _agrees(self, quick: Any) -> bool:
-        """Whether `quick` gives the reference's ids on the probes and on words of the tokenizer's own vocabulary."""
+    def _matches_reference(self, gigatoken: Any) -> bool:
+        """Return whether gigatoken gives the reference's ids on PROBES and on words of the vocabulary."""
         size = self._reference.get_vocab_size()
         words = [self._reference.decode([token]) for token in range(0, size, max(1, size // 4000))]
         texts = [*PROBES, *(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)), "".join(words)]
@@ -101,17 +102,17 @@ class FastEncoder:
             texts = [text for text in texts if not self._spells_added_token(text)]
         rows = self._encode_reference(texts)
         try:
-            tokens, lengths = _encode_batch(quick, texts)
-            alone = [quick.encode(text.encode()) for text in texts]
+            tokens, lengths = _encode_batch(gigatoken, texts)
+            single_rows = [gigatoken.encode(text.encode()) for text in texts]
             if not np.array_equal(tokens, np.concatenate(rows)) or lengths.tolist() != [*map(len, rows)]:
                 return False
-            return all(np.array_equal(found, row) for found, row in zip(alone, rows, strict=True))
-        except Exception:  # whatever gigatoken cannot do, the reference can
+            return all(np.array_equal(single, row) for single, row in zip(single_rows, rows, strict=True))
+        except Exception:  # the reference can encode everything
             return False
 
 
 def replace_surrogates(text: str) -> str:
-    """`text` with each half of a surrogate pair replaced by U+FFFD (two halves that meet become the character they spell)."""
+    """Return `text` with unpaired surrogates replaced by U+FFFD and paired ones by the character that they encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -120,18 +121,20 @@ def replace_surrogates(text: str) -> str:
 
 
 def _load_gigatoken(tokenizer_json: str) -> Any:
+    """Load gigatoken's tokenizer for a serialized backend; return None if it is not supported."""
     try:
         from gigatoken.gigatoken_rs import load_hf_json
 
         return load_hf_json(tokenizer_json)
-    except Exception:  # a kind of tokenizer that gigatoken does not know
+    except Exception:  # unsupported by gigatoken
         return None
 
 
-def _encode_batch(quick: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def _encode_batch(gigatoken: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Encode texts with gigatoken in this thread; return concatenated ids and the length of each text."""
     try:
-        # In this thread alone: whoever calls decides how many there are.
-        made = quick.encode_batch(list(texts), parallel=False).layout
-    except TypeError:  # half a surrogate pair
-        made = quick.encode_batch([replace_surrogates(text) for text in texts], parallel=False).layout
-    return np.asarray(made.content.data, np.uint32), np.diff(made.offsets.data)
+        # The caller decides on the number of threads.
+        layout = gigatoken.encode_batch(list(texts), parallel=False).layout
+    except TypeError:  # unpaired surrogate
+        layout = gigatoken.encode_batch([replace_surrogates(text) for text in texts], parallel=False).layout
+    return np.asarray(layout.content.data, np.uint32), np.diff(layout.offsets.data)

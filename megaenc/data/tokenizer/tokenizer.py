@@ -1,4 +1,4 @@
-"""Tokenizers: loading one, what the rest needs to know of it, and training one."""
+"""Loading, training and inspection of Hugging Face fast tokenizers."""
 
 import contextlib
 import hashlib
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EOS, MASK = "<|eos|>", "<|mask|>"
-MIN_VOCABULARY = 258  # 256 bytes and the two special tokens
+MIN_VOCABULARY = 258  # 256 bytes and two special tokens
 MAX_VOCABULARY = 2**31 - 1
-MAX_TEXT_LENGTH = 2048  # tokens: the context of the encoders, where `truncation=True` cuts
+MAX_TEXT_LENGTH = 2048  # tokens at which `truncation=True` cuts
 
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of the files that transformers reads for a tokenizer
-# The pad role is not here: no corpus holds padding, and giving a tokenizer a pad token for fine-tuning does not make it another
-# one.
+# Without the pad role: no corpus holds padding, and a pad token added for fine-tuning keeps the tokenizer the same.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
-    """Load a Hugging Face fast tokenizer from a folder or by its name on the Hub. Raises InputError when there is none."""
+    """Load a Hugging Face fast tokenizer from a folder or by its Hub name. Raises InputError if that is impossible."""
     name = str(name_or_dir)
     folder = Path(name)
-    # The Hub is asked, patiently, for anything that can be a name there (`name` or `owner/name`), so a path is not.
+    # Paths are ruled out first, because transformers waits long for the Hub.
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and os.path.isdir(folder.parent))
-    is_folder = os.path.isdir(folder)  # False for a name that is too long too
+    is_folder = os.path.isdir(folder)  # False also for a name that is too long
     if not is_folder and (is_path or os.path.exists(folder)):
         raise InputError(f"--tokenizer {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
     from transformers import AutoTokenizer
@@ -44,25 +43,25 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
     local = {"config": _build_class_config(folder), "local_files_only": True} if is_folder else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **local)
-    except BaseException as error:  # nearly anything: OSError, KeyError, JSON and HTTP errors, panics of tokenizers' Rust
+    except BaseException as error:  # OSError, KeyError, JSON and HTTP errors, panics of Rust and more
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if is_folder and not (folder / "tokenizer.json").exists():
             raise InputError(
                 f"--tokenizer {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
             ) from None
-        what = "tokenizer.json cannot be loaded" if is_folder else "neither a folder nor a name that the Hub answers to"
+        problem = "tokenizer.json cannot be loaded" if is_folder else "neither an existing folder nor a tokenizer on the Hub"
         reason = first_error_line(error, 160)
-        raise InputError(f"--tokenizer {name}: {what}; expected a Hugging Face fast tokenizer ({reason})") from None
+        raise InputError(f"--tokenizer {name}: {problem}; expected a Hugging Face fast tokenizer ({reason})") from None
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(f"--tokenizer {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
     return tokenizer
 
 
 def _build_class_config(folder: Path) -> Any:
-    """Build the model config by which transformers chooses a tokenizer's class, of what config.json says on that and no more.
+    """Build the model config from which transformers chooses the tokenizer's class, with only the relevant fields of config.json.
 
-    InputError for a file of the folder that could block or lead to another folder.
+    Raises InputError for a file in the folder that could block or that leads to another folder.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -82,11 +81,11 @@ def _build_class_config(folder: Path) -> Any:
     if not isinstance(versions, list) or any(not isinstance(file, str) or Path(file).name != file for file in versions):
         raise InputError(f"{folder / 'tokenizer_config.json'}: field `fast_tokenizer_files`: expected names of files next to it")
     model_type = values.get("model_type")
-    if model_type == "mistral" and "layer_types" in values:  # as transformers' AutoConfig takes it
+    if model_type == "mistral" and "layer_types" in values:  # as in transformers' AutoConfig
         model_type = "ministral"
     config = PreTrainedConfig()
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        with contextlib.suppress(Exception):  # two kinds of images have no settings to begin with
+        with contextlib.suppress(Exception):  # two image models have no default config
             config = CONFIG_MAPPING[model_type]()
     config.name_or_path = str(folder)
     for name in ("tokenizer_class", "model_name"):
@@ -98,7 +97,7 @@ def _build_class_config(folder: Path) -> Any:
 
 
 def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
-    """The size, special ids and fingerprint of a tokenizer."""
+    """Return the size, special ids and fingerprint of a tokenizer."""
     ids = tokenizer.get_vocab().values()
     special = {token for token in tokenizer.all_special_ids if token is not None}
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -112,7 +111,7 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
 
 
 def get_encoder(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
-    """The encoder of plain text that belongs to `tokenizer` (see megaenc.data.tokenizer.fast_encode)."""
+    """Return the cached plain-text encoder of `tokenizer` (see megaenc.data.tokenizer.fast_encode)."""
     return _encoder(tokenizer.backend_tokenizer.to_str())
 
 
@@ -120,54 +119,48 @@ _encoder = lru_cache(maxsize=4)(FastEncoder)
 
 
 def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[np.ndarray]:
-    """Token ids of each text as plain text, uint32[tokens]; which ids, megaenc.data.tokenizer.fast_encode says."""
+    """Encode each text as plain text to uint32[tokens] (see megaenc.data.tokenizer.fast_encode)."""
     return get_encoder(tokenizer)(texts)
 
 
 def decode_in_spans(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> list[tuple[int, str]]:
-    """`ids` as runs of (how many, their text): the shortest that cut no character in two, for one may take several tokens.
+    """Decode `ids` into (token count, text) spans, the shortest that split no character, since one may take several tokens.
 
-    The texts joined are the text of all ids. A character of which `ids` holds only a part is U+FFFD. For a pack's worth of ids:
-    the time grows with the square of their number.
+    The concatenated texts are the text of all ids. A character whose tokens are incomplete becomes U+FFFD. Takes quadratic time.
     """
     decode, ids = tokenizer.backend_tokenizer.decode, [int(token) for token in ids]
-    whole = decode(ids, skip_special_tokens=False)
-    # A place is between two characters if what is decoded up to it stays as it is, whatever comes later.
-    cuts, shortest = [], len(whole)
+    full_text = decode(ids, skip_special_tokens=False)
+    # A position is between two characters if the text decoded up to it is a prefix of the whole text.
+    cuts, shortest = [], len(full_text)
     for end in range(len(ids), 0, -1):
         text = decode(ids[:end], skip_special_tokens=False)
-        if len(text) <= shortest and whole.startswith(text):
+        if len(text) <= shortest and full_text.startswith(text):
             cuts.append((end, len(text)))
             shortest = len(text)
-    runs, ended, written = [], 0, 0
+    spans, token_count, text_length = [], 0, 0
     for end, length in reversed(cuts):
-        if length > written or not runs:
-            runs.append((end - ended, whole[written:length]))
+        if length > text_length or not spans:
+            spans.append((end - token_count, full_text[text_length:length]))
         else:  # these tokens add no text
-            runs[-1] = (runs[-1][0] + end - ended, runs[-1][1])
-        ended, written = end, length
-    return runs
+            spans[-1] = (spans[-1][0] + end - token_count, spans[-1][1])
+        token_count, text_length = end, length
+    return spans
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE of at most `vocab_size` ids; the same texts give the same tokenizer.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` ids; the same texts give the same tokenizer.
 
-    `<|eos|>` (id 0) ends a document and pads, `<|mask|>` (id 1) hides a token. Any text survives encoding and decoding
-    unchanged. A small corpus may give fewer ids. Raises InputError when `vocab_size` has no room for the bytes.
+    `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1) hides a token. Encoding and decoding preserve any text. Small
+    corpora may give fewer ids. Raises InputError for a `vocab_size` out of range.
     """
     if vocab_size < MIN_VOCABULARY:
-        raise InputError(
-            f"--vocab-size {vocab_size}: expected at least {MIN_VOCABULARY}, the 256 bytes and two special tokens"
-        )
+        raise InputError(f"--vocab-size {vocab_size}: expected at least {MIN_VOCABULARY}, the 256 bytes and two special tokens")
     if vocab_size > MAX_VOCABULARY:
-        raise InputError(
-            f"--vocab-size {vocab_size}: expected at most {MAX_VOCABULARY}, as many as token ids of 32 bits can be"
-        )
+        raise InputError(f"--vocab-size {vocab_size}: expected at most {MAX_VOCABULARY}, the number of 32-bit token ids")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    # A word carries the space before it, so the mask token swallows that space: "The <|mask|> sat" asks for " cat", not for
-    # "cat".
+    # Words include the space before them, so the mask token absorbs it: "The <|mask|> sat" hides " cat".
     mask = AddedToken(MASK, lstrip=True, normalized=False, special=True)
     eos = AddedToken(EOS, normalized=False, special=True)
     backend = Tokenizer(models.BPE())
@@ -193,6 +186,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
 
 
 def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Compute the sha256 of everything in a tokenizer that decides ids."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     del backend["padding"], backend["truncation"]
     backend["added_tokens"].sort(key=lambda token: token["id"])

@@ -1,4 +1,4 @@
-"""`megaenc tokenizer`: train a byte-level BPE on text and save it as a Hugging Face tokenizer folder."""
+"""Command `megaenc tokenizer`: training of a byte-level BPE tokenizer, saved as a Hugging Face tokenizer folder."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,30 +7,30 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.atomic_io import atomic_dir, exit_on_sigterm
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
-from megaenc.data.sources.resolve import InputConfig, resolve_inputs, read_blocks
+from megaenc.data.sources.resolve import InputConfig, read_blocks, resolve_inputs
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 
 
 @dataclass(frozen=True)
 class TrainTokenizerConfig(InputConfig):
-    """What `megaenc tokenizer` takes."""
+    """Flags of `megaenc tokenizer`."""
 
     output: str
-    """Folder to write; must not hold anything yet."""
+    """Folder to write; must be empty or missing."""
     vocab_size: int = 8192
-    """Largest number of token ids."""
+    """Maximum number of token ids; small corpora give fewer."""
     json_key: str = "text"
-    """Key of the text in each JSON object, column of a table."""
+    """Key of the text in each JSON object, or column of a table."""
 
 
 def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
-    """Train and save a tokenizer, all or nothing. Raises InputError for input or output that cannot be used."""
+    """Train a tokenizer and write its folder atomically. Raises InputError for unusable input or output."""
     output = Path(settings.output)
     refuse_existing(output, "--output")
     inputs = resolve_inputs(settings, [settings.json_key])
-    for remark in inputs.messages:
-        print_rank_0(remark)
+    for message in inputs.messages:
+        print_rank_0(message)
     check_parent_writable(output, "--output")
     from megaenc.data.tokenizer.tokenizer import train_tokenizer
 
@@ -39,24 +39,24 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
     def texts() -> Iterator[str]:
         nonlocal documents
         for block in read_blocks(inputs):
-            for (text,) in block.documents([settings.json_key], False).texts:
+            for (text,) in block.parse([settings.json_key], False).texts:
                 documents += 1
                 yield text
             progress.update(block.position, documents=documents)
         if not documents:
-            raise InputError(f"{inputs.origins[0]['path']}: holds no document to learn from")
+            raise InputError(f"{inputs.origins[0]['path']}: holds no document to train on")
         progress.update(block.position, description="merging into a vocabulary")
 
     with create_parent_with_rollback(output, "--output"), atomic_dir(output) as folder:
         with ProgressLine("reading for the tokenizer", inputs.known_size) as progress:
             tokenizer = train_tokenizer(texts(), settings.vocab_size)
         tokenizer.save_pretrained(folder)
-    print_rank_0(f"{output}: a byte-level BPE of {len(tokenizer):,} ids, learnt from {documents:,} documents")
+    print_rank_0(f"{output}: a byte-level BPE of {len(tokenizer):,} ids, trained on {documents:,} documents")
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc tokenizer`."""
+    """Run the command `megaenc tokenizer`."""
     silence_libraries()
     settings = flags.parse(TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__)
     with exit_on_sigterm():

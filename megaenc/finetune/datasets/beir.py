@@ -1,4 +1,4 @@
-"""Folders in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv."""
+"""Retrieval data in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv."""
 
 import functools
 import re
@@ -25,20 +25,23 @@ from megaenc.finetune.examples import (
 )
 
 Qrels = dict[str, dict[str, int]]
-"""Grades by query and document; 0 is looked at and found irrelevant."""
+"""Relevance grades by query and document; 0 is judged irrelevant."""
 QrelLine = tuple[str, str, str, int]
-"""Place, query, document and grade of a line of a file of judgements."""
+"""Location (file:line), query, document and grade of a line in a qrels file."""
 _GRADE = re.compile(r"-?\d{1,9}")
 _QRELS_FILES = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
 
 
 def is_beir_folder(folder: Path) -> bool:
-    """Return whether a folder has BEIR's files."""
+    """Return whether `folder` has BEIR's corpus and queries files."""
     return _find_data_file(folder, "corpus") is not None and _find_data_file(folder, "queries") is not None
 
 
 def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
-    """Return the data set in `folder`, searched among the documents that validation and test judge, or among all."""
+    """Return the retrieval data set in BEIR's layout in `folder`.
+
+    It is searched in all documents if `whole_corpus`, else in those judged for validation or test.
+    """
     qrels = {
         split: path
         for split, words in _QRELS_FILES.items()
@@ -51,72 +54,76 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
     fingerprint = hash_json({"files": content, "rules": ["BEIR", whole_corpus]})
 
     @functools.cache
-    def judged() -> tuple[list[QrelLine], dict[SplitName, Qrels]]:
+    def read_all_qrels() -> tuple[list[QrelLine], dict[SplitName, Qrels]]:
         lines = {split: _read_qrels(path) for split, path in qrels.items()}
-        of_splits: dict[SplitName, Qrels] = {split: {} for split in lines}
-        for split, some in lines.items():
-            for _, query, document, grade in some:
-                of_splits[split].setdefault(query, {})[document] = grade
-        return [line for some in lines.values() for line in some], _add_validation_split(name, qrels, of_splits)
+        qrels_by_split: dict[SplitName, Qrels] = {split: {} for split in lines}
+        for split, split_lines in lines.items():
+            for _, query, document, grade in split_lines:
+                qrels_by_split[split].setdefault(query, {})[document] = grade
+        return [line for split_lines in lines.values() for line in split_lines], _add_validation_split(
+            name, qrels, qrels_by_split
+        )
 
     @functools.cache
-    def read() -> tuple[dict[str, str], dict[str, str]]:
-        lines, _ = judged()
+    def read_texts() -> tuple[dict[str, str], dict[str, str]]:
+        lines, _ = read_all_qrels()
         queries = _read_judged_texts("query", texts["queries"], {line[1]: line[0] for line in reversed(lines)})
-        named = {line[2]: line[0] for line in reversed(lines)}
-        return queries, _read_judged_texts("document", texts["corpus"], named, titles=True, everything=whole_corpus)
+        judged_documents = {line[2]: line[0] for line in reversed(lines)}
+        return queries, _read_judged_texts("document", texts["corpus"], judged_documents, titles=True, everything=whole_corpus)
 
-    def split_of(split: SplitName) -> Examples:
-        _, of_splits = judged()
-        if split not in of_splits:
+    def read_split(split: SplitName) -> Examples:
+        _, qrels_by_split = read_all_qrels()
+        if split not in qrels_by_split:
             raise InputError(
                 f"{folder / 'qrels'}: no {split} split, expected {_QRELS_FILES[split][0]}.tsv"
-                + ("; --train-on names another data set to train on" if split == "train" else "")
+                + ("; or train on another data set with --train-on" if split == "train" else "")
             )
-        queries, documents = read()
+        queries, documents = read_texts()
         if split == "train":
             return [
                 Pair(f"{query}/{document}", QUERY + queries[query], DOCUMENT + documents[document])
-                for query, grades in of_splits["train"].items()
+                for query, grades in qrels_by_split["train"].items()
                 for document, grade in grades.items()
                 if grade > 0
             ]
-        evaluated = [of_splits[name] for name in ("validation", "test") if name in of_splits]
+        evaluated = [qrels_by_split[name] for name in ("validation", "test") if name in qrels_by_split]
         labelled = {document for judgements in evaluated for grades in judgements.values() for document in grades}
-        kept = {key: text for key, text in documents.items() if whole_corpus or key in labelled}
-        return build_retrieval_examples(of_splits[split], queries, kept)
+        searched_documents = {key: text for key, text in documents.items() if whole_corpus or key in labelled}
+        return build_retrieval_examples(qrels_by_split[split], queries, searched_documents)
 
-    return Dataset(name, TaskFamily.IR, (), name, fingerprint, fingerprint, split_of)
+    return Dataset(name, TaskFamily.IR, (), name, fingerprint, fingerprint, read_split)
 
 
 def _read_judged_texts(
-    kind: str, path: Path, judged: dict[str, str], *, titles: bool = False, everything: bool = False
+    kind: str, path: Path, judged_ids: dict[str, str], *, titles: bool = False, everything: bool = False
 ) -> dict[str, str]:
-    """Return the texts of a file whose ids are `judged`, each at a place, or all. Raises InputError if one is missing."""
-    found: dict[str, str] = {}
-    seen: dict[str, str] = {}
-    for place, row in formats.read_jsonl(path):
-        key = f"{formats.get_value(row, '_id', place)}"
-        if everything or key in judged:
-            formats.register_id(seen, key, place, "_id")
-            title = formats.get_value(row, "title", place, str) if titles and row.get("title") else ""
-            text = formats.get_value(row, "text", place, str)
-            found[key] = f"{title}. {text}" if title and text else title or text
-    for key, place in judged.items():
-        if key not in found:
-            raise InputError(f"{place}: {kind} {key!r}: not in {path.name}, expected the _id of a {kind}")
-    return found
+    """Read a BEIR file of texts by id: those `judged` (id to location), or all. Raises InputError if a judged text is missing."""
+    texts: dict[str, str] = {}
+    places: dict[str, str] = {}
+    for location, row in formats.read_jsonl(path):
+        key = f"{formats.get_value(row, '_id', location)}"
+        if everything or key in judged_ids:
+            formats.register_id(places, key, location, "_id")
+            title = formats.get_value(row, "title", location, str) if titles and row.get("title") else ""
+            text = formats.get_value(row, "text", location, str)
+            texts[key] = f"{title}. {text}" if title and text else title or text
+    for key, location in judged_ids.items():
+        if key not in texts:
+            raise InputError(f"{location}: {kind} {key!r}: not in {path.name}, expected the _id of a {kind}")
+    return texts
 
 
-def _add_validation_split(name: str, qrels: Mapping[SplitName, Path], judged: dict[SplitName, Qrels]) -> dict[SplitName, Qrels]:
-    """Return the judgements of each split; where none are for validation, part of the others is, by the study's rules."""
-    if "test" not in judged and "validation" in judged:
+def _add_validation_split(
+    name: str, qrels: Mapping[SplitName, Path], qrels_by_split: dict[SplitName, Qrels]
+) -> dict[SplitName, Qrels]:
+    """Return the qrels of each split; without validation qrels, draw them from train or test by the study's rules."""
+    if "test" not in qrels_by_split and "validation" in qrels_by_split:
         print_once(f"{name}: no test judgements: those of {qrels['validation'].name} are the test split")
-        judged["test"] = judged.pop("validation")
-    if "validation" in judged or "test" not in judged:
-        return judged
-    source = "train" if "train" in judged else "test"
-    queries = list(judged[source])
+        qrels_by_split["test"] = qrels_by_split.pop("validation")
+    if "validation" in qrels_by_split or "test" not in qrels_by_split:
+        return qrels_by_split
+    source = "train" if "train" in qrels_by_split else "test"
+    queries = list(qrels_by_split[source])
     part = "5 % of the training queries validate" if source == "train" else "half of the test queries validate"
     print_once(f"{name}: no validation judgements: {part} (seed 42)")
     if len(queries) < 2:
@@ -124,17 +131,18 @@ def _add_validation_split(name: str, qrels: Mapping[SplitName, Path], judged: di
     share = (
         choose_validation_queries(queries) if source == "test" else {queries[at] for at in split_validation_rows(len(queries))[1]}
     )
-    move_to_validation(judged, source, share)
-    return judged
+    move_to_validation(qrels_by_split, source, share)
+    return qrels_by_split
 
 
-def move_to_validation(judged: dict[SplitName, Qrels], source: SplitName, queries: Collection[str]) -> None:
-    """Move the judgements of some queries from the split `source` to `validation`."""
-    judged["validation"] = {query: found for query, found in judged[source].items() if query in queries}
-    judged[source] = {query: found for query, found in judged[source].items() if query not in queries}
+def move_to_validation(qrels_by_split: dict[SplitName, Qrels], source: SplitName, queries: Collection[str]) -> None:
+    """Move the qrels of `queries` from the split `source` to the split `validation`, in place."""
+    qrels_by_split["validation"] = {query: grades for query, grades in qrels_by_split[source].items() if query in queries}
+    qrels_by_split[source] = {query: grades for query, grades in qrels_by_split[source].items() if query not in queries}
 
 
 def _read_qrels(path: Path) -> list[QrelLine]:
+    """Read a qrels file. Raises InputError for a malformed or repeated line."""
     lines: dict[tuple[str, str], QrelLine] = {}
     for number, line in formats.read_lines(path):
         cells = line.split("\t")
@@ -150,9 +158,9 @@ def _read_qrels(path: Path) -> list[QrelLine]:
     return list(lines.values())
 
 
-def build_retrieval_examples(judged: Qrels, queries: Mapping[str, str], documents: Mapping[str, str]) -> RetrievalExamples:
-    """Return the queries that a document is relevant to, and all documents to be searched, with their prefixes."""
-    positive = {query: {key: grade for key, grade in grades.items() if grade > 0} for query, grades in judged.items()}
+def build_retrieval_examples(qrels: Qrels, queries: Mapping[str, str], documents: Mapping[str, str]) -> RetrievalExamples:
+    """Build the examples of an evaluation split: queries with a relevant document, all `documents`, and prefixes."""
+    positive = {query: {key: grade for key, grade in grades.items() if grade > 0} for query, grades in qrels.items()}
     relevant = {query: grades for query, grades in positive.items() if grades}
     return RetrievalExamples(
         {query: QUERY + queries[query] for query in relevant},

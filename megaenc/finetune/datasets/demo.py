@@ -1,4 +1,4 @@
-"""Labelled data of all four families without any download: from the quickstart's corpus and the documentation it comes from."""
+"""Write four small labelled data sets, built from installed packages without any download (`megaenc finetune demo`)."""
 
 import hashlib
 import json
@@ -24,30 +24,30 @@ _QUESTIONS = ("What is the parameter {}?", "What does {} do?", "What is {} for?"
 _SECTION = re.compile(r"^\s*(Parameters\n\s*-{3,}|(Args|Arguments|Params|Parameters):|:param )", re.MULTILINE)
 _PARAGRAPH_END = re.compile(r"\n\s*\n|\n\s*[-*] |::\s")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
-_MARKED_CODE = re.compile(r"(?::[\w:+-]+:)?`{1,2}[~.!]?([^`<>]{1,60})`{1,2}")  # as documentation marks names and values
+_MARKED_CODE = re.compile(r"(?::[\w:+-]+:)?`{1,2}[~.!]?([^`<>]{1,60})`{1,2}")  # code in reStructuredText or Markdown
 _WORD = re.compile(r"[A-Za-z_]\w*(?:[.'-]\w+)*|\d+(?:\.\d+)?|\S")
 _UNCLEAN = re.compile(r"[\\{}|`~$^<>#@]|\.\.|::|__|https?|[^ -~]")
 
 DocumentedFunction = tuple[str, str, dict[str, str]]
-"""A function's or class's id (`package/path:line`), its description, and that of each parameter, with their markup."""
+"""Id (`package/path:line`), description and parameter descriptions, with markup, of a documented function or class."""
 
 
 @dataclass(frozen=True)
 class DemoDatasetsConfig:
-    """What `megaenc finetune demo` takes."""
+    """Options of `megaenc finetune demo`."""
 
     output: str = "demo/finetune"
-    """folder of demo_sc, demo_tc, demo_qa and demo_ir; sets that it holds are kept. Nothing is written outside it; if the folder
-    above it holds the quickstart's corpus, that is read instead of the installed packages"""
+    """folder for demo_sc, demo_tc, demo_qa and demo_ir; existing sets are kept. If its parent folder holds the quickstart's
+    corpus, demo_sc is built from that, else from the installed packages"""
 
 
 def ensure_demo_datasets(
     folder: str | Path = "demo/finetune", names: Sequence[str] = DEMO_DATASETS, flag: str = "demo folder"
 ) -> Path:
-    """Make in `folder` what is missing of the sets `names`, in the formats that everybody's own data have; return the folder.
+    """Write those of the demo sets `names` that `folder` lacks; return the folder.
 
-    The three of documentation come together. The same packages give the same bytes. Processes that call it together wait for the
-    first. Raises InputError for a folder that cannot be written to, or a file in the place of a set.
+    The three sets built from documentation are written together. Equal packages give equal bytes. A lock makes concurrent
+    processes wait. Raises InputError for an unwritable folder, or a file at the path of a set.
     """
     folder = Path(folder)
     if all(os.path.isdir(folder / name) for name in names):
@@ -58,21 +58,23 @@ def ensure_demo_datasets(
             raise InputError(f"{path}: found a file; expected the folder of a demo set; move it or name another folder")
     create_parent_dir(folder / "demo_sc", flag)
     with wait_for_lock(folder / corpus_demo.LOCK):
-        missing = [name for name in names if not (folder / name).is_dir()]  # another process may have made them meanwhile
+        missing = [name for name in names if not (folder / name).is_dir()]  # another process may have written them meanwhile
         if missing:
-            print_rank_0(f"{folder}: {', '.join(missing)} will be made, once, of what is installed: some minutes")
+            print_rank_0(f"{folder}: building {', '.join(missing)} from installed packages, once; takes some minutes")
         documentation = read_documentation() if {*missing} - {"demo_sc"} else []
         for name in missing:
-            read, what = _BUILDERS[name]
-            chosen = _sample_splits(read(corpus_demo.read_demo_documents(folder.parent) if name == "demo_sc" else documentation))
-            with atomic_dir(folder / name) as made:
-                _write_dataset(made, chosen)
-            print_rank_0(f"{folder / name}: {what}: " + ", ".join(f"{len(rows):,} {split}" for split, rows in chosen.items()))
+            read, description = _BUILDERS[name]
+            splits = _sample_splits(read(corpus_demo.read_demo_documents(folder.parent) if name == "demo_sc" else documentation))
+            with atomic_dir(folder / name) as temporary_folder:
+                _write_dataset(temporary_folder, splits)
+            print_rank_0(
+                f"{folder / name}: {description}: " + ", ".join(f"{len(rows):,} {split}" for split, rows in splits.items())
+            )
     return folder
 
 
 def read_documentation() -> list[DocumentedFunction]:
-    """Return what the packages of the demo corpus document with parameters, in order; nothing is imported or run."""
+    """Return the documented functions and classes of the demo corpus's packages, in order, without importing them."""
     files = corpus_demo.map_source_files(
         _parse_documented_functions, sorted(corpus_demo._find_source_files()), "reading what parameters are"
     )
@@ -80,25 +82,25 @@ def read_documentation() -> list[DocumentedFunction]:
 
 
 def _parse_documented_functions(source: tuple[str, str]) -> list[DocumentedFunction]:
-    """Return what a source file, (id, path), documents."""
+    """Parse the docstrings of a source file (id, path) that describe parameters."""
     import docstring_parser
 
     code = Path(source[1]).read_text(encoding="utf-8", errors="replace")
-    found = []
+    functions = []
     for line, text in corpus_demo.find_long_strings(code) if _SECTION.search(code) else ():
         try:
             parsed = docstring_parser.parse(text) if _SECTION.search(text) else None
         except docstring_parser.ParseError:
             continue
         if parsed and parsed.description:
-            given = {each.arg_name.strip("*- "): each.description.strip() for each in parsed.params if each.description}
-            if given := {name: text for name, text in given.items() if name.isidentifier()}:
-                found.append((f"{source[0]}:{line}", parsed.description, given))
-    return found
+            descriptions = {each.arg_name.strip("*- "): each.description.strip() for each in parsed.params if each.description}
+            if descriptions := {name: text for name, text in descriptions.items() if name.isidentifier()}:
+                functions.append((f"{source[0]}:{line}", parsed.description, descriptions))
+    return functions
 
 
 def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[dict]:
-    """Yield the paragraphs of the demo corpus with their packages: {"source", "id", "text", "label"}."""
+    """Yield a classification row {"source", "id", "text", "label"} per paragraph; the label is its package."""
     for source, document in documents:
         for number, text in enumerate(document.split("\n\n")):
             if 10 <= len(text.split()) <= 100:
@@ -106,43 +108,45 @@ def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[
 
 
 def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield sentences in which a parameter is marked, without the marks: {"source", "id", "tokens", "tags"}, in IOB2."""
-    seen: set[str] = set()
+    """Yield a tagging row {"source", "id", "tokens", "tags"} per sentence that mentions a parameter; IOB2 PARAM and CODE."""
+    seen_texts: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = (part for text in (description, *parameters.values()) for part in _PARAGRAPH_END.split(text))
         sentences = (part for text in paragraphs for part in _SENTENCE_END.split(" ".join(text.split())))
         for number, sentence in enumerate(sentences):
             words, tags = [], []
-            for at, part in enumerate(_MARKED_CODE.split(sentence)):  # every second part is a marked one
+            for at, part in enumerate(_MARKED_CODE.split(sentence)):  # odd parts are code
                 inside = _WORD.findall(part if at % 2 else corpus_demo.strip_markup(part))
                 kind = "PARAM" if part in parameters else "CODE"
                 words += inside
                 tags += [f"{'I' if later else 'B'}-{kind}" if at % 2 else "O" for later in range(len(inside))]
-            if "B-PARAM" in tags and 6 <= len(words) <= 50 and _register_new_text(" ".join(words), seen):
+            if "B-PARAM" in tags and 6 <= len(words) <= 50 and _register_new_text(" ".join(words), seen_texts):
                 yield {"source": source, "id": f"{source}-{number}", "tokens": words, "tags": tags}
 
 
 def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield {"source", "id", "question", "context", "answers"}: the sentence that describes one of a function's parameters."""
-    seen: set[str] = set()
+    """Yield a row {"source", "id", "question", "context", "answers"} per parameter; the answer is its first sentence."""
+    seen_texts: set[str] = set()
     for source, _, parameters in documentation:
         described = {name: _split_clean_sentences(text)[:2] for name, text in list(parameters.items())[:5]}
-        described = {name: found for name, found in described.items() if found and _register_new_text(found[0], seen)}
-        context = "\n".join(f"{name}: {' '.join(found)}" for name, found in described.items())
+        described = {
+            name: sentences for name, sentences in described.items() if sentences and _register_new_text(sentences[0], seen_texts)
+        }
+        context = "\n".join(f"{name}: {' '.join(sentences)}" for name, sentences in described.items())
         for name, (answer, *_) in described.items():
             start = f"\n{context}".index(f"\n{name}: ") + len(name) + 2
             question = _QUESTIONS[_hash_to_int(f"{source} {name}") % len(_QUESTIONS)].format(name)
-            asked = {"question": question, "context": context, "answers": {"text": [answer], "answer_start": [start]}}
-            yield {"source": source, "id": f"{source}-{name}", **asked}
+            row = {"question": question, "context": context, "answers": {"text": [answer], "answer_start": [start]}}
+            yield {"source": source, "id": f"{source}-{name}", **row}
 
 
 def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield {"source", "id", "query", "document"}: the sentence that sums a function up, and what else is written about it."""
-    seen: set[str] = set()
+    """Yield a row {"source", "id", "query", "document"} per function: its first sentence, and the rest of its description."""
+    seen_texts: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = [part for text in (description, *parameters.values()) for part in text.split("\n\n")]
         query, *rest = [
-            part for text in paragraphs for part in _split_clean_sentences(text) if _register_new_text(part, seen)
+            part for text in paragraphs for part in _split_clean_sentences(text) if _register_new_text(part, seen_texts)
         ] or [""]
         document = " ".join(rest[:6])
         if len(document.split()) >= 12:
@@ -158,51 +162,51 @@ _BUILDERS = {
 
 
 def _split_clean_sentences(text: str) -> list[str]:
-    """Return those sentences of the first paragraph that read well, without markup; the last one ends with a full stop."""
+    """Split the first paragraph of `text` into sentences without markup, and drop unclean, short and long ones."""
     joined = corpus_demo.strip_markup(" ".join(_PARAGRAPH_END.split(text.strip())[0].split()))
     joined += "." * joined[-1:].isalnum()
-    found = [part for part in _SENTENCE_END.split(joined) if part[:1].isalpha() and part[-1] in ".!?"]
-    return [part for part in found if 4 <= len(part.split()) <= 40 and not _UNCLEAN.search(part)]
+    sentences = [part for part in _SENTENCE_END.split(joined) if part[:1].isalpha() and part[-1] in ".!?"]
+    return [part for part in sentences if 4 <= len(part.split()) <= 40 and not _UNCLEAN.search(part)]
 
 
-def _register_new_text(text: str, seen: set[str]) -> bool:
-    """Return whether `text` reads well and differs from all `seen` in more than names and numbers; it counts as seen then."""
+def _register_new_text(text: str, seen_texts: set[str]) -> bool:
+    """Add the normalized `text` to `seen_texts`; return whether it is clean and differs in more than names and numbers."""
     key = corpus_demo.similarity_key(text)
-    is_new = key not in seen and text[:1].isalpha() and not _UNCLEAN.search(text)
-    seen.add(key)
+    is_new = key not in seen_texts and text[:1].isalpha() and not _UNCLEAN.search(text)
+    seen_texts.add(key)
     return is_new
 
 
 def _sample_splits(examples: Iterable[dict]) -> dict[SplitName, list[dict]]:
-    """Return the examples of each split, a source's in one split; of the most frequent labels, as many of each."""
-    chosen: dict[SplitName, list[dict]] = {split: [] for split in _SIZES}
+    """Sample balanced rows of the most frequent labels for each split; all rows of a source are in one split."""
+    splits: dict[SplitName, list[dict]] = {split: [] for split in _SIZES}
     for example in sorted(examples, key=lambda row: _hash_to_int(row["id"])):
         tenth = _hash_to_int(f"split {example.pop('source')}") % 10  # a fixed choice
-        chosen["test" if tenth == 0 else "validation" if tenth == 1 else "train"].append(example)
-    labels = [label for label, _ in Counter(row.get("label") for row in chosen["test"]).most_common(8)]
+        splits["test" if tenth == 0 else "validation" if tenth == 1 else "train"].append(example)
+    labels = [label for label, _ in Counter(row.get("label") for row in splits["test"]).most_common(8)]
     if len(labels) < 2 and labels != [None]:
         raise InputError(f"found paragraphs of {len(labels)} packages in the demo corpus; expected at least 2")
     for split, size in _SIZES.items():
-        by_label = [[row for row in chosen[split] if row.get("label") == label] for label in labels]
-        each = min(-(-size // len(labels)), *map(len, by_label))
-        chosen[split] = sorted((row for rows in by_label for row in rows[:each]), key=lambda row: _hash_to_int(row["id"]))
-    return chosen
+        by_label = [[row for row in splits[split] if row.get("label") == label] for label in labels]
+        label_size = min(-(-size // len(labels)), *map(len, by_label))
+        splits[split] = sorted((row for rows in by_label for row in rows[:label_size]), key=lambda row: _hash_to_int(row["id"]))
+    return splits
 
 
 def _hash_to_int(text: str) -> int:
-    """Return a number that the text alone decides, for choices that are to look random."""
+    """Hash `text` to a 64-bit integer, for pseudo-random choices."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _write_dataset(folder: Path, chosen: dict[str, list[dict]]) -> None:
-    """Write JSONL files, one for each of `chosen` by its name; queries with their documents in BEIR's layout."""
-    files, rows = chosen, [row for rows in chosen.values() for row in rows]
+def _write_dataset(folder: Path, splits: dict[str, list[dict]]) -> None:
+    """Write the rows of each split to a JSONL file, rows of retrieval in BEIR's layout."""
+    files, rows = splits, [row for rows in splits.values() for row in rows]
     if "query" in rows[0]:
         texts = {"corpus": "document", "queries": "query"}
         files = {name: [{"_id": row["id"], "text": row[key]} for row in rows] for name, key in texts.items()}
         (folder / "qrels").mkdir()
         for split, name in (("train", "train"), ("validation", "dev"), ("test", "test")):
-            lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in chosen[split])
+            lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in splits[split])
             atomic_write(folder / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
     for name, rows in files.items():
         atomic_write(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -210,7 +214,7 @@ def _write_dataset(folder: Path, chosen: dict[str, list[dict]]) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc finetune demo`."""
+    """Run `megaenc finetune demo`."""
     silence_libraries()
     settings = flags.parse(DemoDatasetsConfig, argv, prog="megaenc finetune demo", description=__doc__)
     with exit_on_sigterm():

@@ -1,6 +1,6 @@
-"""Files of labelled data as rows, and rows, checked, as examples. The place, file and line, begins every error.
+"""Readers of labelled files (JSONL, TSV with a header, CoNLL columns, SQuAD's JSON) and conversion of rows to examples.
 
-Formats: JSONL, TSV with a header, columns of words and tags (CoNLL, IOB2) and SQuAD's JSON.
+Every error begins with a location, such as file and line.
 """
 
 import json
@@ -25,22 +25,22 @@ EXPECTED_FORMATS = (
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", *_COLUMNS)
 _MAX_LINE_BYTES = 1 << 26
-"""Bytes: texts of a few megabytes occur."""
+"""Maximum size of a line in bytes; texts of a few megabytes occur."""
 _MAX_JSON_BYTES = 1 << 30
-"""Bytes of a file that is read at once."""
+"""Maximum size in bytes of a JSON file, which is read at once."""
 
 Row = tuple[str, dict[str, Any]]
-"""(the file and the line or question, for complaints; the row)."""
+"""(location for error messages, fields of the row)."""
 
 
 def strip_format_suffix(path: Path) -> str | None:
-    """Return the name of a file without the endings of its format; None for a format that is not read."""
+    """Return a file's name without the suffixes of its format and compression; None for an unknown format."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Return the rows of a file, in order. Raises InputError for one that cannot be read as its name and beginning say."""
+    """Read the rows of a file in the format given by its name and first line. Raises InputError if it is malformed."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(_COLUMNS):
         return _read_conll(path)
@@ -51,20 +51,18 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
-    """Return the kind of task that a row is of. Raises InputError where it is of none."""
+    """Return the task family that the keys of `row` imply. Raises InputError if there is none."""
     if "tokens" in row and "tags" in row:
         return TaskFamily.TC
     if "question" in row and "context" in row:
         return TaskFamily.QA
     if "text" in row or "label" in row:
         return TaskFamily.SC
-    raise InputError(
-        f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED_FORMATS}; --task says which it is"
-    )
+    raise InputError(f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED_FORMATS}; or give --task")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text without its line end) of a file's lines. InputError if one is not UTF-8 or far too long."""
+    """Yield (line number from 1, text without line end). Raises InputError for a line that is too long or not UTF-8."""
     with open_decompressed(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > _MAX_LINE_BYTES:
@@ -76,22 +74,22 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSONL file."""
+    """Yield the objects of a JSONL file as rows."""
     for number, line in read_lines(path):
         if not line.strip():
             continue
-        place = f"{path}:{number}"
+        location = f"{path}:{number}"
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise InputError(f"{place}: not JSON: {error}; expected one object a line") from None
+            raise InputError(f"{location}: not JSON: {error}; expected one object a line") from None
         if not isinstance(row, dict):
-            raise InputError(f"{place}: found a {type(row).__name__}, expected a JSON object")
-        yield place, row
+            raise InputError(f"{location}: found a {type(row).__name__}, expected a JSON object")
+        yield location, row
 
 
 def _starts_with_row(path: Path) -> bool:
-    """Return whether the first line is an object by itself that is not SQuAD's."""
+    """Return whether the first line is a complete JSON object that is not SQuAD's."""
     try:
         row = parse_json(next((line for _, line in read_lines(path) if line.strip()), ""))
     except ValueError:
@@ -100,7 +98,7 @@ def _starts_with_row(path: Path) -> bool:
 
 
 def _read_tsv(path: Path) -> Iterator[Row]:
-    """Yield the rows of a TSV file; quotes are text, as in GLUE's files. Lists of words are separated by spaces."""
+    """Yield the rows of a TSV file with a header, without quoting, as in GLUE's; `tokens` and `tags` are split at spaces."""
     header: list[str] = []
     for number, line in read_lines(path):
         cells = line.split("\t")
@@ -113,14 +111,14 @@ def _read_tsv(path: Path) -> Iterator[Row]:
 
 
 def _read_conll(path: Path) -> Iterator[Row]:
-    """Yield sentences of one word a line, separated by blank lines.
+    """Yield the sentences of a file with one word per line and blank lines between sentences.
 
-    Tags are in the column where most lines have a tag of IOB2, the last of several; words in the first, or in the second where
-    the first counts them. Lines that begin with # and have other columns are comments: `# sent_id = ...` is an id.
+    Tags are in the column with the most IOB2 tags, the last of equals; words are in the first, or in the second if the first
+    numbers them. Lines that begin with # and have fewer columns are comments; `# sent_id = ...` gives an id.
     """
-    found = list(read_lines(path))
-    separator = "\t" if any("\t" in line for _, line in found if not line.startswith("#")) else None
-    cells = [(number, line, line.split(separator)) for number, line in found]
+    numbered_lines = list(read_lines(path))
+    separator = "\t" if any("\t" in line for _, line in numbered_lines if not line.startswith("#")) else None
+    cells = [(number, line, line.split(separator)) for number, line in numbered_lines]
     words = [row for _, line, row in cells if line.strip() and not line.startswith("#") and row[0] != "-DOCSTART-"]
     width = max((len(row) for row in words), default=0)
     if width < 2:
@@ -148,166 +146,175 @@ def _read_conll(path: Path) -> Iterator[Row]:
 
 
 def _read_squad(path: Path) -> Iterator[Row]:
-    """Yield the questions of SQuAD's JSON, of either version; those that are impossible have no answers."""
+    """Yield the questions of SQuAD's JSON, version 1 or 2, as rows; impossible ones have no answers."""
     with open_decompressed(str(path)) as (_, stream):
         content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
         raise InputError(f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, expected SQuAD's layout or one example a line (.jsonl)")
     try:
-        read = parse_json(content)
+        squad = parse_json(content)
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}; expected SQuAD's layout") from None
-    if not isinstance(read, dict) or not isinstance(read.get("data"), list):
+    if not isinstance(squad, dict) or not isinstance(squad.get("data"), list):
         raise InputError(f"{path}: no list `data`, expected SQuAD's layout: data, paragraphs, qas")
-    for at, article in enumerate(_get_objects(read, "data", f"{path}")):
-        for inner, paragraph in enumerate(_get_objects(article, "paragraphs", f"{path}: data[{at}]")):
-            where = f"{path}: data[{at}].paragraphs[{inner}]"
-            for asked in _get_objects(paragraph, "qas", where):
-                place = f"{path}: question {get_value(asked, 'id', where)}"
-                given = [] if asked.get("is_impossible") else _get_objects(asked, "answers", place)
-                answers = {key: [answer.get(key) for answer in given] for key in ("text", "answer_start")}
-                row = {"id": asked["id"], "question": asked.get("question"), "context": paragraph.get("context")}
-                yield place, row | {"answers": answers}
+    for article_index, article in enumerate(_get_objects(squad, "data", f"{path}")):
+        for paragraph_index, paragraph in enumerate(_get_objects(article, "paragraphs", f"{path}: data[{article_index}]")):
+            paragraph_location = f"{path}: data[{article_index}].paragraphs[{paragraph_index}]"
+            for question in _get_objects(paragraph, "qas", paragraph_location):
+                location = f"{path}: question {get_value(question, 'id', paragraph_location)}"
+                answer_list = [] if question.get("is_impossible") else _get_objects(question, "answers", location)
+                answers = {key: [answer.get(key) for answer in answer_list] for key in ("text", "answer_start")}
+                row = {"id": question["id"], "question": question.get("question"), "context": paragraph.get("context")}
+                yield location, row | {"answers": answers}
 
 
-def _get_objects(holder: dict[str, Any], key: str, place: str) -> list[dict[str, Any]]:
-    found = get_value(holder, key, place, list)
-    for entry in found:
+def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[str, Any]]:
+    """Return the list of objects under `key` of an object in SQuAD's layout. Raises InputError for anything else."""
+    objects = get_value(holder, key, location, list)
+    for entry in objects:
         if not isinstance(entry, dict):
-            raise InputError(f"{place}: found a {type(entry).__name__}, expected an object of SQuAD's layout")
-    return found
+            raise InputError(f"{location}: found a {type(entry).__name__}, expected an object of SQuAD's layout")
+    return objects
 
 
 @dataclass(frozen=True)
 class LabelSet:
-    """The labels of a data set and how rows spell them."""
+    """The labels of a data set and their spelling in rows."""
 
     labels: tuple[str, ...]
     is_indexed: bool
-    """Whether an integer is a label's position; otherwise it is a label's name."""
+    """Whether an integer in a row is a label's position instead of its name."""
 
-    def index(self, value: Any, place: str) -> int:
-        """Return the position of the label that a row spells as `value`, an integer or text. Raises InputError for no label."""
-        name = parse_label(value, place)
+    def index(self, value: Any, location: str) -> int:
+        """Return the position of the label `value` of a row, an integer or text. Raises InputError for an unknown label."""
+        name = parse_label(value, location)
         if self.is_indexed and (isinstance(value, int) or (name not in self.labels and _POSITION.fullmatch(name))):
             if 0 <= int(value) < len(self.labels):
                 return int(value)
-            raise InputError(f"{place}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}")
+            raise InputError(f"{location}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}")
         if name not in self.labels:
-            raise InputError(f"{place}: label {value!r}: outside the label set, expected one of {format_name_list(self.labels)}")
+            raise InputError(
+                f"{location}: label {value!r}: outside the label set, expected one of {format_name_list(self.labels)}"
+            )
         return self.labels.index(name)
 
 
-def parse_label(value: Any, place: str) -> str:
-    """Return the name of a label that rows spell as an integer or as text."""
+def parse_label(value: Any, location: str) -> str:
+    """Return a row's label, an integer or text, as text. Raises InputError for another type."""
     if isinstance(value, float):
-        raise InputError(f"{place}: label {value}: found a number with a point, expected a class; there is no regression here")
+        raise InputError(f"{location}: label {value}: found a number with a point, expected a class; regression is not supported")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
-        raise InputError(f"{place}: label {value!r}: expected text or an integer")
+        raise InputError(f"{location}: label {value!r}: expected text or an integer")
     return str(value)
 
 
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
-    """Return the labels in (place, row) pairs: numbers by size, else alphabetically; of tags "O" comes first."""
-    found: set[str] = set()
-    for place, row in rows:
+    """Collect the labels in (location, row) pairs: numbers in ascending order, names alphabetically, the tag "O" first."""
+    names: set[str] = set()
+    for location, row in rows:
         if family is TaskFamily.SC:
-            found.add(parse_label(get_value(row, "label", place), place))
+            names.add(parse_label(get_value(row, "label", location), location))
         else:
-            tags = get_value(row, "tags", place, list)
-            found.update(check_tag(tag, f"{place}: tag {at}", is_indexed=False) for at, tag in enumerate(tags, 1))
+            tags = get_value(row, "tags", location, list)
+            names.update(check_tag(tag, f"{location}: tag {at}", is_indexed=False) for at, tag in enumerate(tags, 1))
     if family is TaskFamily.TC:
-        return LabelSet(("O", *sorted(found - {"O"})), is_indexed=False)
-    numbers = all(_POSITION.fullmatch(name) for name in found)
-    return LabelSet(tuple(sorted(found, key=int if numbers else None)), is_indexed=False)
+        return LabelSet(("O", *sorted(names - {"O"})), is_indexed=False)
+    numbers = all(_POSITION.fullmatch(name) for name in names)
+    return LabelSet(tuple(sorted(names, key=int if numbers else None)), is_indexed=False)
 
 
-def check_tag(tag: Any, place: str, is_indexed: bool) -> Any:
-    """Return `tag` if it is one of IOB2 (O, B-TYPE, I-TYPE), or a position where those are `is_indexed`. Raises InputError."""
+def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
+    """Return `tag` if it is an IOB2 tag, or a position if `is_indexed`; else raise InputError."""
     if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (is_indexed and f"{tag}".isdecimal()):
         hint = "" if is_indexed else " (positions need a meta.json that lists the tags)"
-        raise InputError(f"{place}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}")
+        raise InputError(f"{location}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}")
     return tag
 
 
 def build_example(
-    family: TaskFamily, row: Mapping[str, Any], place: str, name: str, labels: LabelSet, pair_template: str
+    family: TaskFamily, row: Mapping[str, Any], location: str, name: str, labels: LabelSet, pair_template: str
 ) -> LabelledText | TaggedWords | Question:
-    """Return the example of a row of SC, TC or QA; `name` is its id where it has none.
+    """Convert a row of SC, TC or QA to an example; `name` is the id of a row without one.
 
-    SC: `text` (with `text_pair`, as the template says) and `label`. TC: `tokens` and `tags`. QA: `question`, `context` and
-    `answers`, a mapping of two lists: `text` and `answer_start`.
+    SC: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens` and `tags`. QA: `question`, `context` and
+    `answers`, a mapping of two lists: `text` and `answer_start`. Raises InputError for an invalid row.
     """
-    if isinstance(found := row.get("id"), bool) or not isinstance(found, (str, int, type(None))):
-        raise InputError(f"{place}: key `id`: found {_format_value(found)}, expected text or an integer")
-    name = name if found is None else str(found)
+    if isinstance(row_id := row.get("id"), bool) or not isinstance(row_id, (str, int, type(None))):
+        raise InputError(f"{location}: key `id`: found {_format_value(row_id)}, expected text or an integer")
+    name = name if row_id is None else str(row_id)
     if family is TaskFamily.TC:
-        return _build_tagged_words(row, place, name, labels)
+        return _build_tagged_words(row, location, name, labels)
     if family is TaskFamily.QA:
-        return _build_question(row, place, name)
-    text = get_value(row, "text", place, str)
+        return _build_question(row, location, name)
+    text = get_value(row, "text", location, str)
     if row.get("text_pair") is not None:
-        text = pair_template.format(text=text, text_pair=get_value(row, "text_pair", place, str))
-    return LabelledText(name, text, labels.index(get_value(row, "label", place), place))
+        text = pair_template.format(text=text, text_pair=get_value(row, "text_pair", location, str))
+    return LabelledText(name, text, labels.index(get_value(row, "label", location), location))
 
 
-def _build_tagged_words(row: Mapping[str, Any], place: str, name: str, labels: LabelSet) -> TaggedWords:
-    words, tags = (get_value(row, key, place, list) for key in ("tokens", "tags"))
+def _build_tagged_words(row: Mapping[str, Any], location: str, name: str, labels: LabelSet) -> TaggedWords:
+    """Convert a row of TC. Raises InputError for an invalid row."""
+    words, tags = (get_value(row, key, location, list) for key in ("tokens", "tags"))
     if len(words) != len(tags):
-        raise InputError(f"{place}: found {len(words)} tokens and {len(tags)} tags, expected as many of one as of the other")
+        raise InputError(f"{location}: found {len(words)} tokens and {len(tags)} tags, expected as many of one as of the other")
     for at, word in enumerate(words, 1):
         if not isinstance(word, str):
-            raise InputError(f"{place}: token {at}: found {_format_value(word)}, expected text")
-    checked = (check_tag(tag, f"{place}: tag {at}", labels.is_indexed) for at, tag in enumerate(tags, 1))
-    return TaggedWords(name, tuple(words), tuple(labels.index(tag, place) for tag in checked))
+            raise InputError(f"{location}: token {at}: found {_format_value(word)}, expected text")
+    checked = (check_tag(tag, f"{location}: tag {at}", labels.is_indexed) for at, tag in enumerate(tags, 1))
+    return TaggedWords(name, tuple(words), tuple(labels.index(tag, location) for tag in checked))
 
 
-def _build_question(row: Mapping[str, Any], place: str, name: str) -> Question:
-    answers = get_value(row, "answers", place)
+def _build_question(row: Mapping[str, Any], location: str, name: str) -> Question:
+    """Convert a row of QA, whose answers must stand in the context. Raises InputError for an invalid row."""
+    answers = get_value(row, "answers", location)
     if not isinstance(answers, Mapping):
-        raise InputError(f"{place}: key `answers`: found {_format_value(answers)}, expected text and answer_start, a list each")
-    texts, starts = (get_value(answers, key, f"{place}: answers") for key in ("text", "answer_start"))
+        raise InputError(
+            f"{location}: key `answers`: found {_format_value(answers)}, expected text and answer_start, a list each"
+        )
+    texts, starts = (get_value(answers, key, f"{location}: answers") for key in ("text", "answer_start"))
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        raise InputError(f"{place}: answers: text and answer_start differ in length, expected two lists of one length")
-    context = get_value(row, "context", place, str)
+        raise InputError(f"{location}: answers: text and answer_start differ in length, expected two lists of one length")
+    context = get_value(row, "context", location, str)
     for text, start in zip(texts, starts, strict=True):
         if not isinstance(text, str) or not text:
-            raise InputError(f"{place}: answer: found {_format_value(text)}, expected text")
+            raise InputError(f"{location}: answer: found {_format_value(text)}, expected text")
         if isinstance(start, bool) or not isinstance(start, int):
-            raise InputError(f"{place}: answer_start: found {_format_value(start)}, expected an integer")
-        found = context[start : start + len(text)] if start >= 0 else ""
-        if found != text:
+            raise InputError(f"{location}: answer_start: found {_format_value(start)}, expected an integer")
+        answer = context[start : start + len(text)] if start >= 0 else ""
+        if answer != text:
             raise InputError(
-                f"{place}: answer_start {start}: found {_format_value(found)} there in the context, expected the answer {_format_value(text)}"
+                f"{location}: answer_start {start}: found {_format_value(answer)} in the context, "
+                f"expected the answer {_format_value(text)}"
             )
-    return Question(name, get_value(row, "question", place, str), context, tuple(map(Answer, texts, starts)))
+    return Question(name, get_value(row, "question", location, str), context, tuple(map(Answer, texts, starts)))
 
 
-def register_id(seen: dict[str, str], key: str, place: str, kind: str = "id") -> None:
-    """Add the id `key` to those `seen`, with its place. Raises InputError for one that is there already."""
-    if key in seen:
-        raise InputError(f"{place}: {kind} {key!r}: found at {seen[key]} too, expected ids that differ")
-    seen[key] = place
+def register_id(places: dict[str, str], key: str, location: str, kind: str = "id") -> None:
+    """Add the id `key` with its location to `places`. Raises InputError for a repeated id."""
+    if key in places:
+        raise InputError(f"{location}: {kind} {key!r}: found at {places[key]} too, expected unique ids")
+    places[key] = location
 
 
-def get_value(row: Mapping[str, Any], key: str, place: str, kind: type = object) -> Any:
-    """Return the value of `key`: text, a list, or anything but null. Raises InputError for what is missing or otherwise."""
+def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = object) -> Any:
+    """Return the value of `key` in `row`. Raises InputError if it is missing, null or not of type `kind` (str, list)."""
     if key not in row:
-        raise InputError(f"{place}: no key `{key}`; found {format_names(list(row))}")
+        raise InputError(f"{location}: no key `{key}`; found {format_names(list(row))}")
     if row[key] is None or not isinstance(row[key], kind):
         expected = {str: "text", list: "a list"}.get(kind, "a value")
-        raise InputError(f"{place}: key `{key}`: found {_format_value(row[key])}, expected {expected}")
+        raise InputError(f"{location}: key `{key}`: found {_format_value(row[key])}, expected {expected}")
     return row[key]
 
 
 def format_name_list(names: Sequence[str]) -> str:
-    """Return the first names, for an error message."""
+    """Join the first 12 names with commas, for an error message."""
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _format_value(value: Any) -> str:
+    """Format `value` as JSON of at most 40 characters, for an error message."""
     try:
-        found = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)
     except TypeError:
-        found = repr(value)
-    return found if len(found) <= 40 else found[:39] + "…"
+        text = repr(value)
+    return text if len(text) <= 40 else text[:39] + "…"

@@ -56,7 +56,7 @@ class GridPlan(NamedTuple):
     """Failed trainings that are not tried again, with the file that says why."""
 
 
-def plan_grid(settings: GridConfig, find: DatasetFinder) -> GridPlan:
+def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
     """Look at every model, data set and finished result. Raises InputError for what no run could be made of."""
     settings.protocol.check()
     settings.slurm.check()
@@ -73,21 +73,21 @@ def plan_grid(settings: GridConfig, find: DatasetFinder) -> GridPlan:
         check_learning_rate("--learning-rates", rate)
     check_parent_writable(Path(settings.output, "model"), "--output")
     rates, seeds = settings.learning_rates, range(settings.seeds)
-    jobs = build_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
+    jobs = build_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find_dataset)
     states = [(job, *select_remaining_work(job, retry_failed=settings.local.retry_failed)) for job in jobs]
-    todo = [left for _, left, _ in states if left is not None]
-    return GridPlan(jobs, todo, [(job, why) for job, _, why in states if why is not None])
+    pending = [job_left for _, job_left, _ in states if job_left is not None]
+    return GridPlan(jobs, pending, [(job, failure_file) for job, _, failure_file in states if failure_file is not None])
 
 
-def print_grid_size(settings: GridConfig, planned: GridPlan) -> None:
+def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
     """Print how large the grid is, in results and trainings, and what of it is left."""
-    trainings, evaluations = len(planned.jobs), sum(len(job.evaluate_on) for job in planned.jobs)
+    trainings, evaluations = len(plan.jobs), sum(len(job.evaluate_on) for job in plan.jobs)
     sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
     size = " x ".join(format_count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
     once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
     print_rank_0(f"{format_count(evaluations, 'result')} from {format_count(trainings, 'training')}: {size}{once}")
-    before = f", {len(planned.failed):,} failed before" if planned.failed else ""
-    print_rank_0(f"{trainings - len(planned.pending) - len(planned.failed):,} finished{before}, {len(planned.pending):,} to do")
+    failed_text = f", {len(plan.failed):,} failed before" if plan.failed else ""
+    print_rank_0(f"{trainings - len(plan.pending) - len(plan.failed):,} finished{failed_text}, {len(plan.pending):,} to do")
 
 
 def format_count(number: int, noun: str) -> str:
@@ -96,24 +96,24 @@ def format_count(number: int, noun: str) -> str:
 
 
 def print_grid_result(
-    output: str, failed: Sequence[FailedJob], before: Sequence[tuple[FinetuneJob, Path]], seconds: float
+    output: str, failed: Sequence[FailedJob], failed_before: Sequence[tuple[FinetuneJob, Path]], seconds: float
 ) -> None:
     """Print what has no result and what to do about it. Ends with exit code 1 if there is any, 2 if all of it is wrong input."""
     by_reason: dict[str, list[FinetuneJob]] = defaultdict(list)
-    for one in failed:
-        by_reason[one.reason].append(one.job)
-    for why, jobs in by_reason.items():
+    for failure in failed:
+        by_reason[failure.reason].append(failure.job)
+    for reason, jobs in by_reason.items():
         more = f" and {len(jobs) - 1:,} more" if len(jobs) > 1 else ""
-        print_rank_0(f"without result: {jobs[0].name}{more}: {why}")
-    for job, where in before:
-        print_rank_0(f"without result: {job.name}: failed before; {where} says why")
+        print_rank_0(f"without result: {jobs[0].name}{more}: {reason}")
+    for job, file in failed_before:
+        print_rank_0(f"without result: {job.name}: failed before; {file} says why")
     print_rank_0(f"done in {format_duration(seconds)}; see them with `megaenc finetune summary {output}`")
-    if failed or before:
+    if failed or failed_before:
         print_rank_0(
-            f"without result: {format_count(len(failed) + len(before), 'training')}; the same command tries those that crashed again, "
+            f"without result: {format_count(len(failed) + len(failed_before), 'training')}; the same command tries those that crashed again, "
             "with --retry-failed those with a failed.json too"
         )
-        sys.exit(2 if not before and all(one.is_input_error for one in failed) else 1)
+        sys.exit(2 if not failed_before and all(failure.is_input_error for failure in failed) else 1)
 
 
 @handle_command_errors
@@ -126,26 +126,26 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
     run_grid(settings, find_dataset)
 
 
-def run_grid(settings: GridConfig, find: DatasetFinder, run: str = RUN_FUNCTION) -> None:
+def run_grid(settings: GridConfig, find_dataset: DatasetFinder, run_function: str = RUN_FUNCTION) -> None:
     """Plan, say, and do a grid here or on a cluster; ends with exit code 1 (wrong input: 2) if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
-    heard: list[str] = []
-    with capture_messages(heard.append):
-        planned, began = plan_grid(settings, find), time.monotonic()
-    print_grid_size(settings, planned)
+    messages: list[str] = []
+    with capture_messages(messages.append):
+        plan, start_time = plan_grid(settings, find_dataset), time.monotonic()
+    print_grid_size(settings, plan)
     if settings.slurm.slurm:
-        submit_jobs(planned.pending, run, settings.slurm, settings.local, settings.output)
+        submit_jobs(plan.pending, run_function, settings.slurm, settings.local, settings.output)
         return
-    logs = [log_path(job) for job in planned.pending]
-    with remove_new_parents_on_error(*logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in planned.pending)):
+    logs = [log_path(job) for job in plan.pending]
+    with remove_new_parents_on_error(*logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in plan.pending)):
         create_parent_dir(Path(settings.output, "model"), "--output")
         with exit_on_sigterm():
             try:
-                failed = execute_jobs(planned.pending, run, settings.local, heard)
+                failed = execute_jobs(plan.pending, run_function, settings.local, messages)
             except (KeyboardInterrupt, SystemExit):
                 print_rank_0("what is finished is kept; the same command goes on with the rest")
                 raise
             finally:
                 if any(path.is_file() for path in Path(settings.output).rglob("*")):
                     save_fingerprints(settings.output)
-        print_grid_result(settings.output, failed, planned.failed, time.monotonic() - began)
+        print_grid_result(settings.output, failed, plan.failed, time.monotonic() - start_time)

@@ -1,4 +1,4 @@
-"""Runs done on this machine, as many at a time as it takes; what crashes is tried once more."""
+"""Local execution of a grid: a pool of child processes, with one retry after a crash."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,81 +11,83 @@ from megaenc.finetune.grid.progress import GridProgress
 from megaenc.finetune.grid.worker import ForkedRun, JobOutcome, build_slots, log_path, start_fork_server, wait_for_messages
 
 _MAX_ATTEMPTS = 2
-_POLL_SECONDS = 0.5  # seconds between looks at what waits and what is under way
+_POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs
 
 
 @dataclass(frozen=True)
 class LocalExecution:
-    """Where and how runs go on this machine."""
+    """Execution of a grid on this machine."""
 
     jobs: int = 0
-    """runs at a time; 0: --jobs-per-gpu on each GPU, without one a run on every --threads cores"""
+    """maximum number of concurrent runs; 0: --jobs-per-gpu on each GPU or, without GPUs, one run for every --threads cores"""
     jobs_per_gpu: int = 1
-    """runs that share a GPU"""
+    """number of runs that share a GPU"""
     hang_minutes: float = 60.0
-    """a run that makes no progress for so long counts as crashed; 0 waits for ever"""
+    """minutes without progress after which a run is killed and counts as crashed; 0 disables this"""
     retry_failed: bool = False
-    """try runs again that are written down as failed, as their loss became NaN"""
+    """repeat runs that failed with a NaN loss and left failed.json"""
 
 
 class FailedJob(NamedTuple):
-    """A job without result."""
+    """A job without results."""
 
     job: FinetuneJob
     reason: str
     is_input_error: bool
-    """for wrong input: trying again changes nothing"""
+    """whether the reason is wrong input, so that a retry is useless"""
 
 
-def execute_jobs(jobs: Sequence[FinetuneJob], run: str, local: LocalExecution, heard: Iterable[str] = ()) -> list[FailedJob]:
-    """Do `jobs`, each in a process of its own, and return those without results, with the reason.
+def execute_jobs(
+    jobs: Sequence[FinetuneJob], run_function: str, local: LocalExecution, printed_messages: Iterable[str] = ()
+) -> list[FailedJob]:
+    """Run `jobs` in child processes, several at a time; return those without results, in order.
 
-    A crashed run is tried once more when the others have had their turn; one that another process is at is waited for. However
-    this ends, no process is left and what is finished stays. What runs say is said once, unless it is among `heard`.
+    A crashed job is retried once, after the others; a job locked by another process is waited for. All processes are killed at the
+    end; finished results stay. Each message of the runs is printed once, unless it is in `printed_messages`.
     """
     if not jobs:
         return []
-    context = start_fork_server(run)
-    free = build_slots(local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
-    print_rank_0(f"{len(free)} at a time; the first begin when torch is loaded")
-    waiting, tries = list(jobs), defaultdict(int)
+    context = start_fork_server(run_function)
+    free_slots = build_slots(local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
+    print_rank_0(f"{len(free_slots)} runs at a time; the first start when torch is imported")
+    waiting, attempts = list(jobs), defaultdict(int)
     running: list[ForkedRun] = []
     failed: list[FailedJob] = []
-    finished, told = 0, set(heard)
-    with GridProgress(len(jobs)) as screen:
+    finished, printed = 0, set(printed_messages)
+    with GridProgress(len(jobs)) as display:
         try:
             while waiting or running:
                 for job in list(waiting):
-                    if not free:
+                    if not free_slots:
                         break
-                    if not is_run_locked(job):  # by another process, which is waited for
+                    if not is_run_locked(job):  # another process runs it
                         waiting.remove(job)
-                        running.append(ForkedRun(context, run, job, free.pop(0), retry_failed=local.retry_failed))
+                        running.append(ForkedRun(context, run_function, job, free_slots.pop(0), retry_failed=local.retry_failed))
                 wait_for_messages(running, _POLL_SECONDS)
                 for worker in list(running):
                     outcome, job = worker.poll(60 * local.hang_minutes), worker.job
-                    for notice in worker.take_messages():
-                        if notice not in told:
-                            told.add(notice)
-                            screen.say(notice)
+                    for message in worker.take_messages():
+                        if message not in printed:
+                            printed.add(message)
+                            display.print_line(message)
                     if outcome is None:
                         continue
                     running.remove(worker)
-                    free.append(worker.environment)
-                    tries[job] += outcome.kind != "busy"
+                    free_slots.append(worker.environment)
+                    attempts[job] += outcome.kind != "busy"
                     if outcome.kind == "finished":
                         finished += 1
                     elif outcome.kind == "busy":
                         waiting.append(job)
-                    elif outcome.kind == "crashed" and tries[job] < _MAX_ATTEMPTS:
-                        screen.say(f"{job.name}: {outcome.reason}; is tried once more when the others have had their turn")
+                    elif outcome.kind == "crashed" and attempts[job] < _MAX_ATTEMPTS:
+                        display.print_line(f"{job.name}: {outcome.reason}; is retried once, after the others")
                         waiting.append(job)
                     else:
-                        why = _describe_failure(job, outcome)
-                        if why not in [one.reason for one in failed]:
-                            screen.say(f"{job.name}: {why.splitlines()[0]}")
-                        failed.append(FailedJob(job, why, outcome.kind == "refused"))
-                screen.show({worker.job: worker.progress for worker in running}, finished, len(failed))
+                        reason = _describe_failure(job, outcome)
+                        if reason not in [one.reason for one in failed]:
+                            display.print_line(f"{job.name}: {reason.splitlines()[0]}")
+                        failed.append(FailedJob(job, reason, outcome.kind == "refused"))
+                display.show({worker.job: worker.progress for worker in running}, finished, len(failed))
         finally:
             for worker in running:
                 worker.kill()
@@ -94,6 +96,7 @@ def execute_jobs(jobs: Sequence[FinetuneJob], run: str, local: LocalExecution, h
 
 
 def _describe_failure(job: FinetuneJob, outcome: JobOutcome) -> str:
+    """Return the reason of a failed or refused job; of a crashed one, also its log file and last lines."""
     if outcome.kind in ("failed", "refused"):
         return outcome.reason
     last = f":\n    {outcome.log_tail.replace(chr(10), chr(10) + '    ')}" if outcome.log_tail else ""

@@ -94,36 +94,36 @@ def build_jobs(
     output: str,
     protocol: FinetuneConfig,
     data: DatasetConfig,
-    find: DatasetFinder,
+    find_dataset: DatasetFinder,
 ) -> list[FinetuneJob]:
     """Return every training of a grid, or the one of a single run; retrieval sets with the same training pairs share one.
 
     Data set after data set, on each model after model, seed after seed with all rates: the cells of a summary fill one by one.
     Models and data sets are looked at. Raises InputError for what no run could be made of.
     """
-    named = [parse_model(text) for text in models]
-    found = [(text, find(text, **asdict(data))) for text in datasets]
-    hint = "; name one of them otherwise, NAME=FOLDER"
+    sources = [parse_model(name_or_path) for name_or_path in models]
+    loaded_datasets = [(name_or_path, find_dataset(name_or_path, **asdict(data))) for name_or_path in datasets]
+    rename_hint = "; name one of them otherwise, NAME=FOLDER"
     for flag, values, advice in (
-        ("--model", [model.name for model in named], hint),
-        ("--datasets", [dataset.name for _, dataset in found], hint),
+        ("--model", [model.name for model in sources], rename_hint),
+        ("--datasets", [dataset.name for _, dataset in loaded_datasets], rename_hint),
         ("--learning-rates", rates, ""),
     ):
-        if twice := [value for value in values if values.count(value) > 1]:
-            raise InputError(f"{flag}: found {twice[0]} twice, expected each once{advice}")
+        if duplicates := [value for value in values if values.count(value) > 1]:
+            raise InputError(f"{flag}: found {duplicates[0]} twice, expected each once{advice}")
     trainings: dict[tuple[TaskFamily, str], list[tuple[str, Dataset]]] = defaultdict(list)
-    for text, dataset in found:
-        trainings[dataset.family, dataset.train_on].append((text, dataset))
-    weights_of = compute_model_fingerprints([model.location for model in named], output)
+    for name_or_path, dataset in loaded_datasets:
+        trainings[dataset.family, dataset.train_on].append((name_or_path, dataset))
+    weights_of = compute_model_fingerprints([model.location for model in sources], output)
     jobs = []
     for (family, train_on), members in trainings.items():
         first = members[0][1]
         for _, other in members:
             if other.train_fingerprint != first.train_fingerprint:
                 raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {first.name} has")
-        evaluate_on = tuple(NamedSource(dataset.name, text) for text, dataset in members)
+        evaluate_on = tuple(NamedSource(dataset.name, name_or_path) for name_or_path, dataset in members)
         by_name = {dataset.name: dataset.fingerprint for _, dataset in members}
-        for model, weights in zip(named, weights_of, strict=True):
+        for model, weights in zip(sources, weights_of, strict=True):
             tokenizer, stamp = compute_tokenizer_fingerprint(model.location), compute_model_stamp(model.location)
             fingerprints = Fingerprints(weights, tokenizer, first.train_fingerprint, by_name, stamp)
             jobs += [

@@ -20,7 +20,7 @@ class GridProgress(ProgressLine):
     """How far a grid of `runs` is."""
 
     def __init__(self, runs: int) -> None:
-        super().__init__("grid", total=runs, rows=(10, 16))
+        super().__init__("grid", total=runs, row_widths=(10, 16))
         self._stage_starts: dict[tuple[FinetuneJob, str], float] = {}  # the stages of the jobs under way
 
     def show(self, running: Mapping[FinetuneJob, RunProgress], finished: int, failed: int) -> None:
@@ -31,7 +31,9 @@ class GridProgress(ProgressLine):
         done = finished + failed + sum(estimate_completion(progress) for progress in running.values())
         words = f"grid: {finished:,} of {self.total:,} finished" + (f", {failed:,} failed" if failed else "")
         rows = {None: ProgressRow(words, done, self.total, "".join(self.time_left(now)))}
-        rows |= {job: _format_row(job, progress, now - self._stage_starts[job, progress.stage]) for job, progress in running.items()}
+        rows |= {
+            job: _format_row(job, progress, now - self._stage_starts[job, progress.stage]) for job, progress in running.items()
+        }
         first = next((f" ({job.name}: {progress.stage}{_format_percent(progress)})" for job, progress in running.items()), "")
         counts = {"finished": finished, **({"failed": failed} if failed else {}), "running": len(running)}
         self.update(done, description=f"grid{first}", rows=rows, **counts)

@@ -83,7 +83,7 @@ class SlurmTask:
     """What a task does. It is pickled; `run` and this class go by their names."""
 
     jobs: tuple[FinetuneJob, ...]
-    run: str
+    run_function: str
     local: LocalExecution
 
     def __call__(self) -> int:
@@ -91,7 +91,7 @@ class SlurmTask:
         from megaenc.console import silence_libraries
 
         silence_libraries()
-        return len(execute_jobs(self.jobs, self.run, self.local))
+        return len(execute_jobs(self.jobs, self.run_function, self.local))
 
     def checkpoint(self) -> Any:
         """Return what submitit queues when the time of a task is over: the same again, which resumes."""
@@ -100,24 +100,24 @@ class SlurmTask:
         return DelayedSubmission(self)
 
 
-def submit_jobs(jobs: Sequence[FinetuneJob], run: str, settings: SlurmConfig, local: LocalExecution, output: str) -> list[Any]:
+def submit_jobs(jobs: Sequence[FinetuneJob], run_function: str, settings: SlurmConfig, local: LocalExecution, output: str) -> list[Any]:
     """Submit `jobs` as one array and say its ids; return submitit's jobs. Raises InputError where that cannot be."""
     if not jobs:
         print_rank_0("nothing to submit")
         return []
     submitit, size = import_submitit(), settings.jobs_per_task
-    parts = [SlurmTask(tuple(jobs[at : at + size]), run, local) for at in range(0, len(jobs), size)]
-    logs, asked = Path(output, ".slurm"), settings.build_submitit_parameters()
+    tasks = [SlurmTask(tuple(jobs[at : at + size]), run_function, local) for at in range(0, len(jobs), size)]
+    logs, parameters = Path(output, ".slurm"), settings.build_submitit_parameters()
     try:
         executor = submitit.AutoExecutor(folder=logs / "%j", cluster=settings.slurm_cluster)
-        executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **asked)
+        executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **parameters)
         with set_child_environment(python_environment()), executor.batch():
-            submitted = [executor.submit(part) for part in parts]
+            submitted = [executor.submit(part) for part in tasks]
         ids = [job.job_id for job in submitted]
     except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
         raise InputError(f"--slurm: could not be submitted: {error}") from None
-    shown = ids[0] if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
-    print_rank_0(f"submitted {len(jobs):,} runs as {len(parts):,} tasks of up to {size}: {shown}; what they say: {logs}")
+    id_range = ids[0] if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
+    print_rank_0(f"submitted {len(jobs):,} runs as {len(tasks):,} tasks of up to {size}: {id_range}; what they say: {logs}")
     print_rank_0(
         f"`squeue --me` shows them, `megaenc finetune summary {output}` what is finished; the same command again what is missing"
     )

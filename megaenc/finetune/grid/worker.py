@@ -1,4 +1,4 @@
-"""Fine-tuning runs in processes of their own: forks of a server, locked against each other, gone when the grid is gone."""
+"""Child processes of a grid: one forked process per job, locked against other grids, killed with the grid."""
 
 import contextlib
 import importlib
@@ -33,13 +33,12 @@ from megaenc.processes import (
 )
 
 RUN_FUNCTION = "megaenc.finetune.train:train_and_evaluate"
-"""What does a job: `run(job, report)`, by its name, as it is imported where runs are done. A grid itself needs no torch."""
+"""Default run function `run(job, report)`, as module:name: only child processes import torch."""
 
 LOG_FILE = "log.txt"
 _REPORT_EVERY = 0.25
 _LOG_TAIL_LINES = 5
-# One thread each until a run asks torch for more: a pool of threads would not survive the fork. And devices are counted without
-# the driver, which would not survive it either.
+# Neither thread pools nor an initialized GPU driver survive a fork.
 _SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -50,75 +49,77 @@ _SERVER_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a try at a job ended.
+    """Result of one attempt at a job.
 
-    `finished`: results are there. `failed`: it has no result and never will. `refused`: wrong input. `busy`: another process is
-    at the same run. `crashed`: an exception, a signal, or silence.
+    `finished`: results are written. `failed`: the job failed for good. `refused`: wrong input. `busy`: another process holds its
+    lock. `crashed`: an exception, a signal, or a timeout without progress.
     """
 
     kind: Literal["finished", "failed", "refused", "busy", "crashed"]
     reason: str = ""
     log_tail: str = ""
-    """The last lines of what a crashed run wrote on stderr."""
+    """Last lines of a crashed run's log."""
 
 
-def start_fork_server(run: str) -> ForkServerContext:
-    """Where processes come from that have the module of `run` imported; started once in a process, and then kept."""
+def start_fork_server(run_function: str) -> ForkServerContext:
+    """Start the fork server that has the module of `run_function` imported, once per process; return its context."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megaenc.finetune.grid.fork_preload", __name__, run.partition(":")[0], "__main__"])
+    context.set_forkserver_preload(["megaenc.finetune.grid.fork_preload", __name__, run_function.partition(":")[0], "__main__"])
     with set_child_environment(python_environment() | _SERVER_ENVIRONMENT):
         multiprocessing.forkserver.ensure_running()
     return context
 
 
 def _start_process(process: ForkServerProcess) -> None:
-    """Have it forked, by a new server like the first should that have died."""
+    """Fork `process`; if the fork server has died, a new one with the same environment is started."""
     deadline = time.monotonic() + KILL_TIMEOUT
     with set_child_environment(python_environment() | _SERVER_ENVIRONMENT):
         while True:
             try:
                 return process.start()
-            except ConnectionError:  # the server is dying: it does not answer, and has not ended yet
+            except ConnectionError:  # the server is dying but has not exited yet
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 
 
 def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
-    """The environment of each place that a run can take, as many as run at a time.
+    """Return the extra environment of each concurrent run, one dict per slot.
 
-    With accelerators `jobs_per_gpu` on each, or `jobs` at most, the first on different ones. Without: `jobs`, or one for every
-    `threads` cores. For 0 `jobs` stands for as many as fit.
+    With GPUs: `jobs_per_gpu` slots on each, at most `jobs`, the first ones on different GPUs. Without: `jobs` slots, or one for
+    every `threads` cores. `jobs` 0 is no limit.
     """
-    if devices := len(accelerator_names()):
-        variable, names = select_visible_devices(devices)
+    if device_count := len(accelerator_names()):
+        variable, names = select_visible_devices(device_count)
         return [{variable: name} for _ in range(jobs_per_gpu) for name in names][: jobs or None]
     return [{} for _ in range(jobs or max(1, usable_core_count() // threads))]
 
 
 class ForkedRun(ChildProcess):
-    """A process that tries one job, forked by a server. `poll` it until there is an outcome."""
+    """A child process, forked from the fork server, that attempts one job; `poll` returns its outcome."""
 
-    def __init__(self, context: ForkServerContext, run: str, job: FinetuneJob, place: dict[str, str], *, retry_failed: bool) -> None:
-        """`place` is added to the environment. `again`: what was written as failed is tried again."""
-        self.job, self.environment, self.progress = job, place, RunProgress("loading")
-        self.connection, there = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run_child, args=(run, job, place, retry_failed, there))
+    def __init__(
+        self, context: ForkServerContext, run_function: str, job: FinetuneJob, environment: dict[str, str], *, retry_failed: bool
+    ) -> None:
+        """Start the process with `environment` added to its own; `retry_failed`: repeat a job with a failed.json."""
+        self.job, self.environment, self.progress = job, environment, RunProgress("loading")
+        self.connection, child_connection = context.Pipe(duplex=False)
+        self.process = context.Process(target=_run_child, args=(run_function, job, environment, retry_failed, child_connection))
         _start_process(self.process)
-        there.close()
+        child_connection.close()
         self.last_message_time = time.monotonic()
         self._outcome: JobOutcome | None = None
         self._messages: list[str] = []
         self.wait_handles = [self.process.sentinel, self.connection]
-        """What becomes ready when there is news."""
+        """Objects for `multiprocessing.connection.wait` that become ready at a message or the process's end."""
 
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal, or None while the process runs."""
         return self.process.exitcode
 
     def kill(self) -> None:
-        """End the process at once, with all that it has started; what it has written whole stays."""
-        if self.code() is None:
+        """Kill the process and its children; files that it has written completely stay."""
+        if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):  # it may have no session of its own yet
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
@@ -126,25 +127,25 @@ class ForkedRun(ChildProcess):
         self.connection.close()
 
     def poll(self, patience: float) -> JobOutcome | None:
-        """The outcome if the process has ended. One that has not made itself heard for `patience` seconds is ended (0: never)."""
-        code = self.code()  # asked first: what it said before is in the connection
+        """Return the outcome if the process has ended, else None; kill it after `patience` seconds without message (0: never)."""
+        exit_code = self.exit_code()  # asked first: what it said before is in the connection
         self._receive_messages()
-        if code is not None:
+        if exit_code is not None:
             self.kill()
-            if code == 0 and self._outcome is not None:
+            if exit_code == 0 and self._outcome is not None:
                 return self._outcome
-            how = describe_exit_code(code) if code else "ended without a result"
+            reason = describe_exit_code(exit_code) if exit_code else "ended without a result"
         elif patience and time.monotonic() - self.last_message_time > patience:
             self.kill()
-            how = f"no progress for {patience / 60:g} minutes, so it was ended"
+            reason = f"no progress for {patience / 60:g} minutes (--hang-minutes), so it was killed"
         else:
             return None
-        return JobOutcome("crashed", how, _read_log_tail(self.job))
+        return JobOutcome("crashed", reason, _read_log_tail(self.job))
 
     def take_messages(self) -> list[str]:
-        """What the run has said to people since this was asked last."""
-        said, self._messages = self._messages, []
-        return said
+        """Return the messages printed by the run since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def _receive_messages(self) -> None:
         try:
@@ -162,6 +163,7 @@ class ForkedRun(ChildProcess):
 
 
 def _read_log_tail(job: FinetuneJob) -> str:
+    """Return the last lines of a job's log, empty without a log."""
     try:
         text = log_path(job).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -170,46 +172,52 @@ def _read_log_tail(job: FinetuneJob) -> str:
 
 
 def log_path(job: FinetuneJob) -> Path:
-    """Where what a run writes on stdout and stderr goes; there is no file after a run that wrote nothing."""
+    """Return the path of a run's stdout and stderr; a run without output leaves no file."""
     return result_files.job_folder(job, job.evaluate_on[0].name) / LOG_FILE
 
 
-def _run_child(run: str, job: FinetuneJob, environment: dict[str, str], retry_failed: bool, connection: Connection) -> None:
+def _run_child(run_function: str, job: FinetuneJob, environment: dict[str, str], retry_failed: bool, connection: Connection) -> None:
+    """Attempt the job in the child process and send its outcome through `connection`."""
     from megaenc.finetune.grid import fork_preload
 
     set_up_child(fork_preload.PROCESS)
     os.setsid()
     os.environ.update(environment, RAYON_NUM_THREADS=str(job.protocol.threads))
-    with contextlib.suppress(BrokenPipeError):  # the grid is gone, and this process with it in a moment
+    with contextlib.suppress(BrokenPipeError):  # the grid has ended, and kills this process
         try:
-            connection.send(_attempt_job(run, job, retry_failed, connection))
+            connection.send(_attempt_job(run_function, job, retry_failed, connection))
         except InputError as error:
             connection.send(JobOutcome("refused", " ".join(str(error).split())))
 
 
-def _attempt_job(run: str, job: FinetuneJob, retry_failed: bool, connection: Connection) -> JobOutcome:
-    with try_lock_run(job) as got:
-        if not got:
+def _attempt_job(run_function: str, job: FinetuneJob, retry_failed: bool, connection: Connection) -> JobOutcome:
+    """Run the job under its lock, unless it is done already, with output redirected to its log; return the outcome."""
+    with try_lock_run(job) as is_locked:
+        if not is_locked:
             return JobOutcome("busy")
-        todo, failed = select_remaining_work(job, retry_failed=retry_failed)  # another grid may have been here since it was planned
-        if todo is None:
+        pending, failed = select_remaining_work(
+            job, retry_failed=retry_failed
+        )  # another grid may have run it meanwhile
+        if pending is None:
             return _build_outcome(failed)
         if compute_model_stamp(job.model.location) != job.fingerprints.model_stamp:
-            raise InputError(f"{job.model.location}: has changed since the grid began; give the same command again")
-        result_files.remove_partial_files(todo)
-        log = log_path(todo)
+            raise InputError(f"{job.model.location}: has changed since the grid began; run the same command again")
+        result_files.remove_partial_files(pending)
+        log = log_path(pending)
         log.parent.mkdir(parents=True, exist_ok=True)
         _redirect_output(log)
-        module, _, function = run.partition(":")
+        module, _, function = run_function.partition(":")
         try:
             with capture_messages(connection.send):
-                getattr(importlib.import_module(module), function)(todo, _throttle_progress(connection))
+                getattr(importlib.import_module(module), function)(pending, _throttle_progress(connection))
         except InputError:
             log.unlink(missing_ok=True)  # the message says all
             raise
-        left, failed = select_remaining_work(todo, retry_failed=False)
-        if left is not None:
-            raise RuntimeError(f"the run ended without results on {', '.join(dataset.name for dataset in left.evaluate_on)}")
+        unfinished, failed = select_remaining_work(pending, retry_failed=False)
+        if unfinished is not None:
+            raise RuntimeError(
+                f"the run ended without results on {', '.join(dataset.name for dataset in unfinished.evaluate_on)}"
+            )
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         if log.stat().st_size == 0:
@@ -218,10 +226,12 @@ def _attempt_job(run: str, job: FinetuneJob, retry_failed: bool, connection: Con
 
 
 def _build_outcome(failed: Path | None) -> JobOutcome:
+    """Return the outcome of a completed job: finished, or failed as explained in the file `failed`."""
     return JobOutcome("finished") if failed is None else JobOutcome("failed", f"failed; {failed} says why")
 
 
 def _redirect_output(path: Path) -> None:
+    """Redirect stdout and stderr of this process to `path`."""
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -229,6 +239,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:
+    """Return a callback that sends progress at most every 0.25 seconds, and at each new stage."""
     last: tuple[str, float] = ("", 0.0)
 
     def report(progress: RunProgress) -> None:
@@ -242,7 +253,7 @@ def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:
 
 
 def wait_for_messages(workers: Sequence[ForkedRun], seconds: float) -> None:
-    """Return when one of `workers` has said something or ended, after `seconds` at the latest."""
+    """Wait until one of `workers` has sent a message or ended, at most `seconds`."""
     if workers:
         multiprocessing.connection.wait([source for worker in workers for source in worker.wait_handles], timeout=seconds)
     else:

@@ -1,4 +1,4 @@
-"""A Hugging Face model without its head that reads packed texts, which lie end to end without padding, in either direction."""
+"""A Hugging Face model without its head on packed texts, with bidirectional or causal attention."""
 
 import inspect
 from collections.abc import Sequence
@@ -17,65 +17,65 @@ from transformers import AttentionInterface
 
 AttentionDirection = Literal["bidirectional", "causal"]
 
-# torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
+# torch 2.11 detects grouped heads itself; later versions require the keyword.
 _GQA_OPTIONS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 _ATTENTION_NAME = "megaenc_packed"
-"""Name of packed attention in transformers, which has no mask function of that name, so that models build no mask."""
+"""Name of packed attention in transformers. As no mask function has this name, models build no mask."""
 _ACTIVE_PACK: ContextVar[tuple["Backbone", "PackedTexts"]] = ContextVar("reading")
-"""The reader and its texts: not every model passes unknown arguments on to its attention."""
+"""The backbone and pack of the current forward pass: not every model passes unknown arguments on to its attention."""
 
 
 @dataclass(frozen=True)
 class PackedTexts:
-    """Texts end to end, the shortest first: those of one length are a rectangle without padding."""
+    """Tokenized texts concatenated without padding, shortest first."""
 
     tokens: Tensor
-    """int64[T]"""
+    """int64[T]: token ids"""
     lengths: tuple[int, ...]
-    """tokens of each text, at least 1; their sum is T"""
+    """length of each text in tokens, ascending, at least 1; they add up to T"""
     position_ids: Tensor
-    """int64[T]: 0, 1, ... in each text"""
+    """int64[T]: position of each token in its text, from 0"""
 
     @cached_property
     def length_groups(self) -> list[tuple[int, int]]:
-        """(texts, tokens of each) of each length."""
+        """Return (number of texts, length in tokens) of each distinct length."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """int32[texts + 1]: where each text begins, then T."""
+        """Return the start offset of each text, then T, as int32[texts + 1]."""
         return torch.tensor(np.cumsum([0, *self.lengths]), dtype=torch.int32, device=self.tokens.device)
 
 
 def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> PackedTexts:
-    """Lay `texts` (integer[tokens]) end to end. Raises ValueError for an empty one, and for one longer than the next."""
+    """Concatenate `texts` (int[tokens] each) on `device`. Raises ValueError for an empty text or descending lengths."""
     lengths = [len(text) for text in texts]
     if not lengths or not lengths[0] or lengths != sorted(lengths):
         raise ValueError("found no text or an empty one, expected at least one token in each, and the shortest text first")
     tokens = torch.from_numpy(np.concatenate(texts).astype(np.int64))
-    places = torch.cat([torch.arange(length) for length in lengths])
-    return PackedTexts(tokens.to(device), tuple(lengths), places.to(device))
+    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    return PackedTexts(tokens.to(device), tuple(lengths), position_ids.to(device))
 
 
 def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.ndarray]:
-    """Return which rows a model reads at once: int64 rows in groups of at most so many tokens, the shortest texts first.
+    """Group the indices of texts, shortest text first, into batches (int64 arrays) of at most `tokens_per_forward` tokens.
 
-    A longer text is alone. Every row is in one group; equal lengths keep their order. Within a group lengths differ little.
+    A text longer than that is a batch of its own. Equal lengths keep their order.
     """
     rows = np.argsort(lengths, kind="stable")
-    groups, start, held = [], 0, 0
+    groups, start, tokens = [], 0, 0
     for at, length in enumerate(lengths[rows].tolist()):
-        if held and held + length > tokens_per_forward:
+        if tokens and tokens + length > tokens_per_forward:
             groups.append(rows[start:at])
-            start, held = at, 0
-        held += length
+            start, tokens = at, 0
+        tokens += length
     return [*groups, rows[start:]] if len(rows) else []
 
 
 class Backbone(nn.Module):
-    """Token states of packed texts, by the transformers model `model`.
+    """A transformers model that computes the token states of packed texts.
 
-    `packed`: texts are read end to end. Else, for a model that cannot do that, in padded rectangles of texts of like length.
+    A model that does not support packing (`is_packed` False) gets padded batches of texts of similar length.
     """
 
     def __init__(self, model: Any, attention: AttentionDirection):
@@ -84,30 +84,30 @@ class Backbone(nn.Module):
         self.attention: AttentionDirection = attention
         self.is_packed = False
         self.use_varlen_kernel = True
-        """Whether packed attention may use an accelerator's kernel for all texts."""
+        """Whether packed attention on a GPU uses torch's variable-length kernel."""
         self.hidden_size: int = model.config.hidden_size
-        # In models like RoBERTa learned positions are an embedding with a padding index, and begin after that.
+        # Learned positions of models like RoBERTa start after the padding index of their embedding.
         tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
         padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
         self.position_offset = next((index + 1 for index in padding if index is not None), 0)
         self.context_length: int = model.config.max_position_embeddings - self.position_offset
-        """The longest text, in tokens."""
+        """Maximum length of a text in tokens."""
         self.sliding_windows: set[int] = set()
-        """The sliding windows that layers have asked packed attention for."""
+        """Sizes of the sliding windows that the layers have passed to packed attention."""
         self.has_wide_window = any(getattr(module, "is_causal", False) for module in model.modules())
-        """Whether a bidirectional window of w has w tokens to each side, not w - 1: so transformers reads a decoder with
-        `is_causal: false`. (An encoder's own window arrives one too large, as some kernels want it.)"""
+        """Whether a bidirectional window of w spans w tokens to each side instead of w - 1, as in transformers' decoders with
+        `is_causal: false`. Encoders pass a window that is one too large."""
         self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
         self._own_attention = model.config._attn_implementation
         self._padding = model.config.pad_token_id or 0
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """Return the device of the weights."""
         return self.model.device
 
     def compute_states(self, packed: PackedTexts) -> Tensor:
-        """Compute the last layer's states after the final norm, [T, hidden_size]."""
+        """Compute the last layer's hidden states after the final norm, [T, hidden_size]."""
         if not self.is_packed:
             shapes = group_padded_lengths(packed.length_groups)
             rows = packed.tokens.split([sum(lengths) for lengths in shapes])
@@ -120,39 +120,41 @@ class Backbone(nn.Module):
         return out.last_hidden_state[0]
 
     def compute_padded_states(self, packed: PackedTexts) -> Tensor:
-        """Compute states to compare with: all texts in one rectangle, positions left to the model. [T, hidden]"""
+        """Compute reference states, [T, hidden_size]: all texts in one padded batch, with the model's own positions."""
         return self._forward_padded(packed.tokens, packed.lengths, positions=False)
 
     def _forward_padded(self, tokens: Tensor, lengths: Sequence[int], *, positions: bool) -> Tensor:
-        """Compute states of texts that are padded and masked at their ends, [T, hidden]; `positions`: pass them to the model."""
+        """Compute the states of one right-padded batch, [T, hidden_size]; `positions`: pass position ids to the model."""
         columns = torch.arange(lengths[-1], device=tokens.device)
-        seen = columns < torch.tensor(lengths, device=tokens.device)[:, None]
-        ids = torch.full(seen.shape, self._padding, device=tokens.device).masked_scatter(seen, tokens)
-        told = (
+        attention_mask = columns < torch.tensor(lengths, device=tokens.device)[:, None]
+        ids = torch.full(attention_mask.shape, self._padding, device=tokens.device).masked_scatter(attention_mask, tokens)
+        position_arguments = (
             {"position_ids": (columns + self.position_offset).expand_as(ids)} if positions and self.accepts_position_ids else {}
         )
-        return self.model(input_ids=ids, attention_mask=seen.long(), **told).last_hidden_state[seen]
+        return self.model(input_ids=ids, attention_mask=attention_mask.long(), **position_arguments).last_hidden_state[
+            attention_mask
+        ]
 
     def set_packed(self, packed: bool) -> None:
-        """Make the model read packed texts, by the attention below, or padded ones by its own."""
+        """Switch the model between packed texts (attention of this module) and padded batches (its own attention)."""
         self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._own_attention)
         self.is_packed = packed
 
     def set_direction(self, attention: AttentionDirection) -> None:
-        """Make the model itself read that way, as far as transformers lets it; packed attention does not ask it."""
+        """Set `is_causal` of the model and its modules for its own attention; packed attention uses `self.attention`."""
         for holder in (self.model.config, *self.model.modules()):
-            if hasattr(holder, "is_causal") or holder is self.model.config:  # which attention without a mask goes by
+            if hasattr(holder, "is_causal") or holder is self.model.config:  # read by attention without a mask
                 holder.is_causal = attention == "causal"
 
 
 def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Group lengths, shortest first, into rectangles that are padded: at most 8 tokens or a tenth longer than its first."""
-    found: list[list[int]] = []
+    """Group ascending lengths, given as (number of texts, length), into batches to pad: at most 8 tokens or 10 % of padding."""
+    batches: list[list[int]] = []
     for texts, length in groups:
-        if not found or length > found[-1][0] + max(8, found[-1][0] // 10):
-            found.append([])
-        found[-1] += [length] * texts
-    return found
+        if not batches or length > batches[-1][0] + max(8, batches[-1][0] // 10):
+            batches.append([])
+        batches[-1] += [length] * texts
+    return batches
 
 
 def packed_attention_forward(
@@ -166,23 +168,25 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Compute softmax(scaling * q k^T) v inside each text of a row.
+    """Compute self-attention within each text of the current pack, as an attention function of transformers.
 
-    query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. NotImplementedError for a score bias, a
-    cap, sinks, more than one row, and other keys than those of the row.
+    query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. Raises NotImplementedError for a score
+    bias, softcap, sinks, a cache, an attention mask, a batch of more than one row, or cross-attention.
     """
     backbone, packed = _ACTIVE_PACK.get()
-    asked = [name for name in ("position_bias", "softcap", "s_aux", "cache") if others.get(name) is not None]
-    if asked or attention_mask is not None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        raise NotImplementedError(f"packed attention: found {asked or 'another mask or shape'}, expected plain self-attention")
+    unsupported = [name for name in ("position_bias", "softcap", "s_aux", "cache") if others.get(name) is not None]
+    if unsupported or attention_mask is not None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"packed attention: found {unsupported or 'another mask or shape'}, expected plain self-attention"
+        )
     causal, before = backbone.attention == "causal", -1
     if sliding_window is not None:
         backbone.sliding_windows.add(sliding_window)
         before = sliding_window if backbone.has_wide_window and not causal else sliding_window - 1
-    reach = (before, 0 if causal else before)  # how many tokens before and behind itself a token sees; -1: all
+    reach = (before, 0 if causal else before)  # visible tokens before and after a token; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
     if backbone.use_varlen_kernel and query.is_cuda and query.dtype != torch.float32 and not dropout:
-        # One kernel over all texts; it takes 16-bit numbers on an accelerator and drops nothing.
+        # The kernel supports only 16-bit numbers on a GPU and no dropout.
         ends, longest = packed.cu_seqlens, packed.lengths[-1]
         out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GQA_OPTIONS)
     else:
@@ -196,17 +200,17 @@ AttentionInterface.register(_ATTENTION_NAME, packed_attention_forward)
 def _sdpa_by_length(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedTexts, reach: tuple[int, int], scaling: float | None, dropout: float
 ) -> Tensor:
-    """Compute torch's scaled dot product over the texts of each length at once: views of the row, without padding or masks.
+    """Compute attention with torch's SDPA, one batch per text length, on views without padding; [T, heads, dim].
 
-    Fastest on short texts (forward and backward, one thread, float32, 4 heads of 64, 256 texts of 40 tokens in the mean: 90 ms;
-    text by text 109, rectangles padded by at most a quarter 142, one padded rectangle 148).
+    Fastest on short texts (forward and backward, one thread, float32, 4 heads of 64, 256 texts of 40 tokens on average: 90 ms;
+    text by text 109 ms, batches padded by at most 25 % 142 ms, one padded batch 148 ms).
     """
     before, after = reach
     sizes = [texts * length for texts, length in packed.length_groups]
     parts = []
     for (texts, length), *states in zip(packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         q_, k_, v_ = (x.unflatten(0, (texts, length)).transpose(1, 2) for x in states)  # [texts, heads, length, dim]
-        mask = None  # or bool[length, length]: which keys (columns) each query sees
+        mask = None  # or bool[length, length]: the visible keys (columns) of each query
         if 0 <= before < length - 1:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(-before).tril(after)
         causal = mask is None and after == 0 and length > 1

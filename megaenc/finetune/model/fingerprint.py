@@ -1,4 +1,4 @@
-"""The Hugging Face folder of a model: what has to be there, and digests of what a run reads of it."""
+"""Fingerprints (SHA-256) of Hugging Face model folders, and the check of their files."""
 
 import contextlib
 import hashlib
@@ -13,16 +13,16 @@ from megaenc.errors import InputError
 from megaenc.json_files import read_json_object, read_json_or_empty
 
 FINGERPRINT_FILE = ".fingerprints.json"
-"""Beside the results: the digests of weights that were read before."""
+"""Name of the file in the results folder that caches fingerprints of weights."""
 _REQUIRED_FILES = ("config.json", "*.safetensors", "tokenizer.json")
 _MODEL_FILES = ("config.json", "*.safetensors")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _COMPUTED_DIGESTS: dict[str, str] = {}
-"""Digests that this process has computed, by `_compute_file_key`."""
+"""Fingerprints computed by this process, by file key (see `_compute_file_key`)."""
 
 
 def check_model_folder(folder: str) -> None:
-    """Raise InputError for a path that is no folder, or one without a configuration, weights or a tokenizer."""
+    """Raise InputError if `folder` is not a folder with config.json, weights in safetensors and tokenizer.json."""
     path = Path(folder)
     if not os.path.isdir(path):  # False for a name that is too long too
         raise InputError(
@@ -31,16 +31,16 @@ def check_model_folder(folder: str) -> None:
         )
     if missing := [needed for needed in _REQUIRED_FILES if not _list_files(path, (needed,))]:
         raise InputError(
-            f"--model {folder}: no {missing[0]} there, expected {', '.join(_REQUIRED_FILES[:-1])} and {_REQUIRED_FILES[-1]}"
+            f"--model {folder}: no {missing[0]}, expected {', '.join(_REQUIRED_FILES[:-1])} and {_REQUIRED_FILES[-1]}"
         )
     read_json_object(path / "config.json", "the configuration of a model")
 
 
-def compute_model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = True) -> list[str]:
-    """Return SHA-256 of the configuration and the weights of each folder, which takes about a second for each new gigabyte.
+def compute_model_fingerprints(folders: Sequence[str], results: str, *, save: bool = True) -> list[str]:
+    """Return the SHA-256 of configuration and weights of each model folder.
 
-    A file of the folder `results`, if there is one, has the digests of weights that were read before, by place, sizes and times
-    of their files. `keep` adds to it what is read.
+    Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for files of this path, size and
+    time. `save`: add new fingerprints to that file.
     """
     known, marks = _read_fingerprint_file(results) | _COMPUTED_DIGESTS, [_compute_file_key(folder) for folder in folders]
     new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
@@ -55,16 +55,16 @@ def compute_model_fingerprints(folders: Sequence[str], results: str, *, keep: bo
             before += sizes[mark]
             if _compute_file_key(folder) == mark:
                 _COMPUTED_DIGESTS[mark] = known[mark]
-    if keep:
+    if save:
         save_fingerprints(results)
     return [known[mark] for mark in marks]
 
 
 def save_fingerprints(results: str) -> None:
-    """Add the digests that this process has computed to the file of them in the folder `results`, if there is such a folder."""
+    """Add this process's fingerprints to the cache file in the folder `results`, if that folder exists."""
     known = _read_fingerprint_file(results)
     if Path(results).is_dir() and not _COMPUTED_DIGESTS.items() <= known.items():
-        with contextlib.suppress(InputError):  # without it the weights are read again, and that is all
+        with contextlib.suppress(InputError):  # the file only saves time
             atomic_write(Path(results, FINGERPRINT_FILE), json.dumps(known | _COMPUTED_DIGESTS))
 
 
@@ -75,20 +75,20 @@ def _read_fingerprint_file(results: str) -> dict[str, str]:
 
 
 def _compute_file_key(folder: str) -> str:
-    """Return what changes with each change of the files: unlike the time of their content, their ctime cannot be set."""
+    """Return a SHA-256 of paths, inodes, sizes and times of a model's files; unlike mtime, ctime cannot be set."""
     files = [(path, path.stat()) for path in _list_files(Path(folder), _MODEL_FILES)]
     about = [(str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in files]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 def compute_model_stamp(folder: str) -> str:
-    """Return a digest of names, sizes and times of a model's and tokenizer's files: fast, unlike a fingerprint."""
+    """Return a SHA-256 of names, sizes and times of a model's and its tokenizer's files, a fast check for changes."""
     files = [(path.name, path.stat()) for path in _list_files(Path(folder), (*_MODEL_FILES, *_TOKENIZER_FILES))]
     return hashlib.sha256(str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
 
 
 def compute_tokenizer_fingerprint(folder: str) -> str:
-    """Return SHA-256 of the tokenizer's files."""
+    """Return the SHA-256 of the tokenizer's files in `folder`."""
     return _hash_files(Path(folder), _TOKENIZER_FILES)
 
 
@@ -97,8 +97,8 @@ def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _hash_files(folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None) -> str:
-    """Return SHA-256 of the names and the contents; `progress` is told how many bytes are read."""
-    whole, done = hashlib.sha256(), 0
+    """Return the SHA-256 of names and contents of the files that match `patterns`; `progress` receives the bytes read."""
+    digest, done = hashlib.sha256(), 0
     for path in _list_files(folder, patterns):
         content = hashlib.sha256()
         try:
@@ -108,5 +108,5 @@ def _hash_files(folder: Path, patterns: tuple[str, ...], progress: Callable[[int
                     progress(done := done + len(piece))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-        whole.update(path.name.encode() + b"\0" + content.digest())
-    return whole.hexdigest()
+        digest.update(path.name.encode() + b"\0" + content.digest())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face folder as a backbone, with a proof, by changed tokens, that it reads in the direction asked for."""
+"""Loading of a Hugging Face folder as a backbone, with a numerical test of its attention's direction."""
 
 import inspect
 from collections.abc import Callable
@@ -17,46 +17,44 @@ from megaenc.finetune.model.backbone import AttentionDirection, Backbone, Packed
 from megaenc.finetune.model.fingerprint import check_model_folder
 
 _TOLERANCE = 1e-4
-"""The largest difference of float32 states that count as the same, as a share of the largest state."""
+"""Maximum difference of equal states in float32, relative to the largest state."""
 _MIN_INFLUENCE = 1e-5
-"""The least move of a state that depends on a token, as a share of the largest state."""
+"""Minimum change of a state that depends on a changed token, relative to the largest state."""
 _TOLERANCE_16_BIT = 0.1
-"""As `_TOLERANCE`, where one of them has 16 bits: rounding through all layers."""
+"""Maximum difference between a 16-bit and a float32 state, relative to the largest state: rounding adds up over layers."""
 
 
 def load_backbone(folder: str, attention: AttentionDirection, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
-    """Load the model of a Hugging Face folder, reading under `attention`; code that it holds is never run.
+    """Load the model of a Hugging Face folder on `device` in `dtype`, and verify that it attends as `attention` says.
 
-    It is proved first that each state is moved by all tokens of its text, or by no later one, and by no other text, and that
-    packed states equal the model's own padded ones. InputError for what cannot be loaded or read so.
-
-    Parameters are cast to `dtype`. One that loses digits keeps its value as the attribute `unrounded`, from which the optimizer's
-    master weights start.
+    The test changes tokens: each state must depend on exactly the visible tokens of its text, and packed states must equal padded
+    ones. Raises InputError for a folder that cannot be loaded or fails the test. Code in the folder is never executed. Parameters
+    that are rounded keep their float32 value as the attribute `unrounded`, for the optimizer's master weights.
     """
     backbone = Backbone(_load_hf_model(folder).to(device), attention)
     with torch.no_grad():
         _select_attention(backbone, folder)
         probe = AttentionProbe(backbone)
-        exactly = probe.compute_states()
+        reference_states = probe.compute_states()
         for parameter in backbone.parameters():
             exact, parameter.data = parameter.data, parameter.data.to(dtype)
             if not torch.equal(parameter.float(), exact):
                 parameter.unrounded = exact
-        why_not = probe.find_16_bit_error(exactly) if dtype != torch.float32 else None
-        if why_not is not None and backbone.is_packed and backbone.device.type != "cpu":
-            backbone.use_varlen_kernel = False  # an accelerator's, for these numbers alone
-            without, why_not = why_not, probe.find_16_bit_error(exactly)
-            if why_not is None:
+        problem = probe.find_16_bit_error(reference_states) if dtype != torch.float32 else None
+        if problem is not None and backbone.is_packed and backbone.device.type != "cpu":
+            backbone.use_varlen_kernel = False
+            kernel_problem, problem = problem, probe.find_16_bit_error(reference_states)
+            if problem is None:
                 print_rank_0(
-                    f"{folder}: attention reads the texts of each length by themselves: the kernel for all texts {without}"
+                    f"{folder}: attention batches texts of equal length: torch's variable-length kernel {kernel_problem}"
                 )
-        if why_not is not None:
-            raise InputError(f"--model {folder}: {why_not} in {dtype}; expected --precision fp32")
+        if problem is not None:
+            raise InputError(f"--model {folder}: {problem} in {dtype}; expected --precision fp32")
     return backbone
 
 
 def _load_hf_model(folder: str) -> Any:
-    """Load transformers' model without a head, in float32 and eval mode. Raises InputError if the folder holds none."""
+    """Load the transformers model of `folder` without its head, in float32 and eval mode, or raise InputError."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
@@ -64,130 +62,135 @@ def _load_hf_model(folder: str) -> Any:
     check_model_folder(folder)
     hf = HFCheckpoint(Path(folder), "--model")
     config = load_hf_config(hf)
-    kind = MODEL_MAPPING.get(type(config), None)
-    if not isinstance(kind, type) or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
+    model_class = MODEL_MAPPING.get(type(config), None)
+    if not isinstance(model_class, type) or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
         raise InputError(f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text")
-    # The pooler is not used, and few folders hold its weights.
-    pooled = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
-    model, report = load_model(hf, config, kind, f"the weights of a {config.model_type} model", **pooled)
+    # The pooler is unused, and few folders have its weights.
+    options = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters else {}
+    model, report = load_model(hf, config, model_class, f"the weights of a {config.model_type} model", **options)
     missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
-        what = f"{len(missing)} weights are missing ({some})"
-        raise InputError(f"--model {folder}: {what}, expected those of a {config.model_type} model")
-    # torch gives the padding token's row no gradient, but some tokenizers (the study's) pad with the token that ends texts.
+        problem = f"{len(missing)} weights are missing ({some})"
+        raise InputError(f"--model {folder}: {problem}, expected those of a {config.model_type} model")
+    # torch gives the padding token no gradient, but some tokenizers (the study's) pad with EOS.
     model.get_input_embeddings().padding_idx = None
     model.config.use_cache = False
     return model.eval()
 
 
 def _select_attention(backbone: Backbone, folder: str) -> None:
-    """Make the model read packed in the direction asked for, or else padded; InputError where neither can be shown to work."""
+    """Configure packed attention in the direction of `backbone.attention`, else padded; raise InputError if neither works."""
     try:
         probe = AttentionProbe(backbone)
-        own = probe.detect_direction(backbone.compute_padded_states)
-    except Exception as error:  # whatever settings lead to that a model can be built of and not computed with
+        own_direction = probe.detect_direction(backbone.compute_padded_states)
+    except Exception as error:  # a config.json that a model can be built from may still fail in any way
         raise InputError(
             f"--model {folder}: the model computes no states: {first_error_line(error)}; check its config.json"
         ) from None
-    why_not = "its own reading is neither bidirectional nor causal" if own is None else probe.enable_packing(own)
-    if why_not is None:
+    problem = (
+        "its own attention is neither bidirectional nor causal" if own_direction is None else probe.enable_packing(own_direction)
+    )
+    if problem is None:
         return
     backbone.set_direction(backbone.attention)
-    found = probe.detect_direction(backbone.compute_states)
-    if found != backbone.attention or probe.is_different(backbone.compute_states, backbone.compute_padded_states):
+    direction = probe.detect_direction(backbone.compute_states)
+    if direction != backbone.attention or probe.is_different(backbone.compute_states, backbone.compute_padded_states):
         raise InputError(
-            f"--model {folder}: found {found or 'another'} attention in {backbone.model.config.model_type}, "
-            f"expected that it reads with {backbone.attention} attention (not packed either: {why_not})"
+            f"--model {folder}: found {direction or 'another'} attention in {backbone.model.config.model_type}, "
+            f"expected a model that supports {backbone.attention} attention (packing is impossible: {problem}); try --attention"
         )
-    print_rank_0(f"{folder}: texts are padded to like lengths, not packed: {why_not}")
+    print_rank_0(f"{folder}: texts are padded in batches of similar length, not packed: {problem}")
 
 
 class AttentionProbe:
-    """Short random texts on which ways of reading are tried: each state depends on what it should and on nothing else."""
+    """Numerical tests, on short random texts, of which tokens each state of a backbone depends on."""
 
     def __init__(self, backbone: Backbone):
         self.backbone = backbone
         config = backbone.model.config
         special = {getattr(config, f"{role}_token_id", None) for role in ("pad", "bos", "eos", "sep", "cls", "mask", "unk")}
         self._usable = np.array([token for token in range(min(config.vocab_size, 1000)) if token not in special])
-        # Shorter than a sliding window, which hides more than the direction does.
+        # Shorter than a sliding window, which would hide further tokens.
         self._length = min(6, backbone.context_length - 1, getattr(config, "sliding_window", None) or 6)
 
     def detect_direction(self, read: Callable[[PackedTexts], Tensor]) -> AttentionDirection | None:
-        """Return bidirectional if every token of a text moves every state of it under `read`, causal if none before it."""
+        """Return the attention direction of the function `read`, which computes states; None if it has neither direction."""
         moved = self._compute_influence(read)
         every = torch.ones_like(moved)
         return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
 
     def compute_states(self) -> Tensor:
-        """Compute float32[T, hidden]: the states of texts of several lengths, as the backbone reads them."""
+        """Compute the backbone's states of texts of several lengths, float32[T, hidden_size]."""
         return self.backbone.compute_states(self._pack_probe_texts()).float()
 
-    def find_16_bit_error(self, exactly: Tensor) -> str | None:
-        """Return what is wrong with states of 16 bits next to `exactly`, what `read` gave in float32; None if nothing is."""
+    def find_16_bit_error(self, reference: Tensor) -> str | None:
+        """Return a description of how 16-bit states deviate from the float32 states `reference`; None if they agree."""
         backbone = self.backbone
         try:
-            if _is_different(self.compute_states(), exactly, _TOLERANCE_16_BIT):
+            if _is_different(self.compute_states(), reference, _TOLERANCE_16_BIT):
                 return "computes other states"
-            # In 16 bits faint influences round to none: only what should not be is looked for.
-            ahead = backbone.attention == "causal" and bool(self._compute_influence(backbone.compute_states).tril(-1).any())
+            # Weak dependencies vanish in 16 bits, so only forbidden ones are tested.
+            leaks_ahead = backbone.attention == "causal" and bool(self._compute_influence(backbone.compute_states).tril(-1).any())
             return (
                 "sees what the direction or another text hides"
-                if ahead or (backbone.is_packed and self._are_texts_mixed())
+                if leaks_ahead or (backbone.is_packed and self._are_texts_mixed())
                 else None
             )
-        except (RuntimeError, ValueError) as error:  # a shape that it cannot take, a machine that it does not run on
+        except (RuntimeError, ValueError) as error:  # e.g. an unsupported shape or device
             return f"fails: {first_error_line(error)}"
 
     def _compute_influence(self, read: Callable[[PackedTexts], Tensor]) -> Tensor:
-        """Compute bool[changed token, state] of one text."""
+        """Compute bool[token, state] of one text: whether a change of the token changes the state under `read`."""
         size = self._length
         text = self._draw_texts(size)[0]
         changed = np.tile(text, (size, 1))
         np.fill_diagonal(changed, self._usable[(np.searchsorted(self._usable, text) + 1) % len(self._usable)])
-        # A longer text is among them, so that there is something to mask where texts are padded.
+        # A longer text is added, so that padded batches have padding.
         states = read(pack_texts([text, *changed, *self._draw_texts(size + 1)], self.backbone.device))
         states = states[: (size + 1) * size].float().unflatten(0, (size + 1, size))
         return (states[1:] - states[0]).abs().amax(-1) > _MIN_INFLUENCE * states.abs().max()
 
     def is_different(self, *ways: Callable[[PackedTexts], Tensor]) -> bool:
-        """Return whether two ways of reading give other states."""
+        """Return whether the two functions `ways` compute different states."""
         texts = self._pack_probe_texts()
         return _is_different(*(read(texts) for read in ways))
 
-    def enable_packing(self, own: AttentionDirection) -> str | None:
-        """Make the model read packed; return why not, where it cannot. `own`: how it reads by itself."""
-        backbone, asked = self.backbone, self.backbone.attention
+    def enable_packing(self, own_direction: AttentionDirection) -> str | None:
+        """Switch the backbone to packed attention if it passes all tests; return the reason if it does not, else None.
+
+        `own_direction`: the direction of the model's own attention.
+        """
+        backbone, target = self.backbone, self.backbone.attention
         kind = backbone.model.config.model_type
         if not backbone.model._can_set_attn_implementation() or not backbone.accepts_position_ids:
             return f"{kind} computes attention or positions in a way of its own"
         states = {}
         try:
             backbone.set_packed(True)
-            for backbone.attention in (own, asked):
-                backbone.compute_states(pack_texts(self._draw_texts(1, 2), backbone.device))  # finds the windows
+            for backbone.attention in (own_direction, target):
+                backbone.compute_states(pack_texts(self._draw_texts(1, 2), backbone.device))  # collects the sliding windows
                 states[backbone.attention] = backbone.compute_states(self._pack_probe_texts())
-            wrong = self.detect_direction(backbone.compute_states) != asked or self._are_texts_mixed()
-        except Exception as error:  # whatever a model does with what it does not know
+            wrong = self.detect_direction(backbone.compute_states) != target or self._are_texts_mixed()
+        except Exception as error:  # an unknown model may fail in any way
             return f"{kind} fails: {first_error_line(error)}"
         finally:
-            backbone.attention = asked
+            backbone.attention = target
             backbone.set_packed(False)
         if wrong:
-            return f"{kind} mixes what it should keep apart"
-        for way in states:
-            if way != own:
-                backbone.set_direction(way)
-                if self.detect_direction(backbone.compute_padded_states) != way:
-                    continue  # transformers cannot read it that way, so there is nothing to compare with
-            if _is_different(states[way], backbone.compute_padded_states(self._pack_probe_texts())):
+            return f"{kind} mixes texts or directions"
+        for direction in states:
+            if direction != own_direction:
+                backbone.set_direction(direction)
+                if self.detect_direction(backbone.compute_padded_states) != direction:
+                    continue  # transformers does not support this direction, so there is no reference
+            if _is_different(states[direction], backbone.compute_padded_states(self._pack_probe_texts())):
                 return f"{kind} computes other states packed"
         backbone.set_packed(True)
         return None
 
     def _are_texts_mixed(self) -> bool:
-        """Return whether other texts of a pack move a text's states."""
+        """Return whether a text's states depend on other texts of its pack."""
         first, second, other = self._draw_texts(4, 5, 4)
         packs = (
             pack_texts([first, other, second], self.backbone.device),
@@ -196,7 +199,7 @@ class AttentionProbe:
         return _is_different(*(self.backbone.compute_states(texts)[8:] for texts in packs))
 
     def _pack_probe_texts(self) -> PackedTexts:
-        """Texts of several lengths, some beyond each sliding window."""
+        """Pack random texts of several lengths, some longer than each sliding window."""
         context = self.backbone.context_length
         beyond = sorted(min(window + 8, context) for window in self.backbone.sliding_windows if window < context)
         return pack_texts(self._draw_texts(*(min(length, context) for length in (1, 3, 5, 7, 7)), *beyond), self.backbone.device)

@@ -85,25 +85,29 @@ class ScoreCell:
     @property
     def chosen_rate(self) -> float | None:
         """The complete rate with the best mean validation score, of equals the lower; None where none is complete."""
-        means = {rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean for rate in self.complete_rates}
+        means = {
+            rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean for rate in self.complete_rates
+        }
         return max(means, key=lambda rate: (means[rate], -rate), default=None)
 
 
-def group_cells(results: Iterable[Result], asked: GridSpec | None = None) -> list[ScoreCell]:
+def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list[ScoreCell]:
     """Group results by model, data set and set trained on, in the order in which they come up.
 
     Results outside the grid `asked` are left out. By default it is every rate and seed that any model has on that data set.
     """
-    found: dict[tuple[str, ...], list[Result]] = defaultdict(list)
-    seen: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(lambda: (set(), set()))
+    runs_by_cell: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    rates_and_seeds: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(lambda: (set(), set()))
     for result in results:
-        if asked is None or (result.learning_rate in asked.rates and result.seed in asked.seeds):
+        if grid is None or (result.learning_rate in grid.rates and result.seed in grid.seeds):
             place = (result.family, result.dataset, result.train_on)
-            found[(result.model, *place)].append(result)
-            seen[place][0].add(result.learning_rate)
-            seen[place][1].add(result.seed)
-    grids = {place: asked or GridSpec(tuple(sorted(rates)), tuple(sorted(seeds))) for place, (rates, seeds) in seen.items()}
-    return [ScoreCell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in found.items()]
+            runs_by_cell[(result.model, *place)].append(result)
+            rates_and_seeds[place][0].add(result.learning_rate)
+            rates_and_seeds[place][1].add(result.seed)
+    grids = {
+        place: grid or GridSpec(tuple(sorted(rates)), tuple(sorted(seeds))) for place, (rates, seeds) in rates_and_seeds.items()
+    }
+    return [ScoreCell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in runs_by_cell.items()]
 
 
 ScoreReader = Callable[[Result], float | None]
@@ -121,14 +125,14 @@ def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[S
     There is one average; one for each set trained on where some set has been evaluated after several trainings.
     """
     groups: dict[str, list[ScoreCell]] = defaultdict(list)
-    apart = has_repeated_datasets(members)
+    is_repeated = has_repeated_datasets(members)
     for cell in members:
-        groups[cell.train_on if apart else ""].append(cell)
-    found = []
+        groups[cell.train_on if is_repeated else ""].append(cell)
+    averages = []
     for group in groups.values():
         of_study = [cell for name in STUDY_DATASETS.get(family, ()) for cell in group if cell.dataset == name]
-        found.append(of_study if len(of_study) == 3 else group)
-    return [group for group in found if len(group) > 1]
+        averages.append(of_study if len(of_study) == 3 else group)
+    return [group for group in averages if len(group) > 1]
 
 
 def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
@@ -139,9 +143,9 @@ def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
 def average_by_seed(members: Sequence[ScoreCell], read: ScoreReader) -> dict[int, float] | None:
     """Return the mean over data sets by seed, each at its own chosen rate; None where their scores are not of the same seeds."""
     by_set = [read_chosen_scores(cell, read) for cell in members]
-    if not by_set or None in by_set or len({frozenset(found) for found in by_set}) != 1:
+    if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
         return None
-    return {seed: math.fsum(found[seed] for found in by_set) / len(by_set) for seed in by_set[0]}
+    return {seed: math.fsum(seed_scores[seed] for seed_scores in by_set) / len(by_set) for seed in by_set[0]}
 
 
 @dataclass(frozen=True)
@@ -162,12 +166,12 @@ class RateSensitivity:
 
 def read_scores_by_rate(cell: ScoreCell, read: ScoreReader) -> dict[float, dict[int, float]]:
     """Return the numbers of the finished runs by rate and seed, without rates that lack a number in one of their runs."""
-    found = {rate: {run.seed: read(run) for run in cell.runs_at_rate(rate)} for rate in cell.rates}
-    return {rate: of_seeds for rate, of_seeds in found.items() if of_seeds and None not in of_seeds.values()}
+    scores = {rate: {run.seed: read(run) for run in cell.runs_at_rate(rate)} for rate in cell.rates}
+    return {rate: of_seeds for rate, of_seeds in scores.items() if of_seeds and None not in of_seeds.values()}
 
 
-def compute_sensitivity(found: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> RateSensitivity | None:
+def compute_sensitivity(scores: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> RateSensitivity | None:
     """Return the means of numbers by rate and seed at each rate that has all `seeds`; None where there is none."""
-    whole = {rate: of_seeds for rate, of_seeds in found.items() if of_seeds.keys() >= set(seeds)}
-    means = {rate: compute_interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in whole.items()}
+    complete = {rate: of_seeds for rate, of_seeds in scores.items() if of_seeds.keys() >= set(seeds)}
+    means = {rate: compute_interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in complete.items()}
     return RateSensitivity(means) if means else None

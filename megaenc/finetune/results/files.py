@@ -145,29 +145,29 @@ def _format_object(fields: Mapping[str, str], indent: str) -> str:
 def remove_partial_files(job: "FinetuneJob") -> None:
     """Remove what killed runs left half written. Only for the process that has locked the run."""
     for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
-        for left in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING):
-            remove_path(left)
+        for file in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING):
+            remove_path(file)
 
 
 def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "failed", "missing"]:
     """Return whether `job` has been done on `dataset`; InputError names the field in which its protocol or data differ."""
-    for name, found in ((RESULTS, "finished"), (FAILED, "failed")):
+    for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
         path = job_folder(job, dataset) / name
         if (values := read_fields(path)) is None:
             continue
-        for field, was, value in _compare_with_file(values, job.protocol, job.fingerprints.for_dataset(dataset)):
+        for field, recorded_value, value in _compare_with_file(values, job.protocol, job.fingerprints.for_dataset(dataset)):
             if "." not in field:
                 raise InputError(f"{path}: field `{field}`: not there, so it cannot go on here; choose another --output")
-            said = "none" if was is _MISSING else repr(was)
+            recorded = "none" if recorded_value is _MISSING else repr(recorded_value)
             raise InputError(
-                f"{path}: field `{field}`: found {said[:24]}, expected {repr(value)[:24]}; "
+                f"{path}: field `{field}`: found {recorded[:24]}, expected {repr(value)[:24]}; "
                 "give what it was made with, choose another --output or remove it"
             )
-        return found
+        return state
     return "missing"
 
 
-def find_protocol_difference(file: Path, asked: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
+def find_protocol_difference(file: Path, protocol: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
     """Return the first choice of the protocol, or fingerprint, in which a run's file differs, with both values.
 
     None where all agree, or the file does not say. Its scores, megabytes of them, are not read.
@@ -178,27 +178,27 @@ def find_protocol_difference(file: Path, asked: FinetuneConfig, fingerprints: Ma
         values = parse_json(head + b"}" if scores else head)
     except (OSError, ValueError):
         return None
-    for field, was, value in _compare_with_file(values, asked, fingerprints) if isinstance(values, dict) else ():
+    for field, recorded, value in _compare_with_file(values, protocol, fingerprints) if isinstance(values, dict) else ():
         section, _, name = field.partition(".")
-        if name and was is not _MISSING:
+        if name and recorded is not _MISSING:
             length = 12 if section == "fingerprints" else None
-            return f"{name} is {str(was)[:length]} there, {str(value)[:length]} here"
+            return f"{name} is {str(recorded)[:length]} there, {str(value)[:length]} here"
     return None
 
 
 def _compare_with_file(
-    found: dict[str, Any], asked: FinetuneConfig, fingerprints: Mapping[str, str]
+    values: dict[str, Any], protocol: FinetuneConfig, fingerprints: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (`protocol.batch_size`, or `protocol` where the file has no such section; value there or _MISSING; value asked)."""
-    for section, wanted in (("protocol", dataclasses.asdict(asked)), ("fingerprints", fingerprints)):
-        there = found.get(section)
-        if not isinstance(there, dict):
-            yield section, _MISSING, wanted
+    for section, expected in (("protocol", dataclasses.asdict(protocol)), ("fingerprints", fingerprints)):
+        recorded = values.get(section)
+        if not isinstance(recorded, dict):
+            yield section, _MISSING, expected
             continue
-        for field, value in wanted.items():
-            was = there.get(field, _MISSING)
-            if was != value and _AUTOMATIC_VALUES.get(field, _MISSING) != value:
-                yield f"{section}.{field}", was, value
+        for field, value in expected.items():
+            recorded_value = recorded.get(field, _MISSING)
+            if recorded_value != value and _AUTOMATIC_VALUES.get(field, _MISSING) != value:
+                yield f"{section}.{field}", recorded_value, value
 
 
 def read_result_tree(root: str | Path) -> list[Result]:
@@ -206,15 +206,15 @@ def read_result_tree(root: str | Path) -> list[Result]:
 
     Raises InputError for a file that no run wrote. Examples' own scores, gigabytes in the study's tree, are not parsed.
     """
-    found: dict[tuple, Result] = {}
+    results: dict[tuple, Result] = {}
     for path in _iterate_run_folders(Path(root)):
         if (result := read_result(path)) is not None:
-            first = found.setdefault((path.parent, result.train_on, result.learning_rate, result.seed), result)
+            first = results.setdefault((path.parent, result.train_on, result.learning_rate, result.seed), result)
             if first is not result:
                 raise InputError(f"{path}: the same run as {first.path.name}; expected one of them, remove the other")
-    if not found:
+    if not results:
         raise InputError(f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} below it")
-    return list(found.values())
+    return list(results.values())
 
 
 def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
@@ -279,8 +279,8 @@ def _read_bytes(path: Path) -> bytes:
 def drop_score_lists(content: bytes) -> bytes:
     """Replace each list of scores in `content` by "equal" or null, and each object of them by null."""
 
-    def short(found: re.Match[bytes]) -> bytes:
-        return found[1] + (b'"equal"' if found[2] is not None and _all_equal(found[2]) else b"null")
+    def short(match: re.Match[bytes]) -> bytes:
+        return match[1] + (b'"equal"' if match[2] is not None and _all_equal(match[2]) else b"null")
 
     return _SCORE_LISTS.sub(short, content)
 
@@ -349,5 +349,5 @@ def _check_text(path: Path, field: str, value: Any) -> str:
     return " ".join(value.encode("utf-8", "replace").decode().split())
 
 
-def _build_field_error(path: Path, field: str, found: str, expected: str) -> InputError:
-    return InputError(f"{path}: field `{field}`: found {found}, expected {expected}; remove the file")
+def _build_field_error(path: Path, field: str, actual: str, expected: str) -> InputError:
+    return InputError(f"{path}: field `{field}`: found {actual}, expected {expected}; remove the file")

@@ -99,7 +99,9 @@ class GridSummary:
 
     def format_dataset(self, of: SummaryRow | RateRow | Result) -> str:
         """Return the data set, with the set trained on where that tells rows apart."""
-        return f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.repeated_families and of.train_on else of.dataset
+        return (
+            f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.repeated_families and of.train_on else of.dataset
+        )
 
     @property
     def learning_rates(self) -> list[float]:
@@ -125,14 +127,14 @@ def build_summary(results: Sequence[Result], metrics: str = "both", kind: Interv
     return summary
 
 
-def _select_metrics(members: Sequence[ScoreCell], which: str) -> list[tuple[str, ScoreReader]]:
+def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[tuple[str, ScoreReader]]:
     """Return the numbers that every finished run of `members` has, by name; in percent later."""
-    found: list[tuple[str, ScoreReader]] = [(PAPER_METRIC, lambda run: run.test.score)] if which != "standard" else []
-    if which != "paper":
+    readers: list[tuple[str, ScoreReader]] = [(PAPER_METRIC, lambda run: run.test.score)] if metrics_option != "standard" else []
+    if metrics_option != "paper":
         finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
         common = [name for name in (finished[0] if finished else ()) if all(name in metrics for metrics in finished)]
-        found += [(name, lambda run, name=name: run.test.metrics.get(name)) for name in common]
-    return found
+        readers += [(name, lambda run, name=name: run.test.metrics.get(name)) for name in common]
+    return readers
 
 
 def _build_row(members: Sequence[ScoreCell], name: str, read: ScoreReader, kind: IntervalKind) -> SummaryRow:
@@ -147,8 +149,8 @@ def _build_row(members: Sequence[ScoreCell], name: str, read: ScoreReader, kind:
     by_seed = aggregate.average_by_seed(members, read) or {}
     mean = half = None
     if by_seed:
-        found = aggregate.compute_interval(list(by_seed.values()), kind)
-        mean, half = 100 * found.mean, None if math.isnan(found.half) else 100 * found.half
+        interval = aggregate.compute_interval(list(by_seed.values()), kind)
+        mean, half = 100 * interval.mean, None if math.isnan(interval.half) else 100 * interval.half
     # Every run on a data set has the same baseline.
     key = "score" if name == PAPER_METRIC else name
     bases = [next((run.test.baseline.get(key) for run in cell.runs if run.test is not None), None) for cell in members]
@@ -158,12 +160,12 @@ def _build_row(members: Sequence[ScoreCell], name: str, read: ScoreReader, kind:
 
 def _build_rate_row(cell: ScoreCell) -> RateRow | None:
     incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete_rates)
-    where = (cell.model, cell.family, cell.dataset, cell.train_on)
-    found = aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds)
-    if found is None:
-        return RateRow(*where, None, {}, math.nan, 0, incomplete) if incomplete else None
-    means = {rate: 100 * mean for rate, mean in found.means.items()}
-    return RateRow(*where, cell.chosen_rate, means, 100 * found.spread, found.count_near_best(), incomplete)
+    cell_key = (cell.model, cell.family, cell.dataset, cell.train_on)
+    sensitivity = aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds)
+    if sensitivity is None:
+        return RateRow(*cell_key, None, {}, math.nan, 0, incomplete) if incomplete else None
+    means = {rate: 100 * mean for rate, mean in sensitivity.means.items()}
+    return RateRow(*cell_key, cell.chosen_rate, means, 100 * sensitivity.spread, sensitivity.count_near_best(), incomplete)
 
 
 def format_interval(mean: float | None, half: float | None = None) -> str:
@@ -175,7 +177,7 @@ def format_interval(mean: float | None, half: float | None = None) -> str:
 
 def build_tables(summary: GridSummary) -> list[Any]:
     """Return rich's tables of scores and of learning rates. They fit 80 columns; long names are folded."""
-    made = []
+    rendered_tables = []
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
         compared = ["baseline"] if any(row.baseline is not None for row in rows) else []
@@ -196,7 +198,7 @@ def build_tables(summary: GridSummary) -> list[Any]:
                 row.runs if first else "",
             )
             before = (row.model, place)
-        made.append(table)
+        rendered_tables.append(table)
     if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
         title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
         table = _build_empty_table(
@@ -206,12 +208,12 @@ def build_tables(summary: GridSummary) -> list[Any]:
         for row in summary.rates:
             means = {rate: f"{mean:.1f}{'*' * (rate == row.chosen)}" for rate, mean in row.means.items()}
             means |= dict.fromkeys(row.incomplete, "x")
-            found = [means.get(rate, "") for rate in summary.learning_rates]
+            numbers_by_rate = [means.get(rate, "") for rate in summary.learning_rates]
             ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
-            table.add_row(row.model if row.model != model else "", summary.format_dataset(row), *found, *ends)
+            table.add_row(row.model if row.model != model else "", summary.format_dataset(row), *numbers_by_rate, *ends)
             model = row.model
-        made.append(table)
-    return made
+        rendered_tables.append(table)
+    return rendered_tables
 
 
 def _build_empty_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
@@ -239,12 +241,12 @@ def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, 
 def format_notes(summary: GridSummary) -> list[str]:
     """Return a line for each model and data set with collapsed or failed runs: which, and why."""
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
-    for what, result, why in _iterate_unusable_runs(summary):  # those that failed did so in different steps
-        groups[what, result.model, summary.format_dataset(result), why if what == "collapsed" else ""].append((result, why))
+    for kind, result, why in _iterate_unusable_runs(summary):  # those that failed did so in different steps
+        groups[kind, result.model, summary.format_dataset(result), why if kind == "collapsed" else ""].append((result, why))
     lines = []
-    for (what, model, place, _), runs in groups.items():
-        which = ", ".join(dict.fromkeys(f"{format_learning_rate(run.learning_rate)} sd{run.seed}" for run, _ in runs))
-        lines.append(" ".join(f"{what}: {model} {place}: {runs[0][1]}: {which}".split()))
+    for (kind, model, place, _), runs in groups.items():
+        run_list = ", ".join(dict.fromkeys(f"{format_learning_rate(run.learning_rate)} sd{run.seed}" for run, _ in runs))
+        lines.append(" ".join(f"{kind}: {model} {place}: {runs[0][1]}: {run_list}".split()))
     return lines
 
 
@@ -255,9 +257,9 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
         for row in summary.rates:
             means = {format_learning_rate(rate): mean for rate, mean in row.means.items()}
             values["rates"].append(vars(row) | {"means": means, "spread": None if math.isnan(row.spread) else row.spread})
-        for what, result, why in _iterate_unusable_runs(summary):
+        for kind, result, why in _iterate_unusable_runs(summary):
             names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
-            values[what].append({name: getattr(result, name) for name in names} | {"why": why})
+            values[kind].append({name: getattr(result, name) for name in names} | {"why": why})
         return json.dumps(values, indent=1) + "\n"
     if suffix == ".csv":
         stream = io.StringIO()
@@ -292,8 +294,8 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
     if settings.output:
         check_output_file(output, "--output")
     with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
-        found = read_result_tree(settings.results)
-        summary = build_summary(found, settings.metrics, settings.interval)
+        results = read_result_tree(settings.results)
+        summary = build_summary(results, settings.metrics, settings.interval)
         if settings.output:
             atomic_write(output, format_summary(summary, output.suffix))
     # Columns that the table of rates takes with names of 16 letters, which are folded where they are longer.
@@ -306,8 +308,8 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         print_rank_0(line)
     if any(row.collapsed for row in summary.rows):
         print_rank_0("! marks a mean of which a run has collapsed: its predictions are worthless, whatever its score")
-    if settings.metrics == "standard" and not any(run.test is not None and run.test.metrics for run in found):
+    if settings.metrics == "standard" and not any(run.test is not None and run.test.metrics for run in results):
         print_rank_0("these files hold the paper's scores alone: --metrics paper shows them")
-    print_rank_0(f"{len(found) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
+    print_rank_0(f"{len(results) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
     if settings.output:
         print_rank_0(f"written: {settings.output}")

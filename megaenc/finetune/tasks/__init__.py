@@ -1,4 +1,4 @@
-"""The four families of tasks; what they share is in base.py."""
+"""The four task families, by name in `TASKS`."""
 
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.tasks.base import FinetuneTask, NonFinitePredictionError, Scores, TaskModel

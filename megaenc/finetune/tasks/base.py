@@ -1,4 +1,4 @@
-"""The base of the four families of tasks: model with head, loss of a batch in parts that fit, predictions, scores."""
+"""Base class of the task families: model with head, loss in micro-batches, predictions and scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from megaenc.finetune.datasets.registry import Dataset
 
 IGNORE_INDEX = -100
-"""The target of what is not learned, as cross_entropy has it."""
+"""Target value that cross_entropy ignores."""
 
 
 @dataclass(frozen=True)
 class Scores(SplitScores):
-    """Scores of one split, in the order in which results have them, with those of the examples."""
+    """Scores of one split, with those of each example, in the field order of results.json."""
 
     scores_i: list[float]
-    """The study's metric of each example, in the order of the examples."""
+    """The study's metric of each example, in order."""
     metrics_i: dict[str, list[float]]
-    """What the standard metrics are made of, by example."""
+    """By name, the values of each example behind the standard metrics."""
 
     @classmethod
     def from_examples(
@@ -42,18 +42,18 @@ class Scores(SplitScores):
         baseline: dict[str, float],
         metrics: dict[str, float] | None = None,
     ) -> Self:
-        """Average what each example scores; `metrics` are given only where they are not the means of `metrics_i`."""
+        """Build Scores from per-example values; `metrics` defaults to the means of `metrics_i`."""
         by_example = {name: [float(value) for value in values] for name, values in metrics_i.items()}
         metrics = metrics or {name: float(np.mean(values)) for name, values in metrics_i.items()}
         return cls(float(np.mean(scores_i)), metrics, collapsed, baseline, [float(score) for score in scores_i], by_example)
 
 
 class NonFinitePredictionError(ArithmeticError):
-    """A prediction that is nan or inf: the last update was one too many."""
+    """Error of NaN or inf in a model's predictions."""
 
 
 class TaskModel(nn.Module):
-    """A backbone and the task's head on its states."""
+    """A backbone with the head of a task."""
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
         super().__init__()
@@ -62,16 +62,16 @@ class TaskModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return next(self.parameters()).device
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """float32[..., labels] of states [..., hidden]; the head computes in the type of its own weights."""
+        """Apply the head, in the dtype of its weights, to `states` [..., hidden_size]; return float32[..., labels]."""
         return self.head(states.to(self.head.weight.dtype)).float()
 
 
 class FinetuneTask(ABC):
-    """A family of tasks on one data set. Unless a family has its own loss, it is the cross-entropy of `outputs` and `targets`."""
+    """A task family on one data set; by default the loss is the cross-entropy of `compute_outputs` and `get_targets`."""
 
     family: ClassVar[TaskFamily]
 
@@ -79,18 +79,18 @@ class FinetuneTask(ABC):
         self.dataset = dataset
         self.protocol = protocol
         self.progress: Callable[[int, int], None] = lambda done, total: None
-        """Is told how many texts of an evaluation are read, and of how many."""
+        """Callback (predicted texts, total texts) of an evaluation."""
 
     @abstractmethod
     def encode(self, examples: Examples, encoder: TextEncoder) -> TokenizedSplit:
-        """Tokenise `examples` for the other methods; a pure function of them, the encoder and the task's labels."""
+        """Tokenize `examples`, with targets as columns; a pure function of examples, encoder and the task's labels."""
 
     @abstractmethod
     def evaluate(self, model: TaskModel, data: TokenizedSplit, examples: Examples) -> Scores:
-        """Predict all of a split in one pass and score it; `data` is what `encode` made of `examples`."""
+        """Predict a split and compute its scores; `data` is the result of `encode(examples, ...)`."""
 
     def build_head(self, hidden_size: int) -> nn.Module:
-        """Draw a new head in float32 by torch's own generator: weights from N(0, 0.02), zero bias."""
+        """Build a float32 head with random weights, normal with standard deviation 0.02, and zero bias."""
         head = nn.Linear(hidden_size, self.output_count)
         nn.init.normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -98,7 +98,7 @@ class FinetuneTask(ABC):
 
     @property
     def output_count(self) -> int:
-        """The numbers that the head gives: one for each label."""
+        """Return the number of outputs of the head: one per label."""
         return len(self.dataset.labels)
 
     def count_examples(self, data: TokenizedSplit) -> int:
@@ -106,15 +106,15 @@ class FinetuneTask(ABC):
         return len(data)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Compute the logits of each token of a pack, float32[tokens, labels]; in some families, an output of each text."""
+        """Compute the logits of each token of a pack, float32[tokens, labels]; some families have one output per text."""
         return model.compute_logits(model.backbone.compute_states(packed))
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return int64: the label of each output of these rows, or NO_LABEL."""
+        """Return the label of each output of `rows`, int64[outputs], or IGNORE_INDEX."""
         raise NotImplementedError
 
     def backward(self, model: TaskModel, data: TokenizedSplit, rows: np.ndarray) -> float:
-        """Add the gradients of the mean loss over all that the batch `rows` (int[batch]) predicts, and return that loss."""
+        """Backpropagate the mean loss of the batch `rows` (int[batch]), in several forward passes if needed; return the loss."""
         count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
         total = torch.zeros((), device=model.device)
         for part in self.split_into_forwards(data.lengths[rows]):
@@ -126,38 +126,38 @@ class FinetuneTask(ABC):
         return total.item()
 
     def split_into_forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Return the places in `lengths` of the texts of each forward pass."""
+        """Group texts of `lengths` tokens into forward passes; return the indices of each, int64."""
         return batch_by_tokens(lengths, self.protocol.tokens_per_forward)
 
     @torch.inference_mode()
     def predict(
         self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, *, before: int = 0, after: int = 0
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """Yield (places in `rows`, their `outputs`) of each forward pass over `rows`, without dropout.
+        """Yield (indices into `rows`, their outputs) of each forward pass, in eval mode.
 
-        `before` and `after` say how many other texts are read, for `progress`. Raises NotFinite for nan and inf.
+        `before` and `after` are numbers of other texts to count in `progress`. Raises NonFinitePredictionError for NaN or inf.
         """
         model.eval()
         done = before
         for part in self.split_into_forwards(data.lengths[rows]):
             outputs = self.compute_outputs(model, pack_texts(data.gather_rows(rows[part]), model.device))
             if not bool(torch.isfinite(outputs).all()):
-                raise NonFinitePredictionError("what the model predicts is nan or inf")
+                raise NonFinitePredictionError("a prediction of the model is NaN or inf")
             yield part, outputs
             self.progress(done := done + len(part), before + len(rows) + after)
 
     def predict_texts(self, model: TaskModel, data: TokenizedTexts) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (row, float32[tokens, labels]) of every text, where outputs are of tokens."""
+        """Yield (row, token logits float32[tokens, labels]) of every text in `data`."""
         for rows, outputs in self.predict(model, data, np.arange(len(data))):
             yield from zip(rows, np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]), strict=True)
 
     def describe_constant_prediction(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
-        """Word what is wrong with predictions that are one label for everything; None if they are not, or that is right."""
+        """Return the text "constant prediction LABEL" if all predictions are one label although gold labels differ, else None."""
         collapsed = (predicted == predicted[0]).all() and not (gold == gold[0]).all()
         return f"constant prediction {self.dataset.labels[predicted[0]]}" if collapsed else None
 
 
 def mean_pool(states: Tensor, packed: PackedTexts) -> Tensor:
-    """Return float32[texts, hidden]: the mean state of each text's tokens. Its sums have one order, on an accelerator too."""
+    """Return the mean of each text's token states, float32[texts, hidden_size]; deterministic on GPUs too."""
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)

@@ -1,4 +1,4 @@
-"""Sequence classification: the mean of a text's states says its class."""
+"""Sequence classification on the mean of a text's token states."""
 
 from typing import ClassVar
 
@@ -12,26 +12,26 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 
 class Classification(FinetuneTask):
-    """Cross-entropy of the classes, the mean over the batch; the score, which is also the field's, is the accuracy."""
+    """Sequence classification (SC): cross-entropy averaged over texts; the score is the accuracy."""
 
     family: ClassVar[TaskFamily] = TaskFamily.SC
 
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
-        """Return rows of the texts; column `labels`, int64[n]."""
+        """Tokenize the texts, with column `labels`, int64[n]."""
         rows = encoder.encode([example.text for example in examples])
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
         return rows
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Compute the logits of each text."""
+        """Compute the logits of each text, float32[texts, labels]."""
         return model.compute_logits(mean_pool(model.backbone.compute_states(packed), packed))
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the classes."""
+        """Return the class of each of `rows`, int64[rows]."""
         return data.columns["labels"][rows]
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]) -> Scores:
-        """See Task. The baseline is the class that is most frequent in these very examples."""
+        """Predict a split and compute accuracies; the baseline predicts the split's most frequent class."""
         gold, predicted = data.columns["labels"], np.zeros(len(data), dtype=np.int64)
         for rows, logits in self.predict(model, data, np.arange(len(data))):
             predicted[rows] = logits.argmax(1).cpu().numpy()

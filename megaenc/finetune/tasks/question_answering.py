@@ -1,4 +1,4 @@
-"""Extractive question answering: every sub-token says whether it is inside the answer."""
+"""Extractive question answering by a binary label of each sub-token: inside or outside the answer."""
 
 import re
 import string
@@ -19,25 +19,24 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class QuestionAnswering(FinetuneTask):
-    """Cross-entropy of inside and outside the answer, the mean over all sub-tokens of the batch, BOS, EOS and questions included.
+    """Question answering (QA): cross-entropy of inside/outside labels, averaged over all sub-tokens, special ones included.
 
-    The text is "Question: {question}\\nContext: {context}", its two halves tokenised apart. If it is too long it loses the end of
-    its context, then that of its question. Only the first answer is learned: every sub-token that touches a character of it is
-    inside. An answer that was cut off is missed.
+    The text is "Question: {question}\\nContext: {context}", its two halves tokenized separately. Too long a text loses the end of
+    its context, then of its question. Only the first answer is learned: sub-tokens that overlap it are inside.
 
-    The predicted positions are all that are inside. The predicted answer is the text of the run of them within the context that
-    has the largest mean log-odds, so a long run of doubt does not win over a short one of certainty; else it is empty.
+    The predicted positions are all sub-tokens labelled inside. The predicted answer is the text of their run in the context with
+    the largest mean log-odds, so that a short certain run beats a long uncertain one; without a run it is empty.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.QA
     output_count = 2
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> TokenizedTexts:
-        """Return rows of the texts.
+        """Tokenize questions and contexts, with answer labels and offsets as columns.
 
-        By row: `context`, int32[n, 2], the first token of the context and one past its last; `gold`, int32[n, 2], the same of the
-        first answer before the text was cut, 0, 0 without one. By token: `offsets`, int32[N, 2], its characters of the context,
-        0, 0 outside it; `inside`, int64[N], 1 within the first answer, else 0.
+        By row: `context`, int32[n, 2], token range (start, end) of the context; `gold`, int32[n, 2], token range of the first
+        answer before the text is cut, (0, 0) without answer. By token: `offsets`, int32[N, 2], character range in the context,
+        (0, 0) outside it; `inside`, int64[N], 1 within the first answer, else 0.
         """
         prefixes = [f"Question: {example.question}\nContext: " for example in examples]
         contexts = dict.fromkeys(example.context for example in examples)  # a paragraph has several questions
@@ -45,22 +44,22 @@ class QuestionAnswering(FinetuneTask):
         rows, bounds, golds, offsets, inside, truncated, questions_cut = [], [], [], [], [], 0, 0
         for example, (prefix, _) in zip(examples, encoder.encode_with_offsets(prefixes), strict=True):
             tokens, characters = contexts[example.context]
-            first = encoder.add_bos + min(len(prefix), encoder.max_text_tokens)
-            past = encoder.add_bos + min(len(prefix) + len(tokens), encoder.max_text_tokens)
-            gold = first + _find_answer_tokens(example, characters) if example.answers else np.zeros(2, np.int64)
+            start = encoder.add_bos + min(len(prefix), encoder.max_text_tokens)
+            end = encoder.add_bos + min(len(prefix) + len(tokens), encoder.max_text_tokens)
+            gold = start + _find_answer_tokens(example, characters) if example.answers else np.zeros(2, np.int64)
             truncated += len(prefix) + len(tokens) > encoder.max_text_tokens
             questions_cut += len(prefix) > encoder.max_text_tokens
             row = encoder.add_special_tokens(np.concatenate([prefix, tokens]))
-            places, where = np.zeros((len(row), 2), dtype=np.int32), np.arange(len(row))
-            places[first:past] = characters[: past - first]
+            row_offsets, positions = np.zeros((len(row), 2), dtype=np.int32), np.arange(len(row))
+            row_offsets[start:end] = characters[: end - start]
             rows.append(row)
-            bounds.append((first, past))
+            bounds.append((start, end))
             golds.append(gold)
-            offsets.append(places)
-            inside.append((where >= gold[0]) & (where < min(gold[1], past)))
+            offsets.append(row_offsets)
+            inside.append((positions >= gold[0]) & (positions < min(gold[1], end)))
         if questions_cut:
             longer = f"{questions_cut:,} questions are longer than {encoder.max_length:,} tokens"
-            print_rank_0(f"{longer}: their ends and contexts are left out")
+            print_rank_0(f"{longer}: they are cut and lose their contexts")
         return TokenizedTexts.from_rows(
             rows,
             truncated,
@@ -71,12 +70,12 @@ class QuestionAnswering(FinetuneTask):
         )
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return 1 for what is inside, 0 for what is outside."""
+        """Return the labels of all tokens of `rows`, int64[tokens]: 1 inside the answer, 0 outside."""
         return data.gather_token_column("inside", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[Question]) -> Scores:
-        """See Task."""
-        # Sub-tokens of the first answer that were cut off stand behind all that is left of the row.
+        """Predict a split and compute position F1, exact match and F1; the baseline never answers."""
+        # Answer sub-tokens that were cut off get positions after the row's end.
         bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
         positions = [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
         overlap, answers = np.zeros(len(data)), [""] * len(data)
@@ -85,18 +84,18 @@ class QuestionAnswering(FinetuneTask):
             overlap[row] = position_f1(positions[row], np.flatnonzero(log_odds > 0).tolist())
             answers[row] = _extract_answer(examples[row].context, log_odds, data, row)
         golds = [[answer.text for answer in example.answers] for example in examples]
-        found, never = (
-            {name: list(map(metric, golds, given)) for name, metric in (("exact_match", exact_match), ("f1", token_f1))}
-            for given in (answers, [""] * len(golds))
+        metrics, never = (
+            {name: list(map(metric, golds, predictions)) for name, metric in (("exact_match", exact_match), ("f1", token_f1))}
+            for predictions in (answers, [""] * len(golds))
         )
         baseline = {"score": float(np.mean([position_f1(gold, ()) for gold in positions]))}
         baseline |= {name: float(np.mean(values)) for name, values in never.items()}
         collapsed = "never answers" if not any(answers) and any(golds) else None
-        return Scores.from_examples(overlap, found, collapsed=collapsed, baseline=baseline)
+        return Scores.from_examples(overlap, metrics, collapsed=collapsed, baseline=baseline)
 
 
 def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray:
-    """Return int64[2]: the first token of the context that has a character of the first answer, and one past the last."""
+    """Return the range (start, end) of context tokens that overlap the first answer, int64[2]."""
     answer: Answer = example.answers[0]
     start = len(replace_surrogates(example.context[: answer.start]))
     end = start + len(replace_surrogates(answer.text))
@@ -105,37 +104,38 @@ def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray
 
 
 def _extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
-    first, past = data.columns["context"][row]
-    span = find_best_span(log_odds[first:past])
+    """Return the text of the predicted answer of `row`, empty if no sub-token of its context is inside."""
+    start, end = data.columns["context"][row]
+    span = find_best_span(log_odds[start:end])
     if span is None:
         return ""
-    offsets = data.columns["offsets"][data.starts[row] + first : data.starts[row] + past]
+    offsets = data.columns["offsets"][data.starts[row] + start : data.starts[row] + end]
     return replace_surrogates(context)[offsets[span[0], 0] : offsets[span[1] - 1, 1]].strip()
 
 
 def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
-    """The study's score: F1 of two sets of sub-token positions, where an empty set stands as {0}.
+    """Compute the F1 of two sets of sub-token positions, an empty set counting as {0} (the study's score).
 
-    So a question without an answer scores 1 when none is predicted, and 0 when one is (position 0 is part of the question).
+    An unanswerable question thus scores 1 without a predicted answer, else 0: position 0 is part of the question.
     """
-    right, found = set(gold) or {0}, set(predicted) or {0}
-    return 2 * len(right & found) / (len(right) + len(found))
+    gold_positions, predicted_positions = set(gold) or {0}, set(predicted) or {0}
+    return 2 * len(gold_positions & predicted_positions) / (len(gold_positions) + len(predicted_positions))
 
 
 def normalize_answer(answer: str) -> str:
-    """As SQuAD's script compares answers: lower case, no ASCII punctuation, no articles, words joined by single spaces."""
+    """Normalize an answer as SQuAD's script: lower case, no ASCII punctuation or articles, words joined by single spaces."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(golds: Sequence[str], predicted: str) -> float:
-    """1 if `predicted` is one of `golds` once both are normalised; without golds, 1 if it is empty. SQuAD v2's rules."""
+    """Return 1 if the normalized prediction equals a gold answer, or is empty for an unanswerable question, else 0 (SQuAD v2)."""
     return float(normalize_answer(predicted) in [normalize_answer(gold) for gold in _filter_gold_answers(golds)])
 
 
 def token_f1(golds: Sequence[str], predicted: str) -> float:
-    """F1 of the words that `predicted` shares with a gold answer, the best of all golds. SQuAD v2's rules.
+    """Compute the word F1 of the normalized prediction with the closest gold answer (SQuAD v2).
 
-    Where either has no words, 1 if both have none, else 0.
+    If either has no words, it is 1 if both have none, else 0.
     """
     return max(
         _compute_word_f1(normalize_answer(gold).split(), normalize_answer(predicted).split())
@@ -144,6 +144,7 @@ def token_f1(golds: Sequence[str], predicted: str) -> float:
 
 
 def _filter_gold_answers(golds: Sequence[str]) -> Sequence[str]:
+    """Drop gold answers that normalize to nothing; return [""] if none is left."""
     return [gold for gold in golds if normalize_answer(gold)] or [""]
 
 
@@ -155,10 +156,9 @@ def _compute_word_f1(gold: list[str], predicted: list[str]) -> float:
 
 
 def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
-    """(first, one past the last) of the run of sub-tokens that are inside with the largest mean log-odds; None if none is inside.
+    """Return (start, end) of the run of positive log-odds with the largest mean, the first of equals; None without a run.
 
-    `log_odds` is float[sub-tokens of the context]: the score of inside less that of outside, so inside is above 0. Of equals the
-    first counts.
+    `log_odds` is float[sub-tokens of the context]: the logit of inside minus that of outside.
     """
     inside = np.concatenate([[False], log_odds > 0, [False]])
     edges = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Retrieval: texts are the mean of their states, and a query is nearest, by cosine, to the document that answers it."""
+"""Dense retrieval with mean-pooled embeddings and cosine similarity, and its ranking metrics."""
 
 import hashlib
 import math
@@ -17,24 +17,24 @@ from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_po
 from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 _RANKING_DEPTH = 100
-_MAX_COSINES = 1 << 24  # of a block of queries with all documents: 64 MiB
+_MAX_COSINES = 1 << 24  # 64 MiB for a block of queries and all documents
 _MIN_COSINE_SPREAD = 1e-4
 
 
 class RetrievalTask(FinetuneTask):
-    """InfoNCE: cross-entropy of `scale` times the cosines of a query with the documents of the batch, of which one is its own.
+    """Retrieval (IR): InfoNCE loss on scaled cosines with in-batch negatives.
 
-    All other documents of the batch are negatives, even an equal one. A batch that does not fit one forward pass gives the same
-    gradients: embeddings first, without a graph; the gradients of the loss with respect to them; then each part again, from there
-    on back (gradient caching, Gao et al. 2021, 2101.06983).
+    All other documents of the batch are negatives, even equal ones. A batch larger than one forward pass uses gradient caching
+    (Gao et al. 2021, 2101.06983): embed everything without a graph, compute the gradients of the loss with respect to the
+    embeddings, then repeat each part with a graph and backpropagate from there.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.IR
 
-    _documents: tuple[TaskModel, bytes, Tensor] | None = None
+    _document_cache: tuple[TaskModel, bytes, Tensor] | None = None
 
     def encode(self, examples: list[Pair] | RetrievalExamples, encoder: TextEncoder) -> dict[str, TokenizedTexts]:
-        """Return `queries` and `documents`: of pairs, row by row; of a split, in the order of its dictionaries."""
+        """Tokenize `queries` and `documents`, of pairs row by row, of an evaluation split in the order of its dictionaries."""
         if isinstance(examples, RetrievalExamples):
             texts = {"queries": list(examples.queries.values()), "documents": list(examples.documents.values())}
         else:
@@ -42,7 +42,7 @@ class RetrievalTask(FinetuneTask):
         return {name: encoder.encode(some) for name, some in texts.items()}
 
     def build_head(self, hidden_size: int) -> nn.Module:
-        """Return the identity: embeddings are states."""
+        """Return the identity: the embeddings are the backbone's states."""
         return nn.Identity()
 
     def count_examples(self, data: dict[str, TokenizedTexts]) -> int:
@@ -50,14 +50,14 @@ class RetrievalTask(FinetuneTask):
         return len(data["queries"])
 
     def backward(self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray) -> float:
-        """See Task. Where dropout is active, a part drops the same both times."""
-        self._documents = None  # the weights are about to change
+        """Backpropagate the InfoNCE loss of the batch `rows`; return the loss. Both passes of a part use the same dropout."""
+        self._document_cache = None  # the weights are about to change
         texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
         parts = self.split_into_forwards(np.array([len(text) for text in texts]))
         packs = [pack_texts([texts[at] for at in part], model.device) for part in parts]
         order = np.argsort(np.concatenate(parts))
         if len(packs) == 1:
-            loss = self._loss(self.compute_outputs(model, packs[0])[order])
+            loss = self._compute_loss(self.compute_outputs(model, packs[0])[order])
             loss.backward()
             return loss.item()
         on_gpu = model.device.type == "cuda"
@@ -67,7 +67,7 @@ class RetrievalTask(FinetuneTask):
                 random_states.append((torch.get_rng_state(), torch.cuda.get_rng_state(model.device) if on_gpu else None))
                 embedded.append(self.compute_outputs(model, packed))
         vectors = torch.cat(embedded).requires_grad_()
-        loss = self._loss(vectors[order])
+        loss = self._compute_loss(vectors[order])
         loss.backward()
         gradients = vectors.grad.split([len(part) for part in parts])
         for packed, (state, gpu_state), gradient in zip(packs, random_states, gradients, strict=True):
@@ -79,17 +79,20 @@ class RetrievalTask(FinetuneTask):
         return loss.item()
 
     def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples) -> Scores:
-        """See Task. Queries without a relevant document are left out, as trec_eval does."""
-        asked = np.flatnonzero([bool(examples.relevant.get(query)) for query in examples.queries])
-        relevant = [examples.relevant[query] for query in np.array(list(examples.queries), dtype=object)[asked]]
+        """Rank all documents for each query and compute scores; queries without a relevant document are ignored (trec_eval).
+
+        The baseline is the expectation of a random ranking.
+        """
+        judged_rows = np.flatnonzero([bool(examples.relevant.get(query)) for query in examples.queries])
+        relevant = [examples.relevant[query] for query in np.array(list(examples.queries), dtype=object)[judged_rows]]
         names = list(examples.documents)
         order = compute_trec_order(names)
         names = [names[at] for at in order]
         values: dict[str, list[float]] = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
         spread = 0.0
-        documents = self._all_documents(model, data["documents"], order, queries=len(asked))
-        queries = self._embed_all(model, data["queries"], asked, before=len(order))
-        for start in range(0, len(asked), block := max(1, _MAX_COSINES // len(names))):
+        documents = self._embed_documents(model, data["documents"], order, queries=len(judged_rows))
+        queries = self._embed_texts(model, data["queries"], judged_rows, before=len(order))
+        for start in range(0, len(judged_rows), block := max(1, _MAX_COSINES // len(names))):
             cosines = (queries[start : start + block] @ documents.T).cpu().numpy()
             spread = max(spread, float((cosines.max(axis=1) - cosines.min(axis=1)).max()))
             for scores, grade_of in zip(cosines, relevant[start : start + block], strict=True):
@@ -99,49 +102,51 @@ class RetrievalTask(FinetuneTask):
                 values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
                 values["mrr@10"].append(reciprocal_rank(grades))
                 values["recall@100"].append(recall(grades, len(grade_of)))
-        chance = [compute_random_baseline(len(names), tuple(sorted(grade_of.values()))) for grade_of in relevant]
-        baseline = {name: float(np.mean([one[name] for one in chance])) for name in values}
+        random_metrics = [compute_random_baseline(len(names), tuple(sorted(grade_of.values()))) for grade_of in relevant]
+        baseline = {name: float(np.mean([metrics[name] for metrics in random_metrics])) for name in values}
         collapsed = "all documents are alike to every query" if spread < _MIN_COSINE_SPREAD and len(names) > 1 else None
         return Scores.from_examples(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
 
-    def _loss(self, vectors: Tensor) -> Tensor:
-        """Compute the loss of `vectors`, [2 * batch, hidden]: the queries, then their documents."""
+    def _compute_loss(self, vectors: Tensor) -> Tensor:
+        """Compute the InfoNCE loss of embeddings [2 * batch, hidden_size]: queries, then their documents in the same order."""
         queries, documents = vectors.chunk(2)
         own = torch.arange(len(queries), device=vectors.device)
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Compute embeddings, float32[texts, hidden], of length 1 each."""
+        """Compute normalized embeddings, float32[texts, hidden_size]."""
         return normalize(mean_pool(model.backbone.compute_states(packed), packed), dim=1)
 
-    def _embed_all(self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int) -> Tensor:
-        """Compute float32[rows, hidden] on the model's device."""
+    def _embed_texts(self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int) -> Tensor:
+        """Embed the texts `rows` of `data` on the model's device, float32[rows, hidden_size], in order."""
         parts, embedded = zip(*self.predict(model, data, rows, **others), strict=True)
         return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
 
-    def _all_documents(self, model: TaskModel, data: TokenizedTexts, order: np.ndarray, queries: int) -> Tensor:
-        """Embed documents in `order`. Both splits have the same: their embeddings are kept until the next `backward`."""
+    def _embed_documents(self, model: TaskModel, data: TokenizedTexts, order: np.ndarray, queries: int) -> Tensor:
+        """Embed all documents in `order`; cached until the next `backward`, as both splits have the same documents."""
         digest = hashlib.sha256(data.tokens.tobytes() + data.starts.tobytes() + order.tobytes()).digest()
-        if self._documents is None or self._documents[0] is not model or self._documents[1] != digest:
-            self._documents = (model, digest, self._embed_all(model, data, order, after=queries))
-        return self._documents[2]
+        if self._document_cache is None or self._document_cache[0] is not model or self._document_cache[1] != digest:
+            self._document_cache = (model, digest, self._embed_texts(model, data, order, after=queries))
+        return self._document_cache[2]
 
 
 def _compute_discounts(count: int) -> np.ndarray:
+    """Compute DCG discounts 1 / log2(1 + rank) of the first `count` ranks, float64[count]."""
     return 1 / np.log2(np.arange(2, count + 2))
 
 
 def _compute_ideal_dcg(grades: Sequence[float], depth: int) -> float:
+    """Compute the DCG of `grades` in the best order, at most `depth` of them."""
     best = np.sort(np.asarray(grades, dtype=np.float64))[::-1][:depth]
     return float((best * _compute_discounts(len(best))).sum())
 
 
 def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
-    """The study's NDCG@10: normalised by the best order of the documents it retrieved, not of all that are relevant.
+    """Compute NDCG normalized by the best order of only the `depth` retrieved documents (the study's score).
 
-    `relevant` is bool[documents], best first, and `scores` float[documents] what ranked them. A query whose only retrieved
-    positive stands first scores 1, whatever it missed; 0 if none is among the first `depth`. Documents of one score share their
-    discounts. The same as scikit-learn's `ndcg_score([relevant], [scores])` on the first `depth` alone.
+    `relevant`, bool[documents], and `scores`, float[documents], are best first. Relevant documents that were not retrieved do not
+    lower it; it is 0 if none was. Documents of equal score share their discounts. Equal to scikit-learn's
+    `ndcg_score([relevant], [scores])` on the first `depth` documents.
     """
     gains, scores = relevant[:depth].astype(np.float64), scores[:depth]
     if not gains.any():
@@ -153,9 +158,9 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
 
 
 def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> float:
-    """trec_eval's ndcg_cut: gains are grades, discounts 1 / log2(1 + rank), normalised by the best order of all judged documents.
+    """Compute NDCG at `depth` with grades as gains, normalized by all relevant documents (trec_eval's ndcg_cut).
 
-    `grades` is int[documents], best first, 0 where not relevant; `all_grades` are those of all relevant documents.
+    `grades` is int[documents], best first, 0 if not relevant; `all_grades` are the grades of all relevant documents.
     """
     ideal = _compute_ideal_dcg(all_grades, depth)
     top = grades[:depth]
@@ -163,26 +168,26 @@ def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> floa
 
 
 def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
-    """1 over the rank of the first relevant document, 0 if none is among the first `depth`."""
-    found = np.flatnonzero(grades[:depth])
-    return 1 / (int(found[0]) + 1) if len(found) else 0.0
+    """Compute 1 / rank of the first relevant document, 0 if none is among the first `depth`."""
+    ranks = np.flatnonzero(grades[:depth])
+    return 1 / (int(ranks[0]) + 1) if len(ranks) else 0.0
 
 
 def recall(grades: np.ndarray, relevant: int, depth: int = 100) -> float:
-    """The share of the `relevant` documents that are among the first `depth`."""
+    """Compute the fraction of the `relevant` documents that are among the first `depth`."""
     return float(np.count_nonzero(grades[:depth]) / relevant) if relevant else 0.0
 
 
 def compute_trec_order(names: Sequence[str]) -> np.ndarray:
-    """int64[documents]: the order in which trec_eval takes documents of one score, the greater name first (bytes of UTF-8)."""
+    """Return the document order in which trec_eval breaks ties, descending by UTF-8 name, as indices int64[documents]."""
     keys = [name.encode("utf-8", "surrogatepass") for name in names]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__, reverse=True), dtype=np.int64)
 
 
 def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
-    """int64[min(depth, documents)]: where the greatest scores are, the greatest first, equal ones in the order they are in.
+    """Return the indices of the `depth` highest scores, best first, int64[min(depth, documents)]; ties keep their order.
 
-    Documents laid out by in_trec_order are so ranked as trec_eval ranks them.
+    With documents in the order of `compute_trec_order`, the ranking is trec_eval's.
     """
     depth = min(depth, len(scores))
     least = np.partition(scores, len(scores) - depth)[len(scores) - depth]
@@ -192,10 +197,10 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
 
 @lru_cache(maxsize=1 << 16)
 def compute_random_baseline(documents: int, all_grades: tuple[int, ...]) -> dict[str, float]:
-    """What a random order of `documents` gets on average, in closed form: the study's score and trec_eval's measures."""
+    """Compute the expected metrics of a random ranking of `documents` documents, in closed form, by metric name."""
     relevant, depth = len(all_grades), min(10, documents)
     discounts = float(_compute_discounts(depth).sum())
-    # k positives among the first ten: hypergeometric; each then stands at any of the ten ranks alike.
+    # The number k of relevant documents in the top ten is hypergeometric; each is at any of the ten ranks equally often.
     score = sum(
         math.comb(depth, k) * math.comb(documents - depth, relevant - k) / math.comb(documents, relevant)
         * k / depth * discounts / _compute_ideal_dcg([1] * k, depth)

@@ -1,4 +1,4 @@
-"""Token classification: every sub-token says the tag of its word, and a word's sub-tokens vote."""
+"""Token classification by a tag of each sub-token, with a majority vote over the sub-tokens of a word."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, concatenate_
 
 
 class TokenClassification(FinetuneTask):
-    """Cross-entropy of the tags, the mean over the batch's sub-tokens without BOS and EOS.
+    """Token classification (TC): cross-entropy of the tags, averaged over sub-tokens without BOS and EOS.
 
-    Words are joined by single spaces and tokenised together. A sub-token belongs to the first word that ends after its first
-    character, so that a space counts with the word behind it. Words that were cut off, or left no sub-token, are predicted O.
+    Words are joined by single spaces and tokenized together. A sub-token belongs to the first word that ends after its first
+    character, so a space belongs to the following word. Words that were cut off or have no sub-token are predicted O.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.TC
 
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> TokenizedTexts:
-        """Return rows of the sentences; by token: `words`, int32[N], place in the sentence or -1; `tags`, int64[N], or -100."""
+        """Tokenize the sentences, with columns by token: `words`, int32[N], word index or -1, and `tags`, int64[N], or -100."""
         rows, words, tags, truncated = [], [], [], 0
         sentences = [[replace_surrogates(word) for word in example.words] for example in examples]
         encoded = encoder.encode_with_offsets([" ".join(sentence) for sentence in sentences])
         for example, sentence, (tokens, offsets) in zip(examples, sentences, encoded, strict=True):
             ends = np.cumsum([len(word) + 1 for word in sentence]) - 1
-            # A token of trailing white space alone is behind every word.
+            # A token of only trailing white space starts after all words.
             owners = np.searchsorted(ends, offsets[:, 0], side="right")
             owners = np.where(owners < len(sentence), owners, -1)
             truncated += len(tokens) > encoder.max_text_tokens
@@ -41,11 +41,11 @@ class TokenClassification(FinetuneTask):
         )
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the tags."""
+        """Return the tags of all tokens of `rows`, int64[tokens]."""
         return data.gather_token_column("tags", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]) -> Scores:
-        """See Task. The baseline is the tag that each word has most often in the training set."""
+        """Predict a split and compute tag F1 and span F1; the baseline predicts each word's most frequent training tag."""
         outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
         for row, logits in self.predict_texts(model, data):
@@ -54,7 +54,7 @@ class TokenClassification(FinetuneTask):
             tags = logits.argmax(1)[known]
             predicted[row] = majority_vote(words[known], tags, len(examples[row].words), outside)
         gold = [np.array(example.tags) for example in examples]
-        by_word, otherwise = self._most_frequent
+        by_word, otherwise = self._most_frequent_tags
         usual = [np.array([by_word.get(word, otherwise) for word in example.words]) for example in examples]
         labels = self.dataset.labels
         gold_names, names, usual_names = ([[labels[tag] for tag in tags] for tags in side] for side in (gold, predicted, usual))
@@ -69,8 +69,8 @@ class TokenClassification(FinetuneTask):
         )
 
     @cached_property
-    def _most_frequent(self) -> tuple[dict[str, int], int]:
-        """The tag that each word of the training set has most often (of equals, the first met), and the one of all words."""
+    def _most_frequent_tags(self) -> tuple[dict[str, int], int]:
+        """Return the most frequent tag of each training word, the first of equals, and that of all words together."""
         tags_of, all_tags = defaultdict(Counter), Counter()
         for example in self.dataset.load_split("train"):
             for word, tag in zip(example.words, example.tags, strict=True):
@@ -80,9 +80,9 @@ class TokenClassification(FinetuneTask):
 
 
 def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) -> np.ndarray:
-    """int64[count]: the tag of each word, which most of its sub-tokens have; of equals, the one that comes first.
+    """Return the most frequent sub-token tag of each of `count` words, int64[count], the first of equals.
 
-    `words` is int[sub-tokens], ascending, the word of each; `tags` is int[sub-tokens]. Words without a sub-token get `absent`.
+    `words`, int[sub-tokens], is the ascending word index of each sub-token. Words without a sub-token get `absent`.
     """
     voted = np.full(count, absent, dtype=np.int64)
     if len(words):
@@ -95,54 +95,51 @@ def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) 
 
 
 def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.ndarray:
-    """float64[sentences], the study's score: F1 of each tag, O included, averaged over the tags that gold or prediction has.
+    """Compute each sentence's macro F1 over its gold and predicted tags, O included, float64[sentences] (the study's score).
 
-    The same as scikit-learn's `f1_score(gold, predicted, average="macro", zero_division=0)` on the words of one sentence.
+    Equal to scikit-learn's `f1_score(gold, predicted, average="macro", zero_division=0)` on the words of one sentence.
     """
     scores = np.zeros(len(gold))
-    for at, (right, found) in enumerate(zip(gold, predicted, strict=True)):
-        size = int(max(right.max(), found.max())) + 1
-        in_gold, in_found = np.bincount(right, minlength=size), np.bincount(found, minlength=size)
-        hits = np.bincount(right[right == found], minlength=size)
-        present = in_gold + in_found > 0
-        scores[at] = (2 * hits[present] / (in_gold + in_found)[present]).mean()
+    for at, (gold_tags, predicted_tags) in enumerate(zip(gold, predicted, strict=True)):
+        size = int(max(gold_tags.max(), predicted_tags.max())) + 1
+        gold_counts, predicted_counts = np.bincount(gold_tags, minlength=size), np.bincount(predicted_tags, minlength=size)
+        hits = np.bincount(gold_tags[gold_tags == predicted_tags], minlength=size)
+        present = gold_counts + predicted_counts > 0
+        scores[at] = (2 * hits[present] / (gold_counts + predicted_counts)[present]).mean()
     return scores
 
 
 def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """(type, first word, last word) of each span of IOB2 tags, as seqeval and conlleval read them.
+    """Parse IOB2 tags into spans (type, first word, last word), like seqeval and conlleval.
 
-    A span starts at a B, and also at an I whose word before is outside or of another type.
+    A span starts at a B, and at an I that follows O or another type.
     """
-    found, open_type, start = set(), None, 0
-    for at, tag in enumerate([*tags, "O"]):
-        prefix, _, kind = tag.partition("-")
-        goes_on = prefix == "I" and kind == open_type
-        if open_type is not None and not goes_on:
-            found.add((open_type, start, at - 1))
+    spans, open_type, start = set(), None, 0
+    for index, tag in enumerate([*tags, "O"]):
+        prefix, _, entity_type = tag.partition("-")
+        is_continued = prefix == "I" and entity_type == open_type
+        if open_type is not None and not is_continued:
+            spans.add((open_type, start, index - 1))
             open_type = None
-        if prefix in ("B", "I") and not goes_on:
-            open_type, start = kind, at
-    return found
+        if prefix in ("B", "I") and not is_continued:
+            open_type, start = entity_type, index
+    return spans
 
 
 def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> np.ndarray:
-    """int64[sentences, 3]: spans that are right in type and both ends, spans predicted, spans there are."""
+    """Count correct, predicted and gold spans of each sentence, int64[sentences, 3]; type and both ends must match."""
     rows = []
-    for right, found in zip(gold, predicted, strict=True):
-        in_gold, in_found = parse_spans(right), parse_spans(found)
-        rows.append((len(in_gold & in_found), len(in_found), len(in_gold)))
+    for gold_tags, predicted_tags in zip(gold, predicted, strict=True):
+        gold_spans, predicted_spans = parse_spans(gold_tags), parse_spans(predicted_tags)
+        rows.append((len(gold_spans & predicted_spans), len(predicted_spans), len(gold_spans)))
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def span_f1(counts: np.ndarray) -> dict[str, float]:
-    """Precision, recall and F1 over the spans of all sentences together, as seqeval's micro average; 0 for a division by 0.
-
-    `counts` is what span_counts returned.
-    """
-    right, found, there = (int(number) for number in counts.sum(axis=0))
+    """Compute micro-averaged span precision, recall and F1, like seqeval, from the result of `count_spans`; 0 for 0/0."""
+    right, predicted, gold = (int(number) for number in counts.sum(axis=0))
     return {
-        "span_f1": 2 * right / (found + there) if found + there else 0.0,
-        "span_precision": right / found if found else 0.0,
-        "span_recall": right / there if there else 0.0,
+        "span_f1": 2 * right / (predicted + gold) if predicted + gold else 0.0,
+        "span_precision": right / predicted if predicted else 0.0,
+        "span_recall": right / gold if gold else 0.0,
     }

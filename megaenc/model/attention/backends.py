@@ -1,6 +1,6 @@
-"""The ways to compute attention inside documents of one row. Which of them is right on a machine, `attention_check` finds out.
+"""Attention backends for packed documents; `megaenc.model.attention.selftest` checks them on the current machine.
 
-Letters of shapes: S tokens of the row, H heads of queries, G of keys and values (H a multiple of G), D the width of a head.
+Letters of shapes: S tokens of the pack, H query heads, G key/value heads (H is a multiple of G), D width of a head.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention
 
 BACKENDS = ("flash", "varlen", "cudnn", "sdpa")
-"""As fast as they are expected to be; the last is right everywhere."""
+"""Backends from the fastest to the slowest; the last one works everywhere."""
 
-# torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
+# torch 2.11 detects grouped heads itself and lacks the keyword that later versions require.
 _GQA_OPTION = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-# Of torch's scaled dot product; cuDNN would make a plan for each length of a document.
+# Not cuDNN, which would build a plan for each document length.
 _SDPA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-_HOPPER, _FLASH_ATTN_3 = (9, 0), "flash_attn_interface"  # the device that flash-attn 3 is made for, and its module
+_HOPPER, _FLASH_ATTN_3 = (9, 0), "flash_attn_interface"  # the device that flash-attn 3 supports, and its module
 
 
 def compute_attention(name: str, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
-    """q [S, H, D], k and v [S, G, D] -> [S, H, D] by the backend `name` of `BACKENDS`; `scale`: 1 / sqrt(D) unless given."""
+    """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] with the backend `name`; `scale` defaults to 1 / sqrt(D)."""
     width = q.size(-1)
     scale = 1 / math.sqrt(width) if scale is None else scale
     if name == "sdpa":
         return _attend_per_document(q, k, v, packing, scale)
-    if width % 8:  # as the kernels of accelerators want it
+    if width % 8:  # accelerator kernels need a multiple of 8
         q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
         return compute_attention(name, q, k, v, packing, scale)[..., :width]
     if name == "cudnn":
@@ -47,7 +47,7 @@ def compute_attention(name: str, q: Tensor, k: Tensor, v: Tensor, packing: Packe
 
 
 def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What the backend `name` lacks to be tried on `device` in `dtype`, in a few words; empty where nothing."""
+    """Return the reason why backend `name` cannot run on `device` in `dtype`; empty if it can."""
     if name == "sdpa":
         return ""
     if device.type != "cuda":
@@ -55,25 +55,26 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16-bit numbers and not in {str(dtype).removeprefix('torch.')}"
     if name == "flash" and not flash_attn_module(device):
-        third = ", and version 3, which is, is for a Hopper alone" if util.find_spec(_FLASH_ATTN_3) else ""
-        return f"flash-attn{' 2' if third else ''} is not installed{third}"
+        hint = ", and version 3, which is, needs a Hopper GPU" if util.find_spec(_FLASH_ATTN_3) else ""
+        return f"flash-attn{' 2' if hint else ''} is not installed{hint}"
     if name == "cudnn" and (torch.version.hip or not torch.backends.cudnn.is_available()):
         return "this torch has no cuDNN"
     return ""
 
 
 Kernel = Callable[..., Tensor]
-"""(q, k, v, cu_seqlens of queries, of keys, longest of each, *, scale, causal) -> like q; causal aligns the last of both."""
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale, causal) -> like q; causal aligns the last tokens."""
 
 
 def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
+    """Compute attention with torch's `varlen_attn`, as a `Kernel`."""
     window = (-1, 0) if causal else (-1, -1)
     return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, **_GQA_OPTION)
 
 
 def flash_attn_module(device: torch.device) -> str:
-    """The module of flash-attn 3 where it is installed and `device` is a Hopper, else that of flash-attn 2; empty without it."""
-    # AMD's numbers of devices mean others.
+    """Return the name of the flash-attn module for `device`: version 3 on a Hopper GPU, else version 2; empty if not installed."""
+    # AMD GPUs have other capabilities under the same numbers.
     if util.find_spec(_FLASH_ATTN_3) and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER:
         return _FLASH_ATTN_3
     return "flash_attn" if util.find_spec("flash_attn") else ""
@@ -81,18 +82,18 @@ def flash_attn_module(device: torch.device) -> str:
 
 @functools.cache
 def load_flash_kernel(device: torch.device) -> Kernel:
-    """That of `flash_attn_module`, which must not be empty."""
+    """Load the kernel of the flash-attn module for `device`, which must be installed."""
     function = importlib.import_module(flash_attn_module(device)).flash_attn_varlen_func
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
         out = function(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=scale, causal=causal)
-        return out[0] if isinstance(out, tuple) else out  # early versions of the third give the scores' sums back as well
+        return out[0] if isinstance(out, tuple) else out  # early releases of version 3 also return the log-sum-exp
 
     return kernel
 
 
 def _attend_packed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
-    """One kernel over all documents, two where they have prefixes: those among themselves, the rest over all before it."""
+    """Attend in all documents with one kernel call, or two under prefix attention: within prefixes, and causal for the rest."""
     every, longest = packing.cu_seqlens_kv, packing.max_seqlen_kv
     if packing.attention != Attention.PREFIX:
         return kernel(q, k, v, every, every, longest, longest, scale=scale, causal=packing.attention == Attention.CAUSAL)
@@ -108,9 +109,9 @@ def _attend_packed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: Pac
 
 
 def _attend_per_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
-    """Attend by torch's scaled dot product on each document by itself: exact everywhere.
+    """Attend with torch's scaled dot product, document by document; works on every device.
 
-    Split and put together once: the gradient of a slice would be a whole row of zeros for each document.
+    Tensors are split and concatenated only once: the gradient of each slice would be a whole pack of zeros.
     """
     spans = packing.spans()
     sizes = [stop - start for start, _, stop in spans]
@@ -131,10 +132,10 @@ def _attend_per_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequenc
 
 
 def _scaled_dot_product(q, k, v, scale, causal=False):
-    """If causal, the last query sees all keys and each one before it one key less."""
+    """Return torch's scaled dot-product attention; if causal, the last query attends to all keys, each earlier one to one less."""
     rows, columns = q.size(2), k.size(2)
     mask = None
-    if causal and rows < columns:  # torch's own causal mask would set the first query beside the first key
+    if causal and rows < columns:  # torch's own causal mask aligns the first query with the first key
         mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=k.size(1) != q.size(1)

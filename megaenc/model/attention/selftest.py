@@ -1,6 +1,6 @@
-"""Whether an attention backend computes on this very machine, for values and gradients, what the formula does in float32.
+"""Self-test of attention backends on the current machine: values and gradients against the formula in float32.
 
-Kernels of accelerators have been silently wrong for a mask, a width of heads or a device.
+Accelerator kernels have been silently wrong for a mask, a head width or a device.
 """
 
 import dataclasses
@@ -25,29 +25,30 @@ from megaenc.objectives import Attention
 
 _RESULT_NAMES = ("values", "gradients of queries", "gradients of keys", "gradients of values")
 _LOUD_FACTOR = 8
-_QUERY_SCALE = 2.0  # queries, so that a wrong scale or mask shows: even weights would average it away
+_QUERY_SCALE = 2.0  # makes attention peaked, so that a wrong scale or mask is noticed
 
 
 @dataclass(frozen=True)
 class TrialPack:
-    """Documents for the check: of one token, longer than a tile of the kernels, of no round length."""
+    """Document lengths for the self-test: one token, longer than a kernel's tile, no round length."""
 
     lengths: tuple[int, ...]
-    prefixes: tuple[int, ...]  # some of a document, most of it, none, all but one token
+    prefixes: tuple[int, ...]  # part of a document, most of it, none, all but one token
 
     @property
     def edges(self) -> list[int]:
+        """Return the document boundaries, from 0 to the number of tokens."""
         return [0, *accumulate(self.lengths)]
 
     @property
     def loud(self) -> Tensor:
-        """bool[S, 1, 1]: every other document, which is changed to see whether its neighbours notice."""
+        """Return bool[S, 1, 1], the tokens of every other document, which are scaled to detect leaks into its neighbors."""
         return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[:, None, None]
 
 
 _ACCELERATOR_PACK = TrialPack((5, 259, 1, 67, 130), (2, 200, 0, 66, 0))
-_CPU_PACK = TrialPack((5, 41, 1, 33, 18), (2, 30, 0, 32, 0))  # there tiles are smaller, and the check takes longer
-_MAX_TRIAL_LENGTH = 2048  # of what the check tries; the formula takes the square of it on the host
+_CPU_PACK = TrialPack((5, 41, 1, 33, 18), (2, 30, 0, 32, 0))  # CPU kernels have smaller tiles, and the test takes longer
+_MAX_TRIAL_LENGTH = 2048  # tokens; the formula needs its square on the CPU
 
 
 def check_backend(
@@ -90,7 +91,7 @@ def check_backend(
 
 
 def _trial_packs(device: torch.device, heads: int, groups: int, seq_length: int) -> Iterator[tuple[TrialPack, int, int]]:
-    """Yield row, heads of queries, and of keys and values for each trial; on an accelerator one as long as the run's may be."""
+    """Yield (pack, query heads, key/value heads) of each trial; on an accelerator also one as long as the run's packs."""
     if device.type == "cpu":
         yield _CPU_PACK, heads, groups
         return
@@ -101,13 +102,13 @@ def _trial_packs(device: torch.device, heads: int, groups: int, seq_length: int)
 
 
 def _check_mask_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: list[Attention]) -> str:
-    """Return what speaks against padded documents under `masks`; empty where nothing."""
+    """Return an error message if the masks of padded documents take too much memory, else an empty string."""
     needed, masks = max_mask_bytes(packs, seq_length, dtype), [mask for mask in masks if mask != Attention.CAUSAL]
     if not masks or needed <= MASK_BYTES_LIMIT:
         return ""
     return (
-        f"masks under {masks[0]} attention take {needed / 2**30:.3g} GiB where documents fill {packs:,} packs of {seq_length:,} "
-        f"tokens, and {MASK_BYTES_LIMIT / 2**30:.3g} GiB are allowed: smaller micro-batches or shorter packs take less"
+        f"masks under {masks[0]} attention take {needed / 2**30:.3g} GiB if documents fill {packs:,} packs of {seq_length:,} "
+        f"tokens, more than {MASK_BYTES_LIMIT / 2**30:.3g} GiB; try a smaller --micro-batch-size or --seq-length"
     )
 
 
@@ -123,17 +124,19 @@ def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> flo
     return 16 * unit + 4 * terms * torch.finfo(torch.float32).eps / 2
 
 
-def max_relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest |found - expected| / max(|expected|, typical) of any token's head, NaN where any number is none.
+def max_relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest |actual - expected| / max(|expected|, typical) over the tokens' heads; NaN if any element is NaN.
 
-    `typical` is the root mean square of |expected|: where a vector should be zero, nothing would be right otherwise.
+    `typical` is the root mean square of |expected|, which avoids a division by zero.
     """
     size = torch.linalg.vector_norm(expected, dim=-1)
-    error = torch.linalg.vector_norm(found - expected, dim=-1) / size.clamp(min=size.square().mean().sqrt())
+    error = torch.linalg.vector_norm(actual - expected, dim=-1) / size.clamp(min=size.square().mean().sqrt())
     return float(error.max())
 
 
-def _compare_with_reference(name: str, row: TrialPack, inputs: list[Tensor], mask: Attention, device: torch.device) -> Iterator[tuple[str, float]]:
+def _compare_with_reference(
+    name: str, row: TrialPack, inputs: list[Tensor], mask: Attention, device: torch.device
+) -> Iterator[tuple[str, float]]:
     """Yield what is compared and its relative error."""
     packing = PackedSequences.from_edges(row.edges, mask, device, np.array(row.prefixes) if mask == Attention.PREFIX else None)
     expected = reference_attention(*(x.float() for x in inputs), packing.spans())
@@ -147,15 +150,17 @@ def _compare_with_reference(name: str, row: TrialPack, inputs: list[Tensor], mas
 
 
 def _run_backend(name: str, inputs: list[Tensor], packing: PackedSequences, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the backend's values and gradients for `inputs` (q, k, v, upstream gradient), on the CPU."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        part = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # of a joint projection, as layers give values: with gaps
-        return compute_attention(name, q, k, part, packing)
+        strided = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # with gaps, as a slice of the joint projection in layers
+        return compute_attention(name, q, k, strided, packing)
 
     return _with_gradients(attend, *(x.to(device) for x in inputs))
 
 
 def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
-    """Return the results of _WHAT, float32[S, heads, dim] on the host each."""
+    """Return the values of `attend` and the gradients of q, k and v, float32[S, heads, dim] each, on the CPU."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out = attend(*leaves)
@@ -164,24 +169,26 @@ def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
 
 
 def _draw_inputs(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
-    """Return q [S, heads, dim], k and v [S, groups, dim], and the gradient from above, like q; float32."""
-    made = []
+    """Return random q [S, heads, dim], k and v [S, groups, dim], and the upstream gradient, like q; float32."""
+    inputs = []
     for name, count, size in (("q", heads, _QUERY_SCALE), ("k", groups, 1.0), ("v", groups, 1.0), ("upstream", heads, 1.0)):
         rows = normal_rows(0, f"attention check: {name}", range(tokens), count * head_dim) * np.float32(size)
-        made.append(torch.from_numpy(rows).view(tokens, count, head_dim))
-    return made
+        inputs.append(torch.from_numpy(rows).view(tokens, count, head_dim))
+    return inputs
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]) -> tuple[Tensor, ...]:
-    """Return attention by its formula, a document after the other, and its gradients. `spans`: see Packing.spans."""
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]
+) -> tuple[Tensor, ...]:
+    """Return attention by its formula, document by document, and its gradients; `spans`: see `PackedSequences.spans`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        each, parts = q.size(1) // k.size(1), []
-        q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(each, dim=1), v.repeat_interleave(each, dim=1)))
+        repeats, parts = q.size(1) // k.size(1), []
+        q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)))
         for start, prefix, stop in spans:
-            seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-            seen[: prefix - start, : prefix - start] = True
-            scores = (q[:, start:stop] @ k[:, start:stop].mT * q.size(-1) ** -0.5).masked_fill(~seen, float("-inf"))
+            mask = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+            mask[: prefix - start, : prefix - start] = True
+            scores = (q[:, start:stop] @ k[:, start:stop].mT * q.size(-1) ** -0.5).masked_fill(~mask, float("-inf"))
             parts.append(scores.softmax(-1) @ v[:, start:stop])
         return torch.cat(parts, dim=1).transpose(0, 1)
 

@@ -1,1 +1,1 @@
-"""8-bit floating point: scaled tensors, kernels and linear layers."""
+"""float8 matrix products: quantization, Triton kernels and linear layers."""

@@ -1,4 +1,4 @@
-"""What float8 needs between matrix products, each in one pass over memory. Needs Triton; `Float8` says what they compute."""
+"""Triton kernels for float8 quantization, each in one pass over memory; the functions are those of `Float8Recipe`."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ _TILE = 64
 
 
 def amax(x: Tensor) -> Tensor:
-    """See Float8.highest."""
+    """Return the largest magnitude in `x` as int32[] bits of float32; see `Float8Recipe.amax`."""
     x = x.contiguous()
     top = torch.zeros((), dtype=torch.int32, device=x.device)
     programs = min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS)
@@ -21,8 +21,8 @@ def amax(x: Tensor) -> Tensor:
     return top
 
 
-def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, most: int) -> tuple[Tensor, Tensor]:
-    """See Float8.scaled; `most`: `top_bits` of `dtype`."""
+def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple[Tensor, Tensor]:
+    """Return `x` quantized to `dtype`, and its inverse scale; see `Float8Recipe.quantize`; `max_bits`: `max_value_bits(dtype)`."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
@@ -31,7 +31,7 @@ def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, most: int) -> tuple[Ten
 
 
 def transpose(x: Tensor) -> Tensor:
-    """See Float8.turned."""
+    """Return the transpose of a float8 matrix, its rows padded with zeros; see `Float8Recipe.transpose`."""
     rows, columns = x.shape
     width = triton.cdiv(rows, FLOAT8_ALIGNMENT) * FLOAT8_ALIGNMENT
     out = torch.empty(columns, width, dtype=x.dtype, device=x.device)
@@ -42,7 +42,7 @@ def transpose(x: Tensor) -> Tensor:
 
 @triton.jit
 def _amax_kernel(x, top, numbers, BLOCK: tl.constexpr):
-    # As integers, the bits of magnitudes are in the order of the magnitudes, with NaN last.
+    # As integers, the bits of magnitudes are ordered like the magnitudes, with NaN last.
     most = tl.zeros([BLOCK], dtype=tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for start in range(first, numbers, tl.num_programs(0) * BLOCK):
@@ -54,7 +54,7 @@ def _amax_kernel(x, top, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def _quantize_kernel(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: tl.constexpr):
-    # The bits of 2^-100, infinity and NaN are those of Float8.scaled.
+    # The bits of 2^-100, infinity and NaN, as in Float8Recipe.quantize.
     bits = tl.load(top)
     exponent = (MOST - tl.maximum(bits, 226492416)) >> 23
     if tl.program_id(0) == 0:
@@ -66,11 +66,11 @@ def _quantize_kernel(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: t
     tl.store(out + at, values.to(out.dtype.element_ty), mask=at < numbers)
 
 
-@triton.jit(do_not_specialize=["rows"])  # tokens: one variant for any number of them, which the check has seen
+@triton.jit(do_not_specialize=["rows"])  # tokens: one variant for any number of them, which the self-test has run
 def _transpose_kernel(x, out, rows, columns, width, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = (row[:, None] < rows) & (column[None, :] < columns)
-    tile = tl.load(x + row[:, None] * columns + column[None, :], mask=there, other=0)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    tile = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0)
     fits = (column[:, None] < columns) & (row[None, :] < width)
     tl.store(out + column[:, None] * width + row[None, :], tl.trans(tile), mask=fits)

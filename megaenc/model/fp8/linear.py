@@ -1,6 +1,6 @@
 """megatron-core's parallel linear layers with their three matrix products in float8.
 
-What is sent between ranks, and when, is as in megatron-core's own; but for the sequence-parallel input, which is sent in float8.
+Communication is as in megatron-core's own layers, except that sequence-parallel inputs are gathered in float8.
 """
 
 import math
@@ -19,7 +19,10 @@ from megaenc.model.fp8.tensor import TEST_ROWS, Float8Recipe, select_float8_reci
 
 
 def check_linear_layers(kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
-    """Raise InputError where this machine has not what `kernels` ask for, or computes something else by it."""
+    """Raise InputError if this machine lacks what `kernels` need for linear layers, or computes wrong results with it.
+
+    `widths`: (output, input) widths of the layers.
+    """
     if kernels.transformer_impl == "transformer_engine":
         transformer_engine.check_transformer_engine(kernels.fp8_format)
     elif kernels.fp8_format:
@@ -43,23 +46,23 @@ def check_float8_linear(fp8_format: str, backend: Backend, widths: Iterable[tupl
         )
         expected = x.float() @ weight.float().t(), gradient.float() @ weight.float(), gradient.float().t() @ x.float()
         try:
-            found = _run_float8_linear(kind, x, weight, gradient)
-            errors = [float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, expected, strict=True)]
-        except RuntimeError as error:  # of a library that has no kernel for these sizes, or none for this device
+            results = _run_float8_linear(kind, x, weight, gradient)
+            errors = [float((actual.float() - right).norm() / right.norm()) for actual, right in zip(results, expected, strict=True)]
+        except RuntimeError as error:  # the library has no kernel for these sizes or this device
             raise InputError(
                 f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: "
                 f"{format_error(error)}; leave the flag out"
             ) from None
-        for name, error, most in zip(names, errors, (forward, backward, backward), strict=True):
-            if not error <= most:
+        for name, error, tolerance in zip(names, errors, (forward, backward, backward), strict=True):
+            if not error <= tolerance:
                 raise InputError(
                     f"--fp8-format {fp8_format}: the {name} of a {out} x {width} layer is {100 * error:.2g} % off float32's on "
-                    f"{backend.description}, expected {100 * most:.2g} % at most; leave the flag out"
+                    f"{backend.description}, expected {100 * tolerance:.2g} % at most; leave the flag out"
                 )
 
 
 def _run_float8_linear(kind: Float8Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Return the output of a layer on one rank and, for its `gradient`, those of input and weight."""
+    """Return a layer's output and, for the output gradient `gradient`, the gradients of input and weight; on one rank."""
     leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
     with torch.enable_grad():
         out = _Float8Linear.apply(*leaves, None, kind, None, False)
@@ -79,30 +82,30 @@ class _Float8LinearMixin:
 
 
 class Float8ColumnParallelLinear(_Float8LinearMixin, ColumnParallelLinear):
-    """Each rank has some of the output's columns."""
+    """A float8 linear layer of which each rank has some of the output columns."""
 
 
 class Float8RowParallelLinear(_Float8LinearMixin, RowParallelLinear):
-    """Each rank has some of the input's columns."""
+    """A float8 linear layer of which each rank has some of the input columns."""
 
 
 class _Float8Linear(torch.autograd.Function):
-    """x [s, b, K], weight [N, K] of this rank, bias [N] or None -> [s, b, N].
+    """Linear layer in float8: x [s, b, K], weight [N, K] of this rank, bias [N] or None -> [s, b, N].
 
-    With a `group`, the gradient of x is added up over it; under sequence parallelism each rank has a part of s.
+    With a `group`, the gradient of x is summed over it; with sequence parallelism each rank has a part of s.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, float8: Float8Recipe, group: dist.ProcessGroup | None, sequence_parallel: bool):
         x_TK = x.reshape(-1, x.size(-1))
         x_top, w_top = float8.amax(x_TK), float8.amax(weight)
-        if sequence_parallel:  # one matrix, and so one scale
+        if sequence_parallel:  # all parts of the matrix share one scale
             dist.all_reduce(x_top, dist.ReduceOp.MAX, group=group)
         x8, x_inverse = float8.quantize(x_TK, x_top, float8.forward)
         w8, w_inverse = float8.quantize(weight, w_top, float8.forward)
-        all8, sent = _start_all_gather(x8, group) if sequence_parallel else (x8, None)
-        if sent:
-            sent.wait()
+        all8, gather = _start_all_gather(x8, group) if sequence_parallel else (x8, None)
+        if gather:
+            gather.wait()
         ctx.save_for_backward(x8, x_inverse, weight, w_top)
         ctx.float8, ctx.group, ctx.sequence_parallel, ctx.shape = float8, group, sequence_parallel, x.shape
         out = float8.matmul(all8, w8, x_inverse, w_inverse, x.dtype, fast=True)
@@ -115,33 +118,33 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x8, x_inverse, weight, w_top = ctx.saved_tensors
         float8, group = ctx.float8, ctx.group
-        all8, sent = _start_all_gather(x8, group) if ctx.sequence_parallel else (x8, None)
+        all8, gather = _start_all_gather(x8, group) if ctx.sequence_parallel else (x8, None)
         g_TN = gradient.reshape(-1, gradient.size(-1))
         g8, g_inverse = float8.quantize(g_TN, float8.amax(g_TN), float8.gradient)
-        # Scaled once more: kept from the way forward, float8 weights would take memory for each micro-batch under way.
+        # Quantized again: kept from forward, float8 weights would take memory for each micro-batch in flight.
         w8, w_inverse = float8.quantize(weight, w_top, float8.forward)
         to_x_TK = float8.matmul(g8, float8.transpose(w8), g_inverse, w_inverse, gradient.dtype)
-        if sent:
-            sent.wait()
-        to_x_TK, added = _start_reduction(to_x_TK, group, ctx.sequence_parallel)
+        if gather:
+            gather.wait()
+        to_x_TK, reduction = _start_reduction(to_x_TK, group, ctx.sequence_parallel)
         to_weight_NK = float8.matmul(float8.transpose(g8), float8.transpose(all8), g_inverse, x_inverse, weight.dtype)
         to_bias = g_TN.sum(0) if ctx.needs_input_grad[2] else None
-        if added:
-            added.wait()
+        if reduction:
+            reduction.wait()
         return to_x_TK.view(ctx.shape), to_weight_NK, to_bias, None, None, None
 
 
 def _start_all_gather(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """The rows of all ranks, once the work is done; collectives know bytes, not float8."""
-    whole = part.new_empty(part.size(0) * group.size(), part.size(1))
-    return whole, dist.all_gather_into_tensor(whole.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
+    """Start to gather the rows of all ranks as bytes; return the result, valid once the returned work is done."""
+    full = part.new_empty(part.size(0) * group.size(), part.size(1))
+    return full, dist.all_gather_into_tensor(full.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
 
 
-def _start_reduction(of_rank: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> tuple[Tensor, dist.Work | None]:
-    """The sum over ranks, or this rank's rows of it, once the work is done."""
+def _start_reduction(tensor: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> tuple[Tensor, dist.Work | None]:
+    """Start to sum `tensor` over ranks; return the sum, or this rank's rows of it, valid once the returned work is done."""
     if not group:
-        return of_rank, None
+        return tensor, None
     if not scatter:
-        return of_rank, dist.all_reduce(of_rank, group=group, async_op=True)
-    part = of_rank.new_empty(of_rank.size(0) // group.size(), of_rank.size(1))
-    return part, dist.reduce_scatter_tensor(part, of_rank, group=group, async_op=True)
+        return tensor, dist.all_reduce(tensor, group=group, async_op=True)
+    part = tensor.new_empty(tensor.size(0) // group.size(), tensor.size(1))
+    return part, dist.reduce_scatter_tensor(part, tensor, group=group, async_op=True)

@@ -1,7 +1,7 @@
-"""float8: matrices of 8-bit floating-point numbers that share one scale, and products of them by torch's own kernel.
+"""float8 quantization with one scale per matrix, and matrix products by torch's own kernel.
 
-The scale is the largest power of two that keeps the matrix's largest number in range: so scaling rounds nothing, and parts of a
-shared matrix are rounded to the same numbers whatever scales they have.
+The scale is the largest power of two that keeps the matrix's largest element in range: scaling does not round, and a part of a
+matrix is rounded to the same values as the full matrix.
 """
 
 import functools
@@ -17,21 +17,21 @@ from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
-TEST_ROWS = 100  # of the matrices that the start tries
+TEST_ROWS = 100  # of the matrices of the self-test
 _SMALLEST, _INFINITE, _NAN = 27 << 23, 255 << 23, 0x7FC00000  # the bits of 2^-100, infinity and NaN as float32
 
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """By which types: `forward` of what layers read and of their weights, `gradient` of what comes back to them."""
+    """float8 types of linear layers: `forward` for inputs and weights, `gradient` for output gradients."""
 
     forward: torch.dtype
     gradient: torch.dtype
     triton: bool = False
-    """Whether kernels of our own scale and turn matrices in one pass, instead of several of torch's; the results are the same."""
+    """whether our Triton kernels quantize and transpose matrices, with the same results as torch in fewer passes"""
 
     def amax(self, x: Tensor) -> Tensor:
-        """int32[]: the bits, as float32, of the largest magnitude in `x`; NaN is larger than infinity, that than all others."""
+        """Return the largest magnitude in `x` as int32[], its bits in float32; infinity and then NaN are the largest."""
         if self.triton:
             from megaenc.model.fp8 import kernels
 
@@ -39,19 +39,22 @@ class Float8Recipe:
         return torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32).abs().view(torch.int32)
 
     def quantize(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return `x` in `dtype` under the scale of `top`, and float32[] to multiply it by: NaN if `top` is not finite."""
+        """Return `x` quantized to `dtype` with the scale for `top` (see `amax`), and the inverse scale, float32[].
+
+        The inverse scale is NaN if `top` is not finite.
+        """
         if self.triton:
             from megaenc.model.fp8 import kernels
 
             return kernels.quantize(x, top, dtype, max_value_bits(dtype))
-        # A power of two is (exponent + 127) << 23; where `top` has the larger mantissa, subtracting borrows one of the exponent.
+        # A power of two is (exponent + 127) << 23; if `top` has the larger mantissa, the subtraction borrows from the exponent.
         exponent = (max_value_bits(dtype) - top.clamp(min=_SMALLEST)) >> 23
         scale, inverse = (127 + exponent) << 23, (127 - exponent) << 23
         inverse = torch.where(top < _INFINITE, inverse, _NAN)
         return (x.contiguous() * scale.view(torch.float32)).to(dtype), inverse.view(torch.float32)
 
     def transpose(self, x: Tensor) -> Tensor:
-        """float8[rows, columns] to [columns, rows], with zeros to the next multiple of 16 rows."""
+        """Return float8[columns, rows], the transpose of `x` with `rows` padded with zeros to a multiple of 16."""
         if self.triton:
             from megaenc.model.fp8 import kernels
 
@@ -61,21 +64,24 @@ class Float8Recipe:
 
     @staticmethod
     def matmul(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
-        """a [n, k] times the transpose of b [m, k]; `fast` adds up as the hardware likes, which suits the way forward."""
-        if not a.is_cuda:  # torch's own product of e4m3 by e4m3 takes a processor a hundred times as long
+        """Return a [n, k] times the transpose of b [m, k], multiplied by both inverse scales.
+
+        `fast`: the hardware's less accurate accumulation, sufficient for forward.
+        """
+        if not a.is_cuda:  # torch's own product of e4m3 by e4m3 takes a hundred times as long on a CPU
             return (a.float() @ b.float().t() * (a_inverse * b_inverse)).to(out_dtype)
         return torch._scaled_mm(a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=out_dtype, use_fast_accum=fast)
 
 
 @functools.cache
 def max_value_bits(dtype: torch.dtype) -> int:
-    """The bits, as float32, of the largest number of `dtype`."""
+    """Return the largest finite number of `dtype` as the bits of a float32."""
     return int(torch.tensor(torch.finfo(dtype).max, dtype=torch.float32).view(torch.int32))
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """Return the root mean square of the relative error of rounding to `dtype`, at most: half a last place, evenly spread."""
-    after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)  # torch.finfo has it wrong for float8_e5m2fnuz
+    """Return an upper bound of the root mean square relative error of rounding to `dtype`."""
+    after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)  # torch.finfo is wrong for float8_e5m2fnuz
     return (float(after_one) - 1) / 2 / math.sqrt(3)
 
 

@@ -166,7 +166,9 @@ def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compariso
         padded = torch.cat([whole, draw(rows, 2 * width - columns).detach().abs() + 1000], 1)
         shares = list(zip(padded.split(width, 1), (0, width, 2 * width), (width, columns, 0), strict=True))
         shares = [(logits.contiguous(), first, columns) for logits, first, columns in shares]
-        top, total, target, token = combine_statistics(torch.stack([softmax_statistics(logits, labels, *share) for logits, *share in shares]))
+        top, total, target, token = combine_statistics(
+            torch.stack([softmax_statistics(logits, labels, *share) for logits, *share in shares])
+        )
         yield "the loss", total.log() + top - target, F.cross_entropy(exact, labels, reduction="none")
         yield "the guess", (token != likeliest).float(), torch.zeros(rows, dtype=torch.float64, device=exact.device)
         found = torch.cat([logits_to_gradient_(logits, labels, top, total, *share) for logits, *share in shares], 1)

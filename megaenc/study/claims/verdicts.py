@@ -1,6 +1,6 @@
-"""What the study claims, each as a test of whatever evidence there is: its own numbers, ours, at any scale.
+"""Verdicts on the study's claims, from published results or from any others.
 
-docs/study-claims.md says in words what is compared, what each verdict means and how often it is wrong.
+docs/study-claims.md explains the comparisons, the meaning of each verdict, and the error rates.
 """
 
 import math
@@ -21,20 +21,20 @@ from megaenc.study.stats.inference import LEVEL
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim, or a part of one, and what the evidence says of it."""
+    """Outcome of testing one claim, or one part of a claim."""
 
     claim: int
     title: str
     question: str
     comparisons: list[Comparison]
-    """p corrected over these"""
+    """single comparisons, with p corrected over them"""
     verdict: Outcome
     reason: str
-    """a sentence with the numbers and what they leave open; of `no data`, what is missing"""
+    """sentences with the numbers and caveats; for `no data`, the missing results"""
     part: str = ""
-    """a, b, ... where a claim says several things"""
+    """a, b, ... if the claim has several parts; else empty"""
     overall: Comparison | None = None
-    """what the verdict rests on: all comparisons pooled; p corrected over the claims"""
+    """all comparisons pooled, with p corrected over the claims; the verdict depends on it"""
 
 
 _BOTH = "an MLM and a CLM model of one size and as many steps"
@@ -92,14 +92,15 @@ _CLAIMS: dict[str, tuple[str, str, str, Callable[[ModelSelector, int], PendingVe
         claim_tests.judge_mask_ratios,
     ),
 }
-"""By number and part: title, question (`{mlm}` is MLM at the ratio that stands for it), what it takes, and how it is judged from
-the models with so many draws of the bootstrap."""
+"""Title, question (`{mlm}` is MLM at the reference ratio), required results and test of each claim, by number and part. Tests get
+the models and the number of bootstrap draws."""
 
 
 def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
-    """Return the nine verdicts on the six claims, in their order. `draws` of the bootstrap next to each; 0: none.
+    """Test the study's six claims on the evidence and return their nine verdicts, in order.
 
-    Takes the examples' scores out of the results of every model that it compares.
+    `draws`: bootstrap samples for the intervals shown next to each verdict; 0 for none. Reads the example scores of all compared
+    models.
     """
     models = ModelSelector(evidence)
     drafts = {name: draft(models, draws) for name, (*_, draft) in _CLAIMS.items()}
@@ -109,33 +110,35 @@ def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
 
 
 def _build_verdict(models: ModelSelector, name: str, draft: PendingVerdict, p: float, claims: int) -> Verdict:
-    title, question, missing, _ = _CLAIMS[name]
-    made = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
+    """Build the verdict of the claim `name`, given its p corrected over the number of tested `claims`."""
+    title, question, requirement, _ = _CLAIMS[name]
+    verdict_draft = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
     if not draft.comparisons:
-        return replace(made, reason=f"Needs {draft.missing or missing}.")
-    against = "reversed" if draft.way == "holds" else "holds"
+        return replace(verdict_draft, reason=f"Needs {draft.requirement or requirement}.")
+    against = "reversed" if draft.outcome == "holds" else "holds"
     mixed = p < LEVEL and any(one.verdict == against for one in draft.decisive)
-    verdict = draft.way if p < LEVEL and not mixed else "not resolved"
+    verdict = draft.outcome if p < LEVEL and not mixed else "not resolved"
     overall = replace(draft.overall, p_adjusted=p, verdict=verdict) if draft.overall else None
-    said = (
+    sentences = (
         _format_reason(draft, p, claims, mixed),
         _collapse_caveat(draft.comparisons),
         _single_run_caveat(draft.comparisons),
-        _excluded_models_caveat(models, draft.lines),
-        _incomplete_grid_caveat(draft.lines),
+        _excluded_models_caveat(models, draft.contrasts),
+        _incomplete_grid_caveat(draft.contrasts),
     )
-    return replace(made, verdict=verdict, reason=" ".join(filter(None, said)), overall=overall)
+    return replace(verdict_draft, verdict=verdict, reason=" ".join(filter(None, sentences)), overall=overall)
 
 
 def _format_reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) -> str:
-    overall, chance = draft.overall, "no p, as nothing says what other seeds would give"
+    """Format difference, interval, p and counts of a claim as a sentence; `mixed`: some comparisons contradict the pooled one."""
+    overall, chance = draft.overall, "no p, as the variation between seeds is unknown"
     if not math.isnan(p):
-        said = format_p_value(p)
-        chance = f"p {said}" if said.startswith("<") else f"p = {said}"
+        p_text = format_p_value(p)
+        chance = f"p {p_text}" if p_text.startswith("<") else f"p = {p_text}"
         chance += f" corrected over {claims} claims" if claims > 1 else ""
     parts = [chance]
     if overall is not None and math.isnan(overall.difference):
-        parts = ["no seed that all of the models were fine-tuned with"]
+        parts = ["no fine-tuning seed that all of these models have"]
     elif overall is not None:
         interval = "" if math.isnan(overall.low) else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
         counts = Counter("hold" if one.verdict == "holds" else one.verdict for one in draft.comparisons)
@@ -145,69 +148,71 @@ def _format_reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) ->
             f"one by one, of {len(draft.comparisons)}: {each}",
         ]
     if mixed:
-        parts.append("some of them clearly go against the whole")
+        parts.append("some of them significantly contradict the pooled difference")
     sentence = "; ".join([*parts, draft.note] if draft.note else parts)
     return (sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]) + "."
 
 
 def format_p_value(p: float) -> str:
-    """Return p as it is printed: 0.023, or < 0.0001; 1 from 0.995 on."""
+    """Format p with two significant digits: 0.023, `< 0.0001` below that, 1 from 0.995."""
     return "< 0.0001" if p < 0.0001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
-_MAX_LISTED_PLACES = 3  # places that a sentence names
+_MAX_LISTED_PLACES = 3  # in one sentence
 
 
 def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
-    """Return a caveat, a sentence on what a verdict leaves open, as do the functions below; "" if there is nothing of it."""
-    places = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
-    if not places:
+    """Return a sentence that names comparisons with a collapsed side; "" if there are none."""
+    locations = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
+    if not locations:
         return ""
-    more = f" and {len(places) - _MAX_LISTED_PLACES} more" if len(places) > _MAX_LISTED_PLACES else ""
-    return f"Not compared, as a side learned nothing: {', '.join(places[:_MAX_LISTED_PLACES])}{more}."
+    more = f" and {len(locations) - _MAX_LISTED_PLACES} more" if len(locations) > _MAX_LISTED_PLACES else ""
+    return f"Not compared, as a side has collapsed: {', '.join(locations[:_MAX_LISTED_PLACES])}{more}."
 
 
 def _single_run_caveat(comparisons: Sequence[Comparison]) -> str:
-    sound = [one for one in comparisons if not one.collapsed]
-    once = sum(one.pretrained == 1 for one in sound)
-    if not once:
+    """Return a sentence on comparisons with only one pretraining run a side; "" if there are none."""
+    usable = [one for one in comparisons if not one.collapsed]
+    count = sum(one.pretraining_runs == 1 for one in usable)
+    if not count:
         return ""
-    if not any(one.lent for one in sound):
-        return "This is about these trained models; another pretraining run may differ by more."
-    return f"{once} of {len(sound)} comparisons have one pretraining run a side: how far runs differ is taken from the others."
+    if not any(one.has_borrowed_variance for one in usable):
+        return "This holds for these trained models; another pretraining run may differ by more."
+    single = f"{count} of {len(usable)} comparisons have one pretraining run a side"
+    return f"{single}; the variance between runs is taken from the others."
 
 
-def _excluded_models_caveat(models: ModelSelector, lines: Sequence[Contrast]) -> str:
-    """Pretraining seeds of compared models that have no partner of the same seed."""
-    used = {score.model_key for line in lines for of_run in line.members for _, score in of_run}
-    recipes = {replace(setting, seed=0) for setting in used}
-    count = sum(setting not in used and replace(setting, seed=0) in recipes for setting in models.settings)
+def _excluded_models_caveat(models: ModelSelector, contrasts: Sequence[Contrast]) -> str:
+    """Return a sentence that counts models left out because the other side lacks their pretraining seed; "" if none."""
+    used = {score.model_key for contrast in contrasts for run_scores in contrast.weighted_scores for _, score in run_scores}
+    recipes = {replace(key, seed=0) for key in used}
+    count = sum(key not in used and replace(key, seed=0) in recipes for key in models.model_keys)
     models_are = "1 model is" if count == 1 else f"{count} models are"
-    return f"{models_are} left out, pretrained with a seed that the other side does not have." if count else ""
+    return f"{models_are} left out because the other side lacks the same pretraining seed." if count else ""
 
 
-def _incomplete_grid_caveat(lines: Sequence[Contrast]) -> str:
-    """Fine-tuning seeds and rates that one side of a line has and the other has not, or not yet."""
+def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
+    """Return a sentence on fine-tuning seeds and learning rates that only one side has; "" if both have the same."""
     seeds: Counter[tuple[int, int]] = Counter()
     rates: set[int] = set()
-    for members in (of_run for line in lines for of_run in line.members):
-        having = [set(member.seeds) for _, member in members]
-        if all(having):
-            seeds[len(set.intersection(*having)), len(set.union(*having))] += 1
+    for members in (run_scores for contrast in contrasts for run_scores in contrast.weighted_scores):
+        seed_sets = [set(member.seed_scores) for _, member in members]
+        if all(seed_sets):
+            seeds[len(set.intersection(*seed_sets)), len(set.union(*seed_sets))] += 1
             if len(tried := {_count_finished_rates(member) for _, member in members}) > 1:
                 rates |= tried
     parts = []
     if fewer := {place: count for place, count in seeds.items() if place[0] < place[1]}:
         worst = min(fewer, key=lambda place: place[0] / place[1])
-        lacking = f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds"
-        parts.append(f"{lacking} ({worst[0]} of {worst[1]})")
+        incomplete = f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds"
+        parts.append(f"{incomplete} ({worst[0]} of {worst[1]})")
     if rates:
         parts.append(f"sides chose among unequal numbers of learning rates ({min(rates)} to {max(rates)})")
     return f"Not complete: {'; '.join(parts)}." if parts else ""
 
 
 def _count_finished_rates(score: Score) -> int:
-    """Rates of which every seed has ended, well or not."""
-    every = {*score.rates, *score.failed_seeds}
-    ended = [len(score.rates.get(rate, ())) + len(score.failed_seeds.get(rate, ())) for rate in every]
-    return sum(count >= len(score.seeds) for count in ended)
+    """Return the number of learning rates at which every seed has finished or failed."""
+    every = {*score.rate_scores, *score.failed_seeds}
+    ended = [len(score.rate_scores.get(rate, ())) + len(score.failed_seeds.get(rate, ())) for rate in every]
+    return sum(count >= len(score.seed_scores) for count in ended)

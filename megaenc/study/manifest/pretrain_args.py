@@ -1,4 +1,4 @@
-"""The flags of `megaenc pretrain` that a manifest may give, known without loading torch, and what the plan reads of them."""
+"""Flags of `megaenc pretrain` in a manifest: checks and path resolution, without loading torch."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -18,30 +18,30 @@ RESERVED_FLAGS = {
     *("branch_from", "branch_at", "init_from", "init_at", "skip_samples", "skip_packs"),
     *("save", "save_steps", "keep_last", "keep_every", "exit_interval", "exit_duration_in_mins", "dry_run"),
 }
-"""Flags that follow from the models and from where runs are put."""
+"""Flags that the study sets itself, from the models and the study directory."""
 
 
-def check_pretrain_flags(source: str, given: Mapping[str, Any]) -> None:
-    """Raise InputError for a flag that there is not, of another type, or that the study decides; `source` is the place."""
-    for name in given:
+def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
+    """Raise InputError for an unknown, mistyped or reserved flag; `source` names the place in the manifest."""
+    for name in flag_values:
         if name in RESERVED_FLAGS:
-            raise InputError(f"{source}: field `{name}`: found here, expected nowhere: it follows from `models` and the run")
-    build_run_config(given, source)
+            raise InputError(f"{source}: field `{name}`: found here, expected nowhere: the study sets it")
+    build_run_config(flag_values, source)
 
 
-def build_run_config(given: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
-    """Return `given` over the preset of its `model` over the defaults of `megaenc pretrain`. Raises InputError.
+def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
+    """Return the configuration of `megaenc pretrain` with `flag_values` over the preset of their `model`. Raises InputError.
 
-    bf16 is on unless given, as if the processor had it: to ask takes torch, and another machine may do the run.
+    bf16 is on by default, as if the processor supported it: detecting that takes torch, and the run may be on another machine.
     """
-    values = {str(name): value for name, value in given.items()}
+    values = {str(name): value for name, value in flag_values.items()}
     with prefix_errors(source):
         default = apply_preset(PretrainConfig(bf16=True), str(values.get("model", "tiny")))
     return flags.replace_fields(default, values, source=source)
 
 
 def check_run_config(run: PretrainConfig) -> None:
-    """Raise InputError, naming the flag, for a shape or a size of a step that cannot be: the plan computes with them."""
+    """Raise InputError, naming the flag, for an impossible model shape, batch or sequence length."""
     run.shape.check()
     values = flags.flatten(run)
     for name in ("seq_length", "global_batch_size", "micro_batch_size", "vocab_size"):
@@ -51,32 +51,32 @@ def check_run_config(run: PretrainConfig) -> None:
         check_two_chunks_fit(run.data.seq_length)
 
 
-def resolve_flag_paths(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return `given` with the corpora, and a tokenizer that is a folder there, where they are: paths begin in `folder`."""
-    found = {str(name): value for name, value in given.items()}
-    if words := found.get("data_path"):
+def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
+    """Return `flag_values` with the paths of the corpora and of a tokenizer directory relative to `data_dir`."""
+    resolved = {str(name): value for name, value in flag_values.items()}
+    if words := resolved.get("data_path"):
         words = [words] if isinstance(words, str) else words
-        found["data_path"] = [word if parse_weight(str(word)) is not None else str(folder / str(word)) for word in words]
-    if (tokenizer := found.get("tokenizer")) and (folder / str(tokenizer)).exists():  # otherwise a name of the Hub
-        found["tokenizer"] = str(folder / str(tokenizer))
-    return found
+        resolved["data_path"] = [word if parse_weight(str(word)) is not None else str(data_dir / str(word)) for word in words]
+    if (tokenizer := resolved.get("tokenizer")) and (data_dir / str(tokenizer)).exists():  # otherwise a name on the Hub
+        resolved["tokenizer"] = str(data_dir / str(tokenizer))
+    return resolved
 
 
-def warmup_and_decay_steps(rate: OptimizerConfig, total: int) -> tuple[int, int]:
-    """Return the steps of warm-up and of decay in a run of `total` steps. Raises InputError for what cannot be."""
-    warmup = resolve_steps("lr-warmup", rate.lr_warmup_iters, rate.lr_warmup_fraction, total)
-    decay = resolve_steps("lr-wsd-decay", rate.lr_wsd_decay_iters, rate.lr_wsd_decay_fraction, total)
+def warmup_and_decay_steps(optimizer: OptimizerConfig, total: int) -> tuple[int, int]:
+    """Return the numbers of warm-up and decay steps in a run of `total` steps. Raises InputError if they do not fit."""
+    warmup = resolve_steps("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total)
+    decay = resolve_steps("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total)
     if decay < 1:
         raise InputError(f"a decay of {decay} steps, expected 1 or more (lr_wsd_decay_iters)")
     if warmup + decay > total:
-        what = f"a decay of {decay} steps" if decay > total else f"a warm-up of {warmup} and a decay of {decay} steps"
-        raise InputError(f"{what} in a run of {total}, expected to fit (lr_warmup_iters, lr_wsd_decay_iters)")
+        steps = f"a decay of {decay} steps" if decay > total else f"a warm-up of {warmup} and a decay of {decay} steps"
+        raise InputError(f"{steps} in a run of {total}, expected to fit (lr_warmup_iters, lr_wsd_decay_iters)")
     return warmup, decay
 
 
 @contextlib.contextmanager
 def prefix_errors(place: str) -> Iterator[None]:
-    """Put `place`, where in the manifest it stands, before the message of an InputError."""
+    """Prefix the message of an InputError raised inside with `place`, the location in the manifest."""
     try:
         yield
     except InputError as error:

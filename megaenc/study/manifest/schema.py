@@ -1,4 +1,4 @@
-"""The study as one file: which models, trained how, evaluated on what, and what the plan's hours and bytes are counted with.
+"""Schema and reader of a study's manifest: models, training flags, evaluation and cost assumptions.
 
 docs/study-plan.md has every key.
 """
@@ -21,86 +21,86 @@ from megaenc.study.manifest.pretrain_args import check_pretrain_flags, prefix_er
 from megaenc.study.run.finetune_stage import TrainingSet, plan_training_sets, resolve_dataset_path
 
 _MAX_SEEDS = 10_000
-_MAX_INTEGER = 10**15  # of whole numbers: products of some of them stay finite as floats
-_MAX_LENGTH = 10_000  # values of a list, and letters of a text
+_MAX_INTEGER = 10**15  # products of several integers stay finite as floats
+_MAX_LENGTH = 10_000  # items of a list, characters of a text
 _COMMAND_LINE_ONLY = {"config", "model", "output", *flags.flatten(GridConfig().local), *flags.flatten(GridConfig().slurm)}
 
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """The text that is pretrained on, where the study makes its own corpus and tokenizer."""
+    """Text to pretrain on, if the study builds its own corpus and tokenizer."""
 
     demo: bool = False
-    """the demo corpus, made from what is installed here"""
+    """build the demo corpus from packages installed here"""
     text: tuple[str, ...] = ()
-    """JSONL, Parquet or text files, or folders of them, to tokenise; relative to the manifest, or to --data"""
+    """JSONL, Parquet or text files, or directories of them, to tokenize; relative to the manifest or to --data"""
     vocab_size: int = 0
-    """ids of the tokenizer: of the one to train on that text, or of the one that `pretrain` names (for the costs)"""
+    """vocabulary size of the tokenizer to train, or of the one in `pretrain` (for the costs)"""
 
     @property
     def is_built_by_study(self) -> bool:
-        """Whether the study makes tokenizer and corpus."""
+        """Return whether the study builds tokenizer and corpus."""
         return self.demo or bool(self.text)
 
 
 @dataclass(frozen=True)
 class HardwareEntry:
-    """What the plan's hours are counted with."""
+    """Speed assumptions from which the plan computes hours."""
 
     device: str = "device"
-    """what a device is, for the eye"""
+    """name of a device, for display"""
     devices: int = 1
-    """devices of one pretraining run"""
+    """number of devices per pretraining run"""
     tokens_per_second: float = 0.0
-    """of one device in pretraining, all sizes together"""
+    """pretraining throughput of one device, for all sizes"""
     tokens_per_second_of: dict = field(default_factory=dict)
-    """by size, where that is known"""
+    """pretraining throughput of one device by size; takes precedence"""
     finetune_seconds: float = 0.0
-    """of one fine-tuning, evaluation included, on one device"""
+    """seconds of one fine-tuning run on one device, including evaluation"""
     source: str = ""
-    """where these numbers are from"""
+    """origin of these numbers, for display"""
 
     def rate(self, size: str) -> float:
-        """Return tokens a second of one device in pretraining; 0 where nobody said."""
+        """Return the pretraining tokens per second of one device for `size`; 0 if the manifest has none."""
         return float(self.tokens_per_second_of.get(size, self.tokens_per_second))
 
 
 @dataclass(frozen=True)
 class ReportedEntry:
-    """What somebody else counted, by group of models; 0 or missing where they said nothing."""
+    """Costs that others reported, by group of models, for comparison; 0 or missing if unknown."""
 
     source: str = ""
-    """who"""
+    """name of the source, for display"""
     steps: dict = field(default_factory=dict)
     """pretraining steps by group"""
     gpu_hours: dict = field(default_factory=dict)
-    """by group; `finetune` for the fine-tuning"""
+    """GPU hours by group; `finetune` for fine-tuning"""
     fine_tunings: int = 0
-    """runs"""
+    """number of fine-tuning runs"""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A study, read and checked."""
+    """A study's manifest, read and checked."""
 
     path: Path
     title: str
     models: tuple[PlannedModel, ...]
-    """Parents before those that continue them."""
+    """All models, parents before the models that continue them."""
     corpus: CorpusEntry
     data_dir: Path
-    """The folder that relative paths of data begin in."""
+    """Directory that relative data paths start from."""
     finetune: GridConfig | None
-    """With neither models nor an output; None where nothing is fine-tuned."""
+    """Fine-tuning grid without model and output; None if nothing is fine-tuned."""
     finetune_flags: Mapping[str, Any]
-    """The flags of `megaenc finetune grid` that say so, data sets where they are."""
-    plan_training_sets: tuple[TrainingSet, ...]
-    """What it trains each model on."""
+    """Flags of `megaenc finetune grid` that describe `finetune`, with data set paths resolved."""
+    training_sets: tuple[TrainingSet, ...]
+    """Data sets that each model is fine-tuned on."""
     hardware: HardwareEntry
     reported: ReportedEntry
 
     def model_keys(self) -> dict[str, ModelKey]:
-        """Return every evaluated checkpoint by its name, in the manifest's order: models first, then those on the way."""
+        """Return the key of every evaluated checkpoint by name, in the manifest's order: models, then intermediate ones."""
         return {name: setting for name, setting, *_ in self.checkpoints()}
 
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
@@ -111,7 +111,8 @@ class Manifest:
                 yield model.checkpoint_name(step), model.checkpoint_key(step), model, step
 
     def vocab_size(self, model: PlannedModel) -> int:
-        return model.run.shape.vocab_size or self.corpus.vocab_size
+        """Return the vocabulary size of a model: its flag, or the corpus's."""
+        return model.config.shape.vocab_size or self.corpus.vocab_size
 
 
 _Section = TypeVar("_Part")
@@ -119,7 +120,7 @@ _Section = TypeVar("_Part")
 
 @dataclass(frozen=True)
 class _ManifestFile:
-    """The keys of the file."""
+    """Top-level keys of the YAML file."""
 
     title: str = ""
     sizes: dict = field(default_factory=dict)
@@ -131,10 +132,10 @@ class _ManifestFile:
     reported: dict = field(default_factory=dict)
 
 
-def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
-    """Read and check a manifest; `data_dir` is the folder that relative paths of data begin in, unless given that of the file.
+def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manifest:
+    """Read and check the YAML file `path`; relative data paths start from `data_dir`, by default the file's directory.
 
-    Raises InputError in one line: file, field, found, expected, and the nearest key where one is not known.
+    Raises InputError in one line: file, field, found, expected, and the nearest known key.
     """
     path = Path(path)
     values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml", _UniqueKeys)
@@ -143,87 +144,88 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
     values = {str(key): value for key, value in values.items()}
     with prefix_errors(str(path)):
         _check_values(values)
-    top = _build_section(_ManifestFile(), values, str(path))
-    folder = (path.parent if data is None else Path(data)).absolute()
+    sections = _build_section(_ManifestFile(), values, str(path))
+    data_root = (path.parent if data_dir is None else Path(data_dir)).absolute()
     with prefix_errors(str(path)):
-        return _build_manifest(path, top, folder)
+        return _build_manifest(path, sections, data_root)
 
 
 def _build_section(empty: _Section, values: Mapping[str, Any], place: str) -> _Section:
-    """Return `empty` with `values`, its texts on one line."""
+    """Return `empty` with `values` filled in, texts joined to one line."""
     part = flags.replace_fields(empty, dict(values), source=place)
     texts = {name: " ".join(text.split()) for name, text in vars(part).items() if isinstance(text, str)}
     return replace(part, **texts)
 
 
-def _build_manifest(path: Path, top: _ManifestFile, folder: Path) -> Manifest:
-    """Check the values of the keys and work out what they stand for."""
-    if not top.models:
+def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Manifest:
+    """Return the Manifest of the parsed top-level keys. Raises InputError for inconsistent values."""
+    if not sections.models:
         raise InputError("field `models`: found none, expected a list of at least one entry")
-    if not top.sizes:
+    if not sections.sizes:
         raise InputError("field `sizes`: found none, expected names of sizes, each with flags such as `model: 610m`")
-    check_pretrain_flags("pretrain", top.pretrain)
-    for size, given in top.sizes.items():
-        if not isinstance(given, dict):
-            raise InputError(f"sizes: field `{size}`: found {given!r}, expected flags such as {{model: 610m}}")
-        check_pretrain_flags(f"sizes: {size}", given)
-    entries = [_build_entry(number, given, folder) for number, given in enumerate(top.models, 1)]
-    sizes = {str(size): resolve_flag_paths(given, folder) for size, given in top.sizes.items()}
-    models = expand_models(entries, sizes, resolve_flag_paths(top.pretrain, folder))
-    corpus = _build_section(CorpusEntry(), top.corpus, "corpus")
+    check_pretrain_flags("pretrain", sections.pretrain)
+    for size, flag_values in sections.sizes.items():
+        if not isinstance(flag_values, dict):
+            raise InputError(f"sizes: field `{size}`: found {flag_values!r}, expected flags such as {{model: 610m}}")
+        check_pretrain_flags(f"sizes: {size}", flag_values)
+    entries = [_build_entry(number, flag_values, data_dir) for number, flag_values in enumerate(sections.models, 1)]
+    sizes = {str(size): resolve_flag_paths(flag_values, data_dir) for size, flag_values in sections.sizes.items()}
+    models = expand_models(entries, sizes, resolve_flag_paths(sections.pretrain, data_dir))
+    corpus = _build_section(CorpusEntry(), sections.corpus, "corpus")
     if corpus.demo and corpus.text:
-        raise InputError("corpus: found `demo` beside `text`, expected one of them")
+        raise InputError("corpus: found `demo` together with `text`, expected one of them")
     for name in ("data_path", "tokenizer"):
-        if corpus.is_built_by_study and name in top.pretrain:
-            raise InputError(f"pretrain: found `{name}` beside a corpus that the study makes, expected one of them")
-    if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
-        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
+        if corpus.is_built_by_study and name in sections.pretrain:
+            raise InputError(f"pretrain: found `{name}`, but `corpus` builds its own; expected one of them")
+    if corpus.vocab_size < 1 and any(model.config.shape.vocab_size is None for model in models):
+        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the vocabulary size of the tokenizer")
     hardware, reported = (
-        _build_section(HardwareEntry(), top.hardware, "hardware"),
-        _build_section(ReportedEntry(), top.reported, "reported"),
+        _build_section(HardwareEntry(), sections.hardware, "hardware"),
+        _build_section(ReportedEntry(), sections.reported, "reported"),
     )
     _check_hardware_and_reported(hardware, reported, sizes, {model.group for model in models})
-    grid = _build_grid(top.finetune) if top.finetune else None
+    grid = _build_grid(sections.finetune) if sections.finetune else None
     return Manifest(
         path=path,
-        title=top.title,
+        title=sections.title,
         models=models,
         corpus=corpus,
-        data_dir=folder,
+        data_dir=data_dir,
         finetune=grid,
-        finetune_flags=_build_grid_flags(grid, top.finetune, folder) if grid else {},
-        training_sets=plan_training_sets(grid, folder) if grid else (),
+        finetune_flags=_build_grid_flags(grid, sections.finetune, data_dir) if grid else {},
+        training_sets=plan_training_sets(grid, data_dir) if grid else (),
         hardware=hardware,
         reported=reported,
     )
 
 
 class _UniqueKeys(flags.YamlLoader):
-    """A key that is written twice is an error, not the last one."""
+    """YAML loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Return the mapping of a YAML node. Raises ConstructorError for a duplicate key."""
         keys = set()
         for key in (self.construct_object(key, deep=True) for key, _ in node.value):
             if isinstance(key, Hashable) and key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is there twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", node.start_mark)
             keys.update([key] if isinstance(key, Hashable) else [])
         return super().construct_mapping(node, deep)
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
-    """Raise InputError, naming the field, for a number, text or list that no study can mean; each shared value is seen once."""
-    left: list[tuple[str, Any]] = list(values.items())
-    seen: set[int] = set()
-    while left:
-        place, value = left.pop()
+    """Raise InputError, naming the field, for absurdly large or non-finite values; aliased values are visited once."""
+    pending: list[tuple[str, Any]] = list(values.items())
+    visited_ids: set[int] = set()
+    while pending:
+        place, value = pending.pop()
         if isinstance(value, dict | list):
-            if id(value) in seen:
+            if id(value) in visited_ids:
                 continue
-            seen.add(id(value))
+            visited_ids.add(id(value))
         if isinstance(value, dict):
-            left += [(f"{place}.{_format_value(key)}", part) for key, part in value.items()] + [(place, key) for key in value]
+            pending += [(f"{place}.{_format_value(key)}", part) for key, part in value.items()] + [(place, key) for key in value]
         elif isinstance(value, list):
-            left += [(f"{place} {number}", part) for number, part in enumerate(value, 1)]
+            pending += [(f"{place} {number}", part) for number, part in enumerate(value, 1)]
         for wrong, expected in (
             (isinstance(value, list | dict) and len(value) > _MAX_LENGTH, f"at most {_MAX_LENGTH:,} values"),
             (
@@ -238,24 +240,27 @@ def _check_values(values: Mapping[str, Any]) -> None:
 
 
 def _format_value(value: Any) -> str:
+    """Return a short text for a value in an error message."""
     if isinstance(value, list | dict):
         return f"{len(value):,} values"
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return truncate_text(text, 60)
 
 
-def _build_entry(number: int, given: Any, folder: Path) -> ManifestEntry:
+def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
+    """Return the entry numbered `number` of `models` from its keys. Raises InputError."""
     place = f"models, entry {number}"
-    if not isinstance(given, dict):
-        raise InputError(f"{place}: found {given!r}, expected keys such as size, steps, clm_share and mask")
-    entry = flags.replace_fields(ManifestEntry(), {str(key): value for key, value in given.items()}, source=place)
+    if not isinstance(values, dict):
+        raise InputError(f"{place}: found {values!r}, expected keys such as size, steps, clm_share and mask")
+    entry = flags.replace_fields(ManifestEntry(), {str(key): value for key, value in values.items()}, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
-    return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=resolve_flag_paths(entry.pretrain, folder))
+    return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=resolve_flag_paths(entry.pretrain, data_dir))
 
 
 def _check_hardware_and_reported(
     hardware: HardwareEntry, reported: ReportedEntry, sizes: Iterable[str], groups: set[str]
 ) -> None:
+    """Raise InputError for an unknown size or group, or a negative number, in `hardware` or `reported`."""
     for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0)):
         if (value := getattr(hardware, name)) < least:
             raise InputError(f"hardware: field `{name}`: found {value}, expected {least} or more")
@@ -271,31 +276,33 @@ def _check_hardware_and_reported(
                 raise InputError(f"{place}: field `{key}`: found {value!r}, expected a number of 0 or more")
 
 
-def _build_grid(given: Mapping[str, Any]) -> GridConfig:
-    for name in given:
+def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
+    """Return the fine-tuning grid of the manifest's `finetune` keys. Raises InputError."""
+    for name in keys:
         if name in _COMMAND_LINE_ONLY:
             raise InputError(f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`")
-    settings = flags.replace_fields(GridConfig(), dict(given), source="finetune")
-    if not settings.datasets:
+    grid = flags.replace_fields(GridConfig(), dict(keys), source="finetune")
+    if not grid.datasets:
         raise InputError("finetune: field `datasets`: found none, expected at least one")
-    for name, values in (("datasets", settings.datasets), ("learning_rates", settings.learning_rates)):
+    for name, values in (("datasets", grid.datasets), ("learning_rates", grid.learning_rates)):
         for value in values:
             if values.count(value) > 1:
                 raise InputError(f"finetune: field `{name}`: found {value} twice, expected each once")
-    if settings.seeds < 1 or not settings.learning_rates or min(settings.learning_rates) <= 0:
+    if grid.seeds < 1 or not grid.learning_rates or min(grid.learning_rates) <= 0:
         raise InputError("finetune: expected at least one seed and learning rates above 0")
-    if settings.seeds > _MAX_SEEDS:
-        raise InputError(f"finetune: field `seeds`: found {settings.seeds:,}, expected at most {_MAX_SEEDS:,}")
+    if grid.seeds > _MAX_SEEDS:
+        raise InputError(f"finetune: field `seeds`: found {grid.seeds:,}, expected at most {_MAX_SEEDS:,}")
     with prefix_errors("finetune"):
-        settings.protocol.check()
-        settings.data.check()
-    return settings
+        grid.protocol.check()
+        grid.data.check()
+    return grid
 
 
-def _build_grid_flags(grid: GridConfig, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _build_grid_flags(grid: GridConfig, manifest_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
+    """Return the flags of `megaenc finetune grid` that the manifest sets, with data set paths relative to `data_dir`."""
     values = flags.flatten(grid)
-    found = {name: values[name] for name in given}
-    found |= {"datasets": tuple(resolve_dataset_path(dataset, folder) for dataset in grid.datasets)}
-    found |= {"train_on": resolve_dataset_path(grid.data.train_on, folder)} if grid.data.train_on else {}
-    found |= {"demo_folder": str(folder / grid.data.demo_folder)} if "demo_folder" in found else {}
-    return found | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}
+    grid_flags = {name: values[name] for name in manifest_values}
+    grid_flags |= {"datasets": tuple(resolve_dataset_path(dataset, data_dir) for dataset in grid.datasets)}
+    grid_flags |= {"train_on": resolve_dataset_path(grid.data.train_on, data_dir)} if grid.data.train_on else {}
+    grid_flags |= {"demo_folder": str(data_dir / grid.data.demo_folder)} if "demo_folder" in grid_flags else {}
+    return grid_flags | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}

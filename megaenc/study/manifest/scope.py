@@ -1,6 +1,6 @@
-"""What a study set out to measure: its models, its sizes in their order, the grid of its fine-tunings.
+"""Scope of a study: the models, sizes and fine-tuning grid that its manifest asks for.
 
-With it the same models are the base, the end of a run and the usual mask ratio when a tenth of the study is done as when all is.
+With it, a report of a study that is one tenth done picks the same baseline, end of run and mask ratio as the final report.
 """
 
 from collections.abc import Mapping
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyScope:
-    """Empty where no manifest says any of it: then what is there has to do."""
+    """Models, sizes, grid and data sets of a manifest; empty without one, so that reports use the results on disk."""
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)
-    """every evaluated checkpoint by its name, in the manifest's order"""
+    """evaluated checkpoints by name, in the manifest's order"""
     sizes: tuple[str, ...] = ()
-    """the smallest number of parameters first"""
+    """names of the model sizes, by ascending number of parameters"""
     grid: GridSpec | None = None
-    """rates and seeds of each model on each data set"""
+    """learning rates and seeds of each model on each data set"""
     datasets: tuple[tuple[str, str], ...] = ()
-    """(family, data set), the family empty where only the data says it"""
+    """(task family, data set); the family is empty if only the data determines it"""
 
 
 EMPTY_SCOPE = StudyScope()
 
 
 def build_scope(manifest: "Manifest") -> StudyScope:
-    """What a manifest says of it."""
+    """Return the scope that `manifest` defines."""
     counts: dict[str, int] = {}
     for model in manifest.models:
-        counts.setdefault(model.key.size, model.run.shape.parameter_count(manifest.vocab_size(model)))
+        counts.setdefault(model.key.size, model.config.shape.parameter_count(manifest.vocab_size(model)))
     grid = manifest.finetune
     return StudyScope(
         model_keys=manifest.model_keys(),
         sizes=tuple(sorted(counts, key=counts.__getitem__)),
         grid=None if grid is None else GridSpec(tuple(sorted(grid.learning_rates)), tuple(range(grid.seeds))),
-        datasets=tuple((one.family, name) for one in manifest.training_sets for name in one.datasets),
+        datasets=tuple((task.family, name) for task in manifest.training_sets for name in task.datasets),
     )

@@ -1,4 +1,4 @@
-"""What a study would be: its runs with every shared beginning trained once, and what they cost. Nothing is trained or written.
+"""Print the plan of a study: its runs, with every shared prefix trained once, and their cost. Nothing is trained or written.
 
 megaenc study plan configs/study/mini.yaml
 megaenc study plan configs/study/paper.yaml --picture plan.png
@@ -28,55 +28,58 @@ _PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What `megaenc study plan` takes."""
+    """Flags of `megaenc study plan`."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
-    """The study as a YAML file: configs/study/*.yaml."""
-    draw_graph: str = ""
-    """Draw the runs to this file, .png, .pdf or .svg."""
+    """The study as a YAML file, such as configs/study/mini.yaml."""
+    picture: str = ""
+    """Also draw the runs to this .png, .pdf or .svg file."""
     data: str = ""
-    """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
+    """Directory that relative data paths of the manifest start from; default: the manifest's own."""
 
 
 def format_plan(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
-    """Return the plan as text: the runs, then what they take."""
+    """Yield the plan as lines of text: the tree of runs, then the cost."""
     manifest = graph.manifest
     yield f"{manifest.title or manifest.path}: {_format_counts(graph)}"
     for part in (format_tree(graph), _format_pretraining(graph, cost), _format_finetuning(graph, cost) if graph.grids else ()):
         yield from ("", *part) if part else ()
     yield ""
-    kinds = [f"{_format_bytes(size)} of {what}" for what, size in cost.disk.items() if size]
+    kinds = [f"{_format_bytes(size)} of {kind}" for kind, size in cost.disk.items() if size]
     yield f"disk: {_format_bytes(sum(cost.disk.values()))}: {', '.join(kinds)}"
     yield from _format_waits(graph, cost)
 
 
 def _format_counts(graph: StageGraph) -> str:
+    """Return the numbers of models and intermediate checkpoints."""
     models = graph.manifest.models
     evaluated = sum(model.evaluate for model in models)
-    on_the_way, left = len(graph.exports) - evaluated, len(models) - evaluated
+    on_the_way, unevaluated = len(graph.exports) - evaluated, len(models) - evaluated
     text = format_count(len(models), "model") + (
-        f" and {format_count(on_the_way, 'checkpoint')} on the way" if on_the_way else ""
+        f" and {format_count(on_the_way, 'intermediate checkpoint')}" if on_the_way else ""
     )
     if not evaluated:
         return f"{text}, none of them evaluated"
-    return text + (f", {left} of the models not evaluated" if left else "")
+    return text + (f", {unevaluated} of the models not evaluated" if unevaluated else "")
 
 
 def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
+    """Yield the table of pretraining costs by group, with the reported costs."""
     hardware, reported = graph.manifest.hardware, graph.manifest.reported
     rows = [(group or "models", *both) for group, both in cost.groups.items()]
     if len(rows) > 1:
         rows.append(("together", cost.with_sharing, cost.without_sharing))
     width = max(len("pretraining"), *(len(row[0]) for row in rows))
-    says = f"  {reported.source or 'reported'} says" if reported.steps else ""
+    source = f"  {reported.source or 'reported'}" if reported.steps else ""
     columns = f"{'steps':>12} {'tokens':>8} {'FLOP':>9} {'hours':>9}"
-    yield f"{'pretraining':<{width}}  {columns}   {'without sharing':>15} {'hours':>9}{says}"
-    for name, shared, alone in rows:
-        said = [f"{reported.steps[name]:,}"] if name in reported.steps else []
-        said += [f"{reported.gpu_hours[name]:,} h"] if name in reported.gpu_hours else []
-        yield (
-            f"{name:<{width}}  {shared.steps:>12,} {_format_scaled(shared.tokens):>8} {shared.flops:>9.2e} {_format_device_hours(shared):>9}   "
-            f"{alone.steps:>15,} {_format_device_hours(alone):>9}" + (f"  {', '.join(said)}" if said else "")
+    yield f"{'pretraining':<{width}}  {columns}   {'without sharing':>15} {'hours':>9}{source}"
+    for name, shared, unshared in rows:
+        reported_numbers = [f"{reported.steps[name]:,}"] if name in reported.steps else []
+        reported_numbers += [f"{reported.gpu_hours[name]:,} h"] if name in reported.gpu_hours else []
+        columns = f"{shared.steps:>12,} {_format_scaled(shared.tokens):>8} {shared.flops:>9.2e} {_format_device_hours(shared):>9}"
+        unshared_columns = f"{unshared.steps:>15,} {_format_device_hours(unshared):>9}"
+        yield f"{name:<{width}}  {columns}   {unshared_columns}" + (
+            f"  {', '.join(reported_numbers)}" if reported_numbers else ""
         )
     for group, text in explain_steps(graph).items():
         yield f"  {group or 'models'}: {text}"
@@ -84,62 +87,72 @@ def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
         rate = f" at {hardware.tokens_per_second:,.0f} tokens/s" if hardware.tokens_per_second else ""
         yield f"  hours of one {hardware.device}{rate}" + (f"; {hardware.source}" if hardware.source else "")
     else:
-        yield "  hours: not known; `hardware: {tokens_per_second: ...}` in the manifest says how fast a device is"
+        yield "  hours: unknown; set `hardware: {tokens_per_second: ...}` in the manifest"
 
 
 def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
+    """Yield the lines on the number and the hours of fine-tuning runs."""
     grid, hardware, reported = next(iter(graph.grids.values())), graph.manifest.hardware, graph.manifest.reported
     sets = sum(len(training.datasets) for training in grid.training_sets)
     rates, seeds = len(grid.flags["learning_rates"]), grid.flags["seeds"]
-    results, who = len(graph.grids) * grid.result_count, reported.source or "reported"
+    results, source = len(graph.grids) * grid.result_count, reported.source or "the source"
     axes = ((len(graph.grids), "checkpoint"), (sets, "data set"), (rates, "rate"), (seeds, "seed"))
     yield f"fine-tuning: {format_count(results, 'result')}, {' x '.join(format_count(number, noun) for number, noun in axes)}"
     if cost.finetune_runs != results:
-        yield f"  from {format_count(cost.finetune_runs, 'run')}, where retrieval trains once for all its sets"
-    if said := reported.fine_tunings:
-        checkpoints, rest = divmod(said, grid.result_count)
-        how = "" if rest else f", {checkpoints} checkpoints x {grid.result_count}; which it leaves out it does not say"
-        yield f"  {who} says {said:,}{how}"
+        yield f"  from {format_count(cost.finetune_runs, 'run')}: retrieval trains once for all its sets"
+    if reported_runs := reported.fine_tunings:
+        checkpoints, rest = divmod(reported_runs, grid.result_count)
+        how = "" if rest else f", {checkpoints} checkpoints x {grid.result_count}; it does not report which it leaves out"
+        yield f"  {source} reports {reported_runs:,}{how}"
     if cost.finetune_hours is not None:
         hours = reported.gpu_hours.get("finetune")
-        also = f"; {who} says {hours:,}" if hours else ""
+        also = f"; {source} reports {hours:,}" if hours else ""
         each = f"one {hardware.device} at {hardware.finetune_seconds:,.0f} seconds a run"
         yield f"  {cost.finetune_hours:,.1f} hours of {each}{also}"
 
 
 def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
+    """Yield the lines on the critical path and the total time; none if the throughput is unknown."""
     hardware = graph.manifest.hardware
     if cost.longest_chain.hours is None:
         return
     each = f"{hardware.devices} x" if hardware.devices > 1 else "one"
-    also = " and one for each fine-tuning run" if graph.grids else ""
-    yield f"longest wait, with {each} {hardware.device} for each pretraining run{also}, all at once:"
-    yield f"  {_format_duration(cost.longest_chain_run_by_run.hours)} where a branch waits for its parent's end (`study run`): {_format_chain(cost.longest_chain_run_by_run)}"
-    yield f"  {_format_duration(cost.longest_chain.hours)} where it begins when its checkpoint is there: {_format_chain(cost.longest_chain)}"
-    together = (cost.with_sharing.device_hours or 0.0) + (cost.finetune_hours or 0.0)
-    yield f"  {_format_duration(together / hardware.devices)} on {hardware.devices} x {hardware.device} in all, one thing after another"
+    also = " and one per fine-tuning run" if graph.grids else ""
+    yield f"critical path, with {each} {hardware.device} per pretraining run{also}, all in parallel:"
+    for condition, chain in (
+        ("branches wait for their parent's end (`study run`)", cost.longest_chain_run_by_run),
+        ("branches start once their checkpoint exists", cost.longest_chain),
+    ):
+        yield f"  {_format_duration(chain.hours)} if {condition}: {_format_chain(chain)}"
+    total = (cost.with_sharing.device_hours or 0.0) + (cost.finetune_hours or 0.0)
+    devices = f"{hardware.devices} x {hardware.device}"
+    yield f"  {_format_duration(total / hardware.devices)} on {devices} in total, one stage at a time"
 
 
 def _format_chain(chain: StageChain) -> str:
+    """Return the stages of a chain without exports, joined by `>`."""
     return " > ".join(stage for stage in chain.stages if not stage.startswith("export/"))
 
 
 def _format_device_hours(amount: TrainingCost) -> str:
+    """Return the device hours of a cost, or `-` if unknown."""
     return "-" if amount.device_hours is None else f"{amount.device_hours:,.{0 if amount.device_hours >= 100 else 2}f}"
 
 
 def _format_duration(hours: float) -> str:
+    """Return a number of hours in minutes, hours or days."""
     if hours >= 96:
         return f"{hours / 24:.1f} days"
     return f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
 
 
 def _format_bytes(count: float) -> str:
+    """Return a number of bytes with a decimal unit."""
     return f"{count / 1e12:,.0f} TB" if count >= 1e15 else _format_scaled(count, (" bytes", " kB", " MB", " GB", " TB"))
 
 
 def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T", "P")) -> str:
-    """Return three digits of a number and its unit."""
+    """Return a number with three digits and its unit."""
     power = 0
     while count >= 1000 and power < len(units) - 1:
         count, power = count / 1000, power + 1
@@ -148,7 +161,7 @@ def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T",
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc study plan`."""
+    """Run the command `megaenc study plan`."""
     silence_libraries()
     settings = flags.parse(PlanConfig, argv, prog="megaenc study plan", description=__doc__)
     output = Path(settings.picture) if settings.picture else None

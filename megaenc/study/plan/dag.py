@@ -1,9 +1,9 @@
-"""From a manifest to the stages of the work: corpus, pretraining runs, exports, fine-tunings.
+"""Graph of a study's stages: corpus, pretraining runs, exports, fine-tuning grids.
 
-Every shared beginning is trained once. A run of N steps that decays over the last D has the same first N - D steps as any other
-that trains the same objectives at the same rate up to there. So each model is a branch of the run with which it shares most, or
-all of its own where it shares nothing; longer runs come first and are the trunks. What is continued from a decayed end is a run
-of its own, which others can branch.
+Shared prefixes are trained once. A run of N steps that decays over the last D shares its first N - D steps with every run that
+trains the same objectives at the same learning rate up to there. Each model branches off the run with which it shares most, or
+starts anew if it shares nothing; longer runs come first and are the trunks. A model that continues from a decayed end is a run of
+its own, which others can branch off.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from megaenc.study.run.stage import CorpusStage, ExportStage, StageRunner
 from megaenc.training.checkpoint_dir import CheckpointDir
 
 PlannedStart = tuple[Literal["new", "branch", "weights"], str, int]
-"""How a run begins: with new weights, as a branch, with another's weights; the name of that other; the step of a branch, or 0."""
+"""Start of a run: with new weights, as a branch, or with another run's weights; that run's name; the branch step or 0."""
 
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The stages of a study by name, each kind in an order in which everything comes after what it needs."""
+    """Stages of a study by name; each kind is in topological order."""
 
     manifest: Manifest
     corpus: CorpusStage | None
@@ -39,7 +39,7 @@ class StageGraph:
 
     @property
     def stages(self) -> dict[str, StageRunner]:
-        """All of them by id, each after what it needs."""
+        """Return all stages by id, each after the stages that it needs."""
         corpus = [self.corpus] if self.corpus else []
         return {stage.id: stage for stage in (*corpus, *self.runs.values(), *self.exports.values(), *self.grids.values())}
 
@@ -50,13 +50,13 @@ def build_graph(
     *,
     processes: int = 0,
     grid_jobs: int = 1,
-    text: Mapping[str, Any] | None = None,
+    data_flags: Mapping[str, Any] | None = None,
 ) -> StageGraph:
-    """Work the stages out: what branches where, which checkpoints are kept, what is exported and fine-tuned.
+    """Return the stages of a study: which run branches where, which checkpoints are kept, exported and fine-tuned.
 
-    `study` is the folder that it is made in: the runs there keep the start that they have had, and are branched where they can
-    be. `processes` of one pretraining run; 0: the manifest's devices. `grid_jobs`: fine-tuning runs at a time in one grid; 0: as
-    many as the machine has room for. `text`: data_path and tokenizer of pretraining in place of the manifest's.
+    `study` is the study directory: its existing runs keep their start, and others branch off them at checkpoints that exist.
+    `processes` per pretraining run (0: the manifest's devices). `grid_jobs`: fine-tuning runs in parallel per grid (0: as many as
+    the machine has room for). `data_flags`: data_path and tokenizer of pretraining, replacing the manifest's.
     """
     starts = _plan_starts(manifest.models, study)
     study, hardware = study or Path(), manifest.hardware
@@ -64,42 +64,42 @@ def build_graph(
     if manifest.corpus.is_built_by_study:
         paths = tuple(manifest.data_dir / path for path in manifest.corpus.text)
         corpus = CorpusStage(study=study, demo=manifest.corpus.demo, text=paths, vocab_size=manifest.corpus.vocab_size)
-        text = corpus.flags
-    exports, keep = {}, defaultdict(set)
-    for _, parent, at in starts.values():
-        keep[parent].update([at] if at else [])
-    for name, setting, model, step in manifest.checkpoints():
+        data_flags = corpus.flags
+    exports, checkpoint_steps = {}, defaultdict(set)
+    for _, parent, branch_step in starts.values():
+        checkpoint_steps[parent].update([branch_step] if branch_step else [])
+    for name, key, model, step in manifest.checkpoints():
         run = model.name
-        while starts[run][0] == "branch" and step <= starts[run][2]:  # made by what it branches off
+        while starts[run][0] == "branch" and step <= starts[run][2]:  # trained by the run that it branches off
             run = starts[run][1]
-        exports[name] = ExportStage(study=study, name=name, key=setting, run=run, step=step)
-        keep[run].update([] if setting.decayed else [step])
+        exports[name] = ExportStage(study=study, name=name, key=key, run=run, step=step)
+        checkpoint_steps[run].update([] if key.decayed else [step])
     models, runs = {model.name: model for model in manifest.models}, {}
-    for name, (start, parent, at) in starts.items():
+    for name, (start, parent, branch_step) in starts.items():
         runs[name] = PretrainStage(
             study=study,
             name=name,
             model=models[name],
             start=start,
             parent=parent,
-            branch_step=at,
-            checkpoint_steps=tuple(sorted(keep[name])),
+            branch_step=branch_step,
+            checkpoint_steps=tuple(sorted(checkpoint_steps[name])),
             has_study_corpus=manifest.corpus.is_built_by_study,
-            cost=compute_training_cost(manifest, models[name], at, models[name].steps),
+            cost=compute_training_cost(manifest, models[name], branch_step, models[name].steps),
             processes=processes or hardware.devices,
-            data_flags=text or {},
+            data_flags=data_flags or {},
         )
     grids = {}
     if manifest.finetune:
         flags = manifest.finetune_flags
-        places = {"train_on": flags.get("train_on", ""), "demo_folder": flags.get("demo_folder", str(study / "demo"))}
+        data_paths = {"train_on": flags.get("train_on", ""), "demo_folder": flags.get("demo_folder", str(study / "demo"))}
         grid = FinetuneStage(
             study=study,
             name="",
             training_sets=manifest.training_sets,
             flags=flags,
             protocol=manifest.finetune.protocol,
-            data=LabelledData(flags["datasets"], replace(manifest.finetune.data, **places)),
+            data=LabelledData(flags["datasets"], replace(manifest.finetune.data, **data_paths)),
             jobs=grid_jobs,
             run_seconds=hardware.finetune_seconds,
         )
@@ -108,101 +108,106 @@ def build_graph(
 
 
 def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str, PlannedStart]:
-    """Return how the run of each model begins, parents before children.
+    """Return the start of each model's run by name, parents before children.
 
-    Runs that are in the folder `study` keep the start that they have had, and are branched at steps that they have kept. What is
-    left for each model to train does not depend on the order, only which run is the trunk does: the longest, of equals the one
-    with the fewest objectives, which checkpoints on the way are named after.
+    Runs that exist in `study` keep their start and are branched at checkpoints that they have. The total number of steps does not
+    depend on the order, only the choice of the trunk does: the longest run, of equals the one with the fewest objectives, after
+    which intermediate checkpoints are named.
     """
     families: dict[tuple, list[PlannedModel]] = defaultdict(list)
     for model in models:
         families[_sharing_key(model)].append(model)
-    kept = _read_existing_starts({model.name: model for members in families.values() for model in members}, study)
-    found = dict(kept)
+    existing = _read_existing_starts({model.name: model for members in families.values() for model in members}, study)
+    starts = dict(existing)
     for members in families.values():
-        placed: list[PlannedModel] = []
-        for model in sorted(members, key=lambda model: (model.name not in kept, -model.last_undecayed_step, len(model.phases))):
-            if model.name not in kept:
-                found[model.name] = _choose_start(model, placed, found, study)
-            placed.append(model)
+        planned: list[PlannedModel] = []
+        for model in sorted(
+            members, key=lambda model: (model.name not in existing, -model.last_undecayed_step, len(model.phases))
+        ):
+            if model.name not in existing:
+                starts[model.name] = _choose_start(model, planned, starts, study)
+            planned.append(model)
     ordered: dict[str, PlannedStart] = {}
-    for name in found:  # in this order, but for parents that come later: what is continued may be a branch
-        line = [name]
-        while parent := found[line[-1]][1]:
-            line.append(parent)
-        ordered |= {each: found[each] for each in reversed(line)}
+    for name in starts:  # parents may come later: a continued model may be a branch
+        ancestry = [name]
+        while parent := starts[ancestry[-1]][1]:
+            ancestry.append(parent)
+        ordered |= {each: starts[each] for each in reversed(ancestry)}
     return ordered
 
 
 def _sharing_key(model: PlannedModel) -> tuple:
-    """Return what runs that can share a beginning have in common."""
-    # Not as flags are spelled: a default that is written down changes nothing. The schedule has its own comparison.
-    flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
+    """Return a key that runs have in common if they can share a prefix."""
+    # Compares resolved values, so that an explicit default makes no difference. Schedules are compared by count_shared_steps.
+    flags = {name: value for name, value in flatten(model.config).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
     return model.after, model.warmup, model.key.seed, model.key.size, repr(flags)
 
 
 def _unshared_start(model: PlannedModel) -> PlannedStart:
-    """Return how a run begins that is no branch."""
+    """Return the start of a run that is no branch."""
     return ("weights", model.after, 0) if model.after else ("new", "", 0)
 
 
 def _choose_start(
-    model: PlannedModel, placed: Iterable[PlannedModel], starts: Mapping[str, PlannedStart], study: Path | None
+    model: PlannedModel, candidates: Iterable[PlannedModel], starts: Mapping[str, PlannedStart], study: Path | None
 ) -> PlannedStart:
-    """As a branch of the one of its family that it shares most with, if any; of equals the first."""
-    best, at = "", 0
-    for other in placed:
-        common = count_shared_steps(model, other)
-        common = _find_branch_step(study / "runs" / other.name, common) if study else common
-        kind, _, its_own = starts[other.name]
-        if common > at and (kind != "branch" or common > its_own):  # steps that it makes itself
-            best, at = other.name, common
-    return ("branch", best, at) if best else _unshared_start(model)
+    """Return the start as a branch of the run in `placed` that shares most steps, of equals the first; unshared if none does."""
+    parent, branch_step = "", 0
+    for other in candidates:
+        shared = count_shared_steps(model, other)
+        shared = _find_branch_step(study / "runs" / other.name, shared) if study else shared
+        kind, _, other_branch_step = starts[other.name]
+        if shared > branch_step and (kind != "branch" or shared > other_branch_step):  # a step that it trains itself
+            parent, branch_step = other.name, shared
+    return ("branch", parent, branch_step) if parent else _unshared_start(model)
 
 
 def _read_existing_starts(models: Mapping[str, PlannedModel], study: Path | None) -> dict[str, PlannedStart]:
-    """Return how runs have begun, where that makes what the manifest says of them now."""
-    said: dict[str, PlannedStart] = {}
+    """Return the starts of existing runs by name, leaving out those that contradict the manifest."""
+    starts: dict[str, PlannedStart] = {}
     for name in models if study else ():
-        with contextlib.suppress(InputError):  # a damaged run.json, which the check of its stage names
+        with contextlib.suppress(InputError):  # the stage's check reports a damaged run.json
             if start := read_run_init(study / "runs" / name):
-                said[name] = (start.kind, Path(start.run).name, start.step)
+                starts[name] = (start.kind, Path(start.run).name, start.step)
 
-    def fits(name: str) -> bool:
+    def is_consistent(name: str) -> bool:
         children: set[str] = set()
-        while said[name][0] == "branch":
+        while starts[name][0] == "branch":
             children.add(name)
-            model, (_, parent, at) = models[name], said[name]
-            if parent not in said or parent in children or _sharing_key(model) != _sharing_key(models[parent]):
+            model, (_, parent, branch_step) = models[name], starts[name]
+            if parent not in starts or parent in children or _sharing_key(model) != _sharing_key(models[parent]):
                 return False
-            if not 0 < at <= count_shared_steps(model, models[parent]):
+            if not 0 < branch_step <= count_shared_steps(model, models[parent]):
                 return False
             name = parent
-        return said[name] == _unshared_start(models[name])
+        return starts[name] == _unshared_start(models[name])
 
-    return {name: said[name] for name in said if fits(name)}
+    return {name: starts[name] for name in starts if is_consistent(name)}
 
 
 def _find_branch_step(run: Path, step: int) -> int:
-    """Return the last step up to `step` to branch a run at: `step` while it is not there yet, then one that it has kept, or 0."""
+    """Return the last step up to `step` at which `run` can be branched: one not reached yet, or a kept checkpoint; or 0."""
     checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.tracked_step()
     if latest is None or latest < step:
         return step
-    return max((kept for kept in checkpoints.steps() if kept <= step and checkpoints.is_complete(kept)), default=0)
+    return max(
+        (saved_step for saved_step in checkpoints.steps() if saved_step <= step and checkpoints.is_complete(saved_step)),
+        default=0,
+    )
 
 
-def count_shared_steps(one: PlannedModel, other: PlannedModel) -> int:
-    """Return the first steps that two models of the same flags, warm-up and start have in common, none of them decayed.
+def count_shared_steps(model: PlannedModel, other: PlannedModel) -> int:
+    """Return the number of undecayed first steps that two models with equal flags, warm-up and start have in common.
 
-    A phase within which an option changes is the same only as a whole.
+    A phase within which an option changes is shared as a whole or not at all.
     """
-    here, there = one.phases, other.phases
-    mine = theirs = step = 0
-    while mine < len(here) and theirs < len(there) and here[mine].text == there[theirs].text:
-        ends = here[mine].last, there[theirs].last
-        if ends[0] != ends[1] and "->" in here[mine].text:
+    phases, other_phases = model.phases, other.phases
+    index = other_index = step = 0
+    while index < len(phases) and other_index < len(other_phases) and phases[index].text == other_phases[other_index].text:
+        ends = phases[index].last, other_phases[other_index].last
+        if ends[0] != ends[1] and "->" in phases[index].text:
             break
         step = min(ends)
-        mine, theirs = mine + (ends[0] == step), theirs + (ends[1] == step)
-    return min(step, one.last_undecayed_step, other.last_undecayed_step)
+        index, other_index = index + (ends[0] == step), other_index + (ends[1] == step)
+    return min(step, model.last_undecayed_step, other.last_undecayed_step)

@@ -26,11 +26,16 @@ from megaenc.study.report.figures.base import FigureSpec
 from megaenc.study.report.figures.registry import build_figures, published_flops_by_model
 from megaenc.study.report.html import ReportPage, render_page
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
-from megaenc.study.report.score_tables import build_score_tables, build_diagnostic_tables, build_standard_metric_tables, format_scores_csv
+from megaenc.study.report.score_tables import (
+    build_diagnostic_tables,
+    build_score_tables,
+    build_standard_metric_tables,
+    format_scores_csv,
+)
 from megaenc.study.report.table import WRITERS
 from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence, describe_missing_scores
 from megaenc.study.results.groups import STANDARD_METRICS
-from megaenc.study.results.pretrain_runs import flops_by_model, resolve_model_keys, read_runs
+from megaenc.study.results.pretrain_runs import flops_by_model, read_runs, resolve_model_keys
 from megaenc.study.results.published import published
 
 SCORES = "scores.csv"
@@ -65,40 +70,47 @@ _OURS = (
 )
 
 
-def build_report(settings: ReportConfig) -> ReportPage:
+def build_report(config: ReportConfig) -> ReportPage:
     """Read everything that the flags name. Raises InputError for what cannot be used."""
-    if settings.published:
-        given = [name for name in ("manifest", "results", "runs") if getattr(settings, name)]
-        if given:
-            raise InputError(f"--published: found beside {given[0]}, expected alone: it reports the printed tables")
-        title, lead, evidence, beside = "The published tables", _PUBLISHED, published(), None
+    if config.published:
+        conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
+        if conflicting:
+            raise InputError(f"--published: found beside {conflicting[0]}, expected alone: it reports the printed tables")
+        title, lead, evidence, published_evidence = "The published tables", _PUBLISHED, published(), None
         facts, standard, runs, flops = methods.published_facts(), [], {}, published_flops_by_model(evidence)
     else:
-        if not settings.results:
+        if not config.results:
             raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
-        scope, title = _read_scope(settings.manifest)
-        results, beside, lead = read_result_tree(settings.results), published(), _OURS
+        scope, title = _read_scope(config.manifest)
+        results, published_evidence, lead = read_result_tree(config.results), published(), _OURS
         models = list(dict.fromkeys(one.model for one in results))
-        known = resolve_model_keys(sorted(models), scope.model_keys)
-        evidence = build_evidence(results, known.get, PAPER_SCORE, settings.interval, scope)
-        _check_results(evidence, results, models, settings)
-        runs = read_runs(Path(settings.runs)) if settings.runs else {}
-        flops = flops_by_model(runs, known) if runs else {} if scope.model_keys else published_flops_by_model(evidence)
-        there = {name for one in results if one.test is not None for name in one.test.metrics}
-        metrics = [name for names in STANDARD_METRICS.values() for name in names if name in there]
-        standard = [build_evidence(results, known.get, name, settings.interval, scope) for name in metrics]
+        model_keys = resolve_model_keys(sorted(models), scope.model_keys)
+        evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
+        _check_results(evidence, results, models, config)
+        runs = read_runs(Path(config.runs)) if config.runs else {}
+        flops = flops_by_model(runs, model_keys) if runs else {} if scope.model_keys else published_flops_by_model(evidence)
+        available_metrics = {name for one in results if one.test is not None for name in one.test.metrics}
+        metrics = [name for names in STANDARD_METRICS.values() for name in names if name in available_metrics]
+        standard = [build_evidence(results, model_keys.get, name, config.interval, scope) for name in metrics]
         facts = [
-            *methods.read_notes(Path(settings.results), settings.about),
+            *methods.read_notes(Path(config.results), config.about),
             *methods.finetuning_facts(results, evidence),
             *methods.pretraining_facts(runs),
-            ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, beside)}"),
+            ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published_evidence)}"),
         ]
-    figures = build_figures(evidence, runs, flops, beside)
+    figures = build_figures(evidence, runs, flops, published_evidence)
     with ProgressLine("judging", total=None, closing=False) as progress:
         progress.update(0)
         verdicts = judge(evidence)
-        tables = [*build_score_tables(evidence, beside), *build_standard_metric_tables(evidence, standard), *build_diagnostic_tables(evidence)]
-    printed, scores = judge(beside) if beside is not None else [], format_scores_csv([evidence, *standard])
+        tables = [
+            *build_score_tables(evidence, published_evidence),
+            *build_standard_metric_tables(evidence, standard),
+            *build_diagnostic_tables(evidence),
+        ]
+    printed, scores = (
+        judge(published_evidence) if published_evidence is not None else [],
+        format_scores_csv([evidence, *standard]),
+    )
     return ReportPage(title, lead, verdicts, printed, figures, tables, scores, facts, describe_missing_scores(evidence))
 
 
@@ -112,19 +124,19 @@ def _read_scope(path: str) -> tuple[StudyScope, str]:
     return build_scope(manifest), manifest.title or "Results of a study"
 
 
-def _check_results(evidence: Evidence, results: Sequence[Result], models: Sequence[str], settings: ReportConfig) -> None:
+def _check_results(evidence: Evidence, results: Sequence[Result], models: Sequence[str], config: ReportConfig) -> None:
     """Raise InputError if the results are of another study or grid than the manifest's, or if none makes a score."""
-    place, names, asked = f"--results {settings.results}", list(evidence.scope.model_keys), evidence.scope.grid
+    place, names, grid = f"--results {config.results}", list(evidence.scope.model_keys), evidence.scope.grid
     if names and not any(model in names for model in models):
-        found, expected = ", ".join(models[:3]), ", ".join(names[:3])
-        raise InputError(f"{place}: found models {found}, expected those of {settings.manifest}: {expected}, ...")
-    if asked is not None and not evidence.grids:
-        found = _format_grid({one.learning_rate for one in results}, {one.seed for one in results})
-        wanted = f"some of what {settings.manifest} asks for: {_format_grid(asked.rates, asked.seeds)}"
-        raise InputError(f"{place}: found {found}, expected {wanted}")
+        actual, expected = ", ".join(models[:3]), ", ".join(names[:3])
+        raise InputError(f"{place}: found models {actual}, expected those of {config.manifest}: {expected}, ...")
+    if grid is not None and not evidence.grids:
+        actual = _format_grid({one.learning_rate for one in results}, {one.seed for one in results})
+        expected_grid = f"some of what {config.manifest} asks for: {_format_grid(grid.rates, grid.seeds)}"
+        raise InputError(f"{place}: found {actual}, expected {expected_grid}")
     if not evidence.scores:
-        wanted = f"expected at least one: {describe_missing_scores(evidence)}"
-        raise InputError(f"{settings.results}: no model has a learning rate with every seed finished yet; {wanted}")
+        expected_grid = f"expected at least one: {describe_missing_scores(evidence)}"
+        raise InputError(f"{config.results}: no model has a learning rate with every seed finished yet; {expected_grid}")
 
 
 def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
@@ -141,7 +153,7 @@ def write_report(report: ReportPage, output: Path) -> None:
     texts = {f"{TABLES}/{table.key}.{suffix}": (table, form) for table in report.tables for suffix, form in WRITERS.items()}
     drawn: dict[str, FigureSpec] = {}
     for one in report.figures:
-        both = {one.drawn.key: one.drawn, f"{one.drawn.key}-published": one.published}
+        both = {one.figure.key: one.figure, f"{one.figure.key}-published": one.published}
         drawn |= {f"{FIGURES}/{name}": picture for name, picture in both.items() if picture and picture.panels}
     names = [*texts, f"{TABLES}/{SCORES}", *(f"{name}.{suffix}" for name in drawn for suffix in ("png", "svg"))]
     output_dir.prepare_report_dir(output, earlier, names)
@@ -151,7 +163,7 @@ def write_report(report: ReportPage, output: Path) -> None:
         for at, (name, picture) in enumerate(drawn.items()):
             progress.update(at)
             with atomic_files(output / f"{name}.png") as [temporary]:
-                picture.wide.savefig(temporary, format="png", metadata={"Software": None})
+                picture.figure.savefig(temporary, format="png", metadata={"Software": None})
             atomic_write(output / f"{name}.svg", picture.svg)
     atomic_write(output / TABLES / SCORES, report.scores)
     atomic_write(output / PAGE, render_page(report))
@@ -162,17 +174,17 @@ def write_report(report: ReportPage, output: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study report`."""
     silence_libraries()
-    settings = flags.parse(ReportConfig, argv, prog="megaenc study report", description=__doc__)
-    output = Path(settings.output)
+    config = flags.parse(ReportConfig, argv, prog="megaenc study report", description=__doc__)
+    output = Path(config.output)
     output_dir.check_report_dir(output)
     with create_parent_with_rollback(output / PAGE, "--output"):
-        report = build_report(settings)
+        report = build_report(config)
         write_report(report, output)
     for one in report.verdicts:
         print_rank_0(f"{one.claim}{one.part} {one.title}: {one.verdict}")
     if report.missing_scores:
         print_rank_0(report.missing_scores)
-    drawn = sum(bool(one.drawn.panels) for one in report.figures)
+    drawn = sum(bool(one.figure.panels) for one in report.figures)
     print_rank_0(
         f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}"
     )

@@ -1,4 +1,4 @@
-"""The report as one HTML file: verdicts, figures, tables, how it was made. Nothing is fetched and nothing runs."""
+"""The report as one self-contained HTML file without scripts: verdicts, figures, tables and methods."""
 
 import base64
 import math
@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from megaenc.study.claims.verdicts import Verdict, format_p_value
-from megaenc.study.report.figures.base import NARROW, FigureSpec, figure_to_svg, embed_svg
+from megaenc.study.report.figures.base import FigureSpec, embed_svg
 from megaenc.study.report.figures.registry import ReportFigure
 from megaenc.study.report.methods import Fact
 from megaenc.study.report.table import Table, format_cell
@@ -20,37 +20,37 @@ from megaenc.study.results.groups import FAMILY_LABELS, dataset_label
 
 @dataclass(frozen=True)
 class ReportPage:
-    """All that a page shows."""
+    """Content of a report page."""
 
     title: str
     lead: str
-    """a sentence or two on whose numbers these are"""
+    """source of the results, in one or two sentences"""
     verdicts: Sequence[Verdict]
     published: Sequence[Verdict]
-    """the same claims, judged by the published tables; none if these are what is reported"""
+    """verdicts on the same claims from the published tables; empty for a report of those"""
     figures: Sequence[ReportFigure]
     tables: Sequence[Table]
     scores: str
-    """all scores as CSV, for whoever wants to compute with them"""
+    """all scores as CSV text"""
     facts: Sequence[Fact]
     missing_scores: str = ""
-    """sentences that name models without a score"""
+    """sentences that name the models without a score"""
 
 
 GENERATOR_TAG = '<meta name="generator" content="megaenc study report">'
-"""In the head of every page: by this a report is known, and only such may be replaced."""
+"""Tag in the head of every report page; only a page with it may be replaced."""
 
 _OUTCOME_LABELS = {
-    "holds": {"css": "holds", "words": "\u2713 holds", "counted": "hold"},
-    "reversed": {"css": "reversed", "words": "\u21c4 reversed", "counted": "reversed"},
-    "not resolved": {"css": "open", "words": "? not resolved", "counted": "not resolved"},
-    "no data": {"css": "none", "words": "\u2013 no data", "counted": "without data"},
+    "holds": {"css": "holds", "label": "\u2713 holds", "after_count": "hold"},
+    "reversed": {"css": "reversed", "label": "\u21c4 reversed", "after_count": "reversed"},
+    "not resolved": {"css": "open", "label": "? not resolved", "after_count": "not resolved"},
+    "no data": {"css": "none", "label": "\u2013 no data", "after_count": "without data"},
 }
-"""Class and words of each verdict (a sign and a word, for readers who do not see the colour), and its word after a number."""
+"""CSS class of each outcome, its label (with a sign, for readers who do not see the colour), and its word after a count."""
 
 
 def render_page(report: ReportPage) -> str:
-    """Return the whole file, from report.html.j2. Whatever comes from results, runs or manifests is escaped."""
+    """Render the report as HTML text from report.html.j2, with all text from results, runs and manifests escaped."""
     environment = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
@@ -61,11 +61,11 @@ def render_page(report: ReportPage) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "shown": format_cell,
+        "cell": format_cell,
         "signed": lambda value: "" if math.isnan(value) else _use_minus_signs(f"{value:+.2f}"),
         "minus": _use_minus_signs,
         "reach": _axis_limit,
-        "twins": _twins,
+        "inline_svg": _inline_svg,
         "p_value": lambda value: "" if math.isnan(value) else format_p_value(value),
         "place": lambda value, reach: f"{75 + 70 * value / reach:.1f}",
         "seeds": lambda needed: "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}",
@@ -73,36 +73,41 @@ def render_page(report: ReportPage) -> str:
     }
     environment.tests |= {"finite": math.isfinite, "nan": math.isnan}
     verdicts = Counter(one.verdict for one in report.verdicts)
-    counts = ", ".join(f"{verdicts[name]} {sign['counted']}" for name, sign in _OUTCOME_LABELS.items() if verdicts[name])
-    names = {"mark": Markup(GENERATOR_TAG), "signs": _OUTCOME_LABELS, "families": FAMILY_LABELS, "classes": _class_attribute, "dataset_label": dataset_label}
-    environment.globals |= names  # macros have them too
+    counts = ", ".join(f"{verdicts[name]} {label['after_count']}" for name, label in _OUTCOME_LABELS.items() if verdicts[name])
+    names = {
+        "generator_tag": Markup(GENERATOR_TAG),
+        "outcomes": _OUTCOME_LABELS,
+        "families": FAMILY_LABELS,
+        "classes": _class_attribute,
+        "dataset_label": dataset_label,
+    }
+    environment.globals |= names  # macros see globals only
     return environment.get_template("report.html.j2").render(report=report, counts=counts)
 
 
 def _keep_percent_together(value: object) -> object:
-    """Return text with percent signs kept next to their numbers; anything else as it is."""
+    """Replace the space before percent signs by a no-break space in plain text; return other values unchanged."""
     return value.replace(" %", "\u00a0%") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _class_attribute(**on: bool) -> Markup:
-    """Return the attribute that names the classes that are on, or nothing."""
+    """Return an HTML class attribute with the names whose value is True, or empty markup."""
     names = " ".join(name for name, is_on in on.items() if is_on)
     return Markup(' class="{}"').format(names) if names else Markup()
 
 
-def _use_minus_signs(said: str) -> str:
-    """Return text with the sign that is as wide as a plus before numbers; hyphens in names stay."""
-    return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", said)
+def _use_minus_signs(text: str) -> str:
+    """Replace hyphens before numbers by minus signs; hyphens in names stay."""
+    return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", text)
 
 
 def _axis_limit(verdict: Verdict) -> float:
-    """Return the farthest end of a verdict's intervals from 0, which are drawn on one axis."""
+    """Return the largest absolute value of a verdict's differences and interval ends, the scale of its bars."""
     listed = filter(None, [*verdict.comparisons, verdict.overall])
     ends = [abs(end) for one in listed for end in (one.low, one.high, one.difference) if math.isfinite(end)]
     return max(ends, default=1.0) or 1.0
 
 
-def _twins(picture: FigureSpec, name: str, alt: str) -> list[tuple[str, Markup]]:
-    """Return a figure's drawings for the width of a page and of a phone."""
-    of_kind = {"wide": picture.svg, "narrow": figure_to_svg(picture.draw(NARROW), picture.key)}
-    return [(kind, Markup(embed_svg(svg, f"{name}-{kind}", alt))) for kind, svg in of_kind.items()]
+def _inline_svg(spec: FigureSpec, name: str, alt: str) -> Markup:
+    """Return a figure as inline SVG with ids that begin with `name` and the alternative text `alt`."""
+    return Markup(embed_svg(spec.svg, name, alt))

@@ -14,7 +14,7 @@ from megaenc.finetune.results import aggregate
 from megaenc.finetune.results.aggregate import RateSensitivity
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import describe_intervals
-from megaenc.study.report.table import Column, Table, TableRow, CellValue, format_csv, format_score
+from megaenc.study.report.table import CellValue, Column, Table, TableRow, format_csv, format_score
 from megaenc.study.results.evidence import Evidence, GridStatus, Score, collapsed_by_training
 from megaenc.study.results.groups import (
     FAMILY_LABELS,
@@ -24,10 +24,10 @@ from megaenc.study.results.groups import (
     Setup,
     dataset_label,
     datasets_by_family,
-    objective_name,
     format_percent,
+    objective_name,
 )
-from megaenc.study.stats.inference import VarianceComponents, collapse_rate, variance_components, required_seeds
+from megaenc.study.stats.inference import VarianceComponents, collapse_rate, required_seeds, variance_components
 
 _TEXT_COLUMNS = ("Size", "Objective", "Schedule", "Model")
 _MODEL_COLUMNS: dict[str, Callable[[ModelKey], CellValue]] = {
@@ -66,12 +66,14 @@ _UNFINISHED = (
 
 def _format_note(text: str, *marks: tuple[str, Iterable[bool]]) -> str:
     """Return a table's note, with what each mark means if it is there anywhere."""
-    return " ".join([text, *(meaning for meaning, there in marks if any(there))])
+    return " ".join([text, *(meaning for meaning, occurrences in marks if any(occurrences))])
 
 
 def _list_score_columns(evidence: Evidence) -> list[ScoreColumn]:
     """Return a column for each data set, in a group for each family."""
-    return [(family, evidence, family, name) for family, names in datasets_by_family(evidence.datasets()).items() for name in names]
+    return [
+        (family, evidence, family, name) for family, names in datasets_by_family(evidence.datasets()).items() for name in names
+    ]
 
 
 def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
@@ -102,7 +104,7 @@ def _build_setup_tables(
     evidence: Evidence, places: Sequence[ScoreColumn], key: str, title: str, note: str, published: Evidence | None
 ) -> list[Table]:
     tables = []
-    groups, names = evidence.grouped(), evidence.names()
+    groups, names = evidence.group_by_setup(), evidence.model_names()
     unnamed = list(dict.fromkeys(one.model for one in evidence.scores if one.model_key is None))
     seed = ["Seed"] * (len({one.seed for one in names}) > 1)
     for setup, (together, of_setup) in _SETUP_COLUMNS.items():
@@ -110,51 +112,67 @@ def _build_setup_tables(
         if not settings and not others:
             continue
         heads = ["Model"] * bool(others) + of_setup + seed
-        laid_over = published is not None and any(published.find(one, name, of) for one in settings for *_, of, name in places)
-        ours, theirs = (["ours"], ["published"]) if laid_over else ([], [])
+        has_published = published is not None and any(
+            published.find(one, name, of) for one in settings for *_, of, name in places
+        )
+        ours, theirs = (["ours"], ["published"]) if has_published else ([], [])
         rows: list[TableRow] = []
-        shown: list[Score] = []
+        shown_scores: list[Score] = []
         before = None
         for one in [*settings, *others]:
             head, parted = [one, *[None] * (len(heads) - 1)], None
             if one in names:
                 of_model = [_MODEL_COLUMNS[name](one) for name in of_setup + seed]
                 head, parted = [names[one]] * bool(others) + of_model, of_model[:together]
-            here = [source.find(one, name, family) for _, source, family, name in places]
-            shown += [each for each in here if each is not None]
+            row_scores = [source.find(one, name, family) for _, source, family, name in places]
+            shown_scores += [each for each in row_scores if each is not None]
             rule = None not in (before, parted) and parted != before
-            rows.append(TableRow((*head, *ours, *map(_format_score_cell, here)), rule=rule, name=names.get(one, "")))
+            rows.append(TableRow((*head, *ours, *map(_format_score_cell, row_scores)), rule=rule, name=names.get(one, "")))
             before = parted
-            if laid_over and one in names:
+            if has_published and one in names:
                 printed = [_format_score_cell(published.find(one, name, family)) for *_, family, name in places]
                 if any(printed):
                     rows.append(TableRow((*head, *theirs, *printed), light=True, name="published"))
-        columns = [Column(name, number=name not in _TEXT_COLUMNS) for name in heads] + [Column("Source", number=False)] * laid_over
-        said = _format_note(
-            f"{note} Intervals: {describe_intervals(evidence, published if laid_over else None)}.",
-            (_COLLAPSED_RUNS, (one.collapsed_at_rate > 0 for one in shown)),
-            (_UNFINISHED, (one.runs < one.planned for one in shown)),
+        columns = [Column(name, number=name not in _TEXT_COLUMNS) for name in heads] + [
+            Column("Source", number=False)
+        ] * has_published
+        full_note = _format_note(
+            f"{note} Intervals: {describe_intervals(evidence, published if has_published else None)}.",
+            (_COLLAPSED_RUNS, (one.collapsed_at_rate > 0 for one in shown_scores)),
+            (_UNFINISHED, (one.ended_runs < one.planned_runs for one in shown_scores)),
         )
-        tables.append(Table(key.format(setup), title.format(SETUP_TITLES[setup]), said, (*columns, *_build_columns(places)), tuple(rows)))
+        tables.append(
+            Table(
+                key.format(setup), title.format(SETUP_TITLES[setup]), full_note, (*columns, *_build_columns(places)), tuple(rows)
+            )
+        )
     return tables
 
 
-def _format_score_cell(found: Score | None) -> CellValue:
+def _format_score_cell(score: Score | None) -> CellValue:
     """Return mean and interval, marked if worthless predictions are in the mean or if the grid is not done."""
-    if found is None:
+    if score is None:
         return None
-    behind = sum(len(one.seeds) for one in found.members or (found,))
-    collapsed = f" †{found.collapsed_at_rate}/{behind}" if found.collapsed_at_rate else ""
-    return f"{format_score(found.mean, found.half_width)}{collapsed}{_format_unfinished_mark(found)}"
+    run_count = sum(len(one.seed_scores) for one in score.members or (score,))
+    collapsed = f" †{score.collapsed_at_rate}/{run_count}" if score.collapsed_at_rate else ""
+    return f"{format_score(score.mean, score.half_width)}{collapsed}{_format_unfinished_mark(score)}"
 
 
-def _format_unfinished_mark(found: Score) -> str:
-    return f" [{found.runs}/{found.planned}]" if found.runs < found.planned else ""
+def _format_unfinished_mark(score: Score) -> str:
+    return f" [{score.ended_runs}/{score.planned_runs}]" if score.ended_runs < score.planned_runs else ""
 
 
 CSV_COLUMNS = ("setup", "size", "clm_steps", "mlm_steps", "cpt_mlm_steps", "mask_ratio", "task", "dataset", "mean", "ci95")
 """The columns of the published file."""
-_RUN_COLUMNS = ("model", "pretraining_seed", "finetuning_seeds", "metric", "collapsed_runs", "ended_trainings", "planned_trainings")
+_RUN_COLUMNS = (
+    "model",
+    "pretraining_seed",
+    "finetuning_seeds",
+    "metric",
+    "collapsed_runs",
+    "ended_trainings",
+    "planned_trainings",
+)
 
 
 def format_scores_csv(evidence: Sequence[Evidence]) -> str:
@@ -164,12 +182,12 @@ def format_scores_csv(evidence: Sequence[Evidence]) -> str:
     """
     lines: list[list[object]] = [[*CSV_COLUMNS, *_RUN_COLUMNS]]
     for each in evidence:
-        setups: list[tuple[str, ModelKey | None]] = [(setup, one) for setup, of in each.grouped().items() for one in of]
+        setups: list[tuple[str, ModelKey | None]] = [(setup, one) for setup, of in each.group_by_setup().items() for one in of]
         for setup, setting in [*setups, ("other", None)]:
             scores = [one for one in each.scores if one.model_key == setting]
             for family, names in datasets_by_family((one.family, one.dataset) for one in scores).items():
-                found = sorted((one for one in scores if one.family == family), key=lambda one: names.index(one.dataset))
-                lines += [_build_csv_row(setup, one, each.metric) for one in found]
+                family_scores = sorted((one for one in scores if one.family == family), key=lambda one: names.index(one.dataset))
+                lines += [_build_csv_row(setup, one, each.metric) for one in family_scores]
     return format_csv(lines)
 
 
@@ -179,35 +197,35 @@ def _build_csv_row(setup: str, one: Score, metric: str) -> list[object]:
     if of is not None:
         mask = "" if of.mask_ratio is None else f"{of.mask_ratio:g}"
         model, seed = [of.size, of.clm_steps, of.mlm_steps, of.cpt_mlm_steps, mask], of.seed
-    runs = (one.collapsed_at_rate, one.runs, one.planned) if one.planned else ("", "", "")
+    runs = (one.collapsed_at_rate, one.ended_runs, one.planned_runs) if one.planned_runs else ("", "", "")
     numbers = [one.family, dataset_label(one.family, one.dataset), f"{100 * one.mean:.2f}", half]
-    return [setup, *model, *numbers, one.model, seed, len(one.seeds) or "", metric, *runs]
+    return [setup, *model, *numbers, one.model, seed, len(one.seed_scores) or "", metric, *runs]
 
 
 def _list_model_names(evidence: Evidence) -> list[str]:
     """Return every model with a run once, in the order of the tables."""
     every = [*evidence.scores, *evidence.grids]
     names = {one.model_key: one.model for one in reversed(every) if one.model_key is not None}
-    settings = [one for members in evidence.grouped(names).values() for one in members]
+    settings = [one for members in evidence.group_by_setup(names).values() for one in members]
     return list(dict.fromkeys([*(names[one] for one in settings), *(one.model for one in every if one.model_key is None)]))
 
 
 def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
     """Return those of the tables below that there are numbers for."""
-    made = (build_rate_table(evidence), build_collapse_table(evidence), build_variance_table(evidence))
-    return [table for table in made if table is not None]
+    tables = (build_rate_table(evidence), build_collapse_table(evidence), build_variance_table(evidence))
+    return [table for table in tables if table is not None]
 
 
 def build_rate_table(evidence: Evidence) -> Table | None:
     """Return what the learning rate changes: best less worst mean, and how many are near the best. None if no model had two."""
 
-    def cell(found: Score) -> CellValue:
-        if (made := rate_sensitivity(found)) is None:
-            return f"({len(found.failed_seeds)} failed)" if found.failed_seeds else None
-        rates = made.means.keys() | found.failed_seeds.keys()
-        failed = f", {len(found.failed_seeds)} failed" if found.failed_seeds else ""
-        collapsed = f" †{found.collapsed}/{found.runs}" if found.collapsed else ""
-        return f"{100 * made.spread:.2f} ({made.count_near_best()}/{len(rates)}{failed}){collapsed}{_format_unfinished_mark(found)}"
+    def cell(score: Score) -> CellValue:
+        if (sensitivity := rate_sensitivity(score)) is None:
+            return f"({len(score.failed_seeds)} failed)" if score.failed_seeds else None
+        rates = sensitivity.means.keys() | score.failed_seeds.keys()
+        failed = f", {len(score.failed_seeds)} failed" if score.failed_seeds else ""
+        collapsed = f" †{score.collapsed_runs}/{score.ended_runs}" if score.collapsed_runs else ""
+        return f"{100 * sensitivity.spread:.2f} ({sensitivity.count_near_best()}/{len(rates)}{failed}){collapsed}{_format_unfinished_mark(score)}"
 
     failed = (
         "`failed`: at so many of the rates the loss of a run became no number; such a run counts as the score that needs no "
@@ -221,21 +239,25 @@ def build_rate_table(evidence: Evidence) -> Table | None:
         "Best less worst mean score over the learning rates, in points (how many of the rates are within one point of the best). "
         "An average takes one rate for all its sets.",
         (failed, (bool(one.failed_seeds) for one in evidence.scores)),
-        (collapsed, (one.collapsed > 0 for one in evidence.scores)),
-        (_UNFINISHED, (one.runs < one.planned for one in evidence.scores)),
+        (collapsed, (one.collapsed_runs > 0 for one in evidence.scores)),
+        (_UNFINISHED, (one.ended_runs < one.planned_runs for one in evidence.scores)),
     )
     places = _list_score_columns(evidence)
-    made = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}
-    found = {model: [made.get((model, family, name)) for *_, family, name in places] for model in _list_model_names(evidence)}
-    rows = tuple(TableRow((model, *cells)) for model, cells in found.items() if any(value is not None for value in cells))
+    cell_by_place = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}
+    cells_by_model = {
+        model: [cell_by_place.get((model, family, name)) for *_, family, name in places] for model in _list_model_names(evidence)
+    }
+    rows = tuple(
+        TableRow((model, *cells)) for model, cells in cells_by_model.items() if any(value is not None for value in cells)
+    )
     columns = (Column("Model", number=False), *_build_columns(places))
     return Table("learning-rates", "Sensitivity to the learning rate", note, columns, rows) if rows else None
 
 
-def rate_sensitivity(found: Score) -> RateSensitivity | None:
+def rate_sensitivity(score: Score) -> RateSensitivity | None:
     """Return the mean at each rate that has every seed, failed runs at the floor; None for fewer than two rates."""
-    made = aggregate.compute_sensitivity(found.rate_scores_with_failures, found.seeds)
-    return made if made is not None and len(made.means) > 1 else None
+    sensitivity = aggregate.compute_sensitivity(score.rate_scores_with_failures, score.seed_scores)
+    return sensitivity if sensitivity is not None and len(sensitivity.means) > 1 else None
 
 
 def build_collapse_table(evidence: Evidence) -> Table | None:
@@ -244,7 +266,7 @@ def build_collapse_table(evidence: Evidence) -> Table | None:
         return None
     sets = datasets_by_family((one.family, one.dataset) for one in evidence.grids)
     places = [(family, name) for family, names in sets.items() for name in names]
-    rates = sorted({rate for one in evidence.grids for rate, _ in one.ended})
+    rates = sorted({rate for one in evidence.grids for rate, _ in one.collapsed_by_run})
 
     def share(ended: Iterable[bool]) -> CellValue:
         ended = list(ended)
@@ -252,8 +274,8 @@ def build_collapse_table(evidence: Evidence) -> Table | None:
 
     def row(name: str, of: Sequence[GridStatus], rule: bool = False) -> TableRow:
         by_place = [[one for one in of if (one.family, one.dataset) == place] for place in places]
-        cells = [share(collapsed for one in here for collapsed in one.ended.values()) for here in by_place]
-        ended = collapsed_by_training(((one.model, one.family, one.train_on), one.ended) for one in of)
+        cells = [share(collapsed for one in place_grids for collapsed in one.collapsed_by_run.values()) for place_grids in by_place]
+        ended = collapsed_by_training(((one.model, one.family, one.train_on), one.collapsed_by_run) for one in of)
         cells += [share(collapsed for (_, at, _), collapsed in ended.items() if at == rate) for rate in rates]
         mean, low, high = collapse_rate(sum(ended.values()), len(ended))
         interval = f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
@@ -291,21 +313,21 @@ def build_variance_table(evidence: Evidence) -> Table | None:
     order = {model: at for at, model in enumerate(_list_model_names(evidence))}
     for family, names in datasets_by_family(evidence.datasets()).items():
         for name in names:
-            scores = [one for one in evidence.scores if (one.family, one.dataset) == (family, name) and len(one.seeds) > 1]
+            scores = [one for one in evidence.scores if (one.family, one.dataset) == (family, name) and len(one.seed_scores) > 1]
             members = sorted(scores, key=lambda one: order[one.model])
             if not members:
                 continue
-            parts = [_score_variance_components(sorted(one.seeds), one) for one in members]
-            runs = [len(one.seeds) * part.seeds for one, part in zip(members, parts, strict=True)]
-            spreads = (runs, [part.seeds for part in parts], [part.examples for part in parts])
-            head = (family, dataset_label(family, name), len(members), max(len(one.seeds) for one in members))
+            parts = [_score_variance_components(sorted(one.seed_scores), one) for one in members]
+            runs = [len(one.seed_scores) * part.seed_variance for one, part in zip(members, parts, strict=True)]
+            spreads = (runs, [part.seed_variance for part in parts], [part.example_variance for part in parts])
+            head = (family, dataset_label(family, name), len(members), max(len(one.seed_scores) for one in members))
             cells = [format_score(math.sqrt(_finite_mean(variances))) for variances in spreads]
             rows.append(TableRow((*head, *cells, *_format_required_seeds(members)), rule=name == names[0]))
     columns = (
         *(Column(name, number=False) for name in ("Family", "Data set")),
         *(Column(name) for name in ("Models", "Seeds")),
         *(Column(name, "Standard deviation") for name in ("of a run", "of a mean: seeds", "of a mean: examples")),
-        *(Column(f"{100 * wanted:g}", "Seeds for a difference of") for wanted in TARGET_DIFFERENCES),
+        *(Column(f"{100 * difference:g}", "Seeds for a difference of") for difference in TARGET_DIFFERENCES),
     )
     note = (
         "Points; root mean squares over the models. Standard deviations: of a run's score over the seeds; of a mean, as other "
@@ -324,7 +346,7 @@ def _finite_mean(values: Sequence[float]) -> float:
 
 def _score_variance_components(seeds: Sequence[int], *scores: Score) -> VarianceComponents:
     """Return those of a mean over `seeds`, or of the difference of two; without examples if some set has none or other ones."""
-    values = (np.array([one.seeds[seed] for seed in seeds]) for one in scores)
+    values = (np.array([one.seed_scores[seed] for seed in seeds]) for one in scores)
     members = [one.members or (one,) for one in scores]
     blocks = [[member.stack_examples(seeds) for member in each] for each in members]
     shapes = {tuple(None if block is None else block.shape for block in each) for each in blocks}
@@ -336,14 +358,14 @@ def _score_variance_components(seeds: Sequence[int], *scores: Score) -> Variance
 
 def _format_required_seeds(members: Sequence[Score]) -> list[CellValue]:
     """Return cells of WANTED from the mean components of the differences of neighbours that have seeds in common."""
-    found: dict[int, list[VarianceComponents]] = defaultdict(list)
+    parts_by_seed_count: dict[int, list[VarianceComponents]] = defaultdict(list)
     for one, other in itertools.pairwise(members):
-        seeds = sorted(one.seeds.keys() & other.seeds.keys())
+        seeds = sorted(one.seed_scores.keys() & other.seed_scores.keys())
         if len(seeds) > 1:
-            found[len(seeds)].append(_score_variance_components(seeds, one, other))
-    if not found:
+            parts_by_seed_count[len(seeds)].append(_score_variance_components(seeds, one, other))
+    if not parts_by_seed_count:
         return [None] * len(TARGET_DIFFERENCES)
-    parts = found[max(found)]
-    mean = VarianceComponents(_finite_mean([part.seeds for part in parts]), _finite_mean([part.examples for part in parts]))
-    needed = [required_seeds(wanted, mean, max(found)) for wanted in TARGET_DIFFERENCES]
+    parts = parts_by_seed_count[max(parts_by_seed_count)]
+    mean = VarianceComponents(_finite_mean([part.seed_variance for part in parts]), _finite_mean([part.example_variance for part in parts]))
+    needed = [required_seeds(difference, mean, max(parts_by_seed_count)) for difference in TARGET_DIFFERENCES]
     return ["never" if seeds is None else seeds for seeds in needed]

@@ -1,4 +1,4 @@
-"""A table as a value, and its three written forms: CSV, Markdown, LaTeX with booktabs."""
+"""Tables of the report and their output as CSV, Markdown and LaTeX (booktabs)."""
 
 import csv
 import io
@@ -10,40 +10,40 @@ from dataclasses import dataclass
 from megaenc import markdown
 
 CellValue = str | int | None
-"""A cell: text as it is shown, a count, or nothing, which stays empty."""
+"""Value of a cell: formatted text, a count, or None for an empty cell."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column; neighbours of one `group` stand under it."""
+    """Column of a table; neighbouring columns with the same `group` share its heading."""
 
     name: str
     group: str = ""
     number: bool = True
-    """Whether its cells are aligned to the right."""
+    """whether its cells are aligned to the right"""
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A line of cells, as many as there are columns."""
+    """Row of a table, one cell per column."""
 
     cells: tuple[CellValue, ...]
     light: bool = False
-    """A row of other people's numbers, to be laid beside the one before it."""
+    """whether it shows published values for comparison with the row above"""
     rule: bool = False
-    """Whether a thin line above parts it from the rows before it."""
+    """whether a thin line separates it from the rows above"""
     name: str = ""
-    """What the row is in one short text, for screens that have no room for the columns that say so."""
+    """short name, which replaces the identifying columns on small screens"""
 
 
 @dataclass(frozen=True)
 class Table:
-    """What is written to `key`.csv, .md and .tex, and shown on the page."""
+    """Table of the report, written to `key`.csv, .md and .tex and shown on the page."""
 
     key: str
     title: str
     note: str
-    """What the cells are, in a sentence or two."""
+    """meaning of the cells, in one or two sentences"""
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
 
@@ -54,45 +54,46 @@ class Table:
 
     @property
     def named(self) -> bool:
-        """Whether rows have short names, for a phone."""
+        """Return whether any row has a short name."""
         return any(row.name for row in self.rows)
 
     @property
     def groups(self) -> dict[str, int]:
-        """The groups in order, each with the number of its columns."""
+        """Return the number of columns of each group, in column order."""
         return dict(Counter(column.group for column in self.columns if column.group))
 
 
 def format_score(mean: float | None, half: float | None = None) -> CellValue:
-    """Return fractions as `91.65 (0.45)`, percent with two digits as the study prints them; None where there is none."""
+    """Format a mean and half interval, given as fractions, in percent such as `91.65 (0.45)`; None without a mean."""
     if mean is None or mean != mean:
         return None
     return f"{100 * mean:.2f}" + ("" if half is None or half != half else f" ({100 * half:.2f})")
 
 
 def format_cell(value: CellValue) -> str:
-    """Return a cell for the eye: counts with commas."""
+    """Format a cell as text: counts with thousands separators, None as empty text."""
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
 def format_csv(lines: Iterable[Iterable[object]]) -> str:
-    """Return lines of cells as CSV; None is an empty cell."""
+    """Format rows of cells as CSV text; None becomes an empty cell."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(lines)
     return stream.getvalue()
 
 
 def table_to_csv(table: Table) -> str:
-    """Return a line of names, `group name` where there are groups, and the rows; counts as plain digits."""
+    """Format a table as CSV: a header line with `group name` of each column, then the rows, counts as plain digits."""
     return format_csv([_full_column_names(table), *(row.cells for row in table.rows)])
 
 
 def _full_column_names(table: Table) -> list[str]:
+    """Return the name of each column, after its group's name if it has one."""
     return [f"{column.group} {column.name}".strip() for column in table.columns]
 
 
 def table_to_markdown(table: Table) -> str:
-    """Return title, note and a table in GitHub's Markdown, padded so that it can be read as it is."""
+    """Format title, note and table as GitHub Markdown, with padded columns."""
     names = [markdown.escape(name) for name in _full_column_names(table)]
     rows = [[markdown.escape(format_cell(cell)) for cell in row.cells] for row in table.rows]
     widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
@@ -109,14 +110,14 @@ def table_to_markdown(table: Table) -> str:
 
 
 _WIDE = 9
-"""Columns that a page of print holds; a table with more has a block for each group."""
+"""Columns that fit on a printed page; a wider table gets one block per group."""
 
 
 def table_to_latex(table: Table) -> str:
-    """Return a `table` environment for booktabs. Tables too wide for a page have their groups below each other."""
+    """Format a table as a LaTeX `table` environment for booktabs; too wide tables get one block per column group."""
     groups = list(table.groups)
     parts = [[group] for group in groups] if len(table.columns) > _WIDE and groups else [groups]
-    body = "\n\n\\medskip\n".join(_block(table, part) for part in parts)
+    body = "\n\n\\medskip\n".join(_format_latex_block(table, part) for part in parts)
     caption = _escape_latex(f"{table.title}. {table.note}")
     return (
         "% \\usepackage{booktabs}\n\\begin{table}\n\\centering\\small\n"
@@ -124,24 +125,25 @@ def table_to_latex(table: Table) -> str:
     )
 
 
-def _block(table: Table, groups: list[str]) -> str:
-    kept = [(at, column) for at, column in enumerate(table.columns) if not column.group or column.group in groups]
+def _format_latex_block(table: Table, groups: list[str]) -> str:
+    """Format the ungrouped columns and those of `groups` as a LaTeX tabular."""
+    numbered_columns = [(at, column) for at, column in enumerate(table.columns) if not column.group or column.group in groups]
 
     def line(cells: Iterable[str]) -> str:
         return " & ".join(cells) + r" \\"
 
-    lines = [f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for _, column in kept)}}}", "\\toprule"]
+    lines = [f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for _, column in numbered_columns)}}}", "\\toprule"]
     if groups:
         heads = sum(not column.group for column in table.columns)
         ends = list(itertools.accumulate((table.groups[group] for group in groups), initial=heads))
-        named = [f"\\multicolumn{{{table.groups[group]}}}{{c}}{{{_escape_latex(group)}}}" for group in groups]
+        headings = [f"\\multicolumn{{{table.groups[group]}}}{{c}}{{{_escape_latex(group)}}}" for group in groups]
         rules = [f"\\cmidrule(lr){{{start + 1}-{end}}}" for start, end in itertools.pairwise(ends)]
-        lines += [line([""] * heads + named), " ".join(rules)]
-    lines += [line(_escape_latex(column.name) for _, column in kept), "\\midrule"]
+        lines += [line([""] * heads + headings), " ".join(rules)]
+    lines += [line(_escape_latex(column.name) for _, column in numbered_columns), "\\midrule"]
     for at, row in enumerate(table.rows):
         if row.rule and at:
             lines.append("\\addlinespace")
-        cells = [_escape_latex(format_cell(row.cells[number])) for number, _ in kept]
+        cells = [_escape_latex(format_cell(row.cells[number])) for number, _ in numbered_columns]
         lines.append(line(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells))
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"])
 
@@ -154,6 +156,7 @@ _LATEX = {
 
 
 def _escape_latex(text: str) -> str:
+    """Escape text for LaTeX, as one line with thin spaces before percent signs."""
     return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.splitlines()).replace(" %", "\u202f%"))
 
 

@@ -1,1 +1,1 @@
-"""Results that claims and tables are computed from: collected, grouped, and the published ones."""
+"""Results of a study: collection, grouping, and the published tables."""

@@ -1,7 +1,7 @@
-"""What was measured: for each model and data set a score with its interval, the scores of its seeds and of single examples.
+"""Fine-tuning scores of a study: for each model and data set the mean, its interval, and the scores by seed and by example.
 
-Read out of a tree of results as `megaenc finetune` writes it and as the study has published it. The numbers follow the study's
-rules (megaenc.finetune.results.aggregate): rate chosen on validation, mean and interval over seeds, averages formed by seed.
+Computed from a results directory of `megaenc finetune` or of the study itself, by the study's rules
+(megaenc.finetune.results.aggregate): learning rate chosen on validation, mean and interval over seeds, averages formed by seed.
 """
 
 import functools
@@ -14,105 +14,123 @@ from pathlib import Path
 import numpy as np
 
 from megaenc.errors import InputError
-from megaenc.finetune.results.aggregate import STUDY_DATASETS, IntervalKind, ScoreCell, average_by_seed, group_for_averages, read_scores_by_rate, group_cells, compute_interval, has_repeated_datasets
+from megaenc.finetune.results.aggregate import (
+    STUDY_DATASETS,
+    IntervalKind,
+    ScoreCell,
+    average_by_seed,
+    compute_interval,
+    group_cells,
+    group_for_averages,
+    has_repeated_datasets,
+    read_scores_by_rate,
+)
 from megaenc.finetune.results.files import RESULTS, Result, read_example_scores, read_result_tree
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.scope import EMPTY_SCOPE, StudyScope
-from megaenc.study.results.groups import AVERAGE, Groups, dataset_label, datasets_by_family, group_by_setup, reference_mask_ratio, sort_sizes
+from megaenc.study.results.groups import (
+    AVERAGE,
+    Groups,
+    dataset_label,
+    datasets_by_family,
+    group_by_setup,
+    reference_mask_ratio,
+    sort_sizes,
+)
 
 PAPER_SCORE = "score"
 RateScores = Mapping[float, Mapping[int, float]]
-"""Scores by learning rate, by fine-tuning seed."""
+"""Scores by learning rate, then by fine-tuning seed."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of a model on a data set, or on the average of a family: what a table's cell is made of. All scores are fractions."""
+    """A model's score, as a fraction, on a data set or on the average of a task family, with its interval and its runs."""
 
     model: str
     model_key: ModelKey | None
-    """None for a model that is none of the study's"""
+    """None for a model that does not belong to the study"""
     family: str
     dataset: str
-    """as `megaenc finetune` names it; AVERAGE; with " after TRAINSET" if a set was evaluated after several trainings"""
+    """name as in `megaenc finetune`, or AVERAGE; with " after TRAINSET" if it was evaluated after training on several sets"""
     mean: float
     half_width: float | None
-    """half the 95 % interval; None for a single seed"""
-    seeds: Mapping[int, float] = field(default_factory=dict)
-    """by fine-tuning seed, at the chosen rate; empty for published tables"""
-    rates: RateScores = field(default_factory=dict)
-    """of what has finished; an average has the seeds that all its sets have"""
-    examples: Callable[[], Mapping[int, np.ndarray]] = field(default=dict, compare=False, repr=False)
-    """reads float32[examples] by seed at the chosen rate, once; empty where no file has them and for averages"""
-    collapsed: int = 0
-    """trainings at any rate whose predictions are worthless, or whose loss became NaN"""
-    runs: int = 0
-    """trainings that have ended, failed ones among them; of an average, those of several sets that share one count once"""
-    planned: int = 0
-    """trainings that were asked for; 0 if that is not known, as of published tables"""
+    """half the width of the 95 % interval; None for a single seed"""
+    seed_scores: Mapping[int, float] = field(default_factory=dict)
+    """scores by fine-tuning seed at the chosen learning rate; empty for published tables"""
+    rate_scores: RateScores = field(default_factory=dict)
+    """scores of the finished runs; an average has the seeds that all its data sets share"""
+    load_examples: Callable[[], Mapping[int, np.ndarray]] = field(default=dict, compare=False, repr=False)
+    """cached reader of float32[N] by seed at the chosen rate; empty for averages and if a file has no example scores"""
+    collapsed_runs: int = 0
+    """runs at any rate with worthless predictions or a NaN loss"""
+    ended_runs: int = 0
+    """finished and failed runs; in an average, a training run that several data sets share counts once"""
+    planned_runs: int = 0
+    """requested runs; 0 if unknown, as for published tables"""
     collapsed_at_rate: int = 0
-    """those at the chosen rate whose predictions are worthless, so that `mean` says little; of an average, of all its sets"""
+    """runs at the chosen rate with worthless predictions, summed over the data sets of an average"""
     failed_seeds: Mapping[float, frozenset[int]] = field(default_factory=dict)
-    """by rate, the seeds whose loss became NaN; `rates` has nothing of them"""
+    """seeds whose loss became NaN, by rate; `rate_scores` does not contain them"""
     baseline: float | None = None
-    """the score that needs no model: majority class, never an answer, ...; None where the results do not say"""
-    rate: float | None = None
-    """the chosen one; None for averages and published tables"""
+    """score of a trivial prediction (majority class, no answer, ...); None if the results do not contain it"""
+    learning_rate: float | None = None
+    """chosen learning rate; None for averages and published tables"""
     members: tuple["Score", ...] = field(default=(), repr=False)
-    """what an average is formed over; empty for data sets and published tables"""
+    """scores that an average is formed over; empty for data sets and published tables"""
 
     @property
     def rate_scores_with_failures(self) -> RateScores:
-        """`rates` with every failed run at the floor, where that is known: a rate that broke a model cost it all that it had."""
+        """Return the scores by rate and seed, with the trivial baseline (if known) in place of each failed run."""
         if self.members:
             return _mean_rate_scores([member.rate_scores_with_failures for member in self.members])
-        scores = {rate: dict(by_seed) for rate, by_seed in self.rates.items()}
+        scores = {rate: dict(by_seed) for rate, by_seed in self.rate_scores.items()}
         if self.baseline is not None:
             for rate, seeds in self.failed_seeds.items():
                 scores.setdefault(rate, {}).update(dict.fromkeys(seeds, self.baseline))
         return dict(sorted(scores.items()))
 
     def stack_examples(self, seeds: Sequence[int]) -> np.ndarray | None:
-        """Return float32[S, N] of one data set; None if some seed has no examples, or other ones."""
-        of_seed = self.examples()
-        if any(seed not in of_seed for seed in seeds) or len({len(of_seed[seed]) for seed in seeds}) != 1:
+        """Return the example scores of these seeds, float32[S, N]; None if some are missing or their counts differ."""
+        by_seed = self.load_examples()
+        if any(seed not in by_seed for seed in seeds) or len({len(by_seed[seed]) for seed in seeds}) != 1:
             return None
-        return np.stack([of_seed[seed] for seed in seeds])
+        return np.stack([by_seed[seed] for seed in seeds])
 
 
 @dataclass(frozen=True)
 class GridStatus:
-    """What has become of the runs of a model on a data set, whether or not they make a score."""
+    """State of a model's fine-tuning runs on a data set, also if they are too few for a score."""
 
     model: str
     model_key: ModelKey | None
     family: str
     dataset: str
-    """as a score has it"""
+    """name as in Score"""
     train_on: str
-    ended: Mapping[tuple[float, int], bool]
-    """by rate and seed, whether a run that has ended collapsed or failed"""
-    failed: int
-    """runs whose loss became NaN"""
-    planned: int
+    collapsed_by_run: Mapping[tuple[float, int], bool]
+    """for each ended run, by (rate, seed): whether it collapsed or failed"""
+    failed_runs: int
+    """number of runs whose loss became NaN"""
+    planned_runs: int
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Scores of one metric."""
+    """All scores of a study in one metric, with the state of its fine-tuning grids."""
 
     scores: list[Score]
     metric: str = PAPER_SCORE
-    """PAPER, the study's own, or a name of the field's metrics"""
+    """PAPER_SCORE, the study's own score, or the name of a standard metric"""
     kind: IntervalKind = "normal"
-    """of the intervals"""
+    """kind of the intervals"""
     scope: StudyScope = EMPTY_SCOPE
-    """what a manifest says should be there"""
+    """models, data sets and grid that a manifest plans"""
     grids: list[GridStatus] = field(default_factory=list)
-    """of every model and data set with a run, those without a score too; none of published tables"""
+    """state of each model and data set with a run, also without a score; empty for published tables"""
 
     @functools.cached_property
-    def _places(self) -> dict[tuple[ModelKey | str, str, str], Score]:
+    def _score_index(self) -> dict[tuple[ModelKey | str, str, str], Score]:
         index: dict[tuple[ModelKey | str, str, str], Score] = {}
         for score in self.scores:
             for family in (score.family, ""):
@@ -120,48 +138,53 @@ class Evidence:
         return index
 
     def find(self, model: ModelKey | str, dataset: str, family: str = "") -> Score | None:
-        """Return the score of a model, by its name if it has no setting, on a data set; of averages `family` says which."""
-        return self._places.get((model, dataset, str(family)))
+        """Return the score of a model (its key, or its name if it has none) on a data set; averages also need the family."""
+        return self._score_index.get((model, dataset, str(family)))
 
-    def names(self) -> dict[ModelKey, str]:
-        """Return what the models that have a setting are called, in the order in which they come up."""
+    def model_names(self) -> dict[ModelKey, str]:
+        """Return the names of the evaluated models by model key, in order of appearance; models without a key are left out."""
         names: dict[ModelKey, str] = {}
         for score in self.scores:
             if score.model_key is not None:
                 names.setdefault(score.model_key, score.model)
         return names
 
-    def settings(self) -> list[ModelKey]:
-        """Return the models that have a setting, in the order in which they come up."""
-        return list(self.names())
+    def model_keys(self) -> list[ModelKey]:
+        """Return the keys of the evaluated models, in order of appearance; models without a key are left out."""
+        return list(self.model_names())
 
-    def planned(self) -> list[ModelKey]:
-        """Return all models of the study, evaluated or not: the manifest's, and what there is of sizes that it does not have."""
-        names = self.scope.model_keys.values()
-        return [*names, *(one for one in self.settings() if not names or one.size not in self.scope.sizes)]
+    def planned_model_keys(self) -> list[ModelKey]:
+        """Return the manifest's models, evaluated or not, then the evaluated models of sizes that the manifest does not list."""
+        planned = self.scope.model_keys.values()
+        return [*planned, *(key for key in self.model_keys() if not planned or key.size not in self.scope.sizes)]
 
-    def grouped(self, settings: Iterable[ModelKey] | None = None) -> Groups:
-        """Return its models, or these, by setup, as setups.grouped has them."""
-        return group_by_setup(self.settings() if settings is None else settings, self.planned(), self.scope.sizes)
+    def group_by_setup(self, model_keys: Iterable[ModelKey] | None = None) -> Groups:
+        """Return these models (default: all evaluated ones) by setup, as megaenc.study.results.groups.group_by_setup."""
+        return group_by_setup(self.model_keys() if model_keys is None else model_keys, self.planned_model_keys(), self.scope.sizes)
 
-    def sizes_of(self, settings: Iterable[ModelKey]) -> list[str]:
-        """Return their sizes, smallest first, as far as manifest or names say it."""
-        return sort_sizes(settings, self.scope.sizes)
+    def sort_sizes(self, model_keys: Iterable[ModelKey]) -> list[str]:
+        """Return the sizes of these models, smallest first if the manifest or their names tell."""
+        return sort_sizes(model_keys, self.scope.sizes)
 
     @functools.cached_property
-    def mask_ratio(self) -> float | None:
-        """The one that stands for MLM, as setups.reference_mask has it."""
-        return reference_mask_ratio(self.planned())
+    def reference_mask_ratio(self) -> float | None:
+        """Return the mask ratio of the models that represent MLM, as megaenc.study.results.groups.reference_mask_ratio."""
+        return reference_mask_ratio(self.planned_model_keys())
 
     def datasets(self) -> list[tuple[str, str]]:
-        """Return (family, data set): the study's families and sets in its order, then others as they come up; averages last."""
+        """Return (family, data set) of all scores: the study's own first, then others in order of appearance, averages last."""
         by_family = datasets_by_family(((score.family, score.dataset) for score in self.scores), STUDY_DATASETS)
         return [(family, name) for family, names in by_family.items() for name in names]
 
 
-def read_evidence(results: Path, settings: Mapping[str, ModelKey], metric: str = PAPER_SCORE, kind: IntervalKind = "normal") -> Evidence:
-    """Read a tree of results; `settings`: its models by name, others keep None. Raises InputError for no results or metric."""
-    return build_evidence(read_result_tree(results), settings.get, metric, kind)
+def read_evidence(
+    results: Path, model_keys: Mapping[str, ModelKey], metric: str = PAPER_SCORE, kind: IntervalKind = "normal"
+) -> Evidence:
+    """Read the scores of a results directory, with `model_keys` by model name.
+
+    Raises InputError if there are no results or none has the metric.
+    """
+    return build_evidence(read_result_tree(results), model_keys.get, metric, kind)
 
 
 def build_evidence(
@@ -171,9 +194,9 @@ def build_evidence(
     kind: IntervalKind = "normal",
     scope: StudyScope = EMPTY_SCOPE,
 ) -> Evidence:
-    """Return the scores of runs that were found in a tree; `setting_of` says what a model's name stands for, if it is known.
+    """Build the evidence from result files; `resolve_model_key` maps a model's name to its key, or to None.
 
-    With the grid of a `scope`, only what is in it counts. Raises InputError for a metric that no finished run has.
+    Runs outside the grid of `scope` are ignored. Raises InputError for a metric that no finished run has.
     """
     known = {PAPER_SCORE, *(name for run in results if run.test is not None for name in run.test.metrics)}
     if metric not in known:
@@ -190,27 +213,39 @@ def build_evidence(
         for cell in members:
             name = cell.dataset + suffix.format(cell.train_on)
             failed = sum(run.failure is not None for run in cell.runs)
-            grids.append(GridStatus(model, model_key, str(family), name, cell.train_on, _collapsed_by_run(cell), failed, cell.planned_run_count))
+            grids.append(
+                GridStatus(
+                    model, model_key, str(family), name, cell.train_on, _collapsed_by_run(cell), failed, cell.planned_run_count
+                )
+            )
             score_by_cell[id(cell)] = _build_score(name, [cell], model_key, metric, kind)
         averages = []
         for over in group_for_averages(family, members):
             dataset_scores = [score_by_cell[id(cell)] for cell in over]
             if None not in dataset_scores:
-                averages.append(_build_score(AVERAGE + suffix.format(over[0].train_on), over, model_key, metric, kind, dataset_scores))
+                averages.append(
+                    _build_score(AVERAGE + suffix.format(over[0].train_on), over, model_key, metric, kind, dataset_scores)
+                )
         scores += [score for score in (*score_by_cell.values(), *averages) if score is not None]
     return Evidence(scores, metric, kind, scope, grids)
 
 
 def _collapsed_by_run(cell: ScoreCell) -> dict[tuple[float, int], bool]:
+    """Return by (rate, seed) whether each run of a cell collapsed or failed."""
     return {(run.learning_rate, run.seed): run.failure is not None or bool(run.test.collapsed) for run in cell.runs}
 
 
 def _build_score(
-    name: str, over: Sequence[ScoreCell], model_key: ModelKey | None, metric: str, kind: IntervalKind, members: Sequence[Score] = ()
+    name: str,
+    over: Sequence[ScoreCell],
+    model_key: ModelKey | None,
+    metric: str,
+    kind: IntervalKind,
+    members: Sequence[Score] = (),
 ) -> Score | None:
-    """Return the score of one cell, or of an average over the `members` of several.
+    """Return the score of one cell, or the average over several cells with the scores `members`.
 
-    None if no rate of some cell is complete yet, if the family has no such metric, or if the seeds of the cells differ.
+    None if some cell has no complete rate yet, if the family has no such metric, or if the seeds of the cells differ.
     """
 
     def read_metric(run: Result) -> float | None:
@@ -227,8 +262,8 @@ def _build_score(
     single = {}
     if not members:
         paths = {run.seed: run.path for run in chosen}
-        single = {"rate": over[0].chosen_rate, "floor": chosen[0].test.baseline.get(metric)}
-        single["examples"] = functools.cache(functools.partial(_read_example_scores, paths, metric))
+        single = {"learning_rate": over[0].chosen_rate, "baseline": chosen[0].test.baseline.get(metric)}
+        single["load_examples"] = functools.cache(functools.partial(_read_example_scores, paths, metric))
     return Score(
         model=over[0].model,
         model_key=model_key,
@@ -236,11 +271,11 @@ def _build_score(
         dataset=name,
         mean=interval.mean,
         half_width=None if math.isnan(interval.half) else interval.half,
-        seeds=by_seed,
-        rates=_mean_rate_scores([read_scores_by_rate(cell, read_metric) for cell in over]),
-        collapsed=sum(ended.values()),
-        runs=len(ended),
-        planned=sum({cell.train_on: cell.planned_run_count for cell in over}.values()),
+        seed_scores=by_seed,
+        rate_scores=_mean_rate_scores([read_scores_by_rate(cell, read_metric) for cell in over]),
+        collapsed_runs=sum(ended.values()),
+        ended_runs=len(ended),
+        planned_runs=sum({cell.train_on: cell.planned_run_count for cell in over}.values()),
         collapsed_at_rate=sum(bool(run.test.collapsed) for run in chosen),
         failed_seeds={rate: frozenset(seeds) for rate, seeds in failed.items()},
         members=tuple(members),
@@ -249,7 +284,7 @@ def _build_score(
 
 
 def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, float]]:
-    """Return the mean of several sets at each rate and seed that all have."""
+    """Return the mean over several data sets at each rate and seed that all of them have."""
     means = {}
     for rate in parts[0]:
         each = [part.get(rate, {}) for part in parts]
@@ -258,8 +293,13 @@ def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, floa
     return means
 
 
-def collapsed_by_training(grids: Iterable[tuple[Hashable, Mapping[tuple[float, int], bool]]]) -> dict[tuple[Hashable, float, int], bool]:
-    """Return every training once, and whether it collapsed on some set; `ended`: the set trained on and Grid.ended of each."""
+def collapsed_by_training(
+    grids: Iterable[tuple[Hashable, Mapping[tuple[float, int], bool]]],
+) -> dict[tuple[Hashable, float, int], bool]:
+    """Return for each training run, by (training set, rate, seed), whether it collapsed on any data set.
+
+    `grids`: pairs of training set and GridStatus.collapsed_by_run.
+    """
     collapsed_runs: dict[tuple[Hashable, float, int], bool] = defaultdict(bool)
     for train_on, collapsed_by_run in grids:
         for run, collapsed in collapsed_by_run.items():
@@ -268,7 +308,7 @@ def collapsed_by_training(grids: Iterable[tuple[Hashable, Mapping[tuple[float, i
 
 
 def _read_example_scores(paths: Mapping[int, Path], metric: str) -> dict[int, np.ndarray]:
-    """Return float32[examples] by seed; nothing if some file has none of this metric."""
+    """Read the example scores float32[N] of each seed's run directory; empty if a file has none for this metric."""
     scores = {}
     for seed, run_dir in paths.items():
         values = read_example_scores(run_dir / RESULTS, None if metric == PAPER_SCORE else metric)
@@ -279,7 +319,7 @@ def _read_example_scores(paths: Mapping[int, Path], metric: str) -> dict[int, np
 
 
 def describe_missing_scores(evidence: Evidence) -> str:
-    """Return a few sentences that name every model and data set without a score; "" where none lacks one."""
+    """Return sentences that name each model and data set without a score; "" if there is none."""
     scored = {(one.model, one.dataset) for one in evidence.scores}
     grids: dict[str, list[GridStatus]] = {model: [] for model in evidence.scope.model_keys}
     for one in evidence.grids:
@@ -289,8 +329,8 @@ def describe_missing_scores(evidence: Evidence) -> str:
         parts = []
         for one in of_model:
             if (model, one.dataset) not in scored:
-                failed = f", {one.failed} failed" if one.failed else ""
-                counts = f"{len(one.ended)} of {one.planned} runs ended{failed}"
+                failed = f", {one.failed_runs} failed" if one.failed_runs else ""
+                counts = f"{len(one.collapsed_by_run)} of {one.planned_runs} runs ended{failed}"
                 parts.append(f"{one.family} {dataset_label(one.family, one.dataset)}: {counts}")
         tried = {one.dataset.partition(" after ")[0] for one in of_model}
         parts += [f"{name}: no run" for _, name in evidence.scope.datasets if name not in tried]
@@ -299,7 +339,7 @@ def describe_missing_scores(evidence: Evidence) -> str:
     unstarted = [model for model, of_model in grids.items() if not of_model]
     sentences = []
     if incomplete:
-        sentences.append(f"Without a score, which takes a learning rate with every seed finished: {', '.join(incomplete)}.")
+        sentences.append(f"No score yet, which needs a learning rate with every seed finished: {', '.join(incomplete)}.")
     if unstarted:
-        sentences.append(f"Without any run: {', '.join(unstarted)}.")
+        sentences.append(f"No run yet: {', '.join(unstarted)}.")
     return " ".join(sentences)

@@ -1,4 +1,4 @@
-"""How a report groups and names the study's models: its four setups, objectives, families, data sets."""
+"""Groups and labels of a study's models and data sets: setups, objectives, task families, sizes."""
 
 import math
 import re
@@ -30,12 +30,18 @@ DATASET_LABELS = {
 }
 """The study's data sets under the names of its tables, in their order."""
 STANDARD_METRICS = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("f1", "exact_match"), "IR": ("ndcg@10",)}
-"""The metrics that other papers print, for each family."""
-METRIC_LABELS = {"accuracy": "accuracy", "span_f1": "span F1", "f1": "token F1", "exact_match": "exact match", "ndcg@10": "NDCG@10"}
+"""Standard metrics of each task family."""
+METRIC_LABELS = {
+    "accuracy": "accuracy",
+    "span_f1": "span F1",
+    "f1": "token F1",
+    "exact_match": "exact match",
+    "ndcg@10": "NDCG@10",
+}
 
 
 def objective_name(model_key: ModelKey) -> str:
-    """Return what trained the first run of a model: CLM, MLM, CLM + MLM, or a schedule as it was written."""
+    """Return the objective of a model's first pretraining run: CLM, MLM, CLM + MLM, or the text of its schedule."""
     if model_key.schedule:
         return model_key.schedule
     if model_key.clm_steps and model_key.mlm_steps:
@@ -44,17 +50,16 @@ def objective_name(model_key: ModelKey) -> str:
 
 
 def _is_single_objective(model_key: ModelKey) -> bool:
-    """Return whether one objective made the model, from its beginning to its decayed end."""
+    """Return whether the model was trained under CLM only or MLM only, in one run, until the learning rate had decayed."""
     return model_key.decayed and not model_key.cpt_mlm_steps and objective_name(model_key) in ("CLM", "MLM")
 
 
 def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()) -> Groups:
-    """Return the settings of each setup, in the order of their tables; one may be in several, a setup without any is left out.
+    """Group models by setup, each in the row order of its table; a model can be in several setups, empty ones are left out.
 
-    Base models are those of one objective and the longest budget of their size that both objectives have. Beside two-stage models
-    stand the MLM models of their mask ratios and budget and the CLM model; beside continued models those that they went on from.
-    All this is asked of the `planned` models where there are any, so that a model stands in the same tables whatever else is done
-    yet. `order`: of sizes.
+    Base models have one objective and the longest budget of their size that both objectives share. "pfs" adds the CLM and MLM
+    models of the same budget to two-stage models, "cpt" adds the parents of continued models. Budgets and parents come from the
+    `planned` models if there are any, so that a model's tables do not change as more results arrive. `size_order`: all sizes.
     """
     unique_keys, planned = list(dict.fromkeys(model_keys)), list(planned)
     decayed = [one for one in dict.fromkeys([*planned, *unique_keys]) if one.decayed and not one.schedule]
@@ -88,13 +93,13 @@ def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] =
 
 
 def parent_key(model_key: ModelKey) -> ModelKey:
-    """Return the decayed model that continued pretraining began with."""
+    """Return the key of the decayed model that continued pretraining of this one started from."""
     mask = model_key.mask_ratio if model_key.mlm_steps else None
     return replace(model_key, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
 
 
 def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
-    """Return by size the longest budget that CLM and MLM alone both have, as claims compare these; else the longest of one."""
+    """Return for each size the longest budget in steps of both a CLM-only and an MLM-only model, else of either."""
     budgets: dict[str, dict[str, set[int]]] = {}
     for one in model_keys:
         if _is_single_objective(one):
@@ -103,7 +108,7 @@ def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
 
 
 def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> list[str]:
-    """Return the sizes, smallest first: in the `order` of a manifest, else by the number that a name is; others as they come."""
+    """Return the distinct sizes, smallest first: in `size_order` if it has all, else by the number in names such as 210M."""
     names = list(dict.fromkeys(one.size for one in model_keys))
     return sorted(names, key=list(size_order).index if set(names) <= set(size_order) else _parse_parameter_count)
 
@@ -115,25 +120,28 @@ def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str
 
 
 def _parse_parameter_count(size: str) -> float:
+    """Return the number of parameters that a size name such as 210M states; infinity for other names."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", size.upper())
     return float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]] if match else math.inf
 
 
 def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
-    """Return the mask ratio that stands for MLM: the one that most models have, of equals the one nearest to the study's 40 %."""
+    """Return the mask ratio that represents MLM in comparisons: the most frequent one; ties go to the one nearest 40 %."""
     counts = Counter(one.mask_ratio for one in model_keys if one.mask_ratio is not None and not one.schedule)
     return max(counts, key=lambda ratio: (counts[ratio], -abs(ratio - 0.4)), default=None)
 
 
 def dataset_label(family: str, dataset: str) -> str:
-    """Return the name that the study's tables give a data set or an average, if they have it; else its own."""
+    """Return a data set's label in the study's tables, such as SST-2; its own name if the study does not have it."""
     known, after, trained = dataset.partition(" after ")
     labels = {AVERAGE: "Average"} | DATASET_LABELS.get(family, {})
     return f"{labels.get(known, known)}{after}{labels.get(trained, trained)}"
 
 
-def datasets_by_family(pairs: Iterable[tuple[str, str]], order: Mapping[str, Iterable[str]] = DATASET_LABELS) -> dict[str, list[str]]:
-    """Return the data sets of each family: first those of `order` (the study's tables), then others; averages last."""
+def datasets_by_family(
+    pairs: Iterable[tuple[str, str]], order: Mapping[str, Iterable[str]] = DATASET_LABELS
+) -> dict[str, list[str]]:
+    """Group (family, data set) pairs by family: data sets in `order` first (default: the study's), then others, averages last."""
     by_family: dict[str, list[str]] = {family: [] for family in FAMILY_LABELS}
     for family, dataset in dict.fromkeys(pairs):
         by_family.setdefault(family, []).append(dataset)
@@ -144,15 +152,15 @@ def datasets_by_family(pairs: Iterable[tuple[str, str]], order: Mapping[str, Ite
 
 
 def is_average(dataset: str) -> bool:
-    """Return whether this names the average of a family."""
+    """Return whether a data set name stands for the average of a family."""
     return dataset.partition(" after ")[0] == AVERAGE
 
 
 def format_percent(share: float | None) -> str:
-    """Return 0.4 as `40 %`, a mean of several as `38.8 %`, nothing as an empty cell."""
+    """Format a share as a percentage with three significant digits, such as `40 %`; "" for None."""
     return "" if share is None else f"{100 * share:.3g} %"
 
 
 def format_steps(count: int) -> str:
-    """Return 42000 as `42k`, 1024 as `1,024`."""
+    """Format a step count: 42000 as `42k`, 1024 as `1,024`."""
     return f"{count // 1000}k" if count and count % 1000 == 0 else f"{count:,}"

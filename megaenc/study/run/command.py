@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     _check_cluster(cluster, settings.jobs)
     manifest = read_manifest(settings.manifest, settings.data or None)
     text = _resolve_data_flags(manifest, settings)
-    stages = build_graph(manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, text=text).stages
+    stages = build_graph(
+        manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, data_flags=text
+    ).stages
     chosen = select_stages(stages, settings.only)
     check_stages(chosen, stages, study)
     if settings.dry_run:

@@ -1,4 +1,4 @@
-"""A study on a cluster: a Slurm job for each stage that is left, each after those it needs, through submitit."""
+"""Submission of a study to Slurm through submitit: a job for each remaining stage, after the jobs that it needs."""
 
 import contextlib
 import hashlib
@@ -22,69 +22,70 @@ from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.study.run.stage import StageRunner, finished_stages
 
-_MAX_TIMEOUTS = 1000  # that a job may run into: each time it has come further
-_SAVE_SECONDS = 80.0  # seconds: Slurm says so 90 before it ends a job
-_POLL_SECONDS = 1.0  # seconds between looks at the first machine's log
-_REQUEUE_SECONDS = 300.0  # seconds after which nobody seems to want that any more
+_MAX_TIMEOUTS = 1000  # requeues per job: each time it has progressed further
+_SAVE_SECONDS = 80.0  # submitit signals 90 seconds before the end of a job
+_POLL_SECONDS = 1.0  # interval of reading the first machine's log
+_REQUEUE_SECONDS = 300.0  # time for Slurm to requeue or cancel a stopped job
 _FIRST_PORT, _PORT_COUNT = 20_000, 20_000
 
 
 @dataclass(frozen=True)
 class StageTask:
-    """What a job does. It is pickled; this class goes by its name."""
+    """Callable that a job executes; pickled by the name of this class."""
 
     stage: StageRunner
     study: Path
-    count_machines: int = 1
+    machines: int = 1
 
     def __call__(self) -> None:
-        """Do the stage, as on one machine. RuntimeError where it was not done: then Slurm does not begin what needs it.
+        """Run the stage as `execute_stages` does.
 
-        So does InputError where what is there does not fit what it needs.
+        Raises RuntimeError for a failure and InputError for stale output, so that Slurm starts no stage that needs it.
         """
         silence_libraries()
         self.stage.check()
-        self._with_others() if self.machines > 1 else self._do(self.stage)
+        self._run_with_other_machines() if self.machines > 1 else self._run_to_end(self.stage)
 
-    def _do(self, stage: StageRunner, **how: int) -> None:
-        """Do it to its end. Told to stop by another than this process (scancel, preemption), it saves and waits to be ended."""
-        while failed := execute_stages([stage], self.study, [""] * stage.processes, **how):
-            if self._tries()[-1].how != stage_log.STOPPED:
+    def _run_to_end(self, stage: StageRunner, **options: int) -> None:
+        """Run `stage` until it is done; after a stop by Slurm (scancel, preemption), wait to be ended."""
+        while failed := execute_stages([stage], self.study, [""] * stage.processes, **options):
+            if self._attempts()[-1].outcome != stage_log.STOPPED:
                 raise RuntimeError(failed[stage.id])
-            time.sleep(_REQUEUE_SECONDS)  # an end before that would be a failure in the eyes of Slurm
+            time.sleep(_REQUEUE_SECONDS)  # Slurm would count an earlier exit as a failure
 
-    def _with_others(self) -> None:
-        """One torchrun on each machine; the first keeps log and lock."""
+    def _run_with_other_machines(self) -> None:
+        """Run this machine's torchrun of several; the first machine writes the log and holds the lock."""
         import submitit
 
         job, each = submitit.JobEnvironment(), self.stage.processes // self.machines
         port = _FIRST_PORT + int(job.raw_job_id) % _PORT_COUNT
-        where = ("--node-rank", str(job.node), "--master-addr", job.hostnames[0], "--master-port", str(port))
-        stage = replace(self.stage, processes=each, launcher=("--nnodes", str(self.machines), *where))
+        rendezvous = ("--node-rank", str(job.node), "--master-addr", job.hostnames[0], "--master-port", str(port))
+        stage = replace(self.stage, processes=each, launcher=("--nnodes", str(self.machines), *rendezvous))
         if job.node == 0:
-            self._do(stage, tries=1)
+            self._run_to_end(stage, max_attempts=1)
             return
         if not stage.is_done() and (
             code := subprocess.run(with_pdeathsig(stage.next_command()), env=stage_environment([""], each)).returncode
         ):
-            if self._first_was_stopped():
+            if self._is_first_machine_stopped():
                 time.sleep(_REQUEUE_SECONDS)
             raise RuntimeError(f"{stage.id}: exit code {code} on {job.hostname}")
 
-    def _tries(self) -> list[stage_log.Attempt]:
+    def _attempts(self) -> list[stage_log.Attempt]:
+        """Return the attempts in the stage's log."""
         return stage_log.read_attempts(stage_log.log_path(self.study, self.stage.id))
 
-    def _first_was_stopped(self) -> bool:
-        """Wait for what the first machine writes in the log."""
+    def _is_first_machine_stopped(self) -> bool:
+        """Wait for the outcome that the first machine logs, and return whether it was stopped."""
         deadline = time.monotonic() + _SAVE_SECONDS
         while time.monotonic() < deadline:
-            if (tries := self._tries()) and tries[-1].end_time is not None:
-                return tries[-1].outcome == stage_log.STOPPED
+            if (attempts := self._attempts()) and attempts[-1].end_time is not None:
+                return attempts[-1].outcome == stage_log.STOPPED
             time.sleep(_POLL_SECONDS)
         return False
 
     def checkpoint(self) -> Any:
-        """What submitit queues when the job's time is over or it is preempted: the same, which goes on from what is saved now."""
+        """Stop the child processes and return the task to requeue; submitit calls it at the time limit or a preemption."""
         from submitit.helpers import DelayedSubmission
 
         children = psutil.Process().children()
@@ -95,33 +96,33 @@ class StageTask:
 
 
 def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
-    """Of a stage's job: as many as its processes take, without GPUs one. InputError where they cannot be shared out."""
+    """Return the number of machines that a stage's processes need; 1 without GPUs. Raises InputError if they do not divide."""
     gpus = cluster.slurm_gpus
     if not gpus or stage.processes <= gpus:
         return 1
     if stage.processes % gpus:
-        raise InputError(f"--slurm-gpus {gpus}: {stage.id} has {stage.processes} processes, expected a number that divides it")
+        raise InputError(f"--slurm-gpus {gpus}: {stage.id} has {stage.processes} processes (--processes), expected a divisor")
     return stage.processes // gpus
 
 
 def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig) -> dict[str, list[Any]]:
-    """Submit what is left of `stages`, neither done nor queued; returns submitit's jobs by stage. InputError where it cannot be.
+    """Submit the stages that are neither done nor queued; return submitit's jobs by stage id. Raises InputError.
 
-    submitit's own executors know no dependencies: with these, a stage is submitted when those that it needs have ended.
+    submitit's local and debug executors know no dependencies: they get a stage when the stages that it needs have ended.
     """
     submitit = import_submitit()
     on_slurm = cluster.slurm_cluster == "slurm"
     ids = read_queue(study) if on_slurm else {}
     jobs: dict[str, list[Any]] = {}
     done = finished_stages(stages)
-    left = [stage for stage in stages if stage.id not in done]
-    before = [stage.id for stage in left if stage.id in ids]
-    for stage in left:
-        if stage.id in before:
+    remaining = [stage for stage in stages if stage.id not in done]
+    queued = [stage.id for stage in remaining if stage.id in ids]
+    for stage in remaining:
+        if stage.id in queued:
             continue
         needs = [need for need in stage.needs if need in ids]
-        if not on_slurm and not all(_has_succeeded(job) for need in needs for job in jobs[need]):
-            print_rank_0(f"{stage.id}: not submitted, as what it needs has failed")
+        if not on_slurm and not all(_wait_for_success(job) for need in needs for job in jobs[need]):
+            print_rank_0(f"{stage.id}: not submitted, because a stage that it needs has failed")
             continue
         after = [ids[need] for need in needs]
         try:
@@ -133,35 +134,35 @@ def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterCo
         print_rank_0(f"{stage.id}: job {ids[stage.id]}" + (f" after {', '.join(after)}" if after else ""))
     if cluster.slurm_cluster == "debug":
         for job in (job for several in jobs.values() for job in several):
-            _has_succeeded(job)
-    waiting = f", {len(before):,} in the queue already" if before else ""
-    done = f"{format_count(len(stages), 'stage')}: {len(stages) - len(left):,} done before{waiting}, {len(jobs):,} submitted"
-    print_rank_0(f"{done}; what they say: {study / 'logs'}")
-    print_rank_0("`megaenc study status` shows how far they are; the same command again submits what is missing then")
+            _wait_for_success(job)
+    waiting = f", {len(queued):,} already queued" if queued else ""
+    summary = f"{format_count(len(stages), 'stage')}: {len(stages) - len(remaining):,} done{waiting}, {len(jobs):,} submitted"
+    print_rank_0(f"{summary}; logs: {study / 'logs'}")
+    print_rank_0("`megaenc study status` shows the progress; rerun the same command to submit stages that failed")
     return jobs
 
 
 def _submit_stage(submitit: Any, stage: StageRunner, study: Path, cluster: ClusterConfig, after: Sequence[str]) -> list[Any]:
-    """Return the job of a stage, or those of the array of a grid's parts."""
-    together, asked = count_machines(cluster, stage), cluster.build_submitit_parameters()
+    """Return the job of a stage, or the jobs of an array with a task for each part of a grid."""
+    machine_count, parameters = count_machines(cluster, stage), cluster.build_submitit_parameters()
     parts = [part for part in stage.split_by_training_set() if not part.is_done()] if isinstance(stage, FinetuneStage) else []
-    tasks = [StageTask(part, study, together) for part in parts or [stage]]  # a grid that is all there is still to be compared
+    tasks = [StageTask(part, study, machine_count) for part in parts or [stage]]  # a complete grid must still be compared
     if cluster.slurm_cluster == "slurm":
-        extra = asked.pop("slurm_additional_parameters", {})
+        extra = parameters.pop("slurm_additional_parameters", {})
         if after:
             extra = {**extra, "dependency": f"afterok:{':'.join(after)}", "kill-on-invalid-dep": "yes"}
         per_machine = min(cluster.slurm_gpus, stage.processes) if isinstance(stage, PretrainStage) else cluster.slurm_gpus
-        asked |= {"gpus_per_node": per_machine} if per_machine else {}
-        asked |= {"nodes": together, "tasks_per_node": 1, "slurm_additional_parameters": extra}
+        parameters |= {"gpus_per_node": per_machine} if per_machine else {}
+        parameters |= {"nodes": machine_count, "tasks_per_node": 1, "slurm_additional_parameters": extra}
     logs, kind = study / ".slurm" / "%j", cluster.slurm_cluster
     executor = submitit.AutoExecutor(folder=logs, cluster=kind, slurm_max_num_timeout=_MAX_TIMEOUTS)
-    executor.update_parameters(name=job_name(study, stage.id), timeout_min=cluster.slurm_minutes, **asked)
+    executor.update_parameters(name=job_name(study, stage.id), timeout_min=cluster.slurm_minutes, **parameters)
     with executor.batch() if len(tasks) > 1 else contextlib.nullcontext():
         return [executor.submit(task) for task in tasks]
 
 
-def _has_succeeded(job: Any) -> bool:
-    """Wait for a job of submitit's own executors."""
+def _wait_for_success(job: Any) -> bool:
+    """Wait for a job of a local or debug executor, and return whether it succeeded."""
     try:
         job.result()
     except Exception as error:
@@ -171,18 +172,18 @@ def _has_succeeded(job: Any) -> bool:
 
 
 def job_name(study: Path, stage: str) -> str:
-    """Return what a stage's job is called in the queue, unlike those of other studies."""
+    """Return the name of a stage's job in the queue, unique to the study."""
     return f"{stage}:{hashlib.sha256(str(study).encode()).hexdigest()[:8]}"
 
 
 def read_queue(study: Path) -> dict[str, str]:
-    """The jobs of a study that wait or run: job ids by stage. Raises InputError where the queue cannot be asked."""
+    """Return the ids of the study's waiting and running jobs by stage. Raises InputError if squeue fails."""
     try:
-        asked = subprocess.run(["squeue", "--me", "--noheader", "--format=%F %j"], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(["squeue", "--me", "--noheader", "--format=%F %j"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"--slurm: squeue cannot be asked: {error}; expected to be on a cluster") from None
-    if asked.returncode:
-        raise InputError(f"--slurm: squeue cannot be asked: {asked.stderr.strip()}")
+        raise InputError(f"--slurm: squeue failed: {error}; expected to run on a Slurm cluster") from None
+    if result.returncode:
+        raise InputError(f"--slurm: squeue failed: {result.stderr.strip()}")
     mark = job_name(study, "")
-    jobs = (line.strip().partition(" ") for line in asked.stdout.splitlines())
+    jobs = (line.strip().partition(" ") for line in result.stdout.splitlines())
     return {name.removesuffix(mark): id for id, _, name in jobs if name.endswith(mark)}

@@ -1,14 +1,14 @@
-"""Stages of a study: the commands that do them, the folders that they make, and how far they are.
+"""Stages of a study: their commands, output directories and progress.
 
     STUDY/corpus            the study's own tokenizer and text
     STUDY/runs/NAME         pretraining runs
     STUDY/hf/NAME           exports
-    STUDY/demo              demo data sets, where there are some
+    STUDY/demo              demo data sets, if there are any
     STUDY/results           the tree of fine-tuning results
-    STUDY/logs/STAGE.log    what a stage has said
+    STUDY/logs/STAGE.log    the output of a stage
 
-A stage is done when what it makes is there, and whole, and so is what it needs. What each was made of its folder says, which
-is compared with the manifest and with the folders of what it needs.
+A stage is done when its output and that of every stage that it needs are complete. Each output directory records its inputs,
+which are compared with the manifest and with the directories of the needed stages.
 """
 
 import json
@@ -27,80 +27,80 @@ from megaenc.training.run_dir import RUN_FILE, describe_difference
 from megaenc.training.run_init import identity_digest
 
 CORPUS = "corpus"
-"""Folder of the study's own corpus and tokenizer, and the name and id of the stage that makes them."""
+"""Directory of the study's own corpus and tokenizer; also the name and id of the stage that builds them."""
 CORPUS_REQUEST = "asked.json"
-"""In the folder of the corpus: what it was to be made of."""
+"""File in the corpus directory that records the requested text and vocabulary size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageRunner:
-    """A stage that can be planned and done. Each kind of stage is a class of its own."""
+    """A stage of a study that can be planned and run; base class of all kinds of stages."""
 
     study: Path
-    """the study's folder"""
+    """study directory"""
     name: str
-    """of the model, checkpoint or corpus, and of the folder"""
+    """name of the model, checkpoint or corpus, and of the output directory"""
 
     kind = subfolder = unit = ""
-    """corpus, pretrain, export or finetune; the folder of the study that the stage's is in; what its progress counts"""
+    """corpus, pretrain, export or finetune; subdirectory of the study that holds the output; unit of `progress`"""
     needs = ()
-    """ids of stages that come before"""
+    """ids of the stages that must be done before"""
     processes = 1
-    """that train together, each on a device of its own"""
+    """number of processes that train together, each on its own device"""
     work = 1.0
-    """what its time grows with, among stages of its kind"""
+    """amount of work, to which run times of the same kind of stage are proportional"""
     planned_seconds = 30.0
-    """seconds that it takes by the plan, here those of a conversion or a corpus; None where the plan does not know"""
+    """planned run time, by default that of a conversion or a corpus; None if the plan has none"""
 
     @property
     def id(self) -> str:
-        """KIND/NAME, unlike that of any other stage."""
+        """Return the unique id KIND/NAME."""
         return f"{self.kind}/{self.name}"
 
     @property
     def folder(self) -> Path:
-        """The folder of what it makes."""
+        """Return the output directory."""
         return self.study / self.subfolder / self.name
 
     def prepare(self) -> None:
-        """Write down what its folder has to remember; called before its first command."""
+        """Write the records that the output directory needs; called before the first command."""
 
     def next_command(self) -> list[str]:
-        """Return the words of the next command that is left to do."""
+        """Return the arguments of the next remaining command."""
         raise NotImplementedError
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the words of every command that is left to do."""
+        """Return the arguments of every remaining command."""
         return [self.next_command()]
 
     def progress(self) -> tuple[float, float]:
-        """Return how much of how much is done."""
+        """Return the completed and the total amount of work, in `unit`."""
         raise NotImplementedError
 
     def is_done(self) -> bool:
-        """Return whether what it makes is there; `finished_stages` asks what it needs too."""
+        """Return whether the output is complete; `finished_stages` also considers the needed stages."""
         done, total = self.progress()
         return done == total
 
     def check(self) -> None:
-        """Raise Changed where its folder holds something else than the manifest says, or was made of something else."""
+        """Raise StaleArtifactError if the output directory does not match the manifest or its inputs."""
 
 
 def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
-    """Return the ids of those that are done with all that they need; `stages` come after what they need, if that is among them.
+    """Return the ids of the stages that are done together with every stage that they need; `stages` in topological order.
 
-    What is left when that is made again is still to be compared with it (`StageRunner.check`).
+    Output that remains after a needed stage was rerun must still be compared with it (`StageRunner.check`).
     """
-    known, found = set(), set()
+    stage_ids, done = set(), set()
     for stage in stages:
-        known.add(stage.id)
-        if stage.is_done() and found.issuperset(known.intersection(stage.needs)):
-            found.add(stage.id)
-    return found
+        stage_ids.add(stage.id)
+        if stage.is_done() and done.issuperset(stage_ids.intersection(stage.needs)):
+            done.add(stage.id)
+    return done
 
 
 def megaenc_command(*words: str, processes: int = 1, launcher: Sequence[str] = ("--standalone",)) -> list[str]:
-    """Return a command of this package as words to start; under torchrun where there are several processes or machines."""
+    """Return the arguments of a megaenc command, under torchrun if there are several processes or machines."""
     if processes == 1 and tuple(launcher) == ("--standalone",):
         return python_command("-m", "megaenc", *words)
     torchrun = python_command("-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes))
@@ -108,7 +108,7 @@ def megaenc_command(*words: str, processes: int = 1, launcher: Sequence[str] = (
 
 
 def format_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as the words of a command line: `{"lr": 5e-4, "bf16": False}` is `--lr 0.0005 --no-bf16`; None and () say nothing."""
+    """Return flags as command-line arguments: `{"lr": 5e-4, "bf16": False}` is `--lr 0.0005 --no-bf16`; None and () add none."""
     words: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
@@ -122,51 +122,52 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 
 
 class StaleArtifactError(InputError):
-    """A folder that does not fit the manifest, or what it was made of."""
+    """Raised for a directory that does not match the manifest or the inputs that it was made from."""
 
-    def __init__(self, folder: Path, what: str, remove: str = "that folder and what was made of it") -> None:
-        super().__init__(f"{folder}: {what}; take the change back, remove {remove}, or choose another --output")
-        self.folder, self.what = folder, what
-
-
-def manifest_mismatch(folder: Path, what: str) -> StaleArtifactError:
-    """Return the error for a folder of which `what` differs from what the manifest says."""
-    return StaleArtifactError(folder, f"made from another manifest: {what}")
+    def __init__(self, folder: Path, reason: str, remove: str = "that directory and everything made from it") -> None:
+        super().__init__(f"{folder}: {reason}; undo the change, remove {remove}, or choose another --output")
+        self.folder, self.reason = folder, reason
 
 
-def check_stages(stages: Iterable[StageRunner], every: Mapping[str, StageRunner], study: Path) -> None:
-    """Raise Changed for the first of `stages` that does not fit, with each folder that was made of it by others of `every`."""
+def manifest_mismatch(folder: Path, difference: str) -> StaleArtifactError:
+    """Return the error for a directory made from another manifest; `difference` names the field and both values."""
+    return StaleArtifactError(folder, f"made from another manifest: {difference}")
+
+
+def check_stages(stages: Iterable[StageRunner], all_stages: Mapping[str, StageRunner], study: Path) -> None:
+    """Raise StaleArtifactError for the first stale stage, naming every directory among `all_stages` that depends on it."""
     for stage in stages:
         try:
             stage.check()
         except StaleArtifactError as error:
-            made = {stage.id}
-            for other in every.values():  # each after what it needs
-                made.update([other.id] if made.intersection(other.needs) else [])
-            folders = [str(every[id].folder.relative_to(study)) for id in every if id in made and every[id].folder.exists()]
-            raise StaleArtifactError(error.folder, error.what, f"what was made so ({' '.join(folders)})") from None
+            stale = {stage.id}
+            for other in all_stages.values():  # in topological order
+                stale.update([other.id] if stale.intersection(other.needs) else [])
+            folders = [other.folder for id, other in all_stages.items() if id in stale and other.folder.exists()]
+            names = " ".join(str(folder.relative_to(study)) for folder in folders)
+            raise StaleArtifactError(error.folder, error.reason, f"all that depends on it ({names})") from None
 
 
 def read_identity(run: Path) -> dict[str, Any] | None:
-    """What makes it this run, by its folder; None where it has not begun."""
-    found = read_json_or_empty(run / RUN_FILE).get("identity")
-    return found if isinstance(found, dict) else None
+    """Return the identity in a run's run.json; None if the run has not begun."""
+    identity = read_json_or_empty(run / RUN_FILE).get("identity")
+    return identity if isinstance(identity, dict) else None
 
 
-def check_checkpoint_exists(run: Path, step: int, what: str) -> None:
-    """Raise InputError where a run is beyond `step` and has no checkpoint of it."""
+def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
+    """Raise InputError if a run is past `step` without a complete checkpoint of it; `consumer` names the stage that needs it."""
     checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.tracked_step()
     if latest is not None and latest >= step and not checkpoints.is_complete(step):
         raise InputError(
-            f"{run}: trained to step {latest} without keeping step {step}, where {what}: the manifest did not ask for it then; "
-            "remove that folder to train it again, or choose another --output"
+            f"{run}: trained to step {latest} without keeping step {step}, which {consumer} needs and the manifest lacked then; "
+            "remove that directory to train it again, or choose another --output"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusStage(StageRunner):
-    """The study's own tokenizer and tokenised text."""
+    """Training of the study's own tokenizer and tokenization of its text."""
 
     name: str = CORPUS
     demo: bool
@@ -177,68 +178,70 @@ class CorpusStage(StageRunner):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Flags of `megaenc pretrain` that name it."""
+        """Return the flags of `megaenc pretrain` for this corpus and tokenizer."""
         return {"data_path": [f"{self.folder / 'corpus'}_text_document"], "tokenizer": str(self.folder / "tokenizer")}
 
     @property
     def commands(self) -> dict[Path, tuple[str, ...]]:
-        """Commands of megaenc that make it, in their order, by the file or folder that is there when they are done."""
+        """Return the megaenc commands that build the corpus, in order, by the file or directory that each completes."""
         [data], tokenizer = self.flags.values()
         demo, prefix = self.folder / "corpus.jsonl", data.removesuffix("_text_document")
         text = [str(path) for path in self.text] or [str(demo)]
-        read = ("preprocess", "--input", *text, "--output-prefix", prefix, "--tokenizer", tokenizer, "--append-eod")
+        preprocess = ("preprocess", "--input", *text, "--output-prefix", prefix, "--tokenizer", tokenizer, "--append-eod")
         return {
             **({demo: ("demo", "--output", str(self.folder))} if self.demo else {}),
             Path(tokenizer): ("tokenizer", "--input", *text, "--vocab-size", str(self.vocab_size), "--output", tokenizer),
-            Path(f"{data}.idx"): read,
+            Path(f"{data}.idx"): preprocess,
         }
 
     def prepare(self) -> None:
-        """Write down what it is made of: of the tokenizer and the text alone this could not be told."""
+        """Record the requested text and vocabulary size, which cannot be derived from the output."""
         if not self.progress()[0]:
             self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.folder / CORPUS_REQUEST, json.dumps(self._asked(), indent=1) + "\n")
+            atomic_write(self.folder / CORPUS_REQUEST, json.dumps(self._request(), indent=1) + "\n")
 
     def remaining_commands(self) -> list[list[str]]:
-        return [megaenc_command(*words) for makes, words in self.commands.items() if not makes.exists()]
+        """Return the arguments of every command whose output is missing."""
+        return [megaenc_command(*words) for output, words in self.commands.items() if not output.exists()]
 
     def next_command(self) -> list[str]:
-        """Return the first that is left; the last where none is."""
+        """Return the first remaining command, or the last command if none remains."""
         return [*self.remaining_commands(), megaenc_command(*[*self.commands.values()][-1])][0]
 
     def progress(self) -> tuple[float, float]:
-        there = [makes.exists() for makes in self.commands]
-        return sum(there), len(there)
+        """Return the number of completed commands and of all."""
+        is_complete = [output.exists() for output in self.commands]
+        return sum(is_complete), len(is_complete)
 
-    def _asked(self) -> dict[str, Any]:
-        """Return size of the vocabulary, and names and sizes of the text; null for what is not there."""
+    def _request(self) -> dict[str, Any]:
+        """Return the requested vocabulary size, and the names and sizes of the text; None for missing files."""
         text = {"text": [[path.name, _size_in_bytes(path)] for path in self.text]}
         return {"vocab_size": self.vocab_size, "demo": self.demo, **text}
 
     def check(self) -> None:
-        """Compare with what it was made of, as the folder remembers it."""
-        file, here = self.folder / CORPUS_REQUEST, self._asked()
+        """Raise StaleArtifactError if the recorded request differs from the manifest or the text."""
+        file, request = self.folder / CORPUS_REQUEST, self._request()
         if not file.exists():
             return
-        there = read_json_object(file, "what the corpus was to be made of")
-        if not _is_text_list(there.get("text")):
+        recorded = read_json_object(file, "the request of a corpus")
+        if not _is_text_list(recorded.get("text")):
             raise InputError(f"{file}: field `text`: missing or of another kind; expected a list of [name, bytes]")
-        names = [{**asked, "text": " ".join(name for name, _ in asked["text"])} for asked in (there, here)]
-        if other := describe_difference(*names):
-            raise manifest_mismatch(self.folder, f"corpus: {other}")
-        for (name, before), (_, now) in zip(there["text"], here["text"], strict=True):
+        names = [{**each, "text": " ".join(name for name, _ in each["text"])} for each in (recorded, request)]
+        if difference := describe_difference(*names):
+            raise manifest_mismatch(self.folder, f"corpus: {difference}")
+        for (name, before), (_, now) in zip(recorded["text"], request["text"], strict=True):
             if None not in (before, now) and before != now:
-                raise manifest_mismatch(self.folder, f"corpus: {name} had {before:,} bytes then, {now:,} now")
+                raise manifest_mismatch(self.folder, f"corpus: {name} had {before:,} bytes, has {now:,} now")
 
 
 def _is_text_list(value: Any) -> bool:
-    """Return whether a value of JSON is a list of names with their sizes, null for an unknown one."""
+    """Return whether a JSON value is a list of [name, bytes] pairs, bytes being null if unknown."""
     pairs = value if isinstance(value, list) else [value]
     return all(isinstance(pair, list) and [*map(type, pair)] in ([str, int], [str, type(None)]) for pair in pairs)
 
 
 def _size_in_bytes(path: Path) -> int | None:
-    """Return the bytes of a file, or of all in a folder; None for what cannot be read."""
+    """Return the size of a file or of all files in a directory; None if it cannot be read."""
     try:
         files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
         return sum(each.stat().st_size for each in files)
@@ -248,39 +251,44 @@ def _size_in_bytes(path: Path) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportStage(StageRunner):
-    """One `megaenc convert to-hf`: a checkpoint that is evaluated, under its name, with its certificate."""
+    """An export by `megaenc convert to-hf`: an evaluated checkpoint with its certificate."""
 
     key: ModelKey
     run: str
     step: int
-    kind, home, unit = "export", "hf", "models"
+    kind, subfolder, unit = "export", "hf", "models"
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Return the id of the pretraining stage."""
         return (f"pretrain/{self.run}",)
 
     @property
     def _run(self) -> Path:
+        """Return the run directory."""
         return self.study / "runs" / self.run
 
     @property
-    def _certificate(self) -> Path:  # in a folder that appears by a rename
+    def _certificate(self) -> Path:
+        """Return the path of the certificate, in a directory that appears atomically."""
         return self.folder / "conversion.json"
 
     def next_command(self) -> list[str]:
+        """Return the arguments of `megaenc convert to-hf`."""
         flags = {"load": self._run, "ckpt_step": self.step, "output": self.folder}
         return megaenc_command("convert", "to-hf", *format_flags(flags))
 
     def progress(self) -> tuple[float, float]:
+        """Return 1 of 1 if the export exists, otherwise 0 of 1."""
         return float(self._certificate.is_file()), 1
 
     def check(self) -> None:
-        """Compare the step that it is of, and the run; or look whether the run's checkpoint is there."""
+        """Raise StaleArtifactError for an export of another step or run; InputError if its checkpoint was not kept."""
         if not self.is_done():
-            check_checkpoint_exists(self._run, self.step, f"{self.id} is")
+            check_checkpoint_exists(self._run, self.step, self.id)
             return
-        made_of, identity = read_json_object(self._certificate, "the certificate of an export"), read_identity(self._run)
-        if (found := made_of.get("step", self.step)) != self.step:
-            raise manifest_mismatch(self.folder, f"step is {found} there, {self.step} here")
-        if "identity" not in made_of or (identity is not None and made_of["identity"] != identity_digest(identity)):
-            raise StaleArtifactError(self.folder, f"made of another {self.run} than {self._run} is now")
+        certificate, identity = read_json_object(self._certificate, "the certificate of an export"), read_identity(self._run)
+        if (export_step := certificate.get("step", self.step)) != self.step:
+            raise manifest_mismatch(self.folder, f"step is {export_step} there, {self.step} here")
+        if "identity" not in certificate or (identity is not None and certificate["identity"] != identity_digest(identity)):
+            raise StaleArtifactError(self.folder, f"made from another {self.run} than {self._run} is now")

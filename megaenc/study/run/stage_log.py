@@ -1,7 +1,7 @@
-"""What a stage has said, how each try at it went, and how long the rest will take: STUDY/logs/STAGE.log.
+"""Logs of stages, STUDY/logs/STAGE.log: output, outcome of each attempt, and the remaining time estimated from them.
 
-Tries are appended. Each begins with the line `==> TIME $ COMMAND` and ends with `<== TIME HOW`. One without an end was killed
-with whoever started it, or is under way: then its lock is held.
+Attempts are appended. Each starts with the line `==> TIME $ COMMAND` and ends with `<== TIME OUTCOME`. An attempt without an end
+was killed together with its parent, or is running: then its lock is held.
 """
 
 import contextlib
@@ -26,45 +26,44 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 FINISHED, STOPPED = "finished", "stopped"
 
 _BEGIN, _END = re.compile(r"==> (\S+) \$ (.*)"), re.compile(r"<== (\S+) (.+)")
-_TOLD = re.compile(r"step \d+ of \d+: .*; stopped by SIG[A-Z0-9]+, the same command goes on")  # as pretraining says it
 _ERROR = re.compile(r"error: .+|without result: \D.+|[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*")
 _FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")  # of a traceback or of torchrun's own summary
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One command of a stage, from its log. Times are in seconds since 1970."""
+    """A command of a stage as recorded in its log. Times are in seconds since 1970."""
 
     start_time: float
     end_time: float | None
     outcome: str
-    """finished, stopped, `exit code 1`, `killed by SIGKILL`; "" where there is no end"""
+    """finished, stopped, `exit code 1`, `killed by SIGKILL`; "" without an end"""
     message: str
-    """the line that says best why it failed: the last error, otherwise the last line"""
-    told: bool = False
-    """whether it said that it was told to stop, and has saved: torchrun makes a 1 of every exit code"""
+    """line of the output that explains the outcome: the last error, otherwise the last line"""
 
     @property
     def is_failed(self) -> bool:
-        """Return whether it ended otherwise than well or as it was told to."""
+        """Return whether it ended neither well nor by a requested stop."""
         return bool(self.outcome) and self.outcome not in (FINISHED, STOPPED)
 
 
 def log_path(study: Path, stage: str) -> Path:
+    """Return the path of a stage's log."""
     return study / "logs" / f"{stage}.log"
 
 
 def lock_stage(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
-    """Try to have a stage to oneself (see `megaenc.atomic_io.try_lock`)."""
+    """Return a context manager that tries to lock a stage and yields whether it succeeded."""
     return atomic_io.try_lock(study / ".locks" / stage)
 
 
 def is_locked(study: Path, stage: str) -> bool:
+    """Return whether a process holds the lock of a stage."""
     return atomic_io.is_locked(study / ".locks" / stage)
 
 
 def log_start(log: Path, command: Sequence[str]) -> None:
-    """Write that a try begins. Raises InputError if no file can be written."""
+    """Write the start of an attempt. Raises InputError if the log cannot be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         _append(log, "==>", f"$ {shlex.join(command)}")
@@ -72,14 +71,31 @@ def log_start(log: Path, command: Sequence[str]) -> None:
         raise InputError(f"{log}: cannot be written to: {error.strerror}") from None
 
 
-def log_end(log: Path, how: str) -> None:
-    """Write how a try ended."""
+def log_end(log: Path, outcome: str) -> None:
+    """Write the outcome of an attempt, if the disk has room."""
     with contextlib.suppress(OSError):  # a full disk: then there is no end
-        _append(log, "<==", how)
+        _append(log, "<==", outcome)
+
+
+def exit_code_file(log: Path) -> Path:
+    """Return the file in which the command of a log records its exit code (see `megaenc.torchelastic`)."""
+    return log.with_suffix(".exit_code")
+
+
+def pop_exit_code(log: Path) -> int | None:
+    """Return and delete the exit code that the last command has recorded; None if it has not recorded one."""
+    file = exit_code_file(log)
+    try:
+        code = int(read_regular_file(file, _MAX_BYTES))
+    except (OSError, ValueError):
+        code = None
+    with contextlib.suppress(OSError):
+        file.unlink()
+    return code
 
 
 def _append(log: Path, mark: str, text: str) -> None:
-    """Add a line with the time, after an end for one that was cut off."""
+    """Append a line with the time, after a line break if the last line is incomplete."""
     line = f"{mark} {datetime.now(UTC).strftime(_TIME_FORMAT)} {text}\n"
     with open(log, "ab+") as stream:
         if stream.tell():
@@ -89,95 +105,96 @@ def _append(log: Path, mark: str, text: str) -> None:
 
 
 def read_attempts(log: Path) -> list[Attempt]:
-    """Return every try of a stage, in their order; none if there is no log."""
+    """Return all attempts in a log, in order; none without a log."""
     try:
         lines = read_regular_file(log, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found: list[Attempt] = []
-    began, said = None, []
+    attempts: list[Attempt] = []
+    start_time, output = None, []
     for line in [*lines, "==> end $ "]:
-        begin, end = _BEGIN.fullmatch(line), _END.fullmatch(line)
-        if not begin and (not end or began is None):
-            said.append(line)
+        start, end = _BEGIN.fullmatch(line), _END.fullmatch(line)
+        if not start and (not end or start_time is None):
+            output.append(line)
             continue
-        if began is not None:
-            ended, how = (_parse_time(end[1]), end[2]) if end else (None, "")
-            told = any(_TOLD.fullmatch(text.strip()) for text in said)
-            found.append(Attempt(began, ended, how, find_error_line(said), told))
-        began, said = (_parse_time(begin[1]), []) if begin else (None, said)
-    return found
+        if start_time is not None:
+            end_time, outcome = (_parse_time(end[1]), end[2]) if end else (None, "")
+            attempts.append(Attempt(start_time, end_time, outcome, find_error_line(output)))
+        start_time, output = (_parse_time(start[1]), []) if start else (None, output)
+    return attempts
 
 
-def find_error_line(said: Sequence[str]) -> str:
-    """Return the line of what a command has said that tells most of why it ended."""
-    errors = [line.strip() for line in said if _ERROR.fullmatch(line.strip())]
-    plain = [line.strip() for line in said if line.strip() and not _FRAME.match(line)]
-    wrong = [line for line in errors if line.startswith("error: ")]
-    return truncate_text((wrong or errors or plain or [""])[-1], 400)
+def find_error_line(output: Sequence[str]) -> str:
+    """Return the line of a command's output that best explains why it ended."""
+    errors = [line.strip() for line in output if _ERROR.fullmatch(line.strip())]
+    other_lines = [line.strip() for line in output if line.strip() and not _FRAME.match(line)]
+    input_errors = [line for line in errors if line.startswith("error: ")]
+    return truncate_text((input_errors or errors or other_lines or [""])[-1], 400)
 
 
 def _parse_time(text: str) -> float:
+    """Return the seconds since 1970 of a time in a log; now if it is damaged."""
     try:
         return datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=UTC).timestamp()
     except ValueError:
         return time.time()
 
 
-def total_seconds(tries: Iterable[Attempt]) -> float:
-    """Return the seconds of those that have ended."""
-    return sum(one.end_time - one.start_time for one in tries if one.end_time is not None)
+def total_seconds(attempts: Iterable[Attempt]) -> float:
+    """Return the total duration of the attempts that have ended."""
+    return sum(attempt.end_time - attempt.start_time for attempt in attempts if attempt.end_time is not None)
 
 
 class EtaEstimator:
-    """Seconds of what is left of some stages, each after what it needs."""
+    """Estimator of the time that a number of stages still take, from durations of similar stages and the plan."""
 
     def __init__(self, stages: Iterable[StageRunner], study: Path) -> None:
-        """Reads the logs of what is done."""
-        self._nodes = {stage.id: stage for stage in stages}
-        self._share: dict[str, float] = {}
-        self._measured: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by kind: seconds, work
-        for stage in self._nodes.values():
-            self._share[stage.id] = float(stage.is_done())
-            tried = read_attempts(log_path(study, stage.id)) if self._share[stage.id] else []
-            killed = any(one.end_time is None for one in tried)  # how long that took nobody knows
-            if not killed and (seconds := total_seconds(tried)):
-                self.measured(stage, seconds)
+        """Read the durations of the stages that are done from their logs."""
+        self._stages = {stage.id: stage for stage in stages}
+        self._shares: dict[str, float] = {}
+        self._durations: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by kind: seconds, work
+        for stage in self._stages.values():
+            self._shares[stage.id] = float(stage.is_done())
+            attempts = read_attempts(log_path(study, stage.id)) if self._shares[stage.id] else []
+            has_unknown_duration = any(attempt.end_time is None for attempt in attempts)  # killed
+            if not has_unknown_duration and (seconds := total_seconds(attempts)):
+                self.record_duration(stage, seconds)
 
-    def measured(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:
-        """Note that a stage is done, of which so much, from 0 to 1, took so long."""
-        self._share[stage.id] = 1.0
-        sums = self._measured[_stage_kind(stage)]
+    def record_duration(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:
+        """Record that a stage is done, and that `share` of it, from 0 to 1, took `seconds`."""
+        self._shares[stage.id] = 1.0
+        sums = self._durations[_stage_kind(stage)]
         sums[0] += seconds
         sums[1] += share * stage.work
 
-    def under_way(self, stage: StageRunner, share: float) -> None:
-        """Note that so much of a stage is done, from 0 to 1."""
-        self._share[stage.id] = share
+    def record_progress(self, stage: StageRunner, share: float) -> None:
+        """Record that `share` of a stage, from 0 to 1, is done."""
+        self._shares[stage.id] = share
 
-    def _left(self, stage: StageRunner) -> float | None:
-        """Return seconds of one stage by what others of its kind took, otherwise the plan's; None where neither is known."""
-        seconds, work = self._measured[_stage_kind(stage)]
-        whole = seconds * stage.work / work if work else stage.planned_seconds
-        return None if whole is None else whole * (1 - self._share[stage.id])
+    def _remaining(self, stage: StageRunner) -> float | None:
+        """Return the remaining seconds of a stage, from stages of its kind or else the plan; None if neither is known."""
+        seconds, work = self._durations[_stage_kind(stage)]
+        total = seconds * stage.work / work if work else stage.planned_seconds
+        return None if total is None else total * (1 - self._shares[stage.id])
 
-    def seconds(self, places: int) -> float | None:
-        """Of all, `places` at a time: the sum of them, or the longest chain, whichever is more; None where one is not known."""
-        left = [(stage.processes, self._left(stage)) for id, stage in self._nodes.items() if self._share[id] < 1]
-        if any(seconds is None for _, seconds in left):
+    def remaining_seconds(self, slots: int) -> float | None:
+        """Return the remaining seconds with `slots` in parallel: the sum or the longest chain, if longer; None if unknown."""
+        remaining = [(stage.processes, self._remaining(stage)) for id, stage in self._stages.items() if self._shares[id] < 1]
+        if any(seconds is None for _, seconds in remaining):
             return None
-        return max([sum(processes * seconds for processes, seconds in left) / places, *self.chains().values()])
+        return max([sum(processes * seconds for processes, seconds in remaining) / slots, *self.longest_chains().values()])
 
-    def chains(self) -> dict[str, float]:
-        """Return, by id, seconds from a stage's beginning to the end of the longest chain that needs it; unknown ones are 0."""
-        found: dict[str, float] = {}
-        behind: dict[str, float] = defaultdict(float)
-        for id, stage in reversed(self._nodes.items()):
-            found[id] = behind[id] + (self._left(stage) or 0.0)
+    def longest_chains(self) -> dict[str, float]:
+        """Return, by id, the seconds from a stage's start to the end of the longest chain that needs it; 0 if unknown."""
+        chains: dict[str, float] = {}
+        later: dict[str, float] = defaultdict(float)
+        for id, stage in reversed(self._stages.items()):
+            chains[id] = later[id] + (self._remaining(stage) or 0.0)
             for need in stage.needs:
-                behind[need] = max(behind[need], found[id])
-        return found
+                later[need] = max(later[need], chains[id])
+        return chains
 
 
 def _stage_kind(stage: StageRunner) -> str:
+    """Return the kind of a stage, from its id."""
     return stage.id.partition("/")[0]

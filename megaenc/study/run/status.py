@@ -138,9 +138,9 @@ def _estimate_remaining_seconds(stages: Sequence[StageRunner], study: Path, tabl
     """Return the seconds that are left at the present pace: with as many at a time as run now."""
     remaining = EtaEstimator(stages, study)
     for stage, row in zip(stages, table, strict=True):
-        remaining.under_way(stage, row.share)
+        remaining.record_progress(stage, row.share)
     running = sum(row.state == "running" for row in table)
-    return remaining.seconds(running) if running else None
+    return remaining.remaining_seconds(running) if running else None
 
 
 def _format_cells(row: StatusRow) -> tuple[str, str, str, str, str]:

@@ -1,7 +1,7 @@
-"""One model, or several, against another: which numbers of the evidence that takes, and how a claim's comparisons are corrected.
+"""Comparisons of models: selection of the pairs, the contrasts of their scores, and Holm's correction within a claim.
 
-A line is a question such as "MLM less CLM, 610M, on SC": scores times weights, by seed of the pretraining. Lines are tested one
-by one and pooled, all of a claim together: see megaenc.study.stats.pooling.
+A contrast is a question such as "MLM less CLM, 610M, on SC": scores with weights, by pretraining seed. Contrasts are tested one
+by one and pooled over a claim in megaenc.study.stats.pooling.
 """
 
 import functools
@@ -16,120 +16,125 @@ from typing import Literal
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import AVERAGE, Evidence, Score
-from megaenc.study.results.groups import is_average, format_percent
+from megaenc.study.results.groups import format_percent, is_average
 from megaenc.study.stats import inference
 from megaenc.study.stats.inference import LEVEL, TestResult
 
 Outcome = Literal["holds", "reversed", "not resolved", "no data"]
 Terms = Sequence[tuple[float, Score]]
 ModelPairs = dict[int, tuple[ModelKey, ModelKey]]
-"""By seed of the pretraining, a setting of each side."""
+"""The left and the right model by pretraining seed."""
 
 
 class ModelSelector:
-    """The settings of the evidence without a schedule, looked at in the ways that the claims ask.
+    """Selection of the model pairs that claims compare, from the evaluated models without a schedule of their own.
 
-    What stands for MLM, and which models are at their end, is asked of all that the study has planned, where a manifest says it.
+    The reference mask ratio and the longest budgets come from all planned models if a manifest lists them.
     """
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
-        self.settings = [setting for setting in evidence.settings() if not setting.schedule]
-        self.planned = [setting for setting in evidence.planned() if not setting.schedule]
-        self.ratio = evidence.mask_ratio
+        self.model_keys = [key for key in evidence.model_keys() if not key.schedule]
+        self.planned_model_keys = [key for key in evidence.planned_model_keys() if not key.schedule]
+        self.ratio = evidence.reference_mask_ratio
         self.mlm, self.clm = f"MLM {format_percent(self.ratio)}" if self.ratio else "MLM", "CLM"
 
-    def pairs(
+    def match_pairs(
         self,
-        left: Callable[[ModelKey], bool],
-        right: Callable[[ModelKey], bool],
-        same: Callable[[ModelKey], tuple] = attrgetter("size", "steps"),
-        among: Iterable[ModelKey] | None = None,
+        is_left: Callable[[ModelKey], bool],
+        is_right: Callable[[ModelKey], bool],
+        shared_key: Callable[[ModelKey], tuple] = attrgetter("size", "steps"),
+        model_keys: Iterable[ModelKey] | None = None,
     ) -> dict[tuple, ModelPairs]:
-        """Return the first setting that is `left` and the first `right`, by what `same` says of both, by pretraining seed."""
-        found: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
-        for setting in self.settings if among is None else among:
-            place = found[same(setting)][setting.seed]
-            for side, wanted in enumerate((left, right)):
-                if place[side] is None and wanted(setting):
-                    place[side] = setting
-        kept = {key: {seed: (a, b) for seed, (a, b) in by_seed.items() if a and b} for key, by_seed in found.items()}
-        return {key: by_seed for key, by_seed in kept.items() if by_seed}
+        """Pair models of the left and the right side that have the same `shared_key` and pretraining seed, by that key.
 
-    def final(self) -> dict[str, ModelPairs]:
-        """Return by size, smallest first, MLM and CLM alone to their decayed end, at the most steps that both (will) have."""
-        ends = (lambda one: one.decayed and self.only_mlm(one), lambda one: one.decayed and is_clm_only(one))
-        longest = dict(sorted(self.pairs(*ends, among=self.planned)))  # by size, the last is the longest
-        pairs = self.pairs(*ends)
-        order = self.evidence.sizes_of(self.settings)
+        The first model of each side counts; `model_keys` defaults to all evaluated models.
+        """
+        candidates: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
+        for model_key in self.model_keys if model_keys is None else model_keys:
+            slots = candidates[shared_key(model_key)][model_key.seed]
+            for side, is_side in enumerate((is_left, is_right)):
+                if slots[side] is None and is_side(model_key):
+                    slots[side] = model_key
+        complete = {key: {seed: (a, b) for seed, (a, b) in by_seed.items() if a and b} for key, by_seed in candidates.items()}
+        return {key: by_seed for key, by_seed in complete.items() if by_seed}
+
+    def final_pairs(self) -> dict[str, ModelPairs]:
+        """Return the decayed MLM-only and CLM-only models of each size, smallest first, at their longest common budget."""
+        ends = (lambda one: one.decayed and self.is_mlm_only(one), lambda one: one.decayed and is_clm_only(one))
+        longest = dict(sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys)))  # the last of each size is the longest
+        pairs = self.match_pairs(*ends)
+        order = self.evidence.sort_sizes(self.model_keys)
         return {size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs}
 
-    def only_mlm(self, one: ModelKey) -> bool:
-        """Return whether a model saw nothing but MLM at the ratio that stands for it."""
-        return not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio == self.ratio and one.mlm_steps > 0
+    def is_mlm_only(self, key: ModelKey) -> bool:
+        """Return whether a model was trained with MLM only, in one run, at the reference mask ratio."""
+        return not key.clm_steps and not key.cpt_mlm_steps and key.mask_ratio == self.ratio and key.mlm_steps > 0
 
 
-def is_clm_only(one: ModelKey) -> bool:
-    """Return whether a model saw nothing but CLM."""
-    return not one.mlm_steps and not one.cpt_mlm_steps and one.clm_steps > 0
+def is_clm_only(key: ModelKey) -> bool:
+    """Return whether a model was trained with CLM only."""
+    return not key.mlm_steps and not key.cpt_mlm_steps and key.clm_steps > 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides on a data set, or over several. Differences are in points (percent), left less right."""
+    """Tested difference of two models, left less right, on a data set or pooled over several; in points (percent)."""
 
     left: str
     right: str
     where: str
-    """size, steps, ...: what both sides share"""
+    """properties that both sides share: size, steps, ..."""
     family: str
     """empty if several are pooled"""
     dataset: str
-    """`average` of a family, or "all" of several"""
+    """data set, `average` of a family, or "all" if several are pooled"""
     test: TestResult
-    """in fractions, with degrees of freedom and where the uncertainty comes from"""
+    """test in fractions, with degrees of freedom and variance components"""
     p: float
-    """nan where nothing says how far chance goes: one seed, or seeds that agree to the last digit"""
+    """NaN if the chance variation is unknown: one seed, or identical scores"""
     p_adjusted: float
-    """Holm's, over the comparisons of the claim; of a pooled one over the claims"""
+    """Holm's p over the comparisons of the claim; for the pooled comparison, over the claims"""
     effect: float
-    """Hedges' g: the difference over the sd of the seeds; nan where that is not known"""
+    """Hedges' g; NaN if unknown"""
     verdict: Outcome = "not resolved"
-    """with respect to the claim: `holds` if it goes the claimed way"""
+    """outcome for the claim: `holds` if the difference has the claimed direction"""
     bootstrap: tuple[tuple[float, float], tuple[float, float]] | None = None
-    """percentile and studentised intervals of seeds and examples resampled, for a look; no verdict rests on them"""
-    pretrained: int = 1
-    """runs of the pretraining of each side; of pooled lines the fewest"""
-    lent: bool = False
-    """whether lines of one run have the variance between runs from other lines of the claim"""
+    """percentile and studentised bootstrap intervals, shown only; no verdict depends on them"""
+    pretraining_runs: int = 1
+    """pretraining runs of each side; the fewest if several contrasts are pooled"""
+    has_borrowed_variance: bool = False
+    """whether the variance between pretraining runs comes from other contrasts of the claim"""
     collapsed: tuple[str, ...] = ()
-    """the sides that are no more than what a model says that learned nothing: not to be compared"""
+    """sides with collapsed predictions, which are not compared"""
 
     @property
     def difference(self) -> float:
+        """Return the difference in points."""
         return 100 * self.test.difference
 
     @property
     def low(self) -> float:
-        """Lower end of the 95 % interval; nan where there is none; if seeds say nothing, over the examples alone."""
+        """Return the lower end of the 95 % interval in points; NaN if unknown; with one seed it covers the examples only."""
         return 100 * self.test.low
 
     @property
     def high(self) -> float:
+        """Return the upper end of the 95 % interval in points."""
         return 100 * self.test.high
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:
-        """Seeds that see a true difference of this size in 80 % of studies; inf: the examples are too few; None: not known."""
-        if self.test.seeds < 2 or math.isnan(self.test.p):
+        """Return the seeds that give 80 % power for this difference; infinity if examples are too few, None if unknown."""
+        if self.test.seed_count < 2 or math.isnan(self.test.p):
             return None
-        needed = inference.required_seeds(self.test.difference, self.test.components, self.test.seeds)
+        needed = inference.required_seeds(self.test.difference, self.test.components, self.test.seed_count)
         return math.inf if needed is None else needed
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """A question to the evidence, before it is tested."""
+    """Weighted sum of scores, left less right side, that is to be tested."""
 
     names: tuple[str, str]
     where: str
@@ -137,87 +142,94 @@ class Contrast:
     dataset: str
     size: str
     terms: Mapping[int, Terms]
-    """by seed of the pretraining: scores times weights, the left side's weights positive"""
+    """(weight, score) by pretraining seed; weights of the left side are positive"""
     source: Mapping[int, Terms] = field(default_factory=dict)
-    """the evidence's scores, if `terms` hold numbers made of them"""
+    """original scores, if `terms` hold values derived from them"""
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        """Of the pretraining."""
+    def pretraining_seeds(self) -> tuple[int, ...]:
+        """Return the pretraining seeds, sorted."""
         return tuple(sorted(self.terms))
 
     @property
-    def members(self) -> list[list[tuple[float, Score]]]:
-        """By run of the pretraining, the evidence's scores with their weights, averages as the sets they are formed over."""
+    def weighted_scores(self) -> list[list[tuple[float, Score]]]:
+        """Return the original (weight, score) of each pretraining run, with averages replaced by their members."""
         every = (self.source or self.terms).values()
         return [[(weight, member) for weight, score in terms for member in score.members or (score,)] for terms in every]
 
     @functools.cached_property
     def collapsed(self) -> tuple[str, ...]:
-        """The sides with worthless predictions in at least half of the runs at the chosen rate, on one of the data sets."""
+        """Return the sides of which at least half of the runs at the chosen rate have collapsed on one of the data sets."""
         counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-        for weight, member in (pair for of_run in self.members for pair in of_run):
+        for weight, member in (pair for run_scores in self.weighted_scores for pair in run_scores):
             count = counts[self.names[weight < 0], member.dataset]
             count[0] += member.collapsed_at_rate
-            count[1] += len(member.seeds)
-        sides = {name for (name, _), (worthless, runs) in counts.items() if worthless and 2 * worthless >= runs}
+            count[1] += len(member.seed_scores)
+        sides = {name for (name, _), (collapsed, runs) in counts.items() if collapsed and 2 * collapsed >= runs}
         return tuple(name for name in self.names if name in sides)
 
 
 def family_terms(
-    evidence: Evidence, family: str, settings: Sequence[ModelKey]
+    evidence: Evidence, family: str, model_keys: Sequence[ModelKey]
 ) -> tuple[str, list[list[tuple[float, Score]]]] | None:
-    """Return what stands for a family: its average if all have one over the same sets, else the mean over the sets all have.
+    """Return the label and, for each model, the (weight, score) terms that represent a task family; None if nothing is common.
 
-    That is its name and, for each setting, scores with weights that add up to one; None if they have nothing in common.
+    That is the family's average if all models have it over the same data sets, else the mean over the sets that all have.
     """
-    if not settings:
+    if not model_keys:
         return None
-    averages = [evidence.find(setting, AVERAGE, family) for setting in settings]
+    averages = [evidence.find(model_key, AVERAGE, family) for model_key in model_keys]
     if None not in averages and len({tuple(member.dataset for member in average.members) for average in averages}) == 1:
         return AVERAGE, [[(1.0, average)] for average in averages]
-    names = [name for of, name in evidence.datasets() if of == family and not is_average(name)]
-    common = [name for name in names if all(evidence.find(setting, name, family) is not None for setting in settings)]
-    of_study = [name for name in STUDY_DATASETS[family] if name in common]
-    common = of_study if len(of_study) == 3 else common
+    names = [name for family_name, name in evidence.datasets() if family_name == family and not is_average(name)]
+    common = [name for name in names if all(evidence.find(model_key, name, family) is not None for model_key in model_keys)]
+    study_names = [name for name in STUDY_DATASETS[family] if name in common]
+    common = study_names if len(study_names) == 3 else common
     if not common:
         return None
     label = common[0] if len(common) == 1 else f"{AVERAGE} of {', '.join(common)}"
-    return label, [[(1 / len(common), evidence.find(setting, name, family)) for name in common] for setting in settings]
+    return label, [[(1 / len(common), evidence.find(model_key, name, family)) for name in common] for model_key in model_keys]
 
 
 def build_contrasts(
-    evidence: Evidence, names: tuple[str, str], places: Iterable[tuple[str, ModelPairs]], families: Sequence[str] = tuple(STUDY_DATASETS)
+    evidence: Evidence,
+    names: tuple[str, str],
+    places: Iterable[tuple[str, ModelPairs]],
+    families: Sequence[str] = tuple(STUDY_DATASETS),
 ) -> list[Contrast]:
-    """Return a line for each place (size, steps, ...) and family in which its sides were evaluated on the same sets."""
-    found = []
+    """Build a contrast for each place (label, model pairs) and family in which both sides have scores on the same data sets."""
+    contrasts = []
     for (where, sides), family in itertools.product(places, families):
-        having = {seed: pair for seed, pair in sides.items() if family_terms(evidence, family, pair) is not None}
-        if (standing := family_terms(evidence, family, [one for pair in having.values() for one in pair])) is None:
+        evaluated = {seed: pair for seed, pair in sides.items() if family_terms(evidence, family, pair) is not None}
+        if (common := family_terms(evidence, family, [one for pair in evaluated.values() for one in pair])) is None:
             continue
-        label, parts = standing  # the same sets for every seed of the pretraining
+        label, parts = common  # the same data sets for every pretraining seed
         terms = {
-            seed: [*left, *((-weight, score) for weight, score in right)]
-            for seed, left, right in zip(having, parts[::2], parts[1::2], strict=True)
+            seed: [*left_terms, *((-weight, score) for weight, score in right)]
+            for seed, left_terms, right in zip(evaluated, parts[::2], parts[1::2], strict=True)
         }
-        found.append(Contrast(names, where, str(family), label, next(iter(having.values()))[0].size, terms))
-    return found
+        contrasts.append(Contrast(names, where, str(family), label, next(iter(evaluated.values()))[0].size, terms))
+    return contrasts
 
 
-def adjust_comparisons(found: Sequence[Comparison]) -> list[Comparison]:
-    """Return the comparisons of one claim with Holm's p and the verdict of each: holds above 0, reversed below."""
-    corrected = inference.holm_adjust([one.p for one in found])
-    ways = (("holds" if one.difference > 0 else "reversed") for one in found)
+def adjust_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Return the comparisons of one claim with Holm's p and a verdict each: holds above 0, reversed below."""
+    corrected = inference.holm_adjust([one.p for one in comparisons])
+    outcomes = (("holds" if one.difference > 0 else "reversed") for one in comparisons)
     return [
-        replace(one, p_adjusted=p, verdict=way if p < LEVEL else "not resolved")
-        for one, p, way in zip(found, corrected, ways, strict=True)
+        replace(one, p_adjusted=p, verdict=outcome if p < LEVEL else "not resolved")
+        for one, p, outcome in zip(comparisons, corrected, outcomes, strict=True)
     ]
 
 
-def put_better_first(one: Comparison) -> Comparison:
-    """Return the same with the better side on the left."""
-    if not one.difference < 0:
-        return one
-    turned = replace(one.test, difference=-one.test.difference, low=-one.test.high, high=-one.test.low)
-    verdict = "holds" if one.verdict == "reversed" else one.verdict
-    return replace(one, left=one.right, right=one.left, effect=-one.effect, verdict=verdict, test=turned)
+def put_better_first(comparison: Comparison) -> Comparison:
+    """Return the comparison with its better side on the left."""
+    if not comparison.difference < 0:
+        return comparison
+    mirrored = replace(
+        comparison.test, difference=-comparison.test.difference, low=-comparison.test.high, high=-comparison.test.low
+    )
+    verdict = "holds" if comparison.verdict == "reversed" else comparison.verdict
+    return replace(
+        comparison, left=comparison.right, right=comparison.left, effect=-comparison.effect, verdict=verdict, test=mirrored
+    )

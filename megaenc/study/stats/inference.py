@@ -1,7 +1,7 @@
-"""What a difference between models is worth: intervals over seeds and examples, Holm's correction, effect sizes, seeds needed.
+"""Statistical tests of differences between models: t tests over seeds and examples, Holm's correction, effect size, power.
 
-docs/study-claims.md has the formulas, why they are these, and how often each raises a false alarm. Whatever is compared is a
-contrast: numbers of models times weights that sum to zero. Shapes: S seeds, N examples of a data set.
+A contrast is a weighted sum of model scores, float[S], and of their example scores, float[S, N], with weights that sum to zero
+(S seeds, N examples of a data set). docs/study-claims.md has the formulas and the false alarm rates.
 """
 
 import math
@@ -14,144 +14,151 @@ from scipy import stats
 from scipy.special import gammaln, ndtr, stdtr, stdtrit
 
 LEVEL = 0.05
-_NOTHING = 1e-9  # fractions nearer than that are equal: sums in floating point are not exact
-_MANY = 1e6  # degrees of freedom from which t is the normal distribution
+_TOLERANCE = 1e-9  # floating-point sums of equal fractions differ by less
+_NORMAL_DF = 1e6  # Student's t equals the normal distribution from here on
 
 
 @dataclass(frozen=True)
 class VarianceComponents:
-    """Where the uncertainty of a mean over seeds and examples comes from: variances of that mean, not of a single score."""
+    """Variance of a mean score that is due to the choice of seeds and to the choice of test examples."""
 
-    seeds: float
-    """variance over the seeds' means / S; nan for one seed"""
-    examples: float
-    """what other examples of the same kind would change in all seeds alike; nan without examples"""
+    seed_variance: float
+    """variance over the seeds' scores / S; NaN for one seed"""
+    example_variance: float
+    """variance that other test examples would cause in all seeds alike; NaN without examples"""
 
     @property
     def total(self) -> float:
-        """The sum; an unknown part counts as none."""
-        return float(np.nansum([self.seeds, self.examples]))
+        """Return the sum of both variances; NaN counts as 0."""
+        return float(np.nansum([self.seed_variance, self.example_variance]))
 
 
 @dataclass(frozen=True)
 class TestResult:
-    """A contrast, its 95 % interval and the probability of one so far from 0 if there were none. In the units of the scores."""
+    """Result of testing a contrast: the difference in the units of the scores, its 95 % interval, and p."""
 
     difference: float
     low: float
     high: float
     p: float
-    """two-sided; nan where nothing says how far chance alone goes: one seed, or seeds that agree to the last digit"""
-    variance_components: VarianceComponents
+    """two-sided; NaN if the chance variation is unknown: one seed, or identical scores"""
+    components: VarianceComponents
     df: float
-    seeds: int
-    """0 if it is made of published intervals, or of parts with seeds of their own"""
+    seed_count: int
+    """0 for published intervals and for sums of parts with different seeds"""
     margin_p: float = math.nan
-    """with a margin: the probability of a contrast so near 0 if it were outside of the margin"""
+    """p of the equivalence test, whose null hypothesis is a difference beyond the margin; NaN without a margin"""
 
 
 def variance_components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> VarianceComponents:
-    """Return those of the mean of float[S] `scores`, from float[S, N] of what the examples of each data set behind them scored.
+    """Return the variance components of the mean of `scores`, float[S], given the example scores, float[S, N] per data set.
 
-    The contributions of several data sets to a score add up. Two-way analysis of variance without repetition (Dorfman, Berbaum
-    and Metz 1992): examples share (MS_examples - MS_residual) / (S * N) in all seeds, 0 where negative; the seeds' variance holds
-    the residuals already.
+    Two-way analysis of variance without repetition (Dorfman, Berbaum and Metz 1992): the example variance is
+    (MS_examples - MS_residual) / (S * N), at least 0, summed over data sets; the seed variance includes the residuals.
     """
-    return VarianceComponents(variance_of_mean(scores), math.fsum(example_variance([block]) for block in examples) if len(examples) else math.nan)
+    return VarianceComponents(
+        variance_of_mean(scores), math.fsum(example_variance([block]) for block in examples) if len(examples) else math.nan
+    )
 
 
 def variance_of_mean(scores: np.ndarray) -> float:
-    """Return the variance of the mean of float[S]; nan for one."""
+    """Return the variance of the mean of `scores`, float[S]; NaN for a single score."""
     return float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
 
 
-def example_variance(parts: Sequence[np.ndarray]) -> float:
-    """Return the variance that N examples give the sum of the means of `parts`, float[S, N] each with its own S.
+def example_variance(blocks: Sequence[np.ndarray]) -> float:
+    """Return the variance that the choice of N examples causes in the sum of the means of `blocks`, each float[S, N].
 
-    Of one part (MS_examples - MS_residual) / (S * N). Of several, their means over seeds are added up by example before, and
-    what chance leaves over in each is taken off.
+    S may differ between blocks. The means over seeds are summed by example, and the residual variance is subtracted; for one
+    block that is (MS_examples - MS_residual) / (S * N).
     """
-    of = parts[0].shape[1]
-    if of < 2:
+    example_count = blocks[0].shape[1]
+    if example_count < 2:
         return 0.0
-    by_example, left = np.zeros(of), 0.0
-    for block in parts:
+    by_example, noise = np.zeros(example_count), 0.0
+    for block in blocks:
         block = np.asarray(block, dtype=np.float64)
         count, centred = len(block), block - block.mean()
         mean, by_seed = centred.mean(0), centred.mean(1)
         by_example += mean
         if count > 1:
-            residual = float(np.vdot(centred, centred)) - count * float(mean @ mean) - of * float(by_seed @ by_seed)
-            left += residual / ((count - 1) * (of - 1) * count)
-    return max(float(by_example @ by_example) / (of - 1) - left, 0.0) / of
+            residual = float(np.vdot(centred, centred)) - count * float(mean @ mean) - example_count * float(by_seed @ by_seed)
+            noise += residual / ((count - 1) * (example_count - 1) * count)
+    return max(float(by_example @ by_example) / (example_count - 1) - noise, 0.0) / example_count
 
 
 def contrast_t_test(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: float = 0.0) -> TestResult:
-    """Test that the mean of float[S] `scores` is 0, and, with a `margin`, that it is outside of it.
+    """Run a t test of the mean of `scores`, float[S], against 0, and with a `margin` also an equivalence test.
 
-    `examples`: see `variance_components`. t tests: over the seeds alone with S - 1 degrees of freedom, and over seeds and examples with
-    those of Hillis (2007); the less certain of both counts. One seed has an interval, over its examples alone, and no p.
+    `examples`: float[S, N] per data set. Tests over the seeds (S - 1 degrees of freedom) and over seeds and examples (degrees
+    of freedom by Hillis 2007); the less certain one counts. One seed gives an interval over its examples, and no p.
     """
     parts, count = variance_components(scores, examples), len(scores)
     if count > 1:
-        return welch_satterthwaite_test(float(np.mean(scores)), [(parts.seeds, count - 1)], parts.examples, margin, count)
+        by_seed = [(parts.seed_variance, count - 1)]
+        return welch_satterthwaite_test(float(np.mean(scores)), by_seed, parts.example_variance, margin, count)
     df = float(min(block.shape[1] for block in examples) - 1) if len(examples) else math.nan
-    return _most_conservative_test(float(scores[0]), parts, [(parts.examples, df)], count, margin=None)
+    return _most_conservative_test(float(scores[0]), parts, [(parts.example_variance, df)], count, margin=None)
 
 
 def welch_satterthwaite_test(
-    difference: float, of_seeds: Sequence[tuple[float, float]], of_examples: float, margin: float = 0.0, seeds: int = 0
+    difference: float,
+    seed_variances: Sequence[tuple[float, float]],
+    example_variance: float,
+    margin: float = 0.0,
+    seed_count: int = 0,
 ) -> TestResult:
-    """Test a sum of independent parts: (variance, degrees of freedom) of each over its seeds, and what examples add.
+    """Test a sum of independent parts against 0, given the (seed variance, degrees of freedom) of each and one example variance.
 
-    Degrees of freedom by Welch and Satterthwaite: of seeds alone, and with the examples, whose variance counts as known (as in
-    Hillis). A variance that is nan, as of one seed, or is nothing at all leaves no p: seeds that agree say nothing of others.
+    Degrees of freedom by Welch and Satterthwaite, for the seeds and for seeds and examples; the example variance counts as
+    known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
     """
-    parts = VarianceComponents(math.fsum(variance for variance, _ in of_seeds), of_examples)
-    if math.isnan(parts.seeds) or parts.seeds <= _NOTHING**2:
-        return _most_conservative_test(difference, parts, [(np.nan_to_num(of_examples), math.inf)], seeds, margin=None)
-    bottom = math.fsum(variance**2 / df for variance, df in of_seeds)
-    ways = [variance for variance in (parts.seeds, parts.seeds + of_examples) if not math.isnan(variance)]
-    return _most_conservative_test(difference, parts, [(variance, variance**2 / bottom) for variance in ways], seeds, margin)
+    parts = VarianceComponents(math.fsum(variance for variance, _ in seed_variances), example_variance)
+    if math.isnan(parts.seed_variance) or parts.seed_variance <= _TOLERANCE**2:
+        return _most_conservative_test(difference, parts, [(np.nan_to_num(example_variance), math.inf)], seed_count, margin=None)
+    bottom = math.fsum(variance**2 / df for variance, df in seed_variances)
+    totals = [total for total in (parts.seed_variance, parts.seed_variance + example_variance) if not math.isnan(total)]
+    return _most_conservative_test(difference, parts, [(total, total**2 / bottom) for total in totals], seed_count, margin)
 
 
 def welch_from_intervals(
-    means: Sequence[float], halves: Sequence[float], weights: Sequence[float], seeds: int = 5, margin: float = 0.0
+    means: Sequence[float], half_widths: Sequence[float], weights: Sequence[float], seeds: int = 5, margin: float = 0.0
 ) -> TestResult:
-    """Test published means by their half intervals, 1.96 * sd / sqrt(seeds), alone: Welch's t test for independent seeds."""
-    each = (np.asarray(weights) * np.asarray(halves) / 1.96) ** 2
+    """Run Welch's t test of a weighted sum of published means against 0; half widths are 1.96 * sd / sqrt(seeds)."""
+    each = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
     return welch_satterthwaite_test(float(np.dot(weights, means)), [(variance, seeds - 1) for variance in each], math.nan, margin)
 
 
 def _most_conservative_test(
-    difference: float, parts: VarianceComponents, ways: Sequence[tuple[float, float]], seeds: int, margin: float | None
+    difference: float, parts: VarianceComponents, variances: Sequence[tuple[float, float]], seed_count: int, margin: float | None
 ) -> TestResult:
-    """Return the widest interval and the greatest p of several (variance, degrees of freedom); no p without a `margin`."""
-    known = [(math.sqrt(variance), df) for variance, df in ways if variance > _NOTHING**2]
-    if not known:  # no spread at all says nothing of how far chance goes
-        return TestResult(difference, math.nan, math.nan, math.nan, parts, math.nan, seeds)
+    """Return the widest interval and the largest p over several (variance, degrees of freedom); no p if `margin` is None."""
+    known = [(math.sqrt(variance), df) for variance, df in variances if variance > _TOLERANCE**2]
+    if not known:  # without any spread the chance variation is unknown
+        return TestResult(difference, math.nan, math.nan, math.nan, parts, math.nan, seed_count)
     half, df = max((error * float(_t_quantile(df)), df) for error, df in known)
     p = margin_p = math.nan
     if margin is not None:
         p = max(2 * _t_cdf(-abs(difference) / error, df) for error, df in known)
     if margin:
         margin_p = max(_t_cdf((abs(difference) - margin) / error, df) for error, df in known)
-    return TestResult(difference, difference - half, difference + half, p, parts, df, seeds, margin_p)
+    return TestResult(difference, difference - half, difference + half, p, parts, df, seed_count, margin_p)
 
 
 def _t_quantile(df: float | np.ndarray) -> np.ndarray:
-    """Return the 97.5 % point of Student's t: what scipy.stats.t uses, without the hundred microseconds before it."""
-    return stdtrit(np.minimum(df, _MANY), 1 - LEVEL / 2)
+    """Return the 97.5 % quantile of Student's t, without the 100 microseconds of overhead of scipy.stats.t."""
+    return stdtrit(np.minimum(df, _NORMAL_DF), 1 - LEVEL / 2)
 
 
 def _t_cdf(value: float, df: float) -> float:
-    return float(stdtr(min(df, _MANY), value))
+    """Return the cumulative probability of Student's t at `value`."""
+    return float(stdtr(min(df, _NORMAL_DF), value))
 
 
 def holm_adjust(p: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p values: below 5 % they make a false alarm in at most 5 % of families, however the tests depend.
+    """Return Holm's adjusted p values, which control the family-wise error rate (Scandinavian Journal of Statistics 6, 1979).
 
-    Holm, Scandinavian Journal of Statistics 6 (1979). nan is no test: it stays and does not count.
+    NaN stays NaN and does not count as a test.
     """
     adjusted = np.array(p, dtype=np.float64)
     order = np.argsort(adjusted, kind="stable")[: np.count_nonzero(~np.isnan(adjusted))]  # nan is last
@@ -161,87 +168,88 @@ def holm_adjust(p: Sequence[float]) -> list[float]:
 
 
 def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Hedges' g: the difference of means over the pooled sd of the seeds, `standardised_difference`; nan without a spread."""
+    """Return Hedges' g, the difference of the two means over their pooled standard deviation; NaN if that is 0 or unknown."""
     sizes = len(first), len(second)
     if min(sizes) < 2:
         return math.nan
-    spread = [np.var(side, ddof=1) * (size - 1) for side, size in zip((first, second), sizes, strict=True)]
-    return standardised_difference(float(np.mean(first) - np.mean(second)), math.sqrt(sum(spread) / (sum(sizes) - 2)), sum(sizes) - 2)
+    spread, df = [np.var(side, ddof=1) * (size - 1) for side, size in zip((first, second), sizes, strict=True)], sum(sizes) - 2
+    return standardised_difference(float(np.mean(first) - np.mean(second)), math.sqrt(sum(spread) / df), df)
 
 
 def standardised_difference(difference: float, sd: float, df: int) -> float:
-    """Return a difference over a standard deviation with `df` degrees of freedom, without its small-sample bias (Hedges 1981)."""
-    if not sd > _NOTHING:
+    """Return difference / sd with Hedges' small-sample correction (1981) for an sd with `df` degrees of freedom."""
+    if not sd > _TOLERANCE:
         return math.nan
     return difference / sd * math.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / math.sqrt(df / 2)
 
 
-_CHANCES = (np.arange(400) + 0.5) / 400
+_QUANTILES = (np.arange(400) + 0.5) / 400
 
 
-def t_test_power(difference: float, parts: VarianceComponents, seeds: int, more: int) -> float:
-    """Return how often `contrast_t_test` sees a true `difference` at 5 % with `more` seeds, where `seeds` gave `parts`.
+def t_test_power(difference: float, parts: VarianceComponents, seeds: int, seed_count: int) -> float:
+    """Return the power of `contrast_t_test` at 5 % with `seed_count` seeds for a true `difference`, uncorrected.
 
-    That is the mean, over what variance so many seeds may show (chi-squared, in 400 equal parts), of the chance that the
-    difference found is beyond the edges of both its tests. Before any correction.
+    `parts`: variance components estimated from `seeds` seeds. Averages over 400 quantiles of the chi-squared distributed
+    variance estimate.
     """
-    of_seeds, of_examples = parts.seeds * seeds / more, float(np.nan_to_num(parts.examples))
-    if more < 2 or not of_seeds + of_examples > 0:
+    seed_variance, example_part = parts.seed_variance * seeds / seed_count, float(np.nan_to_num(parts.example_variance))
+    if seed_count < 2 or not seed_variance + example_part > 0:
         return math.nan
-    error = math.sqrt(of_seeds + of_examples)
-    shown = of_seeds * stats.chi2.ppf(_CHANCES, more - 1) / (more - 1)
-    edges = _t_quantile(more - 1) * np.sqrt(shown)
-    if of_examples:
+    error = math.sqrt(seed_variance + example_part)
+    sampled_variance = seed_variance * stats.chi2.ppf(_QUANTILES, seed_count - 1) / (seed_count - 1)
+    edges = _t_quantile(seed_count - 1) * np.sqrt(sampled_variance)
+    if example_part:
         with np.errstate(divide="ignore"):
-            df = (shown + of_examples) ** 2 * (more - 1) / shown**2
-        edges = np.maximum(edges, _t_quantile(df) * np.sqrt(shown + of_examples))
+            df = (sampled_variance + example_part) ** 2 * (seed_count - 1) / sampled_variance**2
+        edges = np.maximum(edges, _t_quantile(df) * np.sqrt(sampled_variance + example_part))
     return float(np.mean(ndtr((abs(difference) - edges) / error) + ndtr((-abs(difference) - edges) / error)))
 
 
-def required_seeds(difference: float, parts: VarianceComponents, seeds: int, wanted: float = 0.8, at_most: int = 10_000) -> int | None:
-    """Return the fewest seeds that see a true `difference` with `t_test_power` `wanted`, from `parts` that `seeds` seeds gave.
+def required_seeds(
+    difference: float, parts: VarianceComponents, seeds: int, target_power: float = 0.8, max_seeds: int = 10_000
+) -> int | None:
+    """Return the smallest number of seeds with which `t_test_power` reaches `target_power`; None if `max_seeds` do not.
 
-    None where no `at_most` are enough; they may never be, as examples are as few as before.
+    `parts`: variance components estimated from `seeds` seeds. More seeds never make up for too few examples.
     """
-    if math.isnan(parts.seeds) or not t_test_power(difference, parts, seeds, at_most) >= wanted:
+    if math.isnan(parts.seed_variance) or not t_test_power(difference, parts, seeds, max_seeds) >= target_power:
         return None
-    counts = range(2, at_most)  # power grows with them
-    return 2 + bisect_left(counts, wanted, key=lambda more: t_test_power(difference, parts, seeds, more))
+    counts = range(2, max_seeds)  # power grows with the count
+    return 2 + bisect_left(counts, target_power, key=lambda seed_count: t_test_power(difference, parts, seeds, seed_count))
 
 
 def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
-    """Return float[S] whose mean is how far the means of float[R, S], by rate and by seed, are apart beyond chance, a variance.
+    """Return jackknife pseudo-values, float[S], of the variance between learning rates of `scores`, float[R, S].
 
-    It is the variance component (MS_rates - MS_residual) / S of a two-way analysis of variance, the mean covariance over the
-    rates of two seeds, so that noise adds nothing on average. The values are its jackknife pseudo-values over the seeds, to be
-    tested by t (Tukey; Arvesen 1969). Two seeds have one pair: float[1]. Raises ValueError below two rates or seeds.
+    Their mean is the variance component (MS_rates - MS_residual) / S of a two-way analysis of variance, to which noise adds
+    nothing on average; they can be tested by t (Tukey; Arvesen 1969). Two seeds give float[1]. Raises ValueError for fewer than
+    two rates or seeds.
     """
     rates, count = scores.shape
     if min(rates, count) < 2:
         raise ValueError(f"float[{rates}, {count}]: expected at least two rates and two seeds")
     centred = scores - scores.mean(0)
     pairs = centred.T @ centred / (rates - 1)
-    of_seed = (pairs.sum(1) - np.diag(pairs)) / (count - 1)
+    by_seed = (pairs.sum(1) - np.diag(pairs)) / (count - 1)
     if count == 2:
-        return of_seed[:1]
-    return (2 * (count - 1) * of_seed - count * of_seed.mean()) / (count - 2)
+        return by_seed[:1]
+    return (2 * (count - 1) * by_seed - count * by_seed.mean()) / (count - 2)
 
 
 def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
-    """Return the share of runs that collapsed, with Wilson's 95 % interval; nan without runs."""
+    """Return the share of runs that collapsed and the ends of Wilson's 95 % interval; NaN without runs."""
     if not runs:
         return math.nan, math.nan, math.nan
-    found = stats.binomtest(collapsed, runs).proportion_ci(1 - LEVEL, method="wilson")
-    return collapsed / runs, float(found.low), float(found.high)
+    interval = stats.binomtest(collapsed, runs).proportion_ci(1 - LEVEL, method="wilson")
+    return collapsed / runs, float(interval.low), float(interval.high)
 
 
 def bootstrap_intervals(
     scores: np.ndarray, examples: Sequence[np.ndarray], draws: int = 2000, seed: int = 0
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return 95 % intervals by resampling seeds and then examples, the same for all models: percentile and studentised.
+    """Return the percentile and the studentised bootstrap 95 % interval of the mean, resampling seeds and then examples.
 
-    For a look next to the t interval of `contrast_t_test`: over five seeds it is calibrated only by luck. nan below three seeds, where a
-    draw often has one seed alone.
+    `scores`: float[S]; `examples`: float[S, N] per data set. Not calibrated for as few as five seeds; NaN below three.
     """
     count, random = len(scores), np.random.default_rng(seed)
     if count < 3:
@@ -251,13 +259,13 @@ def bootstrap_intervals(
     rows = np.broadcast_to(np.asarray(scores, dtype=np.float64), (draws, count)).copy()
     for block in examples:
         block = np.asarray(block, dtype=np.float64) - np.mean(block, axis=1, keepdims=True)
-        of = block.shape[1]
+        width = block.shape[1]
         for row in rows:
-            row += block @ np.bincount(random.integers(of, size=of), minlength=of) / of
+            row += block @ np.bincount(random.integers(width, size=width), minlength=width) / width
     means = (times * rows).sum(1) / count
     edges = LEVEL / 2, 1 - LEVEL / 2
     low, high = np.quantile(means, edges).tolist()
-    errors = np.sqrt((times * (rows - means[:, None]) ** 2).sum(1) / (count - 1) / count + np.nan_to_num(parts.examples))
+    errors = np.sqrt((times * (rows - means[:, None]) ** 2).sum(1) / (count - 1) / count + np.nan_to_num(parts.example_variance))
     middle, error = float(np.mean(scores)), math.sqrt(parts.total)
     with np.errstate(divide="ignore", invalid="ignore"):
         pivots = np.nan_to_num((means - middle) / errors, posinf=np.inf, neginf=-np.inf)

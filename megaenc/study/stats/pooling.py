@@ -1,7 +1,7 @@
-"""From lines to a test: which seeds and examples stand behind a comparison, and how lines with different ones add up.
+"""Tests of single and pooled contrasts, with the seeds and examples that their scores share.
 
-What pooled lines share (a data set, a seed, a model) is kept: weights of the same score add up before anything is tested.
-docs/study-claims.md has the rules in words, and how often they raise a false alarm.
+Weights of a score that several pooled contrasts share add up before the test. docs/study-claims.md has the rules and their
+false alarm rates.
 """
 
 import math
@@ -14,188 +14,203 @@ import numpy as np
 from megaenc.study.results.evidence import Score
 from megaenc.study.stats import inference
 from megaenc.study.stats.comparisons import Comparison, Contrast, Terms
-from megaenc.study.stats.inference import VarianceComponents, TestResult
+from megaenc.study.stats.inference import TestResult, VarianceComponents
 
 _PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
 
 WeightedContrasts = Sequence[tuple[float, Contrast]]
 Seeds = tuple[int, ...]
-"""Of the pretraining; empty for lines that have one run each."""
+"""Pretraining seeds; empty for contrasts with one pretraining run each."""
 ExampleScores = Mapping[tuple[str, str], np.ndarray]
-"""float[S, N] by family and data set; empty if some score has no examples, or other ones."""
+"""float[S, N] by family and data set; empty if example scores are missing or differ in number."""
 BetweenRunVariances = Mapping[str, Mapping[Seeds, float]]
-"""By family ("" for any other): the variance of a line between runs of the pretraining, and whose seeds say so."""
+"""Variance of a contrast between pretraining runs, by family ("" for any other) and by the seeds it was estimated from."""
 
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """What lines add up to, by seed: of the pretraining where they have several, else of the fine-tuning."""
+    """Both sides of a sum of contrasts, float[S]: by pretraining seed if there are several, else by fine-tuning seed."""
 
     left: np.ndarray
     right: np.ndarray
     examples: ExampleScores
-    """of the contrast"""
+    """example scores of the left less the right side"""
 
     @property
     def scores(self) -> np.ndarray:
+        """Return the left less the right side, float[S]."""
         return self.left - self.right
 
 
-def between_run_variance(lines: Sequence[Contrast]) -> BetweenRunVariances:
-    """Return what lines with several runs of the pretraining say of how far these differ, for lines that have one.
+def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
+    """Estimate the variance between pretraining runs from the contrasts that have several, for those that have only one.
 
-    The mean over the lines of a family with the same seeds, and over sets of seeds.
+    Averages over the contrasts of a family with the same seeds, and over the sets of seeds.
     """
-    found: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in lines:
-        if len(line.seeds) > 1 and not line.collapsed and (rows := _sum_contrasts([(1.0, line)], line.seeds, False)) is not None:
-            for family in (line.family, ""):
-                found[family][line.seeds].append(float(np.var(rows.scores, ddof=1)))
+    variances: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for contrast in contrasts:
+        if (
+            len(contrast.pretraining_seeds) > 1
+            and not contrast.collapsed
+            and (rows := _sum_contrasts([(1.0, contrast)], contrast.pretraining_seeds, False)) is not None
+        ):
+            for family in (contrast.family, ""):
+                variances[family][contrast.pretraining_seeds].append(float(np.var(rows.scores, ddof=1)))
     return {
         family: {seeds: float(np.mean(each)) / len(by_seeds) for seeds, each in by_seeds.items()}
-        for family, by_seeds in found.items()
+        for family, by_seeds in variances.items()
     }
 
 
 def compare_contrasts(
-    lines: Sequence[Contrast],
-    lent: BetweenRunVariances | None = None,
+    contrasts: Sequence[Contrast],
+    borrowed: BetweenRunVariances | None = None,
     margin: float = 0.0,
     draws: int = 0,
     weights: Sequence[float] | None = None,
 ) -> Comparison:
-    """Test one line, or the mean (or weighted sum) of several; `margin` (a fraction) as in statistics.contrast.
+    """Test one contrast, or the mean (or weighted sum) of several, against 0; `margin` is a fraction, as in contrast_t_test.
 
-    p_adjusted and verdict are to be filled in. Lines with the same seeds of the pretraining are added up by seed; such groups and
-    the lines of one run by Welch and Satterthwaite. A line of one run varies as its fine-tunings do, and by what `lent` says
-    (None: what the lines themselves say); without that it is about the trained models and not about their recipes. Published
-    tables have neither seeds nor examples: see statistics.printed.
+    The result is uncorrected: p_adjusted and verdict are set by the caller. Contrasts with the same pretraining seeds are summed
+    by seed; such groups, and the contrasts with one pretraining run, are combined by Welch and Satterthwaite. The latter vary
+    between fine-tuning seeds and by the `borrowed` variance (None: estimated from `contrasts`); without it the result holds for
+    these trained models only. Published scores have neither seeds nor examples and get Welch's test of their intervals.
     """
-    weights = weights or [1 / len(lines)] * len(lines)
-    pool = [(weight, line) for weight, line in zip(weights, lines, strict=True) if weight]
-    families, sets, places = ({getattr(line, name) for line in lines} for name in ("family", "dataset", "where"))
-    family = lines[0].family if len(families) == 1 else ""
-    collapsed = lines[0].collapsed if len(lines) == 1 else ()
-    where = lines[0].where if len(places) == 1 else f"{len(places)} pairs"
+    weights = weights or [1 / len(contrasts)] * len(contrasts)
+    pool = [(weight, contrast) for weight, contrast in zip(weights, contrasts, strict=True) if weight]
+    families, datasets, locations = (
+        {getattr(contrast, name) for contrast in contrasts} for name in ("family", "dataset", "where")
+    )
+    family = contrasts[0].family if len(families) == 1 else ""
+    collapsed = contrasts[0].collapsed if len(contrasts) == 1 else ()
+    where = contrasts[0].where if len(locations) == 1 else f"{len(locations)} pairs"
 
-    def compared(made: TestResult, effect: float = math.nan, **more) -> Comparison:
-        p = math.nan if collapsed else made.p
-        more = {"pretrained": min(len(line.seeds) for _, line in pool), "collapsed": collapsed} | more
-        shown = f"{where} ({' and '.join(collapsed)} collapsed)" if collapsed else where
-        dataset = lines[0].dataset if len(sets) == 1 and family else "all"
-        return Comparison(*lines[0].names, shown, family, dataset, made, p, p, effect, **more)
+    def build_comparison(result: TestResult, effect: float = math.nan, **more) -> Comparison:
+        p = math.nan if collapsed else result.p
+        more = {"pretraining_runs": min(len(contrast.pretraining_seeds) for _, contrast in pool), "collapsed": collapsed} | more
+        label = f"{where} ({' and '.join(collapsed)} collapsed)" if collapsed else where
+        dataset = contrasts[0].dataset if len(datasets) == 1 and family else "all"
+        return Comparison(*contrasts[0].names, label, family, dataset, result, p, p, effect, **more)
 
-    lent = between_run_variance([line for _, line in pool]) if lent is None else lent
-    if not all(score.seeds for _, line in pool for terms in line.terms.values() for _, score in terms):
-        return compared(*_test_published(pool, margin))
+    borrowed = between_run_variance([contrast for _, contrast in pool]) if borrowed is None else borrowed
+    if not all(score.seed_scores for _, contrast in pool for terms in contrast.terms.values() for _, score in terms):
+        return build_comparison(*_test_published(pool, margin))
     groups: dict[Seeds, list[tuple[float, Contrast]]] = defaultdict(list)
-    for weight, line in pool:
-        groups[line.seeds if len(line.seeds) > 1 else ()].append((weight, line))
+    for weight, contrast in pool:
+        groups[contrast.pretraining_seeds if len(contrast.pretraining_seeds) > 1 else ()].append((weight, contrast))
     rows = {seeds: _sum_contrasts(members, seeds) for seeds, members in groups.items()}
-    if None in rows.values():  # no fine-tuning seed in common
+    if None in rows.values():  # no common fine-tuning seed
         unknown = VarianceComponents(math.nan, math.nan)
-        return compared(TestResult(math.nan, math.nan, math.nan, math.nan, unknown, math.nan, 0), pretrained=1)
-    if len(rows) == 1 and (() not in rows or not lent):
-        [made] = rows.values()
-        blocks = list(made.examples.values())
-        found, drawn = inference.contrast_t_test(made.scores, blocks, margin), None
-        if draws and blocks and found.seeds > 2:
-            drawn = tuple((100 * low, 100 * high) for low, high in inference.bootstrap_intervals(made.scores, blocks, draws))
-        return compared(found, inference.hedges_g(made.left, made.right), bootstrap=drawn)
+        return build_comparison(TestResult(math.nan, math.nan, math.nan, math.nan, unknown, math.nan, 0), pretraining_runs=1)
+    if len(rows) == 1 and (() not in rows or not borrowed):
+        [score_rows] = rows.values()
+        blocks = list(score_rows.examples.values())
+        result, drawn = inference.contrast_t_test(score_rows.scores, blocks, margin), None
+        if draws and blocks and result.seed_count > 2:
+            drawn = tuple(
+                (100 * low, 100 * high) for low, high in inference.bootstrap_intervals(score_rows.scores, blocks, draws)
+            )
+        return build_comparison(result, inference.hedges_g(score_rows.left, score_rows.right), bootstrap=drawn)
     difference = math.fsum(float(one.scores.mean()) for one in rows.values())
-    found = inference.welch_satterthwaite_test(difference, _variances_by_seeds(groups, rows, lent), _pooled_example_variance(rows.values()), margin)
-    return compared(found, lent=() in rows)
+    result = inference.welch_satterthwaite_test(
+        difference, _variances_by_seeds(groups, rows, borrowed), _pooled_example_variance(rows.values()), margin
+    )
+    return build_comparison(result, has_borrowed_variance=() in rows)
 
 
-def _variances_by_seeds(groups: Mapping[Seeds, WeightedContrasts], rows: Mapping[Seeds, ScoreRows], lent: BetweenRunVariances) -> list[tuple[float, float]]:
-    """Return (variance, degrees of freedom) of a pooled contrast, by where it is estimated.
+def _variances_by_seeds(
+    groups: Mapping[Seeds, WeightedContrasts], rows: Mapping[Seeds, ScoreRows], borrowed: BetweenRunVariances
+) -> list[tuple[float, float]]:
+    """Return the (variance, degrees of freedom) of each part of a pooled contrast, one part per set of pretraining seeds.
 
-    Parts that have a model size in common may have runs in common: as if they were correlated as far as can be, each variance
-    counts as often as there are such parts. For the same reason the lines of one size and one run count as correlated.
+    Parts with a common model size may share runs, so each variance counts once for every such part, as under full correlation.
+    Contrasts with one run of the same size count as correlated for the same reason.
     """
-    once: dict[str, list[tuple[float, Contrast]]] = defaultdict(list)
-    for weight, line in groups.get((), ()):
-        once[line.size].append((weight, line))
-    parts = [{line.size for _, line in members} for seeds, members in groups.items() if seeds] + [{size} for size in once]
-    found: dict[Seeds, float] = defaultdict(float)
+    single_run_by_size: dict[str, list[tuple[float, Contrast]]] = defaultdict(list)
+    for weight, contrast in groups.get((), ()):
+        single_run_by_size[contrast.size].append((weight, contrast))
+    parts = [{contrast.size for _, contrast in members} for seeds, members in groups.items() if seeds] + [
+        {size} for size in single_run_by_size
+    ]
+    variances: dict[Seeds, float] = defaultdict(float)
     for seeds, members in groups.items():
-        alike = 1 if not seeds else sum(bool({line.size for _, line in members} & sizes) for sizes in parts)
-        found[seeds] += alike * inference.variance_of_mean(rows[seeds].scores)
-    for size, members in once.items():
-        alike = sum(size in sizes for sizes in parts)
-        whole = math.fsum(abs(weight) for weight, _ in members)
-        for weight, line in members:
-            for seeds, variance in lent.get(line.family, lent[""]).items():
-                found[seeds] += alike * whole * abs(weight) * variance
-    return [(variance, (len(seeds) or len(rows[()].scores)) - 1) for seeds, variance in found.items()]
+        overlapping = 1 if not seeds else sum(bool({contrast.size for _, contrast in members} & sizes) for sizes in parts)
+        variances[seeds] += overlapping * inference.variance_of_mean(rows[seeds].scores)
+    for size, members in single_run_by_size.items():
+        overlapping = sum(size in sizes for sizes in parts)
+        total_weight = math.fsum(abs(weight) for weight, _ in members)
+        for weight, contrast in members:
+            for seeds, variance in borrowed.get(contrast.family, borrowed[""]).items():
+                variances[seeds] += overlapping * total_weight * abs(weight) * variance
+    return [(variance, (len(seeds) or len(rows[()].scores)) - 1) for seeds, variance in variances.items()]
 
 
 def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
-    """Return the variance that examples add; nan if some of the rows have none, or other ones."""
-    by_place: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
-    for place, block in (pair for one in rows for pair in one.examples.items()):
-        by_place[place].append(block)
-    other = any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_place.values())
-    if other or any(not one.examples for one in rows):
+    """Return the variance that the choice of examples adds; NaN if some rows lack example scores or have other examples."""
+    by_dataset: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
+    for dataset, block in (pair for one in rows for pair in one.examples.items()):
+        by_dataset[dataset].append(block)
+    is_inconsistent = any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_dataset.values())
+    if is_inconsistent or any(not one.examples for one in rows):
         return math.nan
-    return math.fsum(inference.example_variance(blocks) for blocks in by_place.values())
+    return math.fsum(inference.example_variance(blocks) for blocks in by_dataset.values())
 
 
-def _sum_contrasts(lines: WeightedContrasts, seeds: Seeds, examples: bool = True) -> ScoreRows | None:
-    """Return those of lines that have these seeds, or one run each; None if the fine-tunings of a run have no seed in common."""
+def _sum_contrasts(contrasts: WeightedContrasts, seeds: Seeds, with_examples: bool = True) -> ScoreRows | None:
+    """Sum contrasts that have these pretraining seeds (or, if empty, one run each); None without a common fine-tuning seed."""
     if not seeds:
-        return _sum_run_contrasts([(weight, line, line.seeds[0]) for weight, line in lines], examples)
-    runs = [_sum_run_contrasts([(weight, line, seed) for weight, line in lines], examples) for seed in seeds]
+        return _sum_run_contrasts([(weight, contrast, contrast.pretraining_seeds[0]) for weight, contrast in contrasts], with_examples)
+    runs = [_sum_run_contrasts([(weight, contrast, seed) for weight, contrast in contrasts], with_examples) for seed in seeds]
     if None in runs:
         return None
     sides, blocks = (np.array([getattr(run, side).mean() for run in runs]) for side in ("left", "right")), {}
     if all(run.examples.keys() == runs[0].examples.keys() for run in runs):
-        means = {place: [run.examples[place].mean(0) for run in runs] for place in runs[0].examples}
+        means = {dataset: [run.examples[dataset].mean(0) for run in runs] for dataset in runs[0].examples}
         if all(len({one.shape for one in each}) == 1 for each in means.values()):
-            blocks = {place: np.stack(each) for place, each in means.items()}
+            blocks = {dataset: np.stack(each) for dataset, each in means.items()}
     return ScoreRows(*sides, blocks)
 
 
-def _sum_run_contrasts(lines: Sequence[tuple[float, Contrast, int]], examples: bool) -> ScoreRows | None:
-    """Return the same by fine-tuning seed, of one run of the pretraining for each line."""
-    terms = _merge_terms([(weight * part, score) for weight, line, seed in lines for part, score in line.terms[seed]])
-    seeds = sorted(set.intersection(*(set(score.seeds) for _, score in terms)))
+def _sum_run_contrasts(contrasts: Sequence[tuple[float, Contrast, int]], with_examples: bool) -> ScoreRows | None:
+    """Sum (weight, contrast, pretraining seed) by fine-tuning seed; None if the scores have no seed in common."""
+    terms = _merge_terms([(weight * part, score) for weight, contrast, seed in contrasts for part, score in contrast.terms[seed]])
+    seeds = sorted(set.intersection(*(set(score.seed_scores) for _, score in terms)))
     if not seeds:
         return None
     sides = (
-        np.array([math.fsum(sign * part * score.seeds[seed] for part, score in terms if sign * part > 0) for seed in seeds])
+        np.array([math.fsum(sign * part * score.seed_scores[seed] for part, score in terms if sign * part > 0) for seed in seeds])
         for sign in (1, -1)
     )
-    return ScoreRows(*sides, _sum_example_scores(terms, seeds) if examples else {})
+    return ScoreRows(*sides, _sum_example_scores(terms, seeds) if with_examples else {})
 
 
 def _merge_terms(terms: Terms) -> list[tuple[float, Score]]:
-    """Return averages as the sets that they are formed over, and each score once with all its weight."""
-    found: dict[int, tuple[float, Score]] = {}
+    """Replace averages by their members and merge repeated scores by adding up their weights."""
+    merged: dict[int, tuple[float, Score]] = {}
     for weight, score in terms:
         for member in score.members or (score,):
-            before, _ = found.get(id(member), (0.0, member))
-            found[id(member)] = (before + weight / max(1, len(score.members)), member)
-    return [(weight, score) for weight, score in found.values() if abs(weight) > 1e-12]
+            earlier, _ = merged.get(id(member), (0.0, member))
+            merged[id(member)] = (earlier + weight / max(1, len(score.members)), member)
+    return [(weight, score) for weight, score in merged.values() if abs(weight) > 1e-12]
 
 
 def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
-    """Return the contrast of the examples of each data set."""
-    found: dict[tuple[str, str], np.ndarray] = {}
+    """Return the weighted sum of example scores, float[S, N], by (family, data set); empty if some are missing."""
+    by_dataset: dict[tuple[str, str], np.ndarray] = {}
     for weight, score in terms:
-        block, place = score.stack_examples(seeds), (score.family, score.dataset)
-        before = found.get(place)
-        if block is None or (before is not None and before.shape != block.shape):
+        block, dataset = score.stack_examples(seeds), (score.family, score.dataset)
+        earlier = by_dataset.get(dataset)
+        if block is None or (earlier is not None and earlier.shape != block.shape):
             return {}
-        found[place] = weight * block if before is None else before + weight * block
-    return found
+        by_dataset[dataset] = weight * block if earlier is None else earlier + weight * block
+    return by_dataset
 
 
 def _test_published(pool: WeightedContrasts, margin: float) -> tuple[TestResult, float]:
-    """Return the test of published means, and its effect size."""
-    first = _merge_terms([(weight * part, score) for weight, line in pool for part, score in line.terms[line.seeds[0]]])
-    weights = [weight for weight, _ in first]
-    halves = [math.nan if score.half_width is None else max(score.half_width, _PRINTED_DIGIT) for _, score in first]
-    made = inference.welch_from_intervals([score.mean for _, score in first], halves, weights, margin=margin)
-    spread = 5 * (np.array(weights) * halves / 1.96) ** 2  # variance of a seed on each side; pooled: their mean
-    return made, inference.standardised_difference(made.difference, math.sqrt(spread.sum() / 2), 8)
+    """Test a weighted sum of contrasts of published means; return the result and its effect size."""
+    terms = _merge_terms([(weight * part, score) for weight, contrast in pool for part, score in contrast.terms[contrast.pretraining_seeds[0]]])
+    weights = [weight for weight, _ in terms]
+    half_widths = [math.nan if score.half_width is None else max(score.half_width, _PRINTED_DIGIT) for _, score in terms]
+    result = inference.welch_from_intervals([score.mean for _, score in terms], half_widths, weights, margin=margin)
+    spread = 5 * (np.array(weights) * half_widths / 1.96) ** 2  # of one seed, on each side; pooled by their mean
+    return result, inference.standardised_difference(result.difference, math.sqrt(spread.sum() / 2), 8)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, checked before they are read, and loaded into any layout; `saving` writes them."""
+"""Verified loading of checkpoints into any parallel layout."""
 
 import contextlib
 import tempfile
@@ -25,15 +25,16 @@ from megaenc.training.skip_policy import saw_same_data
 
 
 class CheckpointLoader(CheckpointDir):
-    """Those of a run, checked byte by byte and loaded."""
+    """Verified loading of the checkpoints of a run."""
 
-    _checked: tuple[int, dict[str, bytes]] | None = None
-    """The step that `check` came to last, and what loading it unpickles, written anew."""
+    _verified: tuple[int, dict[str, bytes]] | None = None
+    """The step that was verified last and its rewritten pickles, by file name."""
 
-    def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON of the checkpoint of `step` once every byte is known to be as saved (Damaged); all ranks together.
+    def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Verify the checksums of the checkpoint of `step` and return its state.json; all ranks call this together.
 
-        InputError for a run of another `identity`, or a pickle of more than plain values.
+        DamagedCheckpointError if a file has changed; InputError if the checkpoint belongs to a run with another `identity` or its
+        pickles hold more than plain values.
         """
         state = broadcast_call(lambda: self.read_state(step))
         path, names = self.path(step), sorted(state["files"])
@@ -41,26 +42,26 @@ class CheckpointLoader(CheckpointDir):
         for damage in all_gather_call(lambda: find_content_damage(path, {name: state["files"][name] for name in mine})):
             if damage:
                 raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
-        if identity is not None and (other := describe_difference(state["identity"], identity)):
-            raise InputError(f"{path} is a checkpoint of a different run: {other}; remove it or give the same value")
-        self._checked = step, broadcast_call(lambda: rewrite_pickles(path, state["files"]))
+        if identity is not None and (mismatch := describe_difference(state["identity"], identity)):
+            raise InputError(f"{path} is a checkpoint of a different run: {mismatch}; remove it or give the same value")
+        self._verified = step, broadcast_call(lambda: rewrite_pickles(path, state["files"]))
         return state
 
     @contextlib.contextmanager
     def open_verified(self, step: int) -> Iterator[str]:
-        """Yield a folder of this process from which the checkpoint of `step` can be loaded; all ranks call this together.
+        """Yield a temporary directory from which the verified checkpoint of `step` can be loaded; all ranks call this together.
 
-        It holds links to the shards, of which only tensors are read, and what `check` has let through, written anew: the
-        checkpoint itself may have changed since. InputError if there is no room.
+        It holds links to the shards, of which only tensors are read, and the pickles that `verify` has rewritten, because those
+        of the checkpoint may have changed since. InputError if there is no room.
         """
-        if self._checked is None or self._checked[0] != step:
-            self.check(step)
+        if self._verified is None or self._verified[0] != step:
+            self.verify(step)
         with contextlib.ExitStack() as stack:
 
-            def lay_out() -> str:
+            def create_dir() -> str:
                 try:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megaenc-")))
-                    for name, content in self._checked[1].items():
+                    for name, content in self._verified[1].items():
                         (folder / name).write_bytes(content)
                     for shard in filter(lambda file: SHARD.fullmatch(file.name), self.path(step).absolute().iterdir()):
                         (folder / shard.name).symlink_to(shard)
@@ -68,83 +69,85 @@ class CheckpointLoader(CheckpointDir):
                     raise InputError(f"{error.filename}: {error.strerror}; expected room for a few MB in TMPDIR") from None
                 return str(folder)
 
-            yield all_gather_call(lay_out)[get_rank()]
+            yield all_gather_call(create_dir)[get_rank()]
 
     def verify_newest(self, plan: Plan) -> dict[str, Any] | None:
-        """Return the JSON of the newest whole checkpoint up to the tracker's that `plan` agrees with, if any; all ranks together.
+        """Return state.json of the newest intact checkpoint with which `plan` can resume; None without checkpoints.
 
-        A damaged one is named in a line; InputError if all are.
+        All ranks call this together. Damaged checkpoints are reported on the console; InputError if all are damaged.
         """
         identity = plan.identity
         steps = broadcast_call(lambda: [step for step in reversed(self.steps_up_to_tracker()) if self.is_compatible(step, plan)])
         for step, before in zip(steps, [*steps[1:], None], strict=False):
             try:
-                return self.check(step, identity)
+                return self.verify(step, identity)
             except DamagedCheckpointError as damage:
                 if before is None:
-                    raise InputError(f"{damage}; no other is there; delete {self.folder} to start anew") from None
-                print_rank_0(f"{damage}: trying that of step {before}")
+                    raise InputError(f"{damage}; no other is left; delete {self.folder} to start over") from None
+                print_rank_0(f"{damage}: trying the checkpoint of step {before}")
         return None
 
-    def is_compatible(self, step: int, plan: Plan, damaged: bool = True) -> bool:
-        """Whether the checkpoint of `step` has read no pack that `plan` leaves out; `damaged` where that cannot be told."""
+    def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:
+        """Return whether the checkpoint of `step` was trained without packs that `plan` skips; `if_damaged` if unreadable."""
         try:
             return saw_same_data(plan, self.read_state(step))
         except DamagedCheckpointError:
-            return damaged  # to be named
+            return if_damaged
 
     def compatible_steps(self, plan: Plan) -> list[int]:
-        """The steps whose checkpoints look whole and have read no pack that `plan` leaves out."""
-        return [step for step in self.steps() if self.is_compatible(step, plan, damaged=False)]
+        """Return the steps of complete checkpoints that were trained without packs that `plan` skips."""
+        return [step for step in self.steps() if self.is_compatible(step, plan, if_damaged=False)]
 
     def load(self, engine: Engine, step: int) -> None:
-        """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""
+        """Load model and optimizer state of the verified checkpoint of `step` into `engine`, from any parallel layout."""
         with self.open_verified(step) as folder:
             load_into_engine(engine, dist_checkpointing.load(sharded_state_dict(engine, is_loading=True), folder))
 
     def load_weights(self, engine: Engine, step: int) -> None:
-        """Put the weights alone of the checkpoint of `step`, which `check` found whole, into `engine`, with a new optimizer."""
+        """Load only the weights of the verified checkpoint of `step` into `engine`, whose optimizer state stays new."""
         with self.open_verified(step) as folder:
             load_into_model(engine, dist_checkpointing.load({"model": model_sharded_state_dict(engine)}, folder)["model"])
-        engine.optimizer.reload_model_params()  # its float32 copies, under bf16
+        engine.optimizer.reload_model_params()  # the float32 master weights of bf16
 
 
-def load_model_weights(checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
-    """Put the weights of the checkpoint of `step`, once `check` finds it whole, into `module`, a whole model, without a copy."""
+def load_model_weights(
+    checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None
+) -> None:
+    """Load the weights of the checkpoint of `step`, after verification, in place into the unsharded model `module`."""
     try:
-        checkpoints.check(step, identity)
+        checkpoints.verify(step, identity)
     except DamagedCheckpointError as damage:
-        whole = [other for other in checkpoints.steps() if other != step]
-        others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--ckpt-step)" if whole else "no other is there"
+        other_steps = [other for other in checkpoints.steps() if other != step]
+        others = f"choose one of steps {', '.join(map(str, other_steps))} (--ckpt-step)" if other_steps else "no other is left"
         raise InputError(f"{damage}; {others}") from None
     with checkpoints.open_verified(step) as folder:
         layers, others = {}, {}
         for name, value in module.sharded_state_dict(prefix="model.").items():
-            # A matrix made of two, the MLP's, is not put together a second time: its parts are read into their places.
+            # The parts of a fused matrix (of the MLP) are read in place, without building it a second time.
             for number, part in enumerate(value.build() if isinstance(value, ShardedTensorFactory) else [value]):
                 if isinstance(part, ShardedTensor):
                     (layers if name.startswith("model.decoder.") else others)[f"{name} {number}"] = part
-        for wanted in (others, layers):  # the vocabulary's first: one is read whole, and the layers take no memory yet
-            places = {name: part.data for name, part in wanted.items()}
-            loaded = dist_checkpointing.load({"model": {"0": wanted}}, folder)["model"]["0"]
-            for name, place in places.items():
-                if place.data_ptr() != loaded[name].data_ptr():
-                    place.copy_(loaded[name])
+        for parts in (others, layers):  # the embedding, which is read at once, before the layers take memory
+            targets = {name: part.data for name, part in parts.items()}
+            loaded = dist_checkpointing.load({"model": {"0": parts}}, folder)["model"]["0"]
+            for name, target in targets.items():
+                if target.data_ptr() != loaded[name].data_ptr():
+                    target.copy_(loaded[name])
 
 
-# The one form of a distributed optimizer's state that every other layout can load.
+# The only format of distributed optimizer state that every other layout can load.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def sharded_state_dict(engine: Engine, is_loading: bool) -> dict[str, Any]:
-    """What `dist_checkpointing` saves of `engine`, or (`is_loading`) what it is to load into it. All ranks call this together."""
+    """Return the sharded state dict of model and optimizer, to save or (`is_loading`) to load; all ranks call this together."""
     if not is_loading:
         engine.gather_parameters()
-        for optimizer in engine.optimizer.chained_optimizers:  # zeros for each weight that no update has reached yet
+        for optimizer in engine.optimizer.chained_optimizers:  # zeros for weights without a step so far
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     model = model_sharded_state_dict(engine)
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
-    if "param_groups" in optimizer:  # float32 without the distributed optimizer: one level less than the others
+    if "param_groups" in optimizer:  # float32 without the distributed optimizer lacks a level
         optimizer = {"optimizer": optimizer}
     for tensors in optimizer.get("param_state", {}).values():
         master = tensors.pop("param")
@@ -155,14 +158,14 @@ def sharded_state_dict(engine: Engine, is_loading: bool) -> dict[str, Any]:
 
 
 def load_into_engine(engine: Engine, loaded: dict[str, Any]) -> None:
-    """Put what was loaded for `sharded_state_dict` into `engine`."""
+    """Copy the `loaded` values of a `sharded_state_dict` into model and optimizer of `engine`."""
     load_into_model(engine, loaded["model"])
     optimizer = loaded["optimizer"]
     if engine.layout.use_distributed_optimizer:
         optimizer["param_state_sharding_type"] = _METADATA["distrib_optim_sharding_type"]
-        if not engine.plan.settings.bf16:  # what was put into the model is what the optimizer updates
-            [of_rank] = engine.optimizer.chained_optimizers
-            in_buffers = (parameter for buffer in of_rank.buffers for parameter in buffer.param_index_map)
+        if not engine.plan.settings.bf16:  # the optimizer updates the parameters of the model themselves
+            [optimizer_of_rank] = engine.optimizer.chained_optimizers
+            in_buffers = (parameter for buffer in optimizer_of_rank.buffers for parameter in buffer.param_index_map)
             for number, parameter in enumerate(in_buffers):  # as the distributed optimizer numbers them
                 optimizer["param_state"][number]["param"] = parameter.detach()
     elif not engine.plan.settings.bf16:
@@ -171,16 +174,16 @@ def load_into_engine(engine: Engine, loaded: dict[str, Any]) -> None:
 
 
 def model_sharded_state_dict(engine: Engine) -> dict[str, Any]:
-    """Return the sharded weights of the parts of the model, by their numbers."""
+    """Return the sharded state dict of each model chunk by its number."""
     return {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
 
 
 def load_into_model(engine: Engine, loaded: dict[str, Any]) -> None:
-    """Put what was loaded for `model_sharded_state_dict` into the model of `engine`."""
+    """Copy the `loaded` values of a `model_sharded_state_dict` into the model of `engine`."""
     for number, chunk in enumerate(engine.chunks):
         load_into_module(chunk.module, loaded[str(number)])
 
 
 def load_into_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Put weights under their checkpoint names into `module` (Float16Module passes state dicts on by itself)."""
+    """Load `state`, whose names have the checkpoint's prefix `model.`, into `module`."""
     module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})

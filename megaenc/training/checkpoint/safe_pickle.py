@@ -1,4 +1,4 @@
-"""The pickles inside a checkpoint, read through allow-lists and written anew before torch and megatron-core unpickle them."""
+"""Safe unpickling of checkpoints: their pickles are read with allow-lists and rewritten before torch unpickles them."""
 
 import contextlib
 import hashlib
@@ -24,20 +24,20 @@ from megaenc.training.checkpoint_dir import DamagedCheckpointError
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 EXTRA_STATES = "extra_states"
-"""File that stands for every object among the tensors, next to the files that are written anew."""
+"""File that replaces every pickled object among the tensors, written next to the rewritten files."""
 SHARD = re.compile(r"__\d+_\d+\.distcp")
-# Bytes; `.metadata` takes some 400 for each shard of a tensor, of which 1b on 8 ranks has 8,000.
+# Bytes; `.metadata` has some 400 for each shard of a tensor, and 1b on 8 ranks has 8,000 shards.
 _LIMITS = {METADATA: 32 << 20, COMMON: 1 << 20, FORMAT: 1 << 10}
 _WRITTEN_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _WRITTEN_FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
 
 
 class _RefusedPickleError(Exception):
-    pass
+    """An opcode or class in a pickle that the allow-lists refuse."""
 
 
 def _get_enum_member(kind: Any, name: Any) -> Enum:
-    """Return a member of an enumeration: the only use of `getattr` that is allowed."""
+    """Return a member of an enumeration, the only permitted use of `getattr` in a pickle."""
     if not (isinstance(kind, EnumType) and type(name) is str and name in kind.__members__):
         raise _RefusedPickleError("builtins.getattr")
     return kind[name]
@@ -68,19 +68,19 @@ _PLAIN = (
 
 
 def _opcode_handlers(*codes: bytes) -> dict[int, Callable]:
-    """Return Python's own handlers of these opcodes."""
+    """Return the handlers of the opcodes `codes` in Python's own unpickler."""
     return {code[0]: pickle._Unpickler.dispatch[code[0]] for code in codes}
 
 
 def _type_name(value: Any) -> str:
-    """Return the name of a class or a function, else that of the class of `value`."""
+    """Return the name of `value` if it is a class or function, else the name of its class."""
     return value.__name__ if callable(value) else type(value).__name__
 
 
-class _PlainUnpickler(pickle._Unpickler):  # in Python: the C one lets a pickle change the attributes of a class it names
-    """A reader of the opcodes, in the protocol, that a save writes.
+class _PlainUnpickler(pickle._Unpickler):  # not the C one, with which a pickle can change attributes of a class
+    """Unpickler of plain values that accepts only the protocol and the opcodes that a save writes.
 
-    None imports anything; none but those `_spend` counts takes more memory than a fixed number of bytes for each of the pickle.
+    No opcode imports anything, and memory is bounded by a constant times the size of the pickle (see `_spend`).
     """
 
     PROTOCOL = 2
@@ -94,27 +94,29 @@ class _PlainUnpickler(pickle._Unpickler):  # in Python: the C one lets a pickle 
         self._budget = len(content)
 
     def _spend(self, items: int) -> None:
-        """Count items that an opcode copies: a save writes each of them, so they are fewer than its bytes."""
+        """Count copied items and raise ValueError if they exceed the bytes of the pickle, as they never do in a save's."""
         self._budget -= items
         if self._budget < 0:
             raise ValueError("unpickling it would take much more memory than its size allows")
 
     def _check_keys(self, keys: list) -> None:
-        """Raise _Refused for a key of a dictionary that a save does not write: its hash may take no end."""
+        """Raise _RefusedPickleError for dictionary keys that are not strings or integers: hashing others may take forever."""
         for key in keys:
             if type(key) not in (str, int):
                 raise _RefusedPickleError(f"the hash of a {type(key).__name__}")
 
     def load_setitem(self) -> None:
+        """Set an item of a dictionary after checking its key."""
         self._check_keys(self.stack[-2:-1])
         super().load_setitem()
 
     def load_setitems(self) -> None:
+        """Set several items of a dictionary after checking their keys."""
         self._check_keys(self.stack[::2])
         super().load_setitems()
 
     def load_global(self) -> None:
-        """Raise _Refused with the name of the class: plain values name none."""
+        """Raise _RefusedPickleError with the name of the class, because plain values have none."""
         module, name = (self.readline()[:-1].decode("utf-8", errors="replace") for _ in range(2))
         raise _RefusedPickleError(f"{module}.{name}")
 
@@ -124,12 +126,13 @@ class _PlainUnpickler(pickle._Unpickler):  # in Python: the C one lets a pickle 
 
 
 class _MetadataUnpickler(_PlainUnpickler):
-    """A reader of `.metadata`: it makes objects of a few classes that only hold values."""
+    """Unpickler of `.metadata` that builds objects of a few classes which only hold values."""
 
     PROTOCOL = 4
     dispatch: ClassVar[dict] = _opcode_handlers(*_PLAIN, pickle.FRAME, pickle.MEMOIZE, pickle.SHORT_BINUNICODE)
 
     def _check_keys(self, keys: list) -> None:
+        """Raise _RefusedPickleError for keys other than strings, integers and MetadataIndex objects of plain values."""
         others = [key for key in keys if type(key) is not dcp.MetadataIndex]
         super()._check_keys(others)
         for key in (key for key in keys if type(key) is dcp.MetadataIndex):
@@ -137,29 +140,35 @@ class _MetadataUnpickler(_PlainUnpickler):
                 raise _RefusedPickleError("the hash of a MetadataIndex of other values")
 
     def load_stack_global(self) -> None:
+        """Push a class or function of the allow-list onto the stack."""
         name, module = self.stack.pop(), self.stack.pop()
-        if type(name) is not str or type(module) is not str:  # values of another type may take no end to print or to hash
+        if type(name) is not str or type(module) is not str:  # others may take forever to print or hash
             raise _RefusedPickleError("a class without a name")
         if (module, name) not in _GLOBALS:
             raise _RefusedPickleError(f"{module}.{name}")
         self.append(_GLOBALS[module, name])
 
     def load_newobj(self) -> None:
+        """Push an empty object of a class of the allow-list onto the stack."""
         arguments, cls = self.stack.pop(), self.stack.pop()
         if cls not in _CLASSES or arguments != ():
             raise _RefusedPickleError(f"{_type_name(cls)} as no save does")
         self.append(cls.__new__(cls))
 
     def load_reduce(self) -> None:
+        """Call a function of the allow-list with arguments of the expected types."""
         arguments, function = self.stack.pop(), self.stack[-1]
         kinds = _CALLS.get(function, ()) if callable(function) else ()
         expected = type(arguments) is tuple and len(arguments) == len(kinds) and all(map(isinstance, arguments, kinds))
         if not (kinds and expected):
-            raise _RefusedPickleError("builtins.getattr" if function is _get_enum_member else f"{_type_name(function)} as no save does")
+            raise _RefusedPickleError(
+                "builtins.getattr" if function is _get_enum_member else f"{_type_name(function)} as no save does"
+            )
         self._spend(len(arguments[0]) if function is torch.Size else 1)
         self.stack[-1] = function(*arguments)
 
     def load_build(self) -> None:
+        """Set the attributes of an object of a class of the allow-list."""
         state, value = self.stack[-1], self.stack[-2]
         if type(value) not in _CLASSES or type(state) is not (tuple if type(value) is dcp.TensorProperties else dict):
             raise _RefusedPickleError(f"a change of {_type_name(value)}")
@@ -174,11 +183,11 @@ class _MetadataUnpickler(_PlainUnpickler):
 
 
 def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = None) -> dict[str, bytes]:
-    """Return all that loading the checkpoint `folder` unpickles, by file, written anew from the values in it.
+    """Return the contents of the files with pickles in the checkpoint `folder`, by name, rewritten from their plain values.
 
-    These are `.metadata`, `common.pt` and `metadata.json`, and `extra_states` instead of the objects among the tensors; torch
-    reads the tensors themselves through its own allow-list. `entries`: size and SHA-256 of the files that were checked. Raises
-    InputError, naming file and class, for anything but plain values, and Damaged for other bytes than those that were checked.
+    These are `.metadata`, `common.pt` and `metadata.json`, and `extra_states` in place of objects among the tensors; torch reads
+    the tensors with its own allow-list. `entries`: size and SHA-256 of the verified files. InputError, naming file and class, for
+    anything but plain values; DamagedCheckpointError if a file has changed since its verification.
     """
     contents = {}
     for name, limit in _LIMITS.items():
@@ -187,8 +196,8 @@ def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = No
             if entries is not None and hashlib.sha256(contents[name]).hexdigest() != entries[name]["sha256"]:
                 raise DamagedCheckpointError(f"{folder / name}: its content changed while it was read; the checkpoint is damaged")
     with _convert_read_errors(folder / FORMAT):
-        if (found := parse_json(contents[FORMAT])) != _WRITTEN_FORMAT:
-            raise ValueError(f"found {found}")
+        if (checkpoint_format := parse_json(contents[FORMAT])) != _WRITTEN_FORMAT:
+            raise ValueError(f"found {checkpoint_format}")
     with _convert_read_errors(folder / COMMON):
         rewritten = {COMMON: _build_archive(_read_plain_values(contents[COMMON])), EXTRA_STATES: _build_archive([None])}
     with _convert_read_errors(folder / METADATA):
@@ -197,41 +206,41 @@ def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = No
 
 
 def check_loadable(folder: Path) -> None:
-    """Raise RuntimeError if `rewrite_pickles` would refuse a new checkpoint: that must stop the first save, not a resume."""
+    """Raise RuntimeError if `rewrite_pickles` would refuse the new checkpoint `folder`, at its save and not at a resume."""
     try:
         _read_plain_values(read_regular_file(folder / COMMON, _LIMITS[COMMON]))
         if (size := (folder / METADATA).stat().st_size) > _LIMITS[METADATA]:
             raise ValueError(f"{METADATA} has {size:,} bytes, expected at most {_LIMITS[METADATA]:,}")
     except Exception as error:
-        raise RuntimeError(f"{folder}: this checkpoint could not be loaded again: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{folder}: the saved checkpoint cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _read_plain_values(content: bytes) -> Any:
-    """Return the values of `common.pt`. Raises an error for anything but dictionaries, lists, text and numbers."""
+    """Return the values in the `content` of `common.pt`; raise for anything but dictionaries, lists, text and numbers."""
     values = _PlainUnpickler(_read_archived_pickle(content)).load()
     _check_value_count(values, len(content))
     return values
 
 
 def _replace_objects(metadata: dcp.Metadata) -> dcp.Metadata:
-    """Return what loading reads of `metadata`, with EXTRA_STATES for objects among tensors, which torch unpickles freely."""
-    kinds, places = dict(metadata.state_dict_metadata), {}
+    """Return the part of `metadata` needed for loading, with pickled objects redirected to the file EXTRA_STATES."""
+    kinds, storage = dict(metadata.state_dict_metadata), {}
     stand_in = filesystem._StorageInfo(EXTRA_STATES, 0, len(_build_archive([None])))
     for index, info in metadata.storage_data.items():
         if type(info) is not filesystem._StorageInfo or info.transform_descriptors or not SHARD.fullmatch(info.relative_path):
             raise _RefusedPickleError(f"a transform, or reads another file than {SHARD.pattern}")
-        places[index] = info
+        storage[index] = info
         if type(kinds.get(index.fqn)) is not dcp.TensorStorageMetadata:
             if "._extra_state/" not in index.fqn:
                 raise _RefusedPickleError(f"an object in the place of the tensor {index.fqn}")
-            places[index], kinds[index.fqn] = stand_in, dcp.BytesStorageMetadata()
+            storage[index], kinds[index.fqn] = stand_in, dcp.BytesStorageMetadata()
     if others := {type(kind).__name__ for kind in kinds.values()} - {"TensorStorageMetadata", "BytesStorageMetadata"}:
         raise _RefusedPickleError(", ".join(sorted(others)))
-    return dcp.Metadata(kinds, storage_data=places)
+    return dcp.Metadata(kinds, storage_data=storage)
 
 
 def _read_archived_pickle(content: bytes) -> bytes:
-    """Return the pickle inside what torch.save wrote, which compresses nothing."""
+    """Return the pickle inside the uncompressed archive `content` of torch.save."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         [entry] = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(content):
@@ -240,25 +249,26 @@ def _read_archived_pickle(content: bytes) -> bytes:
 
 
 def _build_archive(value: Any) -> bytes:
+    """Return the bytes that torch.save writes for `value`."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
-def _check_value_count(value: Any, most: int) -> None:
-    """Raise ValueError where plain values hold one another in more than `most` places, as a save writes each of them out."""
-    waiting, count = [value], 0
-    while waiting:
-        each = waiting.pop()
-        waiting.extend(each.values() if type(each) is dict else each if type(each) in (list, tuple) else ())
+def _check_value_count(value: Any, limit: int) -> None:
+    """Raise ValueError if the nested `value` holds more than `limit` values, repeated references counted each time."""
+    pending, count = [value], 0
+    while pending:
+        each = pending.pop()
+        pending.extend(each.values() if type(each) is dict else each if type(each) in (list, tuple) else ())
         count += 1
-        if count + len(waiting) > most:
+        if count + len(pending) > limit:
             raise ValueError("its values would take much more memory than its size allows")
 
 
 @contextlib.contextmanager
 def _convert_read_errors(file: Path) -> Iterator[None]:
-    """Turn what reading the pickles of `file` raises into one line."""
+    """Convert errors of reading the pickles of `file` inside the context into an InputError of one line."""
     try:
         yield
     except _RefusedPickleError as error:
@@ -268,5 +278,5 @@ def _convert_read_errors(file: Path) -> Iterator[None]:
         ) from None
     except InputError:
         raise
-    except Exception as error:  # of a pickle that no save wrote
-        raise InputError(f"{file}: not what a save wrote ({truncate_text(repr(error))}); do not use this checkpoint") from None
+    except Exception as error:  # any error of a malformed pickle
+        raise InputError(f"{file}: not written by a save ({truncate_text(repr(error))}); do not use this checkpoint") from None

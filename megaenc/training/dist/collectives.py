@@ -1,4 +1,4 @@
-"""What one rank finds out or runs into, all ranks know: none goes on alone, none waits for one that has left."""
+"""Propagation of results and errors across ranks, so that no rank waits for one that has ended."""
 
 import contextlib
 import dataclasses
@@ -20,52 +20,53 @@ from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 
 Result = TypeVar("Result")
-_OF_A_NODE = ("config", "data_path", "tokenizer")  # what they lead to is compared instead
-_WRONG, _FAILED, _TOLD = "megaenc/wrong", "megaenc/failed", "megaenc/told"
+_NODE_LOCAL_FIELDS = ("config", "data_path", "tokenizer")  # paths, whose content is compared instead
+_INPUT_ERROR_KEY, _FAILED_KEY, _REPORTED_KEY = "megaenc/wrong", "megaenc/failed", "megaenc/told"
 
 
-def all_gather_call(work: Callable[[], Result]) -> list[Result]:
-    """Call `work` on each rank and return the results in the order of the ranks; the first InputError is raised on all."""
-    answers: list = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, _call_catching_input_error(work))
-    for _, error in answers:
+def all_gather_call(function: Callable[[], Result]) -> list[Result]:
+    """Call `function` on each rank; return the results of all ranks, or raise the first InputError, on every rank."""
+    outcomes: list = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, _call_catching_input_error(function))
+    for _, error in outcomes:
         if error is not None:
             raise error
-    return [result for result, _ in answers]
+    return [result for result, _ in outcomes]
 
 
-def broadcast_call(work: Callable[[], Result]) -> Result:
-    """Call `work` on rank 0 and return its result on all; an InputError of it is raised on all."""
-    answer = [*_call_catching_input_error(work)] if get_rank() == 0 else [None, None]
-    dist.broadcast_object_list(answer)  # gathered, a large result would take its size on each rank as often as there are ranks
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+def broadcast_call(function: Callable[[], Result]) -> Result:
+    """Call `function` on rank 0; return its result, or raise its InputError, on every rank."""
+    outcome = [*_call_catching_input_error(function)] if get_rank() == 0 else [None, None]
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
-def _call_catching_input_error(work: Callable[[], Result]) -> tuple[Result | None, InputError | None]:
+def _call_catching_input_error(function: Callable[[], Result]) -> tuple[Result | None, InputError | None]:
+    """Return the result of `function` and None, or None and its InputError."""
     try:
-        return work(), None
+        return function(), None
     except InputError as error:
         return None, error
 
 
 def check_same_plan(plan: Plan) -> None:
-    """Raise InputError on all ranks if their plans differ, naming what and where: a run would diverge or hang."""
-    values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _OF_A_NODE}
+    """Raise InputError on all ranks, naming field and rank, if their plans differ."""
+    values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _NODE_LOCAL_FIELDS}
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
     (_, first), *others = all_gather_call(lambda: (socket.gethostname(), values))
-    for number, (host, theirs) in enumerate(others, start=1):
-        if other := describe_difference(first, theirs, names=("on rank 0", f"on rank {number} ({host})")):
-            raise InputError(f"{other}; expected the same command and the same files on every node")
+    for number, (host, rank_values) in enumerate(others, start=1):
+        if mismatch := describe_difference(first, rank_values, names=("on rank 0", f"on rank {number} ({host})")):
+            raise InputError(f"{mismatch}; expected the same command and the same files on every node")
 
 
 @contextlib.contextmanager
 def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
-    """Let an error inside on one rank end the others too, whatever collective they wait in.
+    """End all ranks if one of them raises an error inside the context, even if they wait in a collective.
 
-    The rank that failed first calls `clean_up` when the others have had time to come to rest, and raises its error; the others
-    leave without a word, with exit code 2. An InputError that all ranks raise together is left to itself.
+    The rank that failed first waits for the others, calls `clean_up` and raises its error; the others exit silently with code 2.
+    An InputError that all ranks raise together passes unchanged.
     """
     if dist.get_world_size() == 1:
         try:
@@ -74,17 +75,17 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
             clean_up()
             raise
         return
-    store, left = _get_default_store(), threading.Event()
+    store, has_ended = _get_default_store(), threading.Event()
 
     def watch() -> None:
-        with contextlib.suppress(RuntimeError):  # without the store's process, which is rank 0 or torchrun, collectives fail too
-            while not left.wait(poll_seconds):
-                if store.check([_FAILED]):
+        with contextlib.suppress(RuntimeError):  # if the store's process is gone, collectives fail too
+            while not has_ended.wait(poll_seconds):
+                if store.check([_FAILED_KEY]):
                     try:
-                        if store.check([_WRONG]):
+                        if store.check([_INPUT_ERROR_KEY]):
                             exit_without_restart(2)
-                        deadline = time.monotonic() + 20  # a launcher ends all when the first has gone
-                        while time.monotonic() < deadline and not store.check([_TOLD]):
+                        deadline = time.monotonic() + 20  # a launcher kills all ranks when the first exits
+                        while time.monotonic() < deadline and not store.check([_REPORTED_KEY]):
                             time.sleep(poll_seconds)
                     finally:
                         os._exit(2)
@@ -97,14 +98,14 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
         if isinstance(error, InputError) and not isinstance(error, LocalInputError):
             raise
         if isinstance(error, InputError):
-            store.set(_WRONG, "")
-        if store.add(_FAILED, 1) > 1:  # another was first, and this is likely how it is noticed here
+            store.set(_INPUT_ERROR_KEY, "")
+        if store.add(_FAILED_KEY, 1) > 1:  # likely a consequence of another rank's error
             watcher.join()
-        left.set()
+        has_ended.set()
         time.sleep(2 * poll_seconds)
         clean_up()
-        store.add(_TOLD, 1)
+        store.add(_REPORTED_KEY, 1)
         raise
     finally:
-        left.set()
+        has_ended.set()
         watcher.join()

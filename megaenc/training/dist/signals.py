@@ -1,4 +1,4 @@
-"""Stopping in order: on a signal or after a time the step is finished and saved, by all ranks at the same step."""
+"""Graceful stop of a run on all ranks at the same step, after a signal or a time limit."""
 
 import signal
 import time
@@ -9,19 +9,20 @@ import torch.distributed as dist
 
 EXIT_STOPPED = 75  # sysexits.h: EX_TEMPFAIL, try again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_TIME = 1000  # beyond every signal's number
+_TIME_LIMIT = 1000  # above every signal number
 
 
 class SignalHandler:
-    """A context in which SIGTERM, SIGINT and SIGUSR1 ask for the end of the run, as `minutes` do; a second SIGINT at once.
+    """Context in which SIGTERM, SIGINT and SIGUSR1 request the end of the run; a second SIGINT kills the process.
 
-    Once asked, other signals are ignored, also after the context. `by_signals=False` leaves signals alone. For the main thread.
+    After a request, other signals are ignored, also after the context. For the main thread.
     """
 
-    def __init__(self, minutes: float | None, device: torch.device, by_signals: bool = True) -> None:
+    def __init__(self, minutes: float | None, device: torch.device, handle_signals: bool = True) -> None:
+        """Request the end after `minutes` too, if given; `handle_signals=False` does not change signal handlers."""
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes, self._device = minutes, device
-        self._signals = _SIGNALS if by_signals else ()
+        self._signals = _SIGNALS if handle_signals else ()
         self._requested_signal = 0
         self._ending = False
 
@@ -30,26 +31,27 @@ class SignalHandler:
         return self
 
     def _on_signal(self, number: int, frame: object) -> None:
+        """Record the request; restore the default handler for a second SIGINT."""
         self._requested_signal, self._ending = number, True
         if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # the kernel's: it waits for no collective
+            signal.signal(number, signal.SIG_DFL)  # the kernel's handler, which does not wait for a collective
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             if not self._ending:
                 signal.signal(number, before)
             elif signal.getsignal(number) == self._on_signal:
-                signal.signal(number, signal.SIG_IGN)  # a handler of Python's would not last to the end of the process
+                signal.signal(number, signal.SIG_IGN)  # unlike a Python handler, this lasts until the end of the process
 
     def stop_reason(self) -> str | None:
-        """Who asked for the end, on any rank; None if nobody has. All ranks call this together and get the same answer."""
-        if not self._signals and self._deadline is None:  # on all ranks alike: there is nothing to agree on
+        """Return the signal or flag that requested the end on any rank, None without; all ranks call this together."""
+        if not self._signals and self._deadline is None:  # the same on all ranks
             return None
-        late = self._deadline is not None and time.monotonic() >= self._deadline
-        asked = torch.tensor([self._requested_signal or (_TIME if late else 0)], device=self._device)
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        number = int(asked)
+        is_late = self._deadline is not None and time.monotonic() >= self._deadline
+        request = torch.tensor([self._requested_signal or (_TIME_LIMIT if is_late else 0)], device=self._device)
+        dist.all_reduce(request, dist.ReduceOp.MAX)
+        number = int(request)
         self._ending |= bool(number)
-        if number == _TIME:
+        if number == _TIME_LIMIT:
             return f"--exit-duration-in-mins {self._minutes:g}"
         return signal.Signals(number).name if number else None

@@ -1,4 +1,4 @@
-"""A run that stands still ends, and leaves the Python stack of every thread of every rank behind."""
+"""The watchdog that ends a hanging run and writes the stack traces of all threads of all ranks."""
 
 import contextlib
 import faulthandler
@@ -24,44 +24,44 @@ EXIT_HUNG = 70  # sysexits.h: EX_SOFTWARE
 STACKS_DIR = "stacks"
 _KEY = "megaenc/hang"
 _LIBRARY = Path(threading.__file__).parent
-_LONGEST = 1 << 16  # bytes of what a rank tells
-_FIRST_SECONDS = 600.0  # what the first step may take at least: kernels are compiled, files read for the first time
-_ANSWER_SECONDS = 10.0  # for ranks that can still answer to say where they stand; half a margin where that is less
+_MAX_REPORT_BYTES = 1 << 16
+_MIN_STARTUP_SECONDS = 600.0  # the first step compiles kernels and reads files for the first time
+_REPORT_SECONDS = 10.0  # to wait for the reports of other ranks; half of `fallback_delay` if that is less
 
 
 def fallback_delay(limit: float) -> float:
-    """Return the seconds after `limit` (seconds) at which slower ways to speak than the watchdog may speak."""
+    """Return the seconds after a timeout of `limit` seconds at which the watchdog's fallback takes over."""
     return min(30.0, max(5.0, limit / 2))
 
 
 def startup_timeout(limit: float) -> float:
-    """Return the seconds of the first step, validation, save or load of a process, where later ones may take `limit`."""
-    return max(3 * limit, _FIRST_SECONDS)
+    """Return the timeout in seconds of the first step, validation, save or load, given the `limit` of later ones."""
+    return max(3 * limit, _MIN_STARTUP_SECONDS)
 
 
 def process_group_timeout(minutes: float) -> timedelta:
-    """Return how long collectives may wait: long enough for a watchdog of `minutes`, and its fallback, to be first."""
+    """Return the timeout of collectives, which expires after a watchdog of `minutes` and its fallback."""
     return timedelta(seconds=startup_timeout(60 * minutes) + 2 * fallback_delay(60 * minutes))
 
 
 class Watchdog:
-    """A context that ends this process, with exit code HUNG, when `minutes` have passed since the last `beat`.
+    """Context that ends the process with exit code EXIT_HUNG when `minutes` have passed since the last `beat`.
 
-    Before, a thread writes all stacks to `folder`/rank_00003.txt (standard error without a folder), tells the other ranks to do
-    the same, and waits until they have: a launcher ends all when the first has gone. One rank prints which rank stands where, in
-    one line. Where no thread can run, because the one that hangs holds the interpreter's lock, `faulthandler` writes the
-    stacks to standard error a margin later and ends the process with 1. For the main thread, and one process group in all.
+    Before, a thread writes all stack traces to `folder`/rank_00003.txt (without a folder to standard error), makes the other
+    ranks do the same and waits for them, because a launcher kills all ranks when the first exits. One rank prints a line with
+    the position of each rank. If the hanging thread holds the GIL, `faulthandler` writes the stack traces to standard error
+    `fallback_delay` later and exits with code 1. For the main thread of one process group.
     """
 
     def __init__(self, minutes: float, folder: Path | None) -> None:
         self._limit, self._folder = 60 * minutes, folder
         self._margin = fallback_delay(self._limit)
         self._poll = min(1.0, self._limit / 10)
-        self._known: set[str] = set()
+        self._earlier_kinds: set[str] = set()
         self._ending = False
-        self._left = threading.Event()
+        self._has_left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        # A connection of its own: the main thread may hang in a call to the store, and holds it then.
+        # A separate connection, because the main thread may hang in a call to the store.
         self._store = _get_default_store().clone()
 
     def __enter__(self) -> Self:
@@ -70,121 +70,125 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._left.set()
-        if self._ending:  # and another rank has gone already: what is left to say and write here is not to be cut off
+        self._has_left.set()
+        if self._ending:  # finish the report, although a launcher may already be killing the ranks
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._thread.join()
-        self._thread.join(self._margin)  # it may wait for a store that is gone
+        self._thread.join(self._margin)  # with a limit, as the store may be gone
         faulthandler.cancel_dump_traceback_later()
 
     def beat(self, kind: str, step: int) -> None:
-        """Say that what was done before is done, and what begins: `step`, `validation`, `save` or `load`, and of which step."""
-        limit = self._limit if kind in self._known else startup_timeout(self._limit)
-        self._known.add(kind)
+        """Report progress: the beginning of an activity `kind` (`step`, `validation`, `save`, `load`, ...) of `step`."""
+        limit = self._limit if kind in self._earlier_kinds else startup_timeout(self._limit)
+        self._earlier_kinds.add(kind)
         now = time.monotonic()
-        self._now = (kind, step, now, now + limit)  # one assignment: the thread sees all of it or nothing
+        self._activity = (kind, step, now, now + limit)  # one assignment, atomic for the thread
         faulthandler.dump_traceback_later(limit + self._margin, exit=True, file=sys.__stderr__)
 
     def _watch(self) -> None:
-        while not self._left.wait(self._poll):
-            told = False
-            with contextlib.suppress(RuntimeError):  # the store's process may be gone: the collectives will notice
-                told = self._store.check([_KEY])
-            if told or time.monotonic() > self._now[3]:
+        """Poll for a timeout of this or another rank until the context ends."""
+        while not self._has_left.wait(self._poll):
+            has_other_timed_out = False
+            with contextlib.suppress(RuntimeError):  # if the store's process is gone, collectives fail
+                has_other_timed_out = self._store.check([_KEY])
+            if has_other_timed_out or time.monotonic() > self._activity[3]:
                 self._terminate()
 
     def _terminate(self) -> None:
-        """Write the stacks, exchange with the other ranks where each stands, say it, and end this process."""
+        """Write the stack traces, exchange reports with the other ranks, print the line and end this process."""
         self._ending = True
         faulthandler.cancel_dump_traceback_later()
-        at_last = threading.Timer(_ANSWER_SECONDS + 5 * self._margin, os._exit, (EXIT_HUNG,))  # if store or file system are silent too
-        at_last.daemon = True
-        at_last.start()
-        kind, step, since, _ = self._now
-        here = {"doing": format_activity(kind, step), "at": _main_thread_location(), "quiet": time.monotonic() - since, "stacks": self._write_stacks()}
+        seconds = _REPORT_SECONDS + 5 * self._margin
+        force_exit = threading.Timer(seconds, os._exit, (EXIT_HUNG,))  # in case store or file system hang too
+        force_exit.daemon = True
+        force_exit.start()
+        kind, step, since, _ = self._activity
+        report = {"doing": format_activity(kind, step), "at": _main_thread_location()}
+        report |= {"quiet": time.monotonic() - since, "stacks": self._write_stacks()}
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{_KEY}/{get_rank()}", json.dumps(here))
+            self._store.set(f"{_KEY}/{get_rank()}", json.dumps(report))
             self._store.set(_KEY, "")
-            found = self._collect_reports(min(_ANSWER_SECONDS, self._margin / 2))
+            reports = self._collect_reports(min(_REPORT_SECONDS, self._margin / 2))
             if self._store.add(f"{_KEY}/chosen", 1) == 1:
-                print(_format_hang(found), file=sys.stderr, flush=True)
+                print(_format_hang(reports), file=sys.stderr, flush=True)
                 self._store.set(f"{_KEY}/said", "")
             self._store.wait([f"{_KEY}/said"], timedelta(seconds=self._margin))
-            self._collect_reports(2 * self._margin)  # who is silent holds the interpreter's lock: its own stacks come a margin later
+            self._collect_reports(2 * self._margin)  # gives silent ranks time for the fallback's stack traces
         os._exit(EXIT_HUNG)
 
     def _write_stacks(self) -> str:
-        """Write the stacks of this process and return where to: standard error, if the file system hangs itself."""
+        """Write the stack traces of this process; return the directory, or `standard error` if the file system hangs."""
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {get_rank()} of {get_world_size()}, process {os.getpid()} on "
-        head += f"{socket.gethostname()}, {format_activity(*self._now[:2])}"
-        written = []
+        head += f"{socket.gethostname()}, {format_activity(*self._activity[:2])}"
+        written_to = []
 
         def write_file() -> None:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                with open(self._folder / f"rank_{get_rank():05d}.txt", "a", encoding="utf-8") as file:  # of each attempt
+                with open(self._folder / f"rank_{get_rank():05d}.txt", "a", encoding="utf-8") as file:  # one entry per attempt
                     print(head, file=file, flush=True)
                     faulthandler.dump_traceback(file)
                     print(file=file)
-                written.append(str(self._folder))
+                written_to.append(str(self._folder))
 
         if self._folder:
             writer = threading.Thread(target=write_file, daemon=True)
             writer.start()
             writer.join(self._margin)
-        if not written:
+        if not written_to:
             print(head, file=sys.__stderr__, flush=True)
             faulthandler.dump_traceback(sys.__stderr__)
-        return written[0] if written else "standard error"
+        return written_to[0] if written_to else "standard error"
 
     def _collect_reports(self, seconds: float) -> dict[int, dict[str, Any]]:
-        """Return what each rank says of itself, as soon as all have; after `seconds`, of those that have."""
-        deadline, found = time.monotonic() + seconds, {}
-        while len(found) < get_world_size() and time.monotonic() <= deadline:
-            for other in set(range(get_world_size())) - set(found):
+        """Return the reports of all ranks by rank; after `seconds`, of those that have sent one."""
+        deadline, reports = time.monotonic() + seconds, {}
+        while len(reports) < get_world_size() and time.monotonic() <= deadline:
+            for other in set(range(get_world_size())) - set(reports):
                 if self._store.check([f"{_KEY}/{other}"]):
-                    found[other] = _parse_report(self._store.get(f"{_KEY}/{other}"))
+                    reports[other] = _parse_report(self._store.get(f"{_KEY}/{other}"))
             time.sleep(self._poll / 4)
-        return found
+        return reports
 
 
 def _parse_report(value: bytes) -> dict[str, Any]:
-    """Return where a rank stands, out of the store, to which anybody who reaches its port can write: printable, or "unknown"."""
-    told: Any = None
+    """Return the report of a rank in `value`, printable, and "unknown" for invalid fields, as anybody can write to the store."""
+    parsed: Any = None
     with contextlib.suppress(ValueError):
-        told = parse_json(value[:_LONGEST])
-    said = {"doing": None, "at": None, "stacks": None, "quiet": None} | (told if isinstance(told, dict) else {})
-    texts = {name: escape_unprintable(said[name]) if isinstance(said[name], str) else "unknown" for name in ("doing", "at", "stacks")}
-    quiet = said["quiet"] if isinstance(said["quiet"], (int, float)) and 0 <= said["quiet"] < 1e9 else 0.0
-    return {**texts, "quiet": float(quiet)}
+        parsed = parse_json(value[:_MAX_REPORT_BYTES])
+    fields = parsed if isinstance(parsed, dict) else {}
+    texts = {name: fields.get(name) for name in ("doing", "at", "stacks")}
+    texts = {name: escape_unprintable(text) if isinstance(text, str) else "unknown" for name, text in texts.items()}
+    quiet = fields.get("quiet")
+    return {**texts, "quiet": float(quiet) if isinstance(quiet, (int, float)) and 0 <= quiet < 1e9 else 0.0}
 
 
-def _format_hang(found: dict[int, dict[str, Any]]) -> str:
-    """Name ranks by the place they stand at: the odd ones, who are likely the reason, first."""
+def _format_hang(reports: dict[int, dict[str, Any]]) -> str:
+    """Return the line that names the ranks at each position, the rarest position, likely the cause, first."""
     places: dict[str, list[int]] = {}
-    for number, there in sorted(found.items()):
-        places.setdefault(f"{there['at']}, {there['doing']}", []).append(number)
+    for number, report in sorted(reports.items()):
+        places.setdefault(f"{report['at']}, {report['doing']}", []).append(number)
     parts = [f"{_format_ranks(numbers)} in {place}" for place, numbers in sorted(places.items(), key=lambda item: len(item[1]))]
     parts = parts[:4] + [f"others in {len(parts) - 4} more places"] * (len(parts) > 4)
-    if silent := sorted(set(range(get_world_size())) - set(found)):
+    if silent := sorted(set(range(get_world_size())) - set(reports)):
         parts.insert(0, f"{_format_ranks(silent)} silent (stacks follow on standard error, unless the process is gone)")
-    quiet = max(there["quiet"] for there in found.values())
-    where = ", ".join(sorted({there["stacks"] for there in found.values()}))
+    quiet = max(report["quiet"] for report in reports.values())
+    directories = ", ".join(sorted({report["stacks"] for report in reports.values()}))
     time_text = f"{quiet / 60:.3g} minutes" if quiet >= 60 else f"{quiet:.0f} seconds"
-    return f"error: no progress for {time_text}: {'; '.join(parts)}; stacks of all threads in {where}"
+    return f"error: no progress for {time_text}: {'; '.join(parts)}; stacks of all threads in {directories}"
 
 
-_JOINTS = {"step": "", "save": "save of ", "load": "load of ", "diagnosis": "diagnosis of ", "rewind": "rewind at "}
-_JOINTS["validation"] = "validation after "
+_ACTIVITY_PREFIXES = {"step": "", "save": "save of ", "load": "load of ", "diagnosis": "diagnosis of ", "rewind": "rewind at "}
+_ACTIVITY_PREFIXES["validation"] = "validation after "
 
 
 def format_activity(kind: str, step: int) -> str:
-    """Return `step 5`, `save of step 5`, `validation after step 5`, `start`."""
-    return f"{_JOINTS[kind]}step {step}" if kind in _JOINTS else kind
+    """Return the text of an activity, such as `step 5`, `save of step 5`, `validation after step 5` or `start`."""
+    return f"{_ACTIVITY_PREFIXES[kind]}step {step}" if kind in _ACTIVITY_PREFIXES else kind
 
 
 def _main_thread_location() -> str:
-    """Return where the main thread stands, beneath Python's own library: `all_reduce (distributed_c10d.py:2810)`."""
+    """Return the position of the main thread outside the standard library: `all_reduce (distributed_c10d.py:2810)`."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame.f_back and Path(frame.f_code.co_filename).parent == _LIBRARY:
         frame = frame.f_back
@@ -192,5 +196,5 @@ def _main_thread_location() -> str:
 
 
 def _format_ranks(numbers: list[int]) -> str:
-    """Return `rank 1`, `ranks 0, 2-191`: the end of a long list left out."""
+    """Return text such as `rank 1` or `ranks 0, 2-191`, long lists shortened."""
     return f"rank{'s' if len(numbers) > 1 else ''} {SkippedPacks.from_numbers(numbers).format_short(', ')}"

@@ -68,9 +68,9 @@ def test_documents_are_spans_of_sequences(tmp_path, dtype):
         flat = [token for sequence in sequences for token in sequence]
         for start in range(len(flat) + 1):
             for stop in range(start, len(flat) + 1):
-                found = corpus.tokens(number, start, stop)
-                assert found.dtype == np.int64
-                assert found.tolist() == flat[start:stop]
+                actual = corpus.tokens(number, start, stop)
+                assert actual.dtype == np.int64
+                assert actual.tolist() == flat[start:stop]
 
 
 def test_tokens_stay_valid_after_the_corpus_is_gone(prefix):
@@ -98,13 +98,13 @@ def test_missing_prefix_suggests_the_one_meant(prefix, typed):
         Corpus.open(Path(prefix).with_name(typed))
 
 
-@pytest.mark.parametrize("kept", [10, 34, 60, -1])
-def test_truncated_idx(prefix, kept):
+@pytest.mark.parametrize("size", [10, 34, 60, -1])
+def test_truncated_idx(prefix, size):
     path = Path(prefix + ".idx")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:kept])
-    expected = 34 if kept == 10 else len(whole)
-    with pytest.raises(InputError, match=rf"\.idx: truncated: found {len(whole[:kept])} bytes, expected .*{expected}"):
+    content = path.read_bytes()
+    path.write_bytes(content[:size])
+    expected = 34 if size == 10 else len(content)
+    with pytest.raises(InputError, match=rf"\.idx: truncated: found {len(content[:size])} bytes, expected .*{expected}"):
         Corpus.open(prefix)
 
 
@@ -175,9 +175,9 @@ def test_few_documents_and_many_are_joined_alike(tmp_path, documents):
     chosen = np.random.default_rng(documents).permutation(60)[:documents]
     stops = np.array([lengths[number] for number in chosen])
     starts = stops // 2
-    found = corpus.read_spans(chosen, starts, stops)
-    assert found.dtype == np.int64
-    assert found.tolist() == [
+    actual = corpus.read_spans(chosen, starts, stops)
+    assert actual.dtype == np.int64
+    assert actual.tolist() == [
         token for number, start, stop in zip(chosen, starts, stops, strict=True) for token in ids[number][start:stop]
     ]
 

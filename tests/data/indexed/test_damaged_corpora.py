@@ -14,7 +14,7 @@ from megaenc.data.indexed import verify
 from megaenc.data.indexed.corpus import Corpus, parse_split
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC
 from megaenc.errors import InputError
-from megaenc.estimate.length_model import documents, vocabulary
+from megaenc.estimate.length_model import build_length_model, read_vocab_size
 from megaenc.objectives import inspect
 from megaenc.training.config_groups import DataConfig
 
@@ -121,7 +121,7 @@ SIDECAR = {
 READERS = {
     "pretrain": lambda prefix: Corpus.open(prefix),
     "verify": lambda prefix: verify.verify_corpus(prefix),
-    "estimate": lambda prefix: (documents(DATA(prefix), ()), vocabulary(DATA(prefix))),
+    "estimate": lambda prefix: (build_length_model(DATA(prefix), ()), read_vocab_size(DATA(prefix))),
 }
 
 
@@ -161,7 +161,7 @@ def test_an_estimate_of_a_damaged_index_is_one_line(damage, prefix):
         line = one_line("estimate", prefix)
         assert "demo.idx" in line or "demo.bin" in line
     else:  # an estimate needs no data
-        assert "not known" in documents(DATA(prefix), ()).source
+        assert "not known" in build_length_model(DATA(prefix), ()).source
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -199,5 +199,5 @@ def test_a_split_that_is_none_is_one_line(text):
 def test_whole_corpora_are_read(prefix):
     """So that the damage, and nothing else, is refused above."""
     assert len(Corpus.open(prefix)) == COUNT and verify.verify_corpus(prefix).documents == COUNT
-    assert "4 documents" in documents(DATA(prefix), ()).source and vocabulary(DATA(prefix)) == 100
+    assert "4 documents" in build_length_model(DATA(prefix), ()).source and read_vocab_size(DATA(prefix)) == 100
     assert np.dtype(Corpus.open(prefix).dtype) == np.uint16

@@ -51,10 +51,10 @@ def test_joining_keeps_lengths_and_not_whole_indices(tmp_path):
     tracemalloc.start()
     for _ in range(4):
         writer.append_corpus(tmp_path / "part.bin", tmp_path / "part.idx", hashes)
-    kept = tracemalloc.get_traced_memory()[0]
+    used_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     writer.close()
-    assert kept < 4 * 50_000 * (4 + 4) + (1 << 18) < 4 * size
+    assert used_bytes < 4 * 50_000 * (4 + 4) + (1 << 18) < 4 * size
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])

@@ -24,7 +24,9 @@ def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "u
     """A corpus of our own writer with its sidecar; end-of-document tokens are those in `documents`."""
     writer = IndexedWriter(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), dtype)
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
-    writer.add_documents(np.concatenate([np.array(tokens, dtype=np.uint32) for tokens in documents]), lengths, np.ones_like(lengths))
+    writer.add_documents(
+        np.concatenate([np.array(tokens, dtype=np.uint32) for tokens in documents]), lengths, np.ones_like(lengths)
+    )
     sha256 = writer.finish()
     sidecar = {
         "format": 1,
@@ -80,17 +82,17 @@ def test_whole_corpora_pass(tmp_path, dtype, longest):
     documents = random_documents(40, longest)
     tokens = sum(map(len, documents))
     read = []
-    found = verify.verify_corpus(write_whole_corpus(tmp_path / "demo", documents, dtype), A_HUNDRED, read.append)
-    assert (found.documents, found.sequences, found.tokens, found.dtype) == (40, 40, tokens, dtype)
-    assert found.unchecked == () and found.bytes == sum(read) == tokens * np.dtype(dtype).itemsize + HEADER.size + 20 * 40 + 8
+    actual = verify.verify_corpus(write_whole_corpus(tmp_path / "demo", documents, dtype), A_HUNDRED, read.append)
+    assert (actual.documents, actual.sequences, actual.tokens, actual.dtype) == (40, 40, tokens, dtype)
+    assert actual.unchecked == () and actual.bytes == sum(read) == tokens * np.dtype(dtype).itemsize + HEADER.size + 20 * 40 + 8
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_a_corpus_of_megatron_cores_own_builder(tmp_path, dtype):
     prefix = write_corpus(tmp_path / "theirs", DOCUMENTS, dtype)
-    found = verify.verify_corpus(prefix)
-    assert (found.documents, found.sequences, found.tokens) == (4, 5, 11)
-    assert found.unchecked == ("sha256", "ends of documents", "token ids (give --tokenizer)")
+    actual = verify.verify_corpus(prefix)
+    assert (actual.documents, actual.sequences, actual.tokens) == (4, 5, 11)
+    assert actual.unchecked == ("sha256", "ends of documents", "token ids (give --tokenizer)")
     assert verify.verify_corpus(prefix, VOCABULARY).unchecked == ("sha256", "ends of documents")
     with pytest.raises(
         InputError, match=r"theirs\.bin: document 3, token 1 \(token 10 of the corpus\): found id 21, expected 0 to 20"
@@ -111,18 +113,18 @@ def test_every_flipped_bit_of_the_bin_is_found(prefix, token):
 
 def test_every_flipped_byte_of_the_idx_is_found(prefix):
     """Byte by byte; nearly all are found by what the index says of itself, the rest by the hash."""
-    whole = Path(f"{prefix}.idx").read_bytes()
+    intact = Path(f"{prefix}.idx").read_bytes()
     places = []
-    for at in range(len(whole)):
-        damage(f"{prefix}.idx", at, bytes([whole[at] ^ 1]))
+    for at in range(len(intact)):
+        damage(f"{prefix}.idx", at, bytes([intact[at] ^ 1]))
         with pytest.raises(InputError, match=r"demo\.(idx|bin|json): ") as refusal:
             verify.verify_corpus(prefix)
         places.append(str(refusal.value))
-        damage(f"{prefix}.idx", at, whole[at : at + 1])
+        damage(f"{prefix}.idx", at, intact[at : at + 1])
     verify.verify_corpus(prefix)
     lengths, pointers, documents = HEADER.size, HEADER.size + 4 * 10, HEADER.size + 12 * 10
     assert "demo.idx: found header" in places[0]
-    assert "demo.idx: sequence 1: found pointer 4, expected 6 (the bytes of the sequences before it" in places[lengths]
+    assert "demo.idx: sequence 1: found pointer 4, expected 6 (from the lengths of the previous sequences" in places[lengths]
     assert "demo.idx: sequence 3: found pointer 19, expected 18" in places[pointers + 3 * 8]
     assert "demo.idx: document 0: found first sequence 1, expected 0" in places[documents]
     assert "demo.idx: found sha256" in places[documents + 5 * 8]  # document 5 now seems to start with sequence 4
@@ -135,7 +137,7 @@ def test_indices_that_fall_or_end_wrongly(prefix):
         verify.verify_corpus(prefix)
     damage(f"{prefix}.idx", documents + 3 * 8, struct.pack("<qqq", 3, 4, 5))
     damage(f"{prefix}.idx", -8, struct.pack("<q", 12))
-    with pytest.raises(InputError, match=r"demo\.idx: the last document index is 12, expected 10, the sequences"):
+    with pytest.raises(InputError, match=r"demo\.idx: the last document index is 12, expected 10, the number of sequences"):
         verify.verify_corpus(prefix)
 
 
@@ -248,20 +250,20 @@ def test_the_command_says_one_line_a_corpus(tmp_path, prefix, capsys):
     captured = capsys.readouterr()
     first, second = captured.out.splitlines()
     assert first.startswith(f"{prefix}: whole: 10 documents, 65 tokens of uint16, 0.0 MB at ")
-    assert second.startswith(f"{theirs}: whole as far as can be told without theirs.json: 4 documents, 11 tokens of uint16")
+    assert second.startswith(f"{theirs}: whole as far as can be checked without theirs.json: 4 documents, 11 tokens of uint16")
     assert second.endswith("; not checked: sha256, ends of documents, token ids (give --tokenizer)")
     assert not captured.err
 
 
 def test_the_command_looks_at_all_and_names_what_is_damaged(tmp_path, prefix, capfd):
-    whole, other = (write_whole_corpus(tmp_path / name, [[5, EOD]]) for name in ("whole", "other"))
+    intact, other = (write_whole_corpus(tmp_path / name, [[5, EOD]]) for name in ("whole", "other"))
     damage(f"{prefix}.bin", 0, b"\x0b")
     damage(f"{other}.bin", 0, b"\x0b")
     with pytest.raises(SystemExit) as stop:
-        verify.main([prefix, whole, other])
+        verify.main([prefix, intact, other])
     captured = capfd.readouterr()
     assert stop.value.code == 2
-    assert captured.out.startswith(f"{whole}: whole: 1 documents") and captured.out.count("\n") == 1
+    assert captured.out.startswith(f"{intact}: whole: 1 documents") and captured.out.count("\n") == 1
     assert captured.err.startswith(f"error: {prefix}.bin: found sha256") and captured.err.count("\n") == 1
     assert captured.err.endswith(f"; damaged too: {other}\n")
 

@@ -5,7 +5,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megaenc.data.packing.blended_dataset import PERIOD, BlendedDataset, interleave_corpora, parse_data_path, compute_sample_counts
+from megaenc.data.packing.blended_dataset import (
+    PERIOD,
+    BlendedDataset,
+    compute_sample_counts,
+    interleave_corpora,
+    parse_data_path,
+)
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.errors import InputError
 
@@ -45,10 +51,15 @@ def test_proportions_hold_at_every_prefix(weights):
     samples = np.arange(1, max(10_000, PERIOD + 2000) + 1)
     turns = np.array([packs.corpus_of_sample(int(sample) - 1) for sample in samples])
     for corpus, share in enumerate(shares):
-        given = np.cumsum(turns == corpus)
-        assert np.abs(given / samples - share)[999:].max() <= 0.001
-        assert np.abs(given - share * samples)[:PERIOD].max() < 2  # from the very first sample on
-        assert [packs.count_samples(corpus, count) for count in (0, 1, 999, len(samples))] == [0, given[0], given[998], given[-1]]
+        sample_counts = np.cumsum(turns == corpus)
+        assert np.abs(sample_counts / samples - share)[999:].max() <= 0.001
+        assert np.abs(sample_counts - share * samples)[:PERIOD].max() < 2  # from the very first sample on
+        assert [packs.count_samples(corpus, count) for count in (0, 1, 999, len(samples))] == [
+            0,
+            sample_counts[0],
+            sample_counts[998],
+            sample_counts[-1],
+        ]
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [3, 7], [1, 2, 3, 4], [997, 2, 1], [100] * 30, [65535, 1]])
@@ -63,15 +74,15 @@ def test_no_corpus_is_ever_a_whole_sample_ahead_or_behind(counts):
 
 def test_each_corpus_is_read_as_it_would_be_alone():
     packs = blend(["0.25", "0.75"])
-    alone = blend(["0.25", "0.75"]).datasets
-    taken = [0, 0]
+    datasets = blend(["0.25", "0.75"]).datasets
+    counts = [0, 0]
     for sample in range(200):
         pack, corpus = packs[sample], packs.corpus_of_sample(sample)
-        own = alone[corpus][taken[corpus]]
+        own = datasets[corpus][counts[corpus]]
         assert np.array_equal(pack.tokens, own.tokens) and np.array_equal(pack.edges, own.edges)
         assert (pack.sample, pack.epoch) == (sample, own.epoch)
-        taken[corpus] += 1
-    assert taken == [50, 150] == [packs.count_samples(corpus, 200) for corpus in (0, 1)]
+        counts[corpus] += 1
+    assert counts == [50, 150] == [packs.count_samples(corpus, 200) for corpus in (0, 1)]
 
 
 def test_a_sample_depends_on_nothing_but_its_number():
@@ -111,8 +122,8 @@ def test_the_three_spellings_of_data_path():
         (["0.3"], "expected one prefix, prefixes, or a weight before each"),
         (["0", "a", "1", "b"], "found weight 0, expected more than 0"),
         (["-1", "a", "2", "b"], "found weight -1, expected more than 0"),
-        (["0.5", "a", "0.5", "a"], "a is there twice"),
-        (["0.5", "a", "0.5", "./a"], "./a is there twice"),
+        (["0.5", "a", "0.5", "a"], "a is given twice"),
+        (["0.5", "a", "0.5", "./a"], "./a is given twice"),
     ],
 )
 def test_a_data_path_that_makes_no_sense_is_refused(words, complaint):

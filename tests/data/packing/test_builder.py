@@ -22,8 +22,8 @@ def corpora(tmp_path):
         return [[rng.integers(2, 32, size=length).tolist() for _ in range(sentences)] for _ in range(count)]
 
     return [
-        write_corpus(tmp_path / name, made)
-        for name, made in {"a": documents(100, 9), "b": documents(50, 40), "c": documents(20, 11, sentences=4)}.items()
+        write_corpus(tmp_path / name, texts)
+        for name, texts in {"a": documents(100, 9), "b": documents(50, 40), "c": documents(20, 11, sentences=4)}.items()
     ]
 
 
@@ -109,15 +109,15 @@ def test_a_corpus_that_is_not_there_is_named(corpora, tmp_path):
 def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, packing, tmp_path, monkeypatch):
     """What one has made another finds: same packs, over the end of an epoch too, and nothing of it is its own."""
     paths = corpora[2:] if packing == "sentences" else corpora[:2]
-    alone = open_data(*paths, packing=packing)
+    unshared = open_data(*paths, packing=packing)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("megaenc.data.packing.shared_memory.tempfile.tempdir", str(tmp_path))
     first, second = open_data(*paths, packing=packing), open_data(*paths, packing=packing)
-    samples = range(2 * alone.train.samples_before_repeat + 3)
+    samples = range(2 * unshared.train.samples_before_repeat + 3)
     for data in (first, second):
         for sample in samples:
-            found, expected = data.train[sample], alone.train[sample]
-            assert np.array_equal(found.tokens, expected.tokens) and np.array_equal(found.edges, expected.edges)
+            actual, expected = data.train[sample], unshared.train[sample]
+            assert np.array_equal(actual.tokens, expected.tokens) and np.array_equal(actual.edges, expected.edges)
     for one, other in zip(first.corpora, second.corpora, strict=True):
         assert one.document_lengths.ctypes.data != other.document_lengths.ctypes.data  # each has mapped it
         assert not one.document_lengths.flags.writeable

@@ -65,10 +65,10 @@ def test_packs_are_the_stream_cut_into_pieces(lengths, seed):
     packs = ConcatPackedDataset(Numbered(lengths), documents, seq_length, seed)
     epochs = 60 if sum(lengths) < seq_length else 4
     count = packs.first_sample_of_epoch(epochs)
-    found = [packs[sample] for sample in range(count)]
-    by_content = sorted((pack.tokens.tolist(), pack.edges.tolist(), pack.positions.tolist()) for pack in found)
+    actual = [packs[sample] for sample in range(count)]
+    by_content = sorted((pack.tokens.tolist(), pack.edges.tolist(), pack.positions.tolist()) for pack in actual)
     assert by_content == sorted(expected_packs(lengths, documents, seq_length, seed, count))
-    for sample, pack in enumerate(found):
+    for sample, pack in enumerate(actual):
         assert (pack.sample, pack.epoch) == (sample, packs.epoch_of_sample(sample))
         assert pack.tokens.dtype == np.int64
         assert pack.edges.dtype == np.int32
@@ -109,9 +109,9 @@ def test_a_sample_depends_on_nothing_but_its_number():
     expected = [forwards[sample] for sample in range(700)]
     jumping = ConcatPackedDataset(source, np.arange(200), 16, seed=5)
     for sample in rng.permutation(700):
-        found = jumping[int(sample)]
-        assert np.array_equal(found.tokens, expected[sample].tokens)
-        assert np.array_equal(found.edges, expected[sample].edges)
+        actual = jumping[int(sample)]
+        assert np.array_equal(actual.tokens, expected[sample].tokens)
+        assert np.array_equal(actual.edges, expected[sample].edges)
     other = ConcatPackedDataset(source, np.arange(200), 16, seed=6)
     assert any(not np.array_equal(other[sample].tokens, expected[sample].tokens) for sample in range(3))
 
@@ -146,11 +146,11 @@ def test_positions():
 def test_random_length_packs_are_the_same_tokens_in_two_chunks():
     rng = np.random.default_rng(1)
     source, documents = Numbered(rng.integers(0, 50, size=300)), np.arange(300)
-    whole, cut = ConcatPackedDataset(source, documents, 64, seed=2), RandomLengthPackedDataset(source, documents, 64, seed=2)
+    concat, cut = ConcatPackedDataset(source, documents, 64, seed=2), RandomLengthPackedDataset(source, documents, 64, seed=2)
     for sample in range(300):
-        there, here = whole[sample], cut[sample]
-        assert np.array_equal(here.tokens, there.tokens) and here.epoch == there.epoch
-        assert here.edges.dtype == np.int32 and len(here.edges) == 3 and (np.diff(here.edges) >= 12).all()
+        concat_pack, pack = concat[sample], cut[sample]
+        assert np.array_equal(pack.tokens, concat_pack.tokens) and pack.epoch == concat_pack.epoch
+        assert pack.edges.dtype == np.int32 and len(pack.edges) == 3 and (np.diff(pack.edges) >= 12).all()
     again = RandomLengthPackedDataset(source, documents, 64, seed=2)
     assert [again[sample].edges[1] for sample in (299, 0)] == [cut[sample].edges[1] for sample in (299, 0)]
     other = RandomLengthPackedDataset(source, documents, 64, seed=3)
@@ -199,5 +199,5 @@ def test_packs_of_a_corpus_on_disk_are_those_cut_piece_by_piece(tmp_path):
     stream = ConcatPackedDataset(Corpus.open(tmp_path / "a"), np.arange(200), 64, seed=5).stream
     for start in [*range(0, 3 * stream.tokens_per_epoch, 41), stream.tokens_per_epoch - 1]:
         for count in (1, 64, 700):
-            for found, expected in zip(stream.read(start, count), cut_piece_by_piece(stream, start, count), strict=True):
-                assert found.dtype == expected.dtype and np.array_equal(found, expected)
+            for actual, expected in zip(stream.read(start, count), cut_piece_by_piece(stream, start, count), strict=True):
+                assert actual.dtype == expected.dtype and np.array_equal(actual, expected)

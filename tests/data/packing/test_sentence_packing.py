@@ -26,14 +26,14 @@ class Sentences:
 
 def expected_packs(documents, seq_length, seed, epochs):
     """(epoch, tokens, edges) of the packs that start in the first `epochs` epochs, in the order of the stream."""
-    kept = [number for number, document in enumerate(documents) if sum(document)]
+    nonempty = [number for number, document in enumerate(documents) if sum(document)]
     stream = []  # epoch, token, whether a sentence starts here, whether a document does
     for epoch in range(epochs + 40):
-        for place in counter_rng.permutation(seed, "documents", len(kept), counters=(epoch,)):
+        for place in counter_rng.permutation(seed, "documents", len(nonempty), counters=(epoch,)):
             offset = 0
-            for length in documents[kept[place]]:
+            for length in documents[nonempty[place]]:
                 for at in range(length):
-                    stream.append((epoch, 10_000 * kept[place] + offset + at, at == 0, offset + at == 0))
+                    stream.append((epoch, 10_000 * nonempty[place] + offset + at, at == 0, offset + at == 0))
                 offset += length
     packs, at = [], 0
     while stream[at][0] < epochs:
@@ -59,8 +59,8 @@ CORPORA = {
 def test_every_pack_starts_at_a_sentence(documents, seed):
     packs = SentencePackedDataset(Sentences(documents), np.arange(len(documents)), 8, seed)
     expected = expected_packs(documents, 8, seed, epochs=12)
-    found = [packs[sample] for sample in range(packs.first_sample_of_epoch(12))]
-    assert sorted((pack.epoch, pack.tokens.tolist(), pack.edges.tolist()) for pack in found) == sorted(expected)
+    actual = [packs[sample] for sample in range(packs.first_sample_of_epoch(12))]
+    assert sorted((pack.epoch, pack.tokens.tolist(), pack.edges.tolist()) for pack in actual) == sorted(expected)
     for epoch in range(12):
         first, end = packs.first_sample_of_epoch(epoch), packs.first_sample_of_epoch(epoch + 1)
         assert end - first == sum(pack[0] == epoch for pack in expected)

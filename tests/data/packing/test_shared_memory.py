@@ -23,23 +23,23 @@ def environment(folder: Path, port: int = 1, processes: int = 4) -> dict[str, st
     return {**os.environ, **run, "TMPDIR": str(folder)}
 
 
-def started(folder: Path, *words: str, port: int = 1) -> subprocess.Popen:
+def start_process(folder: Path, *words: str, port: int = 1) -> subprocess.Popen:
     """The worker below, which writes a line when it makes, and one with what it has; it waits for the end of its input."""
     command = [sys.executable, str(WORKER), *words]
     return subprocess.Popen(command, env=environment(folder, port), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def ended(processes: list[subprocess.Popen]) -> list[str]:
+def wait_for_all(processes: list[subprocess.Popen]) -> list[str]:
     """What each of them said; all have what they have until the last one has it."""
-    said = []
+    outputs = []
     for process in processes:
         lines = []
         while not lines or not lines[-1].startswith("has"):
             lines.append(process.stdout.readline())
-        said.append("".join(lines))
+        outputs.append("".join(lines))
     for process in processes:
         process.communicate(timeout=60)
-    return said
+    return outputs
 
 
 def notes(folder: Path) -> list[Path]:
@@ -47,53 +47,53 @@ def notes(folder: Path) -> list[Path]:
 
 
 def test_one_process_makes_and_all_have_the_same_memory(tmp_path):
-    said = ended([started(tmp_path, "slow") for _ in range(4)])
-    assert sum("makes" in lines for lines in said) == 1
-    [where] = {lines.splitlines()[-1] for lines in said}  # numbers, types, read-only, and the file that the memory is
+    outputs = wait_for_all([start_process(tmp_path, "slow") for _ in range(4)])
+    assert sum("makes" in lines for lines in outputs) == 1
+    [where] = {lines.splitlines()[-1] for lines in outputs}  # numbers, types, read-only, and the file that the memory is
     assert where.startswith("has [[0, 1, 2, 3, 4], [0.5]] int32 float64 read-only ")
     assert not notes(tmp_path)  # nothing stays behind
 
 
 def test_another_run_makes_its_own(tmp_path):
-    said = ended([started(tmp_path, port=port) for port in (1, 2)])
-    assert all("makes" in lines for lines in said)
-    assert len({lines.splitlines()[-1] for lines in said}) == 2
+    outputs = wait_for_all([start_process(tmp_path, port=port) for port in (1, 2)])
+    assert all("makes" in lines for lines in outputs)
+    assert len({lines.splitlines()[-1] for lines in outputs}) == 2
 
 
 def test_a_killed_maker_is_replaced(tmp_path):
-    first = started(tmp_path, "forever")
+    first = start_process(tmp_path, "forever")
     assert "makes" in first.stdout.readline()
-    others = [started(tmp_path) for _ in range(2)]
+    others = [start_process(tmp_path) for _ in range(2)]
     time.sleep(0.5)
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=60)
-    said = ended(others)
-    assert sum("makes" in lines for lines in said) == 1
+    outputs = wait_for_all(others)
+    assert sum("makes" in lines for lines in outputs) == 1
     assert not notes(tmp_path)
 
 
 def test_what_a_killed_process_had_is_made_again_and_its_note_goes(tmp_path):
-    first = started(tmp_path)
+    first = start_process(tmp_path)
     while not first.stdout.readline().startswith("has"):
         pass
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=60)
     assert len(notes(tmp_path)) == 1
-    assert "makes" in ended([started(tmp_path, port=2)])[0]
+    assert "makes" in wait_for_all([start_process(tmp_path, port=2)])[0]
     assert not notes(tmp_path)
 
 
 def test_when_nobody_has_them_any_more_they_are_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", environment(tmp_path))
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    made = []
+    calls = []
 
     def make():
-        made.append(1)
+        calls.append(1)
         return (np.arange(3),)
 
     (one,), (two,) = share_arrays(("a",), make), share_arrays(("a",), make)
-    assert len(made) == 1
+    assert len(calls) == 1
     assert one.tolist() == two.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="read-only"):
         one[0] = 1
@@ -102,7 +102,7 @@ def test_when_nobody_has_them_any_more_they_are_made_again(tmp_path, monkeypatch
     del one, two, other
     assert not notes(tmp_path)
     share_arrays(("a",), make)
-    assert len(made) == 2
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_when_nobody_has_them_any_more_they_are_made_again(tmp_path, monkeypatch
 def test_a_note_that_leads_nowhere_is_written_anew(tmp_path, monkeypatch, text):
     monkeypatch.setattr(os, "environ", environment(tmp_path))
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    kept = share_arrays(("a",), lambda: (np.arange(3),))
+    arrays = share_arrays(("a",), lambda: (np.arange(3),))
     [note] = notes(tmp_path)
     note.write_text(text)
-    (found,) = share_arrays(("a",), lambda: (np.arange(3),))
-    assert found.tolist() == kept[0].tolist()
+    (actual,) = share_arrays(("a",), lambda: (np.arange(3),))
+    assert actual.tolist() == arrays[0].tolist()
 
 
 @pytest.mark.parametrize("of_that_name", [True, False])
@@ -123,15 +123,15 @@ def test_a_descriptor_that_was_given_out_again_is_not_taken_for_the_arrays(tmp_p
     """A file of another name, or memory of this name that is not written yet: its numbers would be wrong, or too few."""
     monkeypatch.setattr(os, "environ", environment(tmp_path))
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    kept = share_arrays(("a",), lambda: (np.arange(3),))
+    arrays = share_arrays(("a",), lambda: (np.arange(3),))
     [note] = notes(tmp_path)
     memory = os.memfd_create(note.name if of_that_name else "other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, 4096)  # zeros
     text = json.loads(note.read_text()) | {"descriptor": memory}
     note.write_text(json.dumps(text))
-    (found,) = share_arrays(("a",), lambda: (np.arange(3),))
+    (actual,) = share_arrays(("a",), lambda: (np.arange(3),))
     os.close(memory)
-    assert found.tolist() == kept[0].tolist() == [0, 1, 2]
+    assert actual.tolist() == arrays[0].tolist() == [0, 1, 2]
 
 
 def test_empty_arrays_and_a_single_process_need_no_memory_of_all(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
 def test_memory_that_is_closed_to_us_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", environment(tmp_path))
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    kept = share_arrays(("a",), lambda: (np.arange(3),))
+    arrays = share_arrays(("a",), lambda: (np.arange(3),))
 
     def refused(*_):
         raise PermissionError
@@ -169,4 +169,4 @@ def test_memory_that_is_closed_to_us_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_open_published", refused)
     own = np.arange(3)
     assert share_arrays(("a",), lambda: (own,))[0] is own
-    assert len(notes(tmp_path)) == 1 and kept[0].tolist() == [0, 1, 2]  # which others still find
+    assert len(notes(tmp_path)) == 1 and arrays[0].tolist() == [0, 1, 2]  # which others still find

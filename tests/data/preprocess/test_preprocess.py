@@ -158,14 +158,14 @@ def from_jsonl(tmp_path_factory, tokenizer_folder):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenizer_folder, from_jsonl, hub, kind):
-    given = tuple(map(str, SOURCES[kind](tmp_path)))
-    settings = PreprocessConfig(given, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2)
+    paths = tuple(map(str, SOURCES[kind](tmp_path)))
+    settings = PreprocessConfig(paths, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == from_jsonl
     (parted,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "parted"), partitions=3))
     assert contents(parted) == from_jsonl
     sources = read_corpus_metadata(prefix).sources
-    assert [source["path"] for source in sources] == [name.split("/")[-1] if kind != "hub" else name for name in given]
+    assert [source["path"] for source in sources] == [name.split("/")[-1] if kind != "hub" else name for name in paths]
     assert sources == read_corpus_metadata(parted).sources and str(tmp_path) not in json.dumps(sources)
     if kind == "hub":
         assert sources[0] == {"path": "someone/small", "bytes": None, "config": None, "split": "train"}
@@ -282,7 +282,7 @@ def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
         ('{"text": "x"}\n', ["--json-keys", "a/b"], "--json-keys 'a/b'"),
         ('{"text": "x"}\n', ["--json-keys", "k" * 300], "--output-prefix and --json-keys: a file name of 3"),
         ('{"text": "x"}\n', ["--output-prefix", "x" * 225], "--output-prefix and --json-keys: a file name of 2"),
-        ('{"text": "x"}\n', ["--output-prefix", "x/" * 3000 + "x"], "cannot be looked at: File name too long"),
+        ('{"text": "x"}\n', ["--output-prefix", "x/" * 3000 + "x"], "cannot be accessed: File name too long"),
         ('{"text": "x"}\n', ["--tokenizer", "./none"], "--tokenizer ./none: no such folder"),
         ('{"text": "x"}\n', ["--input", "./none.jsonl"], "none.jsonl: no such file"),
     ],
@@ -311,8 +311,8 @@ def changing(monkeypatch, change):
     """Have `change` called when the first block of the input has been read."""
     real = resolve.read_blocks
 
-    def read_blocks(found, spans):
-        for number, block in enumerate(real(found, spans)):
+    def read_blocks(inputs, spans):
+        for number, block in enumerate(real(inputs, spans)):
             yield block
             if number == 0:
                 change()
@@ -359,13 +359,13 @@ def test_two_that_end_together_do_not_overwrite_each_other(corpus, tokenizer_fol
 def test_nothing_opens_before_all_is_there(corpus, tokenizer_folder, monkeypatch, stop):
     real = os.replace
 
-    def replace(here, there):
-        if str(there).endswith(f"out_text_document.{stop}"):
+    def replace(source, target):
+        if str(target).endswith(f"out_text_document.{stop}"):
             for suffix in ("bin", "json", "idx"):  # what a kill here would leave
                 path = corpus.parent / f"out_text_document.{suffix}"
                 if path.exists():
                     path.with_name(f"killed.{suffix}").write_bytes(path.read_bytes())
-        real(here, there)
+        real(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
     (prefix,) = preprocess(flags(corpus, tokenizer_folder))
@@ -391,13 +391,13 @@ def test_a_note_of_somebody_elses_parts_does_not_let_output_be_overwritten(corpu
 
 
 def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_folder, capsys):
-    left = corpus.parent / ".out_text_document.bin.123-0123abcd.tmp"
-    left.write_bytes(bytes(1_000_000))
+    leftovers = corpus.parent / ".out_text_document.bin.123-0123abcd.tmp"
+    leftovers.write_bytes(bytes(1_000_000))
     preprocess(flags(corpus, tokenizer_folder))
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; remove them unless another process is at work" in told
-    assert left.name in told
-    assert left.exists(), "its number may be a process on another machine"
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; remove them unless another process is writing" in output
+    assert leftovers.name in output
+    assert leftovers.exists(), "its number may be a process on another machine"
 
 
 def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):
@@ -417,7 +417,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
     blocks = list(text_files.read_line_blocks(str(corpus)))
     others = psutil.Process().children()  # of other tests
 
-    def read_blocks(found, spans):
+    def read_blocks(inputs, spans):
         yield blocks[0]
         [*_, worker] = [child for child in psutil.Process().children() if child not in others]
         worker.kill()
@@ -452,11 +452,11 @@ def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, token
     command = [sys.executable, "-c", SUICIDE, *map(str, arguments), str(int(number))]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == code, ended.stderr
-    left = {path.name for path in corpus.parent.iterdir()} - {"corpus.jsonl"}
+    leftovers = {path.name for path in corpus.parent.iterdir()} - {"corpus.jsonl"}
     if number == signal.SIGKILL:  # nobody could clean up: what is left has no name that anything opens
-        assert all(name.startswith(".") and name.endswith(".tmp") for name in left)
+        assert all(name.startswith(".") and name.endswith(".tmp") for name in leftovers)
     else:
-        assert not left
+        assert not leftovers
     workers = [int(pid) for pid in ended.stdout.split("\n")[0].split()]
     assert len(workers) == 5
     deadline = time.monotonic() + 10

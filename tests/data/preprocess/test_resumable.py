@@ -26,23 +26,23 @@ def settings(tmp_path, tokenizer_folder):
 
 
 @pytest.fixture
-def whole(tmp_path, settings):
+def expected_contents(tmp_path, settings):
     """What one run without parts makes of the same input."""
     (prefix,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
     return contents(prefix)
 
 
-def made(monkeypatch):
-    """The spans that are read from now on, one list a part."""
-    seen = []
+def record_ranges(monkeypatch):
+    """The document_ranges that are read from now on, one list a part."""
+    ranges = []
     real = resolve.read_blocks
 
-    def read_blocks(found, spans):
-        seen.append(spans)
-        return real(found, spans)
+    def read_blocks(inputs, document_ranges):
+        ranges.append(document_ranges)
+        return real(inputs, document_ranges)
 
     monkeypatch.setattr(resolve, "read_blocks", read_blocks)
-    return seen
+    return ranges
 
 
 def names(folder):
@@ -57,9 +57,9 @@ from megaenc.data.preprocess import command as preprocess
 from megaenc.data.sources import resolve, text_files
 text_files.BLOCK_BYTES = text_files.LINES_BYTES = 300
 victim, number, parts = sys.argv.pop(), int(sys.argv.pop()), []
-def read_blocks(found, spans, real=resolve.read_blocks):
-    parts.append(spans)
-    for at, block in enumerate(real(found, spans)):
+def read_blocks(inputs, document_ranges, real=resolve.read_blocks):
+    parts.append(document_ranges)
+    for at, block in enumerate(real(inputs, document_ranges)):
         if len(parts) == 3 and at == 1:
             os.kill(os.getpid() if victim == "main" else psutil.Process().children()[-1].pid, number)
         yield block
@@ -94,7 +94,7 @@ def command(settings, *more):
     ],
 )
 def test_after_a_kill_the_same_command_makes_the_missing_parts(
-    tmp_path, settings, whole, monkeypatch, capsys, number, victim, code
+    tmp_path, settings, expected_contents, monkeypatch, capsys, number, victim, code
 ):
     ended = subprocess.run(command(settings, str(int(number)), victim), capture_output=True, text=True, timeout=60)
     assert ended.returncode == code, ended.stderr
@@ -104,15 +104,15 @@ def test_after_a_kill_the_same_command_makes_the_missing_parts(
     else:  # the workers go without a word
         assert ended.stderr == ("stopped\n" if number == signal.SIGINT else "")
     if number != signal.SIGKILL or victim == "worker":
-        assert "2 of 4 parts are done; the same command goes on from there" in ended.stdout
+        assert "2 of 4 partitions are done; run the same command to resume" in ended.stdout
     folder = tmp_path / "out_parts"
     assert [name for name in names(folder) if name.endswith(".json")] == ["part-00001.json", "part-00002.json", "plan.json"]
     assert not any(name.startswith("out_text_document") for name in names(tmp_path))
-    seen = made(monkeypatch)
+    ranges = record_ranges(monkeypatch)
     (prefix,) = preprocess(settings)
-    assert len(seen) == 2
-    assert "2 of 4 parts are there; goes on with the others" in capsys.readouterr().out
-    assert contents(prefix) == whole
+    assert len(ranges) == 2
+    assert "2 of 4 partitions exist; writing the others" in capsys.readouterr().out
+    assert contents(prefix) == expected_contents
     assert read_corpus_metadata(prefix).documents == 40
     assert not folder.exists()
 
@@ -123,11 +123,11 @@ def interrupted(settings, monkeypatch, after):
         real = resolve.read_blocks
         count = []
 
-        def read_blocks(found, spans):
-            count.append(spans)
+        def read_blocks(inputs, document_ranges):
+            count.append(document_ranges)
             if len(count) > after:
                 raise KeyboardInterrupt
-            return real(found, spans)
+            return real(inputs, document_ranges)
 
         patch.setattr(resolve, "read_blocks", read_blocks)
         with pytest.raises(KeyboardInterrupt):
@@ -173,7 +173,7 @@ def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_pa
     (tmp_path / "corpus.jsonl").write_text("\n".join([*lines[:38], "wrong", *lines[39:]]))
     with pytest.raises(InputError, match=r"corpus\.jsonl:39: not JSON"):
         preprocess(settings)
-    assert "3 of 4 parts are done" in capsys.readouterr().out
+    assert "3 of 4 partitions are done" in capsys.readouterr().out
 
 
 def test_input_without_any_text_says_that_its_parts_are_kept(tmp_path, settings, capsys):
@@ -181,16 +181,16 @@ def test_input_without_any_text_says_that_its_parts_are_kept(tmp_path, settings,
     with pytest.raises(InputError, match="no document holds any text under `text`"):
         preprocess(settings)
     assert (
-        "out_parts: 4 of 4 parts are done; the same command goes on from there, or remove the folder" in capsys.readouterr().out
+        "out_parts: 4 of 4 partitions are done; run the same command to resume, or remove the folder" in capsys.readouterr().out
     )
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, settings, monkeypatch):
     for number in (errno.EROFS, errno.EACCES):
 
-        def refused(path, *given, number=number, before=os.open):
+        def refused(path, *arguments, number=number, before=os.open):
             if "_parts" not in str(path):
-                return before(path, *given)
+                return before(path, *arguments)
             raise OSError(number, os.strerror(number), path)
 
         with monkeypatch.context() as patch:
@@ -214,7 +214,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path, settings):
     (tmp_path / "out_parts").mkdir()
     with open(tmp_path / "out_parts" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="out_parts: another process is at work there"):
+        with pytest.raises(InputError, match="out_parts: another process is using this folder"):
             preprocess(settings)
     preprocess(settings)
     assert not (tmp_path / "out_parts").exists()
@@ -223,20 +223,20 @@ def test_two_processes_do_not_share_a_folder(tmp_path, settings):
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings):
     (tmp_path / "out_parts").mkdir()
     (tmp_path / "out_parts" / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match=r"out_parts: holds `thesis\.tex`, expected nothing but parts of a corpus"):
+    with pytest.raises(InputError, match=r"out_parts: holds `thesis\.tex`, expected only partitions of a corpus"):
         preprocess(settings)
     assert names(tmp_path / "out_parts") == ["thesis.tex"]
 
 
-def test_a_part_that_is_not_whole_is_made_again(tmp_path, settings, whole, monkeypatch):
+def test_a_part_that_is_not_whole_is_made_again(tmp_path, settings, expected_contents, monkeypatch):
     interrupted(settings, monkeypatch, after=3)
     with open(tmp_path / "out_parts" / "part-00002-text.bin", "rb+") as stream:
         stream.truncate(10)
     (tmp_path / "out_parts" / "part-00003.json").write_text("{")
-    seen = made(monkeypatch)
+    ranges = record_ranges(monkeypatch)
     (prefix,) = preprocess(settings)
-    assert len(seen) == 3
-    assert contents(prefix) == whole
+    assert len(ranges) == 3
+    assert contents(prefix) == expected_contents
 
 
 NOTES = ["", "{", "[]", "3", "null", "{}", '{"bytes": 3}', "[" * 100_000, "\udcff", '{"sha256": 3}', None]
@@ -250,9 +250,9 @@ def test_a_part_with_a_damaged_note_is_missing(tmp_path, note):
     parts.write(0, lambda writers: writers[0].add_documents(tokens, 2 * ones, ones) or {"documents": 1})
     assert parts.missing_partitions() == []
     path = tmp_path / "part-00001.json"
-    whole = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     values = (3, [], ["x"], [{}], {"a": "b"}, [{"bin": 3, "idx": None}], None)
-    for damaged in (note, *(json.dumps(whole | {name: value}) for name in whole for value in values)):
+    for damaged in (note, *(json.dumps(record | {name: value}) for name in record for value in values)):
         path.unlink()
         os.mkfifo(path) if damaged is None else path.write_text(damaged, errors="surrogateescape")
         assert parts.missing_partitions() == [0], damaged
@@ -269,7 +269,7 @@ def test_a_damaged_plan_is_one_line(tmp_path, plan):
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, whole, monkeypatch, suffix):
+def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, expected_contents, monkeypatch, suffix):
     interrupted(settings, monkeypatch, after=3)
     path = tmp_path / "out_parts" / f"part-00001-text.{suffix}"
     data = bytearray(path.read_bytes())
@@ -282,26 +282,26 @@ def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, whole, monkeyp
     assert "\n" not in str(error.value) and not (tmp_path / "out_text_document.json").exists()
     (tmp_path / "out_parts" / "part-00001.json").unlink()
     (prefix,) = preprocess(settings)
-    assert contents(prefix) == whole
+    assert contents(prefix) == expected_contents
 
 
 @pytest.mark.parametrize("last", ["json", "idx"])
-def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, whole, last):
-    script = KILLED.replace("inputs.read_blocks = read_blocks", "").replace(
+def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, expected_contents, last):
+    script = KILLED.replace("resolve.read_blocks = read_blocks", "").replace(
         "preprocess.main",
         """
-def rename(here, there, real=os.replace):
-    if str(there).endswith("out_text_document.SUFFIX"):
+def rename(source, target, real=os.replace):
+    if str(target).endswith("out_text_document.SUFFIX"):
         os.kill(os.getpid(), number)
-    real(here, there)
+    real(source, target)
 os.replace = rename
 preprocess.main""",
     )
     arguments = command(settings, str(int(signal.SIGKILL)), "main")
     arguments[2] = script.replace("SUFFIX", last)
     assert subprocess.run(arguments, capture_output=True, timeout=60).returncode == -9
-    left = [name for name in names(tmp_path) if name.startswith("out_text_document")]
-    assert left == ["out_text_document.bin", "out_text_document.json"][: 1 if last == "json" else 2]
+    leftovers = [name for name in names(tmp_path) if name.startswith("out_text_document")]
+    assert leftovers == ["out_text_document.bin", "out_text_document.json"][: 1 if last == "json" else 2]
     # Somebody else's file in the place of a half-renamed one is not theirs to overwrite.
     ours = (tmp_path / "out_text_document.bin").read_bytes()
     (tmp_path / "out_text_document.bin").write_bytes(ours[::-1])
@@ -309,7 +309,7 @@ preprocess.main""",
         preprocess(settings)
     (tmp_path / "out_text_document.bin").write_bytes(ours)
     (prefix,) = preprocess(settings)
-    assert contents(prefix) == whole and not (tmp_path / "out_parts").exists()
+    assert contents(prefix) == expected_contents and not (tmp_path / "out_parts").exists()
 
 
 def test_output_that_exists_is_refused(tmp_path, settings):
@@ -331,7 +331,7 @@ def test_parts_hold_every_key(tmp_path, settings):
 def test_fewer_parts_where_the_input_has_no_more_places(tmp_path, settings, capsys):
     write_jsonl(tmp_path / "corpus.jsonl", TEXTS[:2])
     (prefix,) = preprocess(dataclasses.replace(settings, partitions=50))
-    assert "--partitions 50: the input can be cut into 2 parts at most" in capsys.readouterr().out
+    assert "--partitions 50: the input can be split into at most 2 partitions" in capsys.readouterr().out
     assert read_corpus_metadata(prefix).documents == 2
 
 

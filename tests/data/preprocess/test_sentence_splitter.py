@@ -8,7 +8,7 @@ from nltk.tokenize.punkt import PunktParameters
 from text_helpers import TEXTS
 
 from megaenc.data.preprocess import sentence_splitter
-from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed_punkt, train_punkt, build_sentence_splitter
+from megaenc.data.preprocess.sentence_splitter import PunktModel, build_sentence_splitter, load_installed_punkt, train_punkt
 from megaenc.errors import InputError
 
 PROSE = [
@@ -68,12 +68,12 @@ def test_no_character_is_lost(monkeypatch, window):
 
 def test_windows_do_not_change_what_punkt_says(monkeypatch):
     text = " ".join(PROSE * 100)
-    whole = build_sentence_splitter(ENGLISH)(text)
-    assert len(whole) == 1000
+    sentences = build_sentence_splitter(ENGLISH)(text)
+    assert len(sentences) == 1000
     for window, context in ((500, 100), (3000, 1000)):
         monkeypatch.setattr(sentence_splitter, "_WINDOW", window)
         monkeypatch.setattr(sentence_splitter, "_CONTEXT", context)
-        assert build_sentence_splitter(ENGLISH)(text) == whole
+        assert build_sentence_splitter(ENGLISH)(text) == sentences
 
 
 def test_a_long_text_without_an_end_is_one_sentence():
@@ -91,12 +91,12 @@ def test_punkt_is_learnt_from_the_beginning_alone(monkeypatch):
 
 def test_the_same_text_teaches_the_same_in_every_process():
     # Sets of words come in another order in every process; what is learnt must not.
-    code = f"from megaenc.data.preprocess.sentence_splitter import learnt_punkt; print(learnt_punkt({PROSE * 20}).describe())"
-    seen = set()
+    code = f"from megaenc.data.preprocess.sentence_splitter import train_punkt; print(train_punkt({PROSE * 20}).describe())"
+    descriptions = set()
     for seed in "12":
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        seen.add(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout)
-    assert seen == {f"{train_punkt(PROSE * 20).describe()}\n".encode()}
+        descriptions.add(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout)
+    assert descriptions == {f"{train_punkt(PROSE * 20).describe()}\n".encode()}
 
 
 def test_an_installed_model_is_found_and_nothing_is_downloaded(tmp_path, monkeypatch):
@@ -109,11 +109,11 @@ def test_an_installed_model_is_found_and_nothing_is_downloaded(tmp_path, monkeyp
     (folder / "collocations.tab").write_text("s\tbach")
     (folder / "sent_starters.txt").write_text("they")
     (folder / "ortho_context.tab").write_text("they\t6\nfox\t0")
-    found = load_installed_punkt("english")
-    known = found.parameters
+    actual = load_installed_punkt("english")
+    known = actual.parameters
     assert (known.abbrev_types, known.collocations, known.sent_starters) == ({"dr", "mr"}, {("s", "bach")}, {"they"})
-    assert build_sentence_splitter(found)("It was Mr. Fox. It was not.") == ["It was Mr. Fox.", " It was not."]
-    assert found.describe()["language"] == "english"
+    assert build_sentence_splitter(actual)("It was Mr. Fox. It was not.") == ["It was Mr. Fox.", " It was not."]
+    assert actual.describe()["language"] == "english"
     assert load_installed_punkt("german") is None
     with pytest.raises(InputError, match=r"--punkt-language \.\./\.\.: expected the name of a language"):
         load_installed_punkt("../..")

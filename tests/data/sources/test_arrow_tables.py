@@ -20,7 +20,7 @@ def parquet_blocks(path, keys=("text",), start=0, stop=None):
 
 
 def texts_of(blocks, keys=("text",)):
-    return [texts for block in blocks for texts in block.documents(keys, False).texts]
+    return [texts for block in blocks for texts in block.parse(keys, False).texts]
 
 
 @pytest.mark.parametrize("row_group_size", [1, 7, 1000])
@@ -57,13 +57,13 @@ def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_blocks(tmp_pat
     path = written(tmp_path / "a.parquet", {"text": column if dictionary else pa.array([texts[0]] * 400)}, **encoding)
     assert (tmp_path / "a.parquet").stat().st_size < 200_000
     file = arrow_tables.ParquetFile(path, ["text"])
-    before, found, most = pa.total_allocated_bytes(), [], 0
+    before, actual, most = pa.total_allocated_bytes(), [], 0
     for block in file.read_blocks(0, 1, 0):
-        piece = block.documents(["text"], False).texts
+        piece = block.parse(["text"], False).texts
         assert sum(len(text) for (text,) in piece) < text_files.BLOCK_BYTES + 100_000
-        found += piece
+        actual += piece
         most = max(most, pa.total_allocated_bytes() - before)
-    assert found == [(text,) for text in (texts if dictionary else [texts[0]] * 400)]
+    assert actual == [(text,) for text in (texts if dictionary else [texts[0]] * 400)]
     assert most < 8 << 20
 
 
@@ -77,9 +77,9 @@ def test_rows_of_a_saved_data_set_that_repeat_come_in_blocks(tmp_path):
     blocks = list(arrow_tables.SavedDatasetFile(str(tmp_path / "a.arrow"), ["text"]).read_blocks(0, 103, 0))
     pa.set_memory_pool(usual)
     assert pool.max_memory() < 4 << 20, "decoded, the rows take 10 MB"
-    assert [len(block.documents(["text"], True).texts) for block in blocks] == [10] * 9 + [12]
+    assert [len(block.parse(["text"], True).texts) for block in blocks] == [10] * 9 + [12]
     assert all(len(block.data) < 200_000 for block in blocks)
-    last = blocks[-1].documents(["text"], True)
+    last = blocks[-1].parse(["text"], True)
     assert (last.texts[-2:], last.skipped) == ([("b",), ("c",)], 1)
 
 
@@ -99,9 +99,9 @@ def test_a_cell_without_text_is_named_by_its_row_or_counted(tmp_path):
     blocks = parquet_blocks(path)
     with pytest.raises(InputError, match=r"a\.parquet: row 3: key `text`: found null, expected text"):
         texts_of(blocks)
-    found = [block.documents(["text"], True) for block in blocks]
-    assert [text for documents in found for text in documents.texts] == [("good",)] * 3
-    assert sum(documents.skipped for documents in found) == 1
+    actual = [block.parse(["text"], True) for block in blocks]
+    assert [text for documents in actual for text in documents.texts] == [("good",)] * 3
+    assert sum(documents.skipped for documents in actual) == 1
 
 
 def test_a_cell_that_is_not_utf8_is_named(tmp_path):
@@ -126,7 +126,7 @@ def test_saved_rows_come_in_blocks_of_bounded_size(tmp_path, monkeypatch):
     first, second = arrow_tables.find_saved_dataset_files(str(tmp_path / "saved"), "train", ["text"])
     blocks = [*first.read_blocks(0, 50, 0), *second.read_blocks(0, 50, 0)]
     assert texts_of(blocks) == [(text,) for text in TEXTS]
-    sizes = [sum(len(text) for (text,) in block.documents(["text"], False).texts) for block in blocks]
+    sizes = [sum(len(text) for (text,) in block.parse(["text"], False).texts) for block in blocks]
     assert max(sizes) <= 300 and len(blocks) > 5
     assert texts_of(second.read_blocks(20, 30, 0)) == [(text,) for text in TEXTS[70:80]]
 
@@ -164,8 +164,8 @@ def test_a_stream_names_its_bad_row_and_its_missing_column(tmp_path, monkeypatch
     data = streamed(tmp_path, monkeypatch, {"text": ["good", None]})
     (block,) = data.read_blocks(0, 1, 0)
     with pytest.raises(InputError, match="owner/name: row 2: key `text`: found null, expected text"):
-        block.documents(["text"], False)
-    assert block.documents(["text"], True).skipped == 1
+        block.parse(["text"], False)
+    assert block.parse(["text"], True).skipped == 1
     with pytest.raises(InputError, match="owner/name: no column `body`; found `text`"):
         arrow_tables.HubDataset("owner/name", None, "train", ["body"])
 

@@ -12,18 +12,18 @@ import pytest
 from text_helpers import TEXTS, write_jsonl
 
 from megaenc.data.sources import arrow_tables, resolve, text_files
-from megaenc.data.sources.resolve import DocumentRange, InputConfig, partition_inputs, resolve_inputs, read_blocks, read_texts
+from megaenc.data.sources.resolve import DocumentRange, InputConfig, partition_inputs, read_blocks, read_texts, resolve_inputs
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.data.tokenizer.train_command import main as tokenizer_main
 from megaenc.errors import InputError
 
 
-def found(*given, keys=("text",), **changes):
-    return resolve_inputs(InputConfig(tuple(map(str, given)), **changes), keys)
+def resolve_paths(*inputs, keys=("text",), **changes):
+    return resolve_inputs(InputConfig(tuple(map(str, inputs)), **changes), keys)
 
 
-def texts_of(*given, **changes):
-    return list(read_texts(found(*given, **changes), "text"))
+def texts_of(*inputs, **changes):
+    return list(read_texts(resolve_paths(*inputs, **changes), "text"))
 
 
 def text_folder(folder, texts):
@@ -53,9 +53,9 @@ def test_linked_folders_are_read_once_and_loops_end(tmp_path):
     (folder / "d").symlink_to(elsewhere / "deep")
     (folder / "nowhere.txt").symlink_to(tmp_path / "missing")
     assert texts_of(folder) == ["b", "x", "y"]
-    assert found(folder).messages[:2] == [
-        f"{folder}: 1 left out, of no kind that can be read: nowhere.txt",
-        f"{folder}: 2 folders left out, as links have them read under another path: b/up, c/deep",
+    assert resolve_paths(folder).messages[:2] == [
+        f"{folder}: 1 left out, unknown kind of file: nowhere.txt",
+        f"{folder}: 2 folders left out, read under another path: b/up, c/deep",
     ]
 
 
@@ -72,9 +72,9 @@ def test_many_folders_take_no_time_of_their_square(tmp_path, monkeypatch):
 
 def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
     text_folder(tmp_path, {name: "x" for name in ("a.csv", "b/c.png", "d", "e.tar.gz", "good.txt")})
-    remarks = found(tmp_path).messages
+    remarks = resolve_paths(tmp_path).messages
     assert remarks == [
-        f"{tmp_path}: 4 left out, of no kind that can be read: a.csv, b/c.png, d and 1 more",
+        f"{tmp_path}: 4 left out, unknown kind of file: a.csv, b/c.png, d and 1 more",
         f"{tmp_path}: 1 text",
     ]
     assert texts_of(tmp_path) == ["x"]
@@ -83,7 +83,7 @@ def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
 def test_names_that_are_not_utf8_do_not_break_the_line(tmp_path):
     for name in (b"caf\xe9.csv", b"caf\xe9.txt"):
         (tmp_path / os.fsdecode(name)).write_text("x")
-    (remark, _) = found(tmp_path).messages
+    (remark, _) = resolve_paths(tmp_path).messages
     assert "caf\ufffd.csv" in remark.encode().decode()
     assert texts_of(tmp_path) == ["x"]
 
@@ -114,7 +114,7 @@ def test_saved_data_sets_are_found_in_folders_and_have_splits(tmp_path):
     assert texts_of(tmp_path / "all" / "both", dataset_split="test") == TEXTS[3:]
     assert texts_of(tmp_path / "all") == [TEXTS[0], *TEXTS[:3]]
     with pytest.raises(InputError, match=r"no split `dev` \(--dataset-split\); found `train`, `test`"):
-        found(tmp_path / "all" / "both", dataset_split="dev")
+        resolve_paths(tmp_path / "all" / "both", dataset_split="dev")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, message):
     twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(InputError) as error:
-        found(tmp_path / name)
+        resolve_paths(tmp_path / name)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -153,27 +153,27 @@ def test_an_empty_file_in_a_folder_is_no_mistake(tmp_path):
     text_folder(tmp_path, {"a.txt": "", "b.jsonl": "", "c.txt": "text"})
     assert texts_of(tmp_path) == ["", "text"]
     (tmp_path / "c.txt").unlink()
-    assert [len(part) for part in partition_inputs(found(tmp_path), 3)] == [2]
+    assert [len(part) for part in partition_inputs(resolve_paths(tmp_path), 3)] == [2]
 
 
 def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
-    asked = []
+    calls = []
 
     def load_stream(name, *rest):
-        asked.append((name, *rest))
+        calls.append((name, *rest))
         raise InputError("asked")
 
     monkeypatch.setattr(arrow_tables, "HubDataset", load_stream)
     for name in ("HuggingFaceFW/fineweb-edu", "imdb", "no-such-folder/corpus"):
         with pytest.raises(InputError, match="asked"):
-            found(name, dataset_config="sample-10BT")
-    assert asked[0] == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", ("text",))
+            resolve_paths(name, dataset_config="sample-10BT")
+    assert calls[0] == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", ("text",))
     for name in ("./imdb", "/imdb", "a/b/c", "corpus/missing", "missing.jsonl", "owner/missing.txt.gz", "a b"):
         with pytest.raises(InputError, match="no such file or folder"):
-            found(name)
-    assert len(asked) == 3
+            resolve_paths(name)
+    assert len(calls) == 3
 
 
 def test_a_hub_that_does_not_answer_is_one_line(tmp_path):
@@ -188,7 +188,7 @@ def test_a_hub_that_does_not_answer_is_one_line(tmp_path):
     )
     assert ended.returncode == 2
     assert ended.stderr.startswith(
-        "error: HuggingFaceFW/fineweb-edu: neither a file or folder here nor a data set that the Hugging Face Hub answers to "
+        "error: HuggingFaceFW/fineweb-edu: neither an existing file or folder nor a data set on the Hugging Face Hub "
         "(config sample-10BT, split train): "
     )
     assert ended.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
@@ -209,33 +209,33 @@ def everything(tmp_path):
 def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
     monkeypatch.setattr(text_files, "LINES_BYTES", 100)
-    given = found(*everything(tmp_path))
-    want = list(read_texts(given, "text"))
+    inputs = resolve_paths(*everything(tmp_path))
+    want = list(read_texts(inputs, "text"))
     assert len(want) == 23
-    parts = partition_inputs(given, count)
+    parts = partition_inputs(inputs, count)
     assert 1 <= len(parts) <= count and all(parts)
     pieces = []
     for part in parts:
-        blocks = list(read_blocks(given, part))
-        pieces.append([text for block in blocks for (text,) in block.documents(["text"], False).texts])
+        blocks = list(read_blocks(inputs, part))
+        pieces.append([text for block in blocks for (text,) in block.parse(["text"], False).texts])
     assert all(pieces)
     assert list(chain(*pieces)) == want
-    positions = [block.position for part in parts for block in read_blocks(given, part)]
-    assert positions == sorted(positions) and positions[-1] == given.size == given.known_size
+    positions = [block.position for part in parts for block in read_blocks(inputs, part)]
+    assert positions == sorted(positions) and positions[-1] == inputs.size == inputs.known_size
 
 
 def test_parts_are_alike_in_bytes(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [f"{number:05}" for number in range(3000)])
     parquet(tmp_path / "b.parquet", [f"{number:050}" for number in range(3000)], row_group_size=100)
-    given = found(tmp_path / "a.jsonl", tmp_path / "b.parquet")
-    ends = [list(read_blocks(given, part))[-1].position for part in partition_inputs(given, 4)]
+    inputs = resolve_paths(tmp_path / "a.jsonl", tmp_path / "b.parquet")
+    ends = [list(read_blocks(inputs, part))[-1].position for part in partition_inputs(inputs, 4)]
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    assert max(sizes) < 1.1 * given.size / 4
+    assert max(sizes) < 1.1 * inputs.size / 4
 
 
 def test_a_long_line_is_in_one_part(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["short", "long " * 1000, "short", "short"])
-    parts = partition_inputs(found(tmp_path / "a.jsonl"), 10)
+    parts = partition_inputs(resolve_paths(tmp_path / "a.jsonl"), 10)
     assert len(parts) < 4
     assert parts[0][0].start == 0
 
@@ -246,9 +246,9 @@ def test_the_tokenizer_learns_the_same_from_every_source(tmp_path, capsys):
     for number, text in enumerate(TEXTS):
         (folder / f"{number}.txt").write_bytes(text.encode())
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    given = [write_jsonl(tmp_path / "a.jsonl", TEXTS), parquet(tmp_path / "b.parquet", TEXTS), folder, tmp_path / "saved"]
+    inputs = [write_jsonl(tmp_path / "a.jsonl", TEXTS), parquet(tmp_path / "b.parquet", TEXTS), folder, tmp_path / "saved"]
     learnt = []
-    for number, path in enumerate(given):
+    for number, path in enumerate(inputs):
         output = tmp_path / f"tokenizer-{number}"
         tokenizer_main(["--input", str(path), "--vocab-size", "300", "--output", str(output)])
         learnt.append(load_tokenizer(output).backend_tokenizer.to_str())
@@ -261,38 +261,38 @@ def test_a_file_that_changes_is_noticed(tmp_path):
     write_jsonl(paths[0], TEXTS)
     for path in paths[1:]:
         path.write_text("text")
-    given = found(*paths)
-    before = list(given.files())
+    inputs = resolve_paths(*paths)
+    before = list(inputs.file_stats())
     assert [name for name, _, _ in before] == [str(path) for path in paths]
-    assert list(found(*paths).files()) == before
-    given.check_unchanged()
+    assert list(resolve_paths(*paths).file_stats()) == before
+    inputs.check_unchanged()
     os.utime(paths[1], ns=(1, 1))
-    after = list(found(*paths).files())
+    after = list(resolve_paths(*paths).file_stats())
     assert after[0] == before[0] and after[1] != before[1]
-    assert list(given.files()) == before, "what was found is what is compared with"
-    with pytest.raises(InputError, match=r"b\.txt: changed while it was read: found another time of its last change"):
-        given.check_unchanged()
+    assert list(inputs.file_stats()) == before, "what was found is what is compared with"
+    with pytest.raises(InputError, match=r"b\.txt: changed while it was read: found another modification time"):
+        inputs.check_unchanged()
     # A part answers for what it is read from alone.
-    given.check_unchanged([DocumentRange(0, 0, 10)])
-    assert found(paths[0]).origins == [{"path": "a.jsonl", "bytes": paths[0].stat().st_size}]
+    inputs.check_unchanged([DocumentRange(0, 0, 10)])
+    assert resolve_paths(paths[0]).origins == [{"path": "a.jsonl", "bytes": paths[0].stat().st_size}]
     paths[0].write_text("shorter")
     with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read: found 7 bytes, expected [1-9]"):
-        given.check_unchanged([DocumentRange(0, 0, 10)])
+        inputs.check_unchanged([DocumentRange(0, 0, 10)])
     paths[2].unlink()
     with pytest.raises(InputError, match=r"c\.txt: changed while it was read: No such file or directory; start again"):
-        given.check_unchanged([DocumentRange(2, 0, 1)])
+        inputs.check_unchanged([DocumentRange(2, 0, 1)])
 
 
 def test_a_part_of_a_folder_answers_for_its_own_files(tmp_path):
     text_folder(tmp_path, {"a.txt": "a", "b.txt": "b"})
-    given = found(tmp_path)
+    inputs = resolve_paths(tmp_path)
     (tmp_path / "b.txt").write_text("longer")
-    given.check_unchanged([DocumentRange(0, 0, 1)])
+    inputs.check_unchanged([DocumentRange(0, 0, 1)])
     with pytest.raises(InputError, match=r"b\.txt: changed"):
-        given.check_unchanged([DocumentRange(0, 1, 2)])
+        inputs.check_unchanged([DocumentRange(0, 1, 2)])
 
 
 def test_a_saved_data_set_without_splits_has_none_to_choose(tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
     with pytest.raises(InputError, match=r"saved: has no splits, expected one named `test` \(--dataset-split\)"):
-        found(tmp_path / "saved", dataset_split="test")
+        resolve_paths(tmp_path / "saved", dataset_split="test")

@@ -9,12 +9,12 @@ from backports import zstd
 from text_helpers import TEXTS, write_jsonl
 
 from megaenc.data.sources import text_files
-from megaenc.data.sources.text_files import LineBlock, FileBlock, find_line_start, read_line_blocks
+from megaenc.data.sources.text_files import FileBlock, LineBlock, find_line_start, read_line_blocks
 from megaenc.errors import InputError
 
 
 def texts_of(path, *between):
-    return [text for block in read_line_blocks(str(path), *between) for (text,) in block.documents(["text"], False).texts]
+    return [text for block in read_line_blocks(str(path), *between) for (text,) in block.parse(["text"], False).texts]
 
 
 def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
@@ -85,7 +85,7 @@ def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
 
     def pieces(paragraphs):
         blocks = read_line_blocks(str(path), sample_by="paragraph" if paragraphs else "line")
-        return [text for block in blocks for (text,) in block.documents(["text"], False).texts]
+        return [text for block in blocks for (text,) in block.parse(["text"], False).texts]
 
     assert pieces(paragraphs=True) == ["One.\n Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
     assert pieces(paragraphs=False) == ["One.", " Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
@@ -97,12 +97,12 @@ def test_text_that_is_not_utf8_is_named_or_counted(tmp_path, paragraphs):
     path.write_bytes(b"good\n\ncaf\xe9\n\ngood")
     (block,) = read_line_blocks(str(path), sample_by="paragraph" if paragraphs else "line")
     with pytest.raises(InputError, match=r"latin\.txt:3: not UTF-8 \(byte 0xe9 at position 4\)"):
-        block.documents(["text"], False)
-    assert block.documents(["text"], True).texts == [("good",), ("good",)]
-    whole = FileBlock((str(path),), 0)
+        block.parse(["text"], False)
+    assert block.parse(["text"], True).texts == [("good",), ("good",)]
+    file_block = FileBlock((str(path),), 0)
     with pytest.raises(InputError, match=r"latin\.txt: not UTF-8 \(byte 0xe9 at position 10\)"):
-        whole.documents(["text"], False)
-    assert whole.documents(["text"], True).skipped == 1
+        file_block.parse(["text"], False)
+    assert file_block.parse(["text"], True).skipped == 1
 
 
 def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
@@ -110,8 +110,8 @@ def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
     paths = [tmp_path / name for name in ("a.txt", "b.txt.gz", "c.txt.zst")]
     for path, text, pack in zip(paths, texts, (bytes, gzip.compress, zstd.compress), strict=True):
         path.write_bytes(pack(text.encode()))
-    found = FileBlock(tuple(map(str, paths)), 0).documents(["text", "other"], False)
-    assert found.texts == [(text, text) for text in texts]
+    actual = FileBlock(tuple(map(str, paths)), 0).parse(["text", "other"], False)
+    assert actual.texts == [(text, text) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
 def test_a_bad_line_is_named_or_counted(line, message):
     block = LineBlock("corpus.jsonl", 0, 11, b'{"text": "good"}\n\n' + line + b'\n{"text": "good too"}\n', 0)
     with pytest.raises(InputError) as error:
-        block.documents(["text"], False)
+        block.parse(["text"], False)
     assert str(error.value).startswith("corpus.jsonl:13: ") and message in str(error.value)
-    documents = block.documents(["text"], True)
+    documents = block.parse(["text"], True)
     assert documents.texts == [("good",), ("good too",)]
     assert documents.skipped == 1
 
@@ -141,10 +141,10 @@ def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
     data = write_jsonl(tmp_path / "a.jsonl", TEXTS * 50).read_bytes()
     for name, content in [("a.gz", gzip.compress(data)), ("a.zst", zstd.compress(data))]:
         (tmp_path / name).write_bytes(content[:-20])
-        with pytest.raises(InputError, match=r"broken compressed data: .*; expected a whole file"):
+        with pytest.raises(InputError, match=r"broken compressed data: .*; expected a complete file"):
             texts_of(tmp_path / name)
         with pytest.raises(InputError, match="broken compressed data"):
-            FileBlock((str(tmp_path / name),), 0).documents(["text"], False)
+            FileBlock((str(tmp_path / name),), 0).parse(["text"], False)
     monkeypatch.setattr(text_files, "LINES_BYTES", 1000)
     with pytest.raises(InputError, match=r"broken compressed data after line [1-9]\d*: "):
         texts_of(tmp_path / "a.gz")
@@ -161,7 +161,7 @@ def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
 def test_what_is_no_utf8_is_called_by_its_name(tmp_path, pack, kind):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     path.write_bytes(pack(path.read_bytes()))
-    for read in (lambda: texts_of(path), lambda: FileBlock((str(path),), 0).documents(["text"], False)):
+    for read in (lambda: texts_of(path), lambda: FileBlock((str(path),), 0).parse(["text"], False)):
         with pytest.raises(InputError, match=rf"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zst"):
             read()
 
@@ -172,9 +172,9 @@ def test_what_is_no_utf8_is_called_by_its_name(tmp_path, pack, kind):
         (
             b'{"text": "a"}\n{"text": "b',
             b'{"text": "a"}\n{"text": "b and c"}\n{"text": "d"}\n',
-            "a line that goes on after byte 25",
+            "a line that continues after byte 25",
         ),
-        (b'{"text": "a"}', b'{"text": "a"}\n' * 200_000, "a line that goes on after byte 13"),
+        (b'{"text": "a"}', b'{"text": "a"}\n' * 200_000, "a line that continues after byte 13"),
         (b'{"text": "a"}\n' * 9, b'{"text": "a"}\n' * 8, "the end of the file before byte 126"),
     ],
 )

@@ -14,8 +14,8 @@ from megaenc.data.tokenizer.tokenizer import (
     encode_documents,
     get_encoder,
     load_tokenizer,
-    train_tokenizer,
     read_vocabulary,
+    train_tokenizer,
 )
 from megaenc.data.tokenizer.train_command import main
 from megaenc.errors import InputError
@@ -151,13 +151,16 @@ def test_a_fast_way_that_differs_is_not_taken(monkeypatch):
 
     serialised = small_tokenizer().backend_tokenizer.to_str()
     honest = encoding._load_gigatoken(serialised)
-    alone, in_batches = (fast_way(lambda data: honest.encode(data.replace(b"\r", b""))) for _ in range(2))
-    alone.encode_batch, in_batches.encode = honest.encode_batch, honest.encode
+    single_wrong, in_batches = (fast_way(lambda data: honest.encode(data.replace(b"\r", b""))) for _ in range(2))
+    single_wrong.encode_batch, in_batches.encode = honest.encode_batch, honest.encode
     short, broken = fast_way(lambda data: honest.encode(data)[:40]), fast_way(lambda data: 1 / 0)
-    for taken, quick in ((True, fast_way(honest.encode)), *((False, wrong) for wrong in (alone, in_batches, short, broken))):
+    for is_fast, quick in (
+        (True, fast_way(honest.encode)),
+        *((False, wrong) for wrong in (single_wrong, in_batches, short, broken)),
+    ):
         monkeypatch.setattr(encoding, "_load_gigatoken", lambda serialised, quick=quick: quick)
         encoder = FastEncoder(serialised)
-        assert encoder.is_fast == taken
+        assert encoder.is_fast == is_fast
         assert encoder(["a\rb"])[0].tolist() == honest.encode(b"a\rb").tolist()
 
 
@@ -175,10 +178,10 @@ def test_trained_tokenizer_is_deterministic_lossless_and_whole(tmp_path):
 def test_the_mask_token_swallows_the_space_before_it():
     tokenizer = small_tokenizer()
     masked = tokenizer("The <|mask|> sleeps")["input_ids"]
-    whole = tokenizer("The dog sleeps")["input_ids"]
+    full_ids = tokenizer("The dog sleeps")["input_ids"]
     hidden = tokenizer(" dog")["input_ids"]
     at = masked.index(tokenizer.mask_token_id)
-    assert masked[:at] + hidden + masked[at + 1 :] == whole
+    assert masked[:at] + hidden + masked[at + 1 :] == full_ids
 
 
 def test_fingerprint_survives_saving_and_notices_changes(tmp_path):
@@ -241,10 +244,10 @@ def test_runs_hold_every_token_once_and_no_half_character(make):
     tokenizer = make()
     for text in [*TEXTS, *HOSTILE[:-2], "日本語 a\ufffdb\ufffd\ufffd", "it 's 3 . 14 , n't"]:
         ids = reference_ids(tokenizer, text)
-        whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        full_ids = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
         runs = decode_in_spans(tokenizer, ids)
         assert sum(count for count, _ in runs) == len(ids)
-        assert "".join(piece for _, piece in runs) == whole
+        assert "".join(piece for _, piece in runs) == full_ids
         assert "".join(piece for _, piece in runs).count("\ufffd") == text.count("\ufffd") or make is wordpiece
 
 

@@ -132,7 +132,7 @@ def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_pat
     for name in demo.DEMO_DATASETS:
         found = find_dataset(name, demo_folder=str(made))
         assert (found.name, found.family) == (name, name[-2:].upper())
-        texts[name] = [found.split(split) for split in ("train", "validation", "test")]
+        texts[name] = [found.load_split(split) for split in ("train", "validation", "test")]
     packages, tags, asked, searched = texts.values()
 
     assert find_dataset("demo_sc", demo_folder=str(made)).labels == ("big", "less")
@@ -178,7 +178,7 @@ def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, 
     monkeypatch.setattr(demo, "read_documentation", lambda: reads.append(1) or read())
     find_dataset("demo_sc", demo_folder=str(folder))
     assert (sorted(path.name for path in folder.iterdir() if path.is_dir()), reads) == (["demo_sc"], [])
-    assert f"{folder}: demo_sc will be made, once," in capsys.readouterr().out
+    assert f"{folder}: building demo_sc from installed packages, once;" in capsys.readouterr().out
     for name in ("demo_ir", "demo_tc", "demo_qa", "demo_sc"):
         find_dataset(name, demo_folder=str(folder))
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(demo.DEMO_DATASETS) and reads == [1]

@@ -74,7 +74,9 @@ def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_th
     for bad in ("{text} {text_pair} {", "{text:>5d} {text_pair}", "{text.x} {text_pair}"):
         with pytest.raises(InputError, match=r"--pair-template .*: .*expected \{text\} and \{text_pair\}"):
             find_dataset(folder, pair_template=bad)
-    assert find_dataset(folder, pair_template="{{{text}}} {text_pair}").load_split("train")[0].text == "{It rains {now}.} It is wet."
+    assert (
+        find_dataset(folder, pair_template="{{{text}}} {text_pair}").load_split("train")[0].text == "{It rains {now}.} It is wet."
+    )
 
 
 def test_pairs_are_read_wherever_they_are(tmp_path):
@@ -84,9 +86,9 @@ def test_pairs_are_read_wherever_they_are(tmp_path):
     assert [example.text for example in find_dataset(mixed).load_split("train")] == ["It rains.", joined, "It rains."]
     assert [example.text for example in find_dataset(f"mnli_m={mixed}").load_split("train")] == ["It rains.", wet, "It rains."]
     late = write(tmp_path / "late", **three([alone, pair]) | {"train__jsonl": [alone, alone | {"label": "yes"}]})
-    assert [example.text for split in ("train", "test") for example in find_dataset(late).split(split)] == ["It rains."] * 2 + [
-        joined
-    ]
+    assert [example.text for split in ("train", "test") for example in find_dataset(late).load_split(split)] == [
+        "It rains."
+    ] * 2 + [joined]
     assert find_dataset(late).fingerprint != find_dataset(late, pair_template="{text} {text_pair}").fingerprint
 
 
@@ -135,12 +137,18 @@ def test_tagged_words_of_every_format(tmp_path, rows):
     elif rows == "conll":
         found = find_dataset(write(tmp_path / "x", train__conll=CONLL, valid__conll=CONLL, test__txt=CONLL))
         assert found.labels == ("O", "B-ORG", "B-PER")
-        assert found.load_split("train") == [TaggedWords("0", ("EU", "#", "rejects"), (1, 0, 0)), TaggedWords("1", ("Ada",), (2,))]
+        assert found.load_split("train") == [
+            TaggedWords("0", ("EU", "#", "rejects"), (1, 0, 0)),
+            TaggedWords("1", ("Ada",), (2,)),
+        ]
         assert found.load_split("test") == found.load_split("train")
     else:
         files = {f"en_ewt-ud-{split}__iob2": UNER for split in ("train", "dev", "test")}
         found = find_dataset(write(tmp_path / "x", **files))
-        assert found.load_split("validation") == [TaggedWords("first", ("Ada", "is"), (1, 0)), TaggedWords("second", ("In",), (0,))]
+        assert found.load_split("validation") == [
+            TaggedWords("first", ("Ada", "is"), (1, 0)),
+            TaggedWords("second", ("In",), (0,)),
+        ]
     assert found.family is TaskFamily.TC
 
 
@@ -217,7 +225,7 @@ def test_retrieval_is_validated_on_part_of_train_or_else_of_test(tmp_path):
             **{"qrels-slash-test__tsv": many},
         )
     )
-    halves = [set(found.split(split).queries) for split in ("validation", "test")]
+    halves = [set(found.load_split(split).queries) for split in ("validation", "test")]
     assert [len(half) for half in halves] == [20, 20] and not halves[0] & halves[1]
     with pytest.raises(InputError, match=r"no train split, expected train\.tsv; --train-on names another"):
         found.load_split("train")
@@ -229,7 +237,7 @@ def test_texts_that_nothing_judges_are_not_looked_at(tmp_path):
         {"_id": f"d{n}", "title": "T" if n == 1 else "", "text": "" if n == 4 else f"text {n}"} for n in range(6)
     ]
     found = find_dataset(beir(tmp_path / "odd", corpus__jsonl__gz=odd))
-    assert all(found.split(split) == good.split(split) for split in ("train", "validation", "test"))
+    assert all(found.load_split(split) == good.load_split(split) for split in ("train", "validation", "test"))
     with pytest.raises(InputError, match=r"corpus.jsonl.gz:1: key `text`: found 5"):
         find_dataset(str(tmp_path / "odd"), whole_corpus=True).load_split("test")
 
@@ -278,7 +286,7 @@ def test_a_missing_split_is_made_as_the_study_makes_it(tmp_path, capsys, other):
     rows = [{"id": f"{n}", "text": f"text {n}", "label": n % 2} for n in range(40)]
     last = [{"id": "last", "text": "last", "label": 0}]
     found = find_dataset(write(tmp_path / f"made_{other}", train__jsonl=rows, **{f"{other}__jsonl": last}))
-    parts = [[example.id for example in found.split(split)] for split in ("train", "validation", "test")]
+    parts = [[example.id for example in found.load_split(split)] for split in ("train", "validation", "test")]
     assert [len(part) for part in parts] == [38, 2, 1] and parts[2] == ["last"]
     assert sorted(parts[0] + parts[1], key=int) == [row["id"] for row in rows]
     [line] = capsys.readouterr().out.splitlines()  # said once, not for each split
@@ -410,7 +418,7 @@ def test_bad_retrieval_data(tmp_path, name, content, message):
 
 def test_folders_that_hold_no_data_set(tmp_path):
     for name, files, message in [
-        ("empty", {"README__md": "nothing"}, r"found no file that is read, expected train\.\*"),
+        ("empty", {"README__md": "nothing"}, r"found no file of a known format, expected train\.\*"),
         (
             "twice",
             {"train__jsonl": SENTIMENT, "train__tsv": "x"},
@@ -430,7 +438,7 @@ def test_folders_that_hold_no_data_set(tmp_path):
             find_dataset(write(tmp_path / name, **files)).load_split("test")
     with pytest.raises(InputError, match=r"--task IR: .* holds no corpus.jsonl"):
         find_dataset(write(tmp_path / "x", **three(SENTIMENT)), task="IR")
-    with pytest.raises(InputError, match=r"--task SC: .*b holds corpus.jsonl and queries.jsonl, which are read as IR alone"):
+    with pytest.raises(InputError, match=r"--task SC: .*b holds corpus.jsonl and queries.jsonl, expected --task IR"):
         find_dataset(beir(tmp_path / "b"), task="SC")
 
 
@@ -491,7 +499,7 @@ def test_files_that_would_harm_their_reader_are_one_line(case, tmp_path):
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InputError, match=message):
         for split in ("train", "test"):
-            find_dataset(str(folder)).split(split)
+            find_dataset(str(folder)).load_split(split)
 
 
 def test_digits_without_end_are_a_name_like_any_other(tmp_path):

@@ -111,7 +111,7 @@ def test_a_crashed_run_is_tried_once_more(tmp_path, what, capsys):
     go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, "--jobs", "1")
     assert calls(model).count("sc1_lr1e-05_sd0") == 2 and len(calls(model)) == 5
     assert calls(model)[-1] == "sc1_lr1e-05_sd0"  # after the others
-    assert "is tried once more" in capsys.readouterr().out
+    assert "is retried once" in capsys.readouterr().out
     assert len(list((tmp_path / "out").rglob("results.json"))) == 4
 
 

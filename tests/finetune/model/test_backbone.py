@@ -222,7 +222,7 @@ def _torn(folder):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (_no_weights, r"no \*\.safetensors there"),
+        (_no_weights, r"no \*\.safetensors, expected"),
         (_no_tokenizer, r"no tokenizer\.json there"),
         (_no_config, r"no config\.json there"),
         (_another_kind, r"weights are missing \(embeddings\..*, \.\.\.\), expected those of a bert model"),

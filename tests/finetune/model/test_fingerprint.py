@@ -66,7 +66,7 @@ def test_no_folder_is_made_for_it(tmp_path):
         ("config.json", "{", "config.json: not JSON"),
         ("config.json", "[]", "config.json: found list; expected the configuration of a model"),
         ("config.json", None, r"no config\.json there, expected config\.json, \*\.safetensors and tokenizer\.json"),
-        ("model.safetensors", None, r"no \*\.safetensors there"),
+        ("model.safetensors", None, r"no \*\.safetensors, expected"),
         ("tokenizer.json", None, r"no tokenizer\.json there"),
     ],
 )

@@ -57,7 +57,10 @@ def test_a_model_that_has_not_got_so_far_is_not_whole(tmp_path):
     trees.cell(tmp_path, "begun", "SC/other", {1e-5: [0.5, 0.6]})
     found = cells(tmp_path)
     assert found["begun", "sst2"].chosen_rate is None and found["begun", "other"].chosen_rate == 1e-5
-    assert found["half", "sst2"].chosen_rate == 1e-5 and (len(found["half", "sst2"].runs), found["half", "sst2"].planned_run_count) == (3, 6)
+    assert found["half", "sst2"].chosen_rate == 1e-5 and (
+        len(found["half", "sst2"].runs),
+        found["half", "sst2"].planned_run_count,
+    ) == (3, 6)
 
 
 def test_the_grid_that_was_asked_for_is_all_that_counts(tmp_path):

@@ -150,7 +150,7 @@ def refuses_nan() -> Callable:
         task.evaluate(model, data, examples)
         with torch.no_grad():
             list(model.parameters())[-1].view(-1)[0] = torch.nan
-        with pytest.raises(NonFinitePredictionError, match="what the model predicts is nan or inf"):
+        with pytest.raises(NonFinitePredictionError, match="a prediction of the model is NaN or inf"):
             task.evaluate(model, data, examples)
 
     return check

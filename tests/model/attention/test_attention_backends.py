@@ -101,7 +101,10 @@ def test_a_scale_of_its_own(way, plug):
     q, k, v, _ = numbers(4, 2, 10)
     name, packed = plug(way), packing(Attention.CAUSAL)
     torch.testing.assert_close(
-        compute_attention(name, q, k, v, packed, 0.5), compute_attention(name, q * 0.5 * 10**0.5, k, v, packed), rtol=1e-4, atol=1e-5
+        compute_attention(name, q, k, v, packed, 0.5),
+        compute_attention(name, q * 0.5 * 10**0.5, k, v, packed),
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
@@ -166,7 +169,7 @@ def test_what_is_lacking():
     assert missing_requirement("varlen", accelerator, torch.bfloat16) == ""
 
 
-NONE, ALONE = "flash-attn is not installed", "flash-attn 2 is not installed, and version 3, which is, is for a Hopper alone"
+NONE, ALONE = "flash-attn is not installed", "flash-attn 2 is not installed, and version 3, which is, needs a Hopper GPU"
 SECOND, THIRD = "flash_attn", "flash_attn_interface"
 
 

@@ -262,8 +262,14 @@ def test_gradients_have_the_wide_type_in_the_hybrid_format_alone():
     from megaenc.backend import detect_backend
     from megaenc.model.fp8.tensor import select_float8_recipe
 
-    assert (select_float8_recipe("hybrid", detect_backend()).forward, select_float8_recipe("hybrid", detect_backend()).gradient) == OPEN
-    assert (select_float8_recipe("e4m3", detect_backend()).forward, select_float8_recipe("e4m3", detect_backend()).gradient) == (OPEN[0], OPEN[0])
+    assert (
+        select_float8_recipe("hybrid", detect_backend()).forward,
+        select_float8_recipe("hybrid", detect_backend()).gradient,
+    ) == OPEN
+    assert (select_float8_recipe("e4m3", detect_backend()).forward, select_float8_recipe("e4m3", detect_backend()).gradient) == (
+        OPEN[0],
+        OPEN[0],
+    )
 
 
 def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatch, capsys):

@@ -19,10 +19,19 @@ TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip"
 TURNED = {"SIGN": -1, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
 BLOCK = {"COLUMNS": 4096, "num_warps": 8}
 KERNELS = {
-    "norm": [(norm.rms_norm_forward_kernel, launch.row_tile_constants(1728)), (norm.rms_norm_backward_kernel, launch.row_tile_constants(1728))],
-    "norm of heads": [(norm.rms_norm_forward_kernel, launch.row_tile_constants(96)), (norm.rms_norm_backward_kernel, launch.row_tile_constants(96))],
+    "norm": [
+        (norm.rms_norm_forward_kernel, launch.row_tile_constants(1728)),
+        (norm.rms_norm_backward_kernel, launch.row_tile_constants(1728)),
+    ],
+    "norm of heads": [
+        (norm.rms_norm_forward_kernel, launch.row_tile_constants(96)),
+        (norm.rms_norm_backward_kernel, launch.row_tile_constants(96)),
+    ],
     "rotary": [(rotary.rotary_kernel, TURNED)],
-    "swiglu": [(swiglu.swiglu_forward_kernel, launch.column_block_constants(5120)), (swiglu.swiglu_backward_kernel, launch.column_block_constants(5120))],
+    "swiglu": [
+        (swiglu.swiglu_forward_kernel, launch.column_block_constants(5120)),
+        (swiglu.swiglu_backward_kernel, launch.column_block_constants(5120)),
+    ],
     "loss": [
         (cross_entropy.cross_entropy_statistics_kernel, BLOCK),
         (cross_entropy.cross_entropy_gradient_kernel, launch.column_block_constants(128_256)),

@@ -57,7 +57,7 @@ def test_a_rate_that_fails_is_no_steadiness():
     assert found.verdict == "holds" and found.overall.difference > 10
     assert "failed runs count as the trivial baseline: 5 of MLM 15 %" in found.reason
     unknown = by_claim(rated((mlm, clm), of_sides=(failed, {})))["3"]  # results that do not say what the baseline gets
-    assert "failed runs count as the worst run there" in unknown.reason and unknown.overall.difference < 3
+    assert "failed runs count as the worst run of that data set" in unknown.reason and unknown.overall.difference < 3
 
 
 def test_only_whole_rates_count():
@@ -65,8 +65,8 @@ def test_only_whole_rates_count():
     mlm, clm = grid({1e-4: 0.0, 2e-4: 0.03, 5e-4: 0.05}), grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.02})
     mlm[5e-4] = {0: mlm[5e-4][0]}
     found = by_claim(rated((mlm, clm)))["3"]
-    assert found.verdict == "holds" and found.overall.test.seeds == 5
-    assert "rates left out, as not finished with every seed of both: 1" in found.reason
+    assert found.verdict == "holds" and found.overall.test.seed_count == 5
+    assert "rates left out because runs of either model are not finished: 1" in found.reason
     assert "sides chose among unequal numbers of learning rates (2 to 3)" in found.reason
     two = by_claim(rated((grid({1e-4: 0.0, 2e-4: 0.03}, seeds=2), grid({1e-4: 0.0, 2e-4: 0.01}, seeds=2))))["3"]
     assert two.verdict == "not resolved" and math.isnan(two.overall.p)  # one pair of seeds: no spread

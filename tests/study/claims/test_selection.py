@@ -50,8 +50,8 @@ def test_the_end_of_a_half_done_study_is_the_planned_one():
     def half(one):  # CLM is done, MLM has its shorter budget alone
         return one.size == "610M" and one.decayed and not one.cpt_mlm_steps and (one.steps == 22_000 or one.clm_steps == 42_000)
 
-    assert {pair[1][0].steps for pair in ModelSelector(only(half)).final().values()} == {22_000}  # all that there is
-    assert ModelSelector(only(half, plan)).final() == {}
+    assert {pair[1][0].steps for pair in ModelSelector(only(half)).final_pairs().values()} == {22_000}  # all that there is
+    assert ModelSelector(only(half, plan)).final_pairs() == {}
     assert judge(only(half, plan), draws=0)[0].verdict == "no data"
 
 

@@ -78,7 +78,7 @@ def test_planted_effects_are_found_where_sizes_have_unequal_runs(way, expected):
     """Of recipes: each run of the pretraining is a point better or worse, and the largest size has one."""
     runs = {"pretrained": {"210M": 5, "610M": 3}, "runs": 0.01}
     found = by_claim(simulated.study(4, lambda one, family: PLANTED["1a"](one, family, way), quiet=True, **runs), draws=0)["1a"]
-    assert found.verdict == expected and [one.pretrained for one in found.comparisons] == [5, 3, 1]
+    assert found.verdict == expected and [one.pretraining_runs for one in found.comparisons] == [5, 3, 1]
     assert "1 of 3 comparisons have one pretraining run" in found.reason and simulated.about_recipes(found)
 
 
@@ -94,7 +94,7 @@ def test_sensitivity_to_the_rate(way, expected):
     assert found.verdict == expected and len(found.comparisons) == 3 * 4
     assert found.overall.difference == pytest.approx(way * 1.79, abs=0.2)  # (9 - 1) / (2 * sqrt(5)), of 3 points and 1
     first, second = re.search(
-        r"standard deviation over the rates, without what seeds do: (.+) and (.+) points", found.reason
+        r"standard deviation over the rates, without the seeds' part: (.+) and (.+) points", found.reason
     ).groups()
     assert sorted((float(first), float(second)), reverse=way > 0) == pytest.approx([3, 1][::way], abs=0.3)
 

@@ -103,7 +103,7 @@ WRONG = {
     "type": (manifests.models(TOY | {"steps": "many"}), "entry 1: field `steps`: found 'many', expected a int"),
     "type of a flag": ({"pretrain": {"lr": "fast"}}, "pretrain: field `lr`: found 'fast', expected a float"),
     "no entry": (manifests.models("toy"), "entry 1: found 'toy', expected keys"),
-    "duplicate": (manifests.models(TOY, TOY | {"mask": [0.2, 0.4]}), "entry 2: model toy-mlm40-400 is there already"),
+    "duplicate": (manifests.models(TOY, TOY | {"mask": [0.2, 0.4]}), "entry 2: model toy-mlm40-400 exists already"),
     "decay too long": (manifests.models(TOY | {"steps": 15}), "entry 1: a decay of 20 steps in a run of 15"),
     "no room for both": (
         manifests.models(TOY | {"steps": 25}),
@@ -124,7 +124,7 @@ WRONG = {
         manifests.models({"size": "toy", "steps": 400, "schedule": "clm:100,mlm:200"}),
         "steps add up to 300, expected 400",
     ),
-    "schedule beside": (manifests.models(TOY | {"schedule": "mlm"}), "entry 1: found `mask` beside `schedule`"),
+    "schedule beside": (manifests.models(TOY | {"schedule": "mlm"}), "entry 1: found `mask` together with `schedule`"),
     "checkpoint": (manifests.models(TOY | {"checkpoints": [390]}), "field `checkpoints`: found 390, expected 1 to 380"),
     "name of several": (manifests.models(TOY | {"mask": [0.2, 0.4], "name": "one"}), "field `name`: found one for 2 models"),
     "folder as a name": (
@@ -138,7 +138,7 @@ WRONG = {
     "protocol": ({"finetune": {"datasets": ["sst2"], "epochs": 0}}, "finetune: --epochs: found 0.0, expected more than 0"),
     "reported": ({"reported": {"steps": {"base": 1}}}, "reported: steps: unknown name `base`"),
     "no corpus": ({"corpus": None}, "corpus: field `vocab_size`: found 0"),
-    "two corpora": ({"pretrain": {"data_path": "x"}}, "pretrain: found `data_path` beside a corpus that the study makes"),
+    "two corpora": ({"pretrain": {"data_path": "x"}}, "pretrain: found `data_path`, but `corpus` builds its own"),
 }
 
 
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, changes, complaint):
 def test_a_key_that_is_there_twice_is_refused(tmp_path):
     path = manifests.write(tmp_path)
     path.write_text(path.read_text() + "\ncorpus: {demo: true}\n")
-    with pytest.raises(InputError, match="key `corpus` is there twice"):
+    with pytest.raises(InputError, match="key `corpus` is given twice"):
         read_manifest(path)
     with pytest.raises(InputError, match="No such file"):
         read_manifest(tmp_path / "none.yaml")
@@ -163,7 +163,7 @@ def test_aliases_that_stand_for_a_great_many_values_are_refused(tmp_path):
     path = manifests.write(tmp_path)
     lines = ["a0: &a0 [1, 1]", *(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, 40))]
     path.write_text(path.read_text() + "\n" + "\n".join(lines) + "\n")
-    with pytest.raises(InputError, match="not YAML: its aliases stand for more than 100,000 values"):
+    with pytest.raises(InputError, match="not YAML: its aliases expand to more than 100,000 values"):
         read_manifest(path)
     path.write_text("".join(f"k{number}: 1\n" for number in range(40_000)))
     with pytest.raises(InputError, match="unknown field `k0`"):

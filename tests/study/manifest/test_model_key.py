@@ -83,7 +83,7 @@ def test_an_objective_that_the_columns_cannot_say_is_spelled_as_its_schedule():
 def test_what_cannot_be_named_says_so():
     with pytest.raises(ValueError, match="without a mask ratio"):
         format_model_name(ModelKey("610M", mlm_steps=42_000))
-    with pytest.raises(ValueError, match="not on the way to 42000"):
+    with pytest.raises(ValueError, match="not before the end of its run, step 42000"):
         format_model_name(ModelKey("610M", clm_steps=64_000, decayed=False))
 
 

@@ -1,4 +1,4 @@
-"""Costs: operations as training counts them, hours, bytes, the longest wait, and the words about the paper's own counts."""
+"""Costs: operations as training counts them, hours, bytes, the critical path, and the sentences on the paper's own counts."""
 
 import manifests
 import numpy as np
@@ -40,12 +40,12 @@ def test_the_paper_in_numbers():
 
 def test_the_differences_from_the_paper_are_explained_by_the_graph():
     assert explain_steps(of_file("paper")) == {
-        "base": "630,000 steps: 15 x 42,000 from new weights; the paper says 630,000, the same",
-        "pfs": "250,000 steps: 114,000 in 9 branches, 4 x 2,000 of decay alone (122,000) "
+        "base": "630,000 steps: 15 x 42,000 from new weights; the paper reports 630,000, the same",
+        "pfs": "250,000 steps: 114,000 in 9 branches, 4 x 2,000 of decay only (122,000) "
         "and 128,000 for the 4 of its 17 models that are inferred; "
-        "the paper says 120,000, 2,000 less than the 122,000: as much as one decay of 2,000; which, it does not say",
+        "the paper reports 120,000, 2,000 less than the 122,000: as much as one decay of 2,000; it does not report which",
         "cpt": "52,000 steps: 26,000 (20,000 undecayed and 3 x 2,000 of decay) for each of 2 starts; "
-        "the paper says 26,000, one of the 2 starts alone",
+        "the paper reports 26,000, only one of the 2 starts",
     }
 
 
@@ -72,7 +72,7 @@ def test_operations_are_those_that_training_counts():
 def test_a_phase_is_counted_with_its_own_objective(tmp_path):
     found = graph(tmp_path)
     run = found.runs["toy-clm-100-mlm40-400"]
-    flags = run.model.run
+    flags = run.model.config
     clm, mlm = (8 * pack_flops(flags, 1024, *part) for part in ((1.0, 0.0), (0.4, 1.0)))
     assert compute_training_cost(found.manifest, run.model, 0, 400).flops == pytest.approx(100 * clm + 300 * mlm)
     assert compute_training_cost(found.manifest, run.model, 60, 110).flops == pytest.approx(40 * clm + 10 * mlm)

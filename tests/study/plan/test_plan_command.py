@@ -17,10 +17,10 @@ def printed(capsys, *flags):
 def test_the_plan_of_the_paper(capsys):
     out = printed(capsys, manifests.STUDY / "paper.yaml")
     first = out.splitlines()[0]
-    assert first.endswith("38 models and 12 checkpoints on the way")
+    assert first.endswith("38 models and 12 intermediate checkpoints")
     assert "932,000" in out and "1,166,000" in out
     assert "18,000 results, 50 checkpoints x 12 data sets x 6 rates x 5 seeds" in out
-    assert "15,000 runs" in out and "the paper says 15,120, 42 checkpoints x 360" in out
+    assert "15,000 runs" in out and "the paper reports 15,120, 42 checkpoints x 360" in out
     assert "630,000, 81,000 h" in out and "120,000, 16,000 h" in out and "26,000, 4,000 h" in out
     for name in ("610m-clm-dec42k-mlm40-64k", "1b-mlm50-42k"):
         assert out.count(f" {name} ") == 1
@@ -37,7 +37,7 @@ def test_the_picture_is_written(tmp_path, capsys, ending):
 
 def test_a_plan_without_rates_or_fine_tuning_says_what_is_missing(tmp_path, capsys):
     out = printed(capsys, manifests.write(tmp_path, finetune=None))
-    assert "hours: not known; `hardware: {tokens_per_second: ...}`" in out
+    assert "hours: unknown; set `hardware: {tokens_per_second: ...}`" in out
     assert "fine-tuning" not in out
 
 

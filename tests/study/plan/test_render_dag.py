@@ -25,12 +25,12 @@ def test_the_tree_says_where_each_run_begins_and_what_it_makes(tmp_path):
         "\n".join(line.rstrip() for line in format_tree(graph(tmp_path, **manifests.models(*entries))))
         == """\
 toy:
-  toy-clm-400                                         +400  CLM to 400  evaluated at 50 200 too
+  toy-clm-400                                         +400  CLM to 400  also evaluated at 50 200
   ├─ toy-clm-dec400-mlm20-520  after its 400          +120  MLM 20 % to 120
-  ├─ toy-clm-dec400-mlm20-420  after its 400           +20  MLM 20 % to 20, all of it decay
-  ├─ toy-clm-200               from step 180           +20  CLM to 200, all of it decay  (not evaluated)
+  ├─ toy-clm-dec400-mlm20-420  after its 400           +20  MLM 20 % to 20, decay only
+  ├─ toy-clm-200               from step 180           +20  CLM to 200, decay only  (not evaluated)
   └─ toy-clm-100-mlm40-400     from step 100          +300  MLM 40 % to 400
-     └─ toy-clm-100-mlm40-200  from step 180           +20  MLM 40 % to 200, all of it decay
+     └─ toy-clm-100-mlm40-200  from step 180           +20  MLM 40 % to 200, decay only
   turns                                               +400  MLM 40 % to 100, CLM to 200, MLM 40 % to 300, ... 1 more to 400"""
     )
 

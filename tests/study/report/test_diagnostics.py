@@ -9,10 +9,10 @@ import pytest
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.score_tables import (
     build_collapse_table,
-    build_rate_table,
-    rate_sensitivity,
     build_diagnostic_tables,
+    build_rate_table,
     build_variance_table,
+    rate_sensitivity,
 )
 from megaenc.study.results.evidence import Evidence, Score, read_evidence
 from megaenc.study.results.published import published
@@ -22,9 +22,9 @@ ONE, OTHER = ModelKey("mini", 10), ModelKey("mini", 0, 10, mask_ratio=0.4)
 
 
 def score(setting, seeds, examples=None, **more):
-    given = {"mean": float(np.mean(list(seeds.values()))), "half": 0.01, "seeds": seeds}
+    given = {"mean": float(np.mean(list(seeds.values()))), "half_width": 0.01, "seed_scores": seeds}
     if examples is not None:
-        given["examples"] = lambda: examples
+        given["load_examples"] = lambda: examples
     return Score("clm" if setting is ONE else "mlm", setting, "SC", "sst2", **given, **more)
 
 
@@ -34,10 +34,10 @@ def test_published_means_say_nothing_of_rates_seeds_or_runs():
 
 def test_rates_with_every_seed_make_the_spread():
     rates = {1e-5: {0: 0.80, 1: 0.82}, 1e-4: {0: 0.90, 1: 0.90}, 5e-4: {0: 0.10}, 2e-4: {0: 0.894, 1: 0.892}}
-    found = score(ONE, {0: 0.9, 1: 0.9}, rates=rates)
+    found = score(ONE, {0: 0.9, 1: 0.9}, rate_scores=rates)
     assert rate_sensitivity(found).means == pytest.approx({1e-5: 0.81, 1e-4: 0.9, 2e-4: 0.893})
     assert [row.cells for row in build_rate_table(Evidence([found])).rows] == [("clm", "9.00 (2/3)")]
-    assert build_rate_table(Evidence([score(ONE, {0: 0.9}, rates={1e-5: {0: 0.9}})])) is None
+    assert build_rate_table(Evidence([score(ONE, {0: 0.9}, rate_scores={1e-5: {0: 0.9}})])) is None
 
 
 def test_a_rate_that_broke_runs_counts_at_the_floor():
@@ -52,21 +52,21 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
     assert [row.cells for row in build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, **given)])).rows] == [
         ("clm", "2.00 (2/5, 2 failed)")
     ]
-    alone = score(ONE, {0: 0.9}, rates={1e-5: {0: 0.9}}, failed_seeds={1e-4: frozenset({0})})
+    alone = score(ONE, {0: 0.9}, rate_scores={1e-5: {0: 0.9}}, failed_seeds={1e-4: frozenset({0})})
     assert [row.cells for row in build_rate_table(Evidence([alone])).rows] == [("clm", "(1 failed)")]
 
 
 def test_a_model_that_always_collapses_is_not_called_steady():
     rates = {1e-5: {0: 0.5, 1: 0.5}, 1e-4: {0: 0.5, 1: 0.5}}
     table = build_rate_table(
-        Evidence([score(ONE, {0: 0.5, 1: 0.5}, rates=rates, collapsed=4, runs=4, planned=4, collapsed_at_rate=2)])
+        Evidence([score(ONE, {0: 0.5, 1: 0.5}, rate_scores=rates, collapsed_runs=4, ended_runs=4, planned_runs=4, collapsed_at_rate=2)])
     )
     assert table.rows[0].cells == ("clm", "0.00 (2/2) †4/4") and "looks as if no rate mattered" in table.note
 
 
 def test_the_rates_of_a_grid_that_is_not_done_are_marked():
     rates = {1e-5: {0: 0.80, 1: 0.82}, 1e-4: {0: 0.90, 1: 0.90}}
-    table = build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, rates=rates, runs=4, planned=12)]))
+    table = build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, rate_scores=rates, ended_runs=4, planned_runs=12)]))
     assert table.rows[0].cells == ("clm", "9.00 (1/2) [4/12]") and "only k of n fine-tunings" in table.note
 
 
@@ -90,7 +90,7 @@ def test_collapsed_runs_are_counted_by_data_set_and_by_rate(tmp_path):
             run(tmp_path / "mlm" / "SC" / "sst2", rate, seed, score=None)
     evidence = read_evidence(tmp_path, {"clm": ONE, "mlm": OTHER})
     average = evidence.find(ONE, "average", "IR")
-    assert (average.collapsed, average.runs, average.planned) == (1, 10, 10)
+    assert (average.collapsed_runs, average.ended_runs, average.planned_runs) == (1, 10, 10)
     assert evidence.find(OTHER, "sst2") is None
     table = build_collapse_table(evidence)
     assert [f"{column.group} {column.name}".strip() for column in table.columns] == [
@@ -112,7 +112,7 @@ def test_failed_runs_are_known_to_a_score_and_its_average(tmp_path):
             run(tmp_path / "clm/SC" / dataset, "5e-05", seed, score=None if (dataset, seed) == ("b", 1) else 0.7, baseline=floor)
     evidence = read_evidence(tmp_path, {"clm": ONE})
     score = evidence.find(ONE, "b")
-    assert (score.failed_seeds, score.baseline, score.rates[5e-5]) == ({5e-5: {1}}, 0.3, {0: 0.7})
+    assert (score.failed_seeds, score.baseline, score.rate_scores[5e-5]) == ({5e-5: {1}}, 0.3, {0: 0.7})
     assert score.rate_scores_with_failures == {1e-5: {0: 0.9, 1: 0.9}, 5e-5: {0: 0.7, 1: 0.3}}
     average = evidence.find(ONE, "average", "SC")
     assert average.failed_seeds == {5e-5: {1}} and average.rate_scores_with_failures[5e-5] == pytest.approx({0: 0.7, 1: 0.5})

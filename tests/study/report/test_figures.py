@@ -9,8 +9,8 @@ from study_folders import DATASETS, RATES, settings, write_results, write_runs
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures import objectives
-from megaenc.study.report.figures.base import BACKGROUND_COLOUR, FigureSpec, figure_to_svg, embed_svg
-from megaenc.study.report.figures.registry import build_figures, published_flops_by_model, build_loss_figure, build_rate_figure
+from megaenc.study.report.figures.base import BACKGROUND_COLOUR, FigureSpec, embed_svg, figure_to_svg
+from megaenc.study.report.figures.registry import build_figures, build_loss_figure, build_rate_figure, published_flops_by_model
 from megaenc.study.results.evidence import Evidence, Score, build_evidence
 from megaenc.study.results.pretrain_runs import flops_by_model, read_runs
 from megaenc.study.results.published import published
@@ -113,22 +113,22 @@ def test_published_values_lie_behind_the_same_models_and_beside_others(ours, run
     setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
     same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, ModelKey("610M", 42_000))])
     first = build_figures(same, {}, {}, published())[0]
-    light = [line for line in first.drawn.panels[0].lines if line.light]
+    light = [line for line in first.figure.panels[0].lines if line.light]
     assert [line.name for line in light] == ["MLM, published", "CLM, published"] and first.published is None
     others = build_figures(ours, runs, flops_by_model(runs, settings()), published())
-    assert [one.drawn.key for one in others if not one.drawn.panels] == []
-    beside = [one.drawn.key for one in others if one.published is not None]
+    assert [one.figure.key for one in others if not one.figure.panels] == []
+    beside = [one.figure.key for one in others if one.published is not None]
     assert beside == ["objectives", "mask-ratios", "efficiency-steps", "efficiency-flops", "clm-shares", "continued-pretraining"]
 
 
 def test_all_that_tables_alone_allow():
     shown = build_figures(published(), {}, published_flops_by_model(published()))
-    assert [one.drawn.key for one in shown if not one.drawn.panels] == [
+    assert [one.figure.key for one in shown if not one.figure.panels] == [
         "mask-ratios-with-clm",
         "learning-rates",
         "losses",
     ]
-    assert all(one.drawn.caption.endswith(".") for one in shown if not one.drawn.panels)
+    assert all(one.figure.caption.endswith(".") for one in shown if not one.figure.panels)
 
 
 def test_another_seed_of_the_pretraining_is_points_without_a_line():
@@ -153,7 +153,7 @@ def test_published_values_have_bars_too_thin_ones():
     setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
     same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, ModelKey("610M", 42_000))], kind="t")
     picture = objectives.build_objectives_figure(same, published())
-    widths = [float(bars.get_linewidth()[0]) for bars in picture.wide.axes[0].collections]
+    widths = [float(bars.get_linewidth()[0]) for bars in picture.figure.axes[0].collections]
     assert len(widths) == 4 and sorted(widths) == [0.7, 0.7, 1.2, 1.2]
     assert "95 % by Student's t" in picture.caption and "published ones are 1.96 standard errors over 5" in picture.caption
 
@@ -177,7 +177,7 @@ def test_points_of_collapsed_models_are_hollow(ours):
     scores = [dataclasses.replace(one, collapsed_at_rate=one.model_key.clm_steps // 300) for one in ours.scores]
     picture = objectives.build_objectives_figure(Evidence(scores))
     assert {line.name: line.points[0].collapsed for line in picture.panels[0].lines} == {"MLM": False, "CLM": True}
-    [inside] = [line for line in picture.wide.axes[0].get_lines() if line.get_color() == BACKGROUND_COLOUR]
+    [inside] = [line for line in picture.figure.axes[0].get_lines() if line.get_color() == BACKGROUND_COLOUR]
     assert inside.get_ydata()[0] == picture.panels[0].lines[1].points[0].mean and "Hollow points" in picture.caption
 
 
@@ -211,15 +211,14 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     assert len(set(looks)) == len(looks) == 6
     assert picture.panels[0].ticks == {0: "42k steps", 1: "64k steps"}
     assert points(picture, 0, names[turns]).popitem()[1] == 52.1
-    assert picture.draw(1).legends[0]._ncols == 1  # long names have a line each on a phone
     assert objectives.build_schedule_figure(Evidence(scores[:-2])) is None
-    assert [one.drawn.key for one in build_figures(Evidence(scores), {}, {})][-2:] == ["other-schedules", "losses"]
+    assert [one.figure.key for one in build_figures(Evidence(scores), {}, {})][-2:] == ["other-schedules", "losses"]
 
 
-def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):
+def test_figures_contain_the_numbers(ours):
     picture = objectives.build_objectives_figure(ours)
-    assert picture.wide.get_size_inches()[0] == 9 and picture.draw(1).get_size_inches()[0] == 3.75
-    axis = picture.wide.axes[0]
+    assert picture.figure.get_size_inches()[0] == 9
+    axis = picture.figure.axes[0]
     assert [float(line.get_ydata()[0]) for line in axis.get_lines() if line.get_marker() == "s"] == [
         picture.panels[0].lines[0].points[0].mean
     ]
@@ -229,7 +228,8 @@ def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):
 
 def test_svg_is_text_the_same_each_time_and_takes_the_pages_colours(ours):
     picture = objectives.build_objectives_figure(ours)
-    assert figure_to_svg(picture.draw(), "a") == figure_to_svg(picture.draw(), "a") and "demo_sc" in picture.svg
-    drawn = embed_svg(picture.svg, "objectives-wide", 'CLM "and" <MLM>')
+    again = dataclasses.replace(picture)
+    assert figure_to_svg(picture.figure, "a") == figure_to_svg(again.figure, "a") and "demo_sc" in picture.svg
+    drawn = embed_svg(picture.svg, "objectives", 'CLM "and" <MLM>')
     assert 'aria-label="CLM &quot;and&quot; &lt;MLM&gt;"' in drawn and "var(--ink)" in drawn and "#ffffff" not in drawn
-    assert 'id="objectives-wide-figure_1"' in drawn and "width=" not in drawn[: drawn.index(">")]
+    assert 'id="objectives-figure_1"' in drawn and "width=" not in drawn[: drawn.index(">")]

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from megaenc.study.claims.verdicts import Verdict
-from megaenc.study.report.figures.base import FigureSpec, FigureLine, FigurePanel, FigurePoint
+from megaenc.study.report.figures.base import FigureLine, FigurePanel, FigurePoint, FigureSpec
 from megaenc.study.report.figures.registry import ReportFigure
 from megaenc.study.report.html import GENERATOR_TAG, ReportPage, render_page
 from megaenc.study.report.table import Column, Table, TableRow
@@ -94,7 +94,7 @@ def text() -> str:
     facts = [("Hardware", EVIL), ("Commit", "1a2b3c")]
     return render_page(
         ReportPage(
-            f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, f"Without any run: {EVIL}."
+            f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, f"No run yet: {EVIL}."
         )
     )
 
@@ -126,7 +126,7 @@ def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
     for words in ("✓ holds", "⇄ reversed", "? not resolved", "– no data"):
         assert words in text
     assert "1 hold, 1 reversed, 1 not resolved, 1 without data" in text
-    assert "The published tables, judged the same way" in text and "5\u00a0% less" in text
+    assert "The same test on the published tables" in text and "5\u00a0% less" in text
     assert "5\u00a0% less, \u22121.29 points (\u22124.39 to +1.80) of 610m-mlm40-42k, p = 2e-05." in text
     assert (
         ">\u22121.50<" in text
@@ -154,12 +154,12 @@ def test_seeds_that_are_never_enough_have_a_word():
 
 
 def test_the_page_says_what_verdicts_are_about(text):
-    assert "about these trained models, and another pretraining run may differ by more" in " ".join(text.split())
+    assert "for these trained models, and another pretraining run may differ by more" in " ".join(text.split())
 
 
-def test_figures_are_drawn_twice_with_a_text_for_who_cannot_see(text):
+def test_figures_are_drawn_once_with_an_alternative_text(text):
     drawn = [attributes for tag, attributes in Checked(text).tags if tag == "svg" and attributes.get("role") == "img"]
-    assert len(drawn) == 4  # wide and narrow, ours and published
+    assert len(drawn) == 2  # ours and published
     assert drawn[0]["aria-label"] == f"CLM and MLM. caption {EVIL}"
     assert "<li>Losses: No runs were given.</li>" in text
 
@@ -173,7 +173,7 @@ def test_tables_align_numbers_and_move_by_themselves(text):
 
 
 def test_a_page_says_that_it_is_a_report_and_what_has_no_score(text):
-    assert text.index(GENERATOR_TAG) < text.index("<body>") and "Without any run: &lt;b" in text
+    assert text.index(GENERATOR_TAG) < text.index("<body>") and "No run yet: &lt;b" in text
 
 
 def test_both_colour_schemes_and_the_scores_to_take_away(text):

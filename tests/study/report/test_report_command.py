@@ -62,7 +62,7 @@ def test_every_published_cell_comes_back_from_result_files(tmp_path):
     pairs = list(zip(base.rows[::2], base.rows[1::2], strict=True))
     assert len(pairs) == 15 and all(theirs.light and theirs.cells[:3] == ours.cells[:3] for ours, theirs in pairs)
     assert sum(ours.cells[4:7] == theirs.cells[4:7] for ours, theirs in pairs) == 15
-    drawn = [one.drawn.key for one in report.figures if bool(one.drawn.panels)]
+    drawn = [one.figure.key for one in report.figures if bool(one.figure.panels)]
     assert "learning-rates" in drawn and "efficiency-flops" in drawn
     assert {one.claim: one.verdict for one in report.published}[4] == "holds"
 
@@ -70,7 +70,7 @@ def test_every_published_cell_comes_back_from_result_files(tmp_path):
 def test_the_printed_tables_alone(capsys):
     report = build_report(ReportConfig(published=True))
     assert [table.key for table in report.tables] == ["base", "efficiency", "pfs", "cpt"] and not report.published
-    assert sum(bool(one.drawn.panels) for one in report.figures) == 6
+    assert sum(bool(one.figure.panels) for one in report.figures) == 6
     assert "arXiv 2507.00994" in dict(report.facts)["Numbers"]
 
 
@@ -108,7 +108,7 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     assert facts["Models"] == "5 evaluated of 5 planned" and facts["Fine-tuning"] == "60 results, 0 failed runs"
     assert facts["Learning rates"] == "2e-04, 1e-03" and facts["Fine-tuning seeds"] == "0, 1, 2"
     assert facts["Pretraining"].startswith("5 runs, 1,050 steps") and facts["Software"] == "megaenc 0.1.0"
-    assert facts["Time in fine-tunings"] == "0.1 hours, evaluation included"
+    assert facts["Time in fine-tuning"] == "0.1 hours, evaluation included"
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     report_command.main([*flags, "--about", "date=2026-11-22"])
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
@@ -126,8 +126,8 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
     assert cells["mini-mlm40-300"][3].endswith(" [3/6]") and not cells["mini-mlm40-300"][4].endswith("]")
     assert cells["mini-clm-300"][3] is None and cells["mini-clm-300"][4] is not None
     assert report.missing_scores == (
-        "Without a score, which takes a learning rate with every seed finished: mini-clm-300 (SC demo_sc: 4 of 6 runs ended). "
-        "Without any run: mini-clm-150-mlm40-300."
+        "No score yet, which needs a learning rate with every seed finished: mini-clm-300 (SC demo_sc: 4 of 6 runs ended). "
+        "No run yet: mini-clm-150-mlm40-300."
     )
     assert dict(report.facts)["Models"] == "4 evaluated of 5 planned"
     assert report.verdicts[0].verdict == "no data"  # CLM has no score there, and nothing else stands for it
@@ -136,7 +136,7 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
 def test_results_outside_of_the_manifests_grid_are_left_out(study, tmp_path):
     (tmp_path / "fewer.yaml").write_text(MANIFEST.replace("seeds: 3", "seeds: 2"))
     report = build_report(ReportConfig(manifest=f"{tmp_path}/fewer.yaml", results=f"{study}/results"))
-    assert dict(report.facts)["Fine-tuning"].endswith("20 with rates or seeds that the manifest does not ask for are left out")
+    assert dict(report.facts)["Fine-tuning"].endswith("20 with rates or seeds that the manifest does not plan are left out")
     assert dict(report.facts)["Fine-tuning seeds"] == "0, 1"
     assert {line["finetuning_seeds"] for line in csv.DictReader(io.StringIO(report.scores))} == {"2"}
 
@@ -157,14 +157,14 @@ def test_a_folder_that_no_report_wrote_is_left_alone(tmp_path, refusal):
         shutil.rmtree(tmp_path / "copy")
         return said
 
-    assert "holds figures and no report" in refused("index.html", "thesis.tex", "figures/photo.png", "tables/raw.csv")
-    assert "holds tables and no report" in refused("tables/raw.csv")
+    assert "contains figures and no report" in refused("index.html", "thesis.tex", "figures/photo.png", "tables/raw.csv")
+    assert "contains tables and no report" in refused("tables/raw.csv")
     (site / "files.txt").write_text("my own list\n")
-    assert "holds files.txt and no report" in refused("files.txt")
+    assert "contains files.txt and no report" in refused("files.txt")
     (site / "index.html").write_text(GENERATOR_TAG)
-    assert "holds files.txt and no report" in refused("index.html", "files.txt")
+    assert "contains files.txt and no report" in refused("index.html", "files.txt")
     (site / "files.txt").write_text("# written by megaenc study report\ntables/raw.csv\n")
-    assert "holds tables/base.csv, which no report wrote" in refused("index.html", "files.txt", "tables/base.csv")
+    assert "contains tables/base.csv, which no report wrote" in refused("index.html", "files.txt", "tables/base.csv")
 
 
 LINKS = {
@@ -278,20 +278,20 @@ def test_intervals_of_student_are_wider(study):
         [line, *_] = csv.DictReader(io.StringIO(report.scores))
         halves.append(float(line["ci95"]))
     assert halves[1] == pytest.approx(halves[0] * 4.303 / 1.96, rel=0.02)
-    assert not next(one.drawn for one in report.figures if one.drawn.key == "losses").panels
+    assert not next(one.figure for one in report.figures if one.figure.key == "losses").panels
 
 
 def test_wrong_input_is_one_line(study, tmp_path, refusal):
     def said(*flags):
         return refusal(report_command.main, flags)
 
-    assert "--results: missing, expected a folder of results (or --published" in said("--output", tmp_path / "r")
+    assert "--results: missing, expected a results directory (or --published" in said("--output", tmp_path / "r")
     assert "--published: found beside results, expected alone" in said("--published", "--results", study)
     assert "holds no results" in said("--results", tmp_path, "--output", tmp_path / "r")
     assert "--about hardware: expected NAME=TEXT" in said("--results", study / "results", "--about", "hardware")
     (tmp_path / "notes.txt").touch()
-    assert "holds notes.txt and no report" in said("--published", "--output", tmp_path)
-    assert "is a file, expected a folder" in said("--published", "--output", tmp_path / "notes.txt")
+    assert "contains notes.txt and no report" in said("--published", "--output", tmp_path)
+    assert "is a file, expected a directory" in said("--published", "--output", tmp_path / "notes.txt")
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("mini", "tiny"))
     line = said(tmp_path / "other.yaml", "--results", study / "results", "--output", tmp_path / "r")
     assert "found models mini-clm-150-mlm40-300" in line and "expected those of" in line and "tiny-mlm40-300" in line

@@ -14,7 +14,7 @@ from megaenc.study.report.score_tables import build_score_tables, build_standard
 from megaenc.study.report.table import table_to_csv, table_to_latex, table_to_markdown
 from megaenc.study.results.evidence import Evidence, Score, build_evidence
 from megaenc.study.results.groups import SETUP_TITLES
-from megaenc.study.results.published import published, parse_model_key, read_published_rows
+from megaenc.study.results.published import parse_model_key, published, read_published_rows
 
 LINES = {"base": 15, "efficiency": 12, "pfs": 15, "cpt": 8}
 
@@ -71,9 +71,9 @@ def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
     """Two models that said the same constant to everything would look like a result of 55.00 (0.00)."""
     one, other = ModelKey("mini", 100), ModelKey("mini", 0, 100, mask_ratio=0.4)
     seeds = {seed: 0.55 for seed in range(3)}
-    collapsed = Score("a", one, "TC", "ner", 0.55, 0.0, seeds, collapsed_at_rate=3, runs=6, planned=6)
-    begun = Score("b", other, "TC", "ner", 0.6, 0.01, seeds, collapsed_at_rate=1, runs=4, planned=6)
-    average = Score("b", other, "TC", "average", 0.6, 0.01, seeds, collapsed_at_rate=1, runs=4, planned=6, members=(begun, begun))
+    collapsed = Score("a", one, "TC", "ner", 0.55, 0.0, seeds, collapsed_at_rate=3, ended_runs=6, planned_runs=6)
+    begun = Score("b", other, "TC", "ner", 0.6, 0.01, seeds, collapsed_at_rate=1, ended_runs=4, planned_runs=6)
+    average = Score("b", other, "TC", "average", 0.6, 0.01, seeds, collapsed_at_rate=1, ended_runs=4, planned_runs=6, members=(begun, begun))
     [table] = build_score_tables(Evidence([collapsed, begun, average]))
     assert [row.cells[3:] for row in table.rows] == [
         ("60.00 (1.00) †1/3 [4/6]", "60.00 (1.00) †1/6 [4/6]"),
@@ -87,7 +87,7 @@ def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
         ("1", "4", "6"),
         ("3", "6", "6"),
     ]
-    [clean] = build_score_tables(Evidence([Score("a", one, "TC", "ner", 0.55, 0.01, seeds, runs=6, planned=6)]))
+    [clean] = build_score_tables(Evidence([Score("a", one, "TC", "ner", 0.55, 0.01, seeds, ended_runs=6, planned_runs=6)]))
     assert "†" not in clean.note and "[k/n]" not in clean.note
 
 

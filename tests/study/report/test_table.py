@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from megaenc.study.report.table import Column, Table, TableRow, table_to_csv, table_to_latex, table_to_markdown, format_score
+from megaenc.study.report.table import Column, Table, TableRow, format_score, table_to_csv, table_to_latex, table_to_markdown
 
 COLUMNS = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"), Column("NQ", "IR"))
 

@@ -12,8 +12,8 @@ from megaenc.finetune.results.aggregate import GridSpec
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.manifest.scope import StudyScope
-from megaenc.study.results.evidence import AVERAGE, build_evidence, read_evidence, describe_missing_scores
-from megaenc.study.results.published import DATASET_NAMES, published, raw, parse_model_key, read_published_rows
+from megaenc.study.results.evidence import AVERAGE, build_evidence, describe_missing_scores, read_evidence
+from megaenc.study.results.published import DATASET_NAMES, parse_model_key, published, raw, read_published_rows
 
 MLM, CLM = "610m-mlm40-42k", "610m-clm-42k"
 
@@ -40,7 +40,7 @@ def test_every_published_cell_to_the_printed_digit(evidence):
 
 
 def test_scores_exist_that_print_as_each_average_does():
-    possible = [published_tree.reachable(setting, family) for setting in published().settings() for family in TaskFamily]
+    possible = [published_tree.reachable(setting, family) for setting in published().model_keys() for family in TaskFamily]
     assert sum(possible) == len(possible) == 46 * 4  # the tables print 200, 16 of them twice
 
 
@@ -48,17 +48,17 @@ def test_rates_are_chosen_on_validation(evidence):
     of_sets = [score for score in evidence.scores if score.dataset != AVERAGE]
     assert len(of_sets) == 46 * 12
     for score in of_sets:
-        assert score.rate == published_tree.chosen_rate(score.model, score.dataset)
-        assert set(score.rates) == set(published_tree.RATES) and score.seeds == score.rates[score.rate]
-        assert score.runs == 15
+        assert score.learning_rate == published_tree.chosen_rate(score.model, score.dataset)
+        assert set(score.rate_scores) == set(published_tree.RATES) and score.seed_scores == score.rate_scores[score.learning_rate]
+        assert score.ended_runs == 15
 
 
 def test_examples_are_those_of_the_chosen_rate(evidence):
     score = evidence.find(parse_model_name(MLM), "squad")
-    found = score.examples()
-    assert sorted(found) == [0, 1, 2, 3, 4] and found is score.examples()  # read once
+    found = score.load_examples()
+    assert sorted(found) == [0, 1, 2, 3, 4] and found is score.load_examples()  # read once
     for seed, of_each in found.items():
-        assert of_each.shape == (10,) and of_each.mean(dtype=np.float64) == pytest.approx(score.seeds[seed], abs=1e-7)
+        assert of_each.shape == (10,) and of_each.mean(dtype=np.float64) == pytest.approx(score.seed_scores[seed], abs=1e-7)
 
 
 def test_examples_are_read_when_they_are_asked_for(tree, tmp_path):
@@ -67,15 +67,15 @@ def test_examples_are_read_when_they_are_asked_for(tree, tmp_path):
     for path in tmp_path.rglob("results.json"):
         path.unlink()
     with pytest.raises(InputError, match=r"results\.json.*expected what a run wrote"):
-        score.examples()
+        score.load_examples()
 
 
 def test_an_average_is_formed_by_seed_at_each_sets_own_rate(evidence):
     score = evidence.find(parse_model_name(CLM), AVERAGE, "SC")
-    assert [member.dataset for member in score.members] == ["sst2", "qqp", "mnli_m"] and score.examples() == {}
-    for seed, value in score.seeds.items():
-        assert value == pytest.approx(np.mean([member.seeds[seed] for member in score.members]))
-    assert score.runs == 45 and score.rate is None
+    assert [member.dataset for member in score.members] == ["sst2", "qqp", "mnli_m"] and score.load_examples() == {}
+    for seed, value in score.seed_scores.items():
+        assert value == pytest.approx(np.mean([member.seed_scores[seed] for member in score.members]))
+    assert score.ended_runs == 45 and score.learning_rate is None
 
 
 def result(folder, score, validation=None, **more):
@@ -99,7 +99,7 @@ def test_models_of_a_manifest_and_others(tmp_path):
         ("another", None),
         ("mine", "tiny"),
     ]
-    assert found.settings() == [ModelKey("tiny", mlm_steps=40, mask_ratio=0.4)]
+    assert found.model_keys() == [ModelKey("tiny", mlm_steps=40, mask_ratio=0.4)]
     assert found.scores[0].half_width is None  # a single seed
 
 
@@ -108,15 +108,15 @@ def test_other_metrics_and_their_examples(tmp_path):
         made = {"metrics": {"exact": 0.5, "f1": 0.9}, "metrics_i": {"exact": [0.0, 1.0], "counts": [2, 3]}}
         result(tmp_path / "mine" / "QA/squad" / f"lr2e-05_sd{seed}", 0.6, **made)
     exact, f1 = (read_evidence(tmp_path, {}, metric).scores[0] for metric in ("exact", "f1"))
-    assert exact.mean == 0.5 and list(exact.examples()[1]) == [0.0, 1.0]
-    assert f1.mean == 0.9 and f1.examples() == {}  # not a mean over examples
+    assert exact.mean == 0.5 and list(exact.load_examples()[1]) == [0.0, 1.0]
+    assert f1.mean == 0.9 and f1.load_examples() == {}  # not a mean over examples
     with pytest.raises(InputError, match="metric `accuracy`: no result has it, expected score or exact or f1"):
         read_evidence(tmp_path, {}, "accuracy")
 
 
 def test_examples_that_are_not_what_the_score_is_of_are_left_out(tmp_path):
     result(tmp_path / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])
-    assert read_evidence(tmp_path, {}).scores[0].examples() == {}
+    assert read_evidence(tmp_path, {}).scores[0].load_examples() == {}
 
 
 def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
@@ -126,7 +126,7 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
     (place / "lr1e-04_sd0").mkdir()
     (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
     score = read_evidence(tmp_path, {}).scores[0]
-    assert (score.collapsed, score.runs, score.rate) == (2, 3, 2e-5) and set(score.rates) == {2e-5, 5e-5}
+    assert (score.collapsed_runs, score.ended_runs, score.learning_rate) == (2, 3, 2e-5) and set(score.rate_scores) == {2e-5, 5e-5}
     assert score.collapsed_at_rate == 0 and score.failed_seeds == {1e-4: {0}} and score.baseline is None
 
 
@@ -148,7 +148,7 @@ def test_collapsed_runs_of_the_chosen_rate_are_those_of_the_mean(tmp_path):
             result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless)
             result(tmp_path / "mine/SC" / dataset / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction")
     found = {score.dataset: score for score in read_evidence(tmp_path, {}).scores}
-    assert {name: (score.collapsed_at_rate, score.collapsed) for name, score in found.items()} == {
+    assert {name: (score.collapsed_at_rate, score.collapsed_runs) for name, score in found.items()} == {
         "sst2": (0, 2),
         "qqp": (1, 3),
         AVERAGE: (1, 5),
@@ -163,10 +163,10 @@ def test_a_manifest_says_what_should_be_there(tmp_path):
     scope = StudyScope(plan, ("tiny",), GridSpec((2e-5, 5e-5), (0, 1)), (("SC", "sst2"),))
     found = build_evidence(read_result_tree(tmp_path), plan.get, scope=scope)
     [score] = found.scores
-    assert (score.rate, score.runs, score.planned, sorted(score.seeds)) == (2e-5, 3, 4, [0, 1])
-    assert found.grouped() == {"pfs": [plan["mine"]]} and found.mask_ratio == 0.2
-    assert list(read_evidence(tmp_path, plan).grouped()) == ["base"]
-    assert describe_missing_scores(found) == "Without any run: other, third."
+    assert (score.learning_rate, score.ended_runs, score.planned_runs, sorted(score.seed_scores)) == (2e-5, 3, 4, [0, 1])
+    assert found.group_by_setup() == {"pfs": [plan["mine"]]} and found.mask_ratio == 0.2
+    assert list(read_evidence(tmp_path, plan).group_by_setup()) == ["base"]
+    assert describe_missing_scores(found) == "No run yet: other, third."
 
 
 def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):

@@ -8,18 +8,18 @@ from megaenc.study.results.groups import (
     dataset_label,
     datasets_by_family,
     group_by_setup,
-    reference_mask_ratio,
     is_size_order_known,
+    reference_mask_ratio,
     sort_sizes,
 )
-from megaenc.study.results.published import published, parse_model_key, read_published_rows
+from megaenc.study.results.published import parse_model_key, published, read_published_rows
 
 
 def test_published_models_stand_in_the_tables_that_they_were_published_in():
     expected = {setup: [] for setup in SETUP_TITLES}
     for row in read_published_rows():
         expected[row["setup"]].append(parse_model_key(row))
-    found = group_by_setup(published().settings())
+    found = group_by_setup(published().model_keys())
     assert found == {setup: list(dict.fromkeys(members)) for setup, members in expected.items() if members}
 
 
@@ -83,5 +83,5 @@ def test_order_of_sizes_data_sets_and_masks():
     pairs = [("IR", "msmarco"), ("SC", "average"), ("SC", "own"), ("SC", "qqp"), ("SC", "sst2")]
     assert datasets_by_family(pairs) == {"SC": ["sst2", "qqp", "own", "average"], "IR": ["msmarco"]}
     assert dataset_label("IR", "average after msmarco") == "Average after MS MARCO"
-    assert reference_mask_ratio(published().settings()) == 0.4
+    assert reference_mask_ratio(published().model_keys()) == 0.4
     assert reference_mask_ratio([ModelKey("1B", 9)]) is None

@@ -9,7 +9,7 @@ from study_folders import settings, write_runs
 from megaenc.errors import InputError
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import pretraining_facts
-from megaenc.study.results.pretrain_runs import flops_by_model, published_model_flops, resolve_model_keys, read_runs
+from megaenc.study.results.pretrain_runs import flops_by_model, published_model_flops, read_runs, resolve_model_keys
 from megaenc.study.results.published import published
 
 
@@ -29,7 +29,7 @@ def test_kinds_parents_and_what_each_run_made_itself(runs):
     assert (branch.start, branch.parent) == ("branch", "mini-clm-300")
     made = dict(pretraining_facts({"branch": branch}))
     assert made["Pretraining"] == f"1 runs, 225 steps, {2048 * 225:,} tokens"
-    assert made["Time in pretraining"] == f"{225 * 0.5 / 3600:.2f} hours in updates"
+    assert made["Time in pretraining"] == f"{225 * 0.5 / 3600:.2f} hours in training steps"
 
 
 def test_operations_include_what_came_before(runs):
@@ -55,7 +55,7 @@ def test_operations_of_the_study_by_shape():
     assert mlm < clm
     assert published_model_flops(ModelKey("610M", 500, 500, mask_ratio=0.4)) == pytest.approx((clm + mlm) / 2)
     assert published_model_flops(ModelKey("mini", 10)) is None
-    assert all(published_model_flops(one) for one in published().settings())
+    assert all(published_model_flops(one) for one in published().model_keys())
 
 
 def test_names_are_the_manifests_first():

@@ -16,7 +16,7 @@ def test_all_cells_are_there_and_the_package_says_so():
     rows = published.read_published_rows()
     assert len(rows) == 800 and {row["setup"] for row in rows} == {"base", "efficiency", "pfs", "cpt"}
     found = published.published()
-    assert len(found.settings()) == 46 and len(found.scores) == 46 * 16
+    assert len(found.model_keys()) == 46 and len(found.scores) == 46 * 16
     packaged = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert packaged["megaenc.study.results"] == [published.TABLES]
     assert set(packaged["megaenc.study.report"]) == {"report.html.j2", "page.css"}
@@ -46,12 +46,12 @@ def test_numbers_that_the_study_printed():
     found = published.published()
     score = found.find(parse_model_name("610m-mlm40-42k"), "msmarco")
     assert (score.mean, score.half_width) == pytest.approx((0.9165, 0.0045))
-    assert score.seeds == {} and score.rates == {} and score.examples() == {} and score.members == ()
+    assert score.seed_scores == {} and score.rate_scores == {} and score.load_examples() == {} and score.members == ()
 
 
 def test_averages_are_those_of_the_three_sets():
     found = published.published()
-    for setting in found.settings():
+    for setting in found.model_keys():
         for family in TaskFamily:
             means = [found.find(setting, dataset, family).mean for dataset in STUDY_DATASETS[family]]
             assert abs(sum(means) / 3 - found.find(setting, AVERAGE, family).mean) < 0.0001001  # each rounded to 0.0001

@@ -14,13 +14,13 @@ from megaenc.study.run.stage_log import EtaEstimator
 def test_time_left_follows_what_was_measured(tmp_path):
     nodes = [Fake(f"pretrain/{number}", tmp_path, work=number, planned_seconds=1.0 * number) for number in (1, 2, 4)]
     remaining = EtaEstimator(nodes, tmp_path)
-    assert remaining.seconds(1) == 7 and remaining.seconds(7) == 4
-    remaining.measured(nodes[0], 10.0)
-    assert remaining.seconds(1) == 60 and remaining.seconds(2) == 40
-    remaining.under_way(nodes[2], 0.75)
-    assert remaining.seconds(1) == 30
+    assert remaining.remaining_seconds(1) == 7 and remaining.remaining_seconds(7) == 4
+    remaining.record_duration(nodes[0], 10.0)
+    assert remaining.remaining_seconds(1) == 60 and remaining.remaining_seconds(2) == 40
+    remaining.record_progress(nodes[2], 0.75)
+    assert remaining.remaining_seconds(1) == 30
     unknown = [*nodes, Fake("export/x", tmp_path, planned_seconds=None)]
-    assert EtaEstimator(unknown, tmp_path).seconds(1) is None
+    assert EtaEstimator(unknown, tmp_path).remaining_seconds(1) is None
 
 
 def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
@@ -31,17 +31,17 @@ def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
     begin, end = "==> 2026-01-01T10:00:00Z $ x\n", "<== 2026-01-01T10:06:00Z finished\n"
     log.write_text("==> 2026-01-01T00:00:00Z $ x\n" + begin + end)
     nodes[0].made.touch()
-    assert EtaEstimator(nodes, tmp_path).seconds(1) == 36_000
+    assert EtaEstimator(nodes, tmp_path).remaining_seconds(1) == 36_000
     log.write_text("==> 2026-01-01T00:00:00Z $ x\n<== 2026-01-01T09:54:00Z stopped\n" + begin + end)
-    assert EtaEstimator(nodes, tmp_path).seconds(1) == 36_000
+    assert EtaEstimator(nodes, tmp_path).remaining_seconds(1) == 36_000
     assert EtaEstimator([nodes[0], replace(nodes[1], work=0.5)], tmp_path).seconds(1) == 18_000
 
 
 def test_a_part_of_a_stage_is_credited_with_a_part_of_its_work(tmp_path):
     nodes = [Fake("pretrain/a", tmp_path), Fake("pretrain/b", tmp_path)]
     remaining = EtaEstimator(nodes, tmp_path)
-    remaining.measured(nodes[0], 360.0, 0.01)
-    assert remaining.seconds(1) == 36_000
+    remaining.record_duration(nodes[0], 360.0, 0.01)
+    assert remaining.remaining_seconds(1) == 36_000
 
 
 def test_the_plans_time_is_that_of_the_processes_that_train(tmp_path):

@@ -37,7 +37,7 @@ def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):
         check_stages(found.values(), found, study / STUDY)
     made = "runs/base runs/more hf/base hf/more results/base results/more"
     assert "runs/base: made from another manifest: weight_decay is 0.1 there, 0.0 here" in str(refused.value)
-    assert f"remove what was made so ({made}), or choose" in str(refused.value)
+    assert f"remove all that depends on it ({made}), or choose" in str(refused.value)
 
 
 def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
@@ -48,7 +48,7 @@ def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
     assert finished_stages(found.values()) == {"corpus"}
     make(found["pretrain/base"])
     assert finished_stages(found.values()) == set(found)
-    for id, expected in (("pretrain/more", "began with another base than"), ("export/base", "made of another base than")):
+    for id, expected in (("pretrain/more", "began with another base than"), ("export/base", "made from another base than")):
         with pytest.raises(StaleArtifactError, match=expected):
             found[id].check()
     make(found["export/base"])
@@ -66,7 +66,7 @@ def test_results_of_another_export_are_not_this_models(study):
     found = nodes(study)
     made_stages.make_export(found["export/more"], weights="others")
     with pytest.raises(
-        StaleArtifactError, match=r"results/more: made otherwise than now: finetune: model is \w{12} there, \w{12} here"
+        StaleArtifactError, match=r"results/more: made with other settings: finetune: model is \w{12} there, \w{12} here"
     ):
         found["finetune/more"].check()
 
@@ -75,10 +75,10 @@ def test_an_export_that_does_not_say_of_which_run_it_is(study):
     found = nodes(study)
     certificate = found["export/base"].folder / "conversion.json"
     certificate.write_text(json.dumps({"run": "base", "step": 100}))
-    with pytest.raises(StaleArtifactError, match="made of another base"):
+    with pytest.raises(StaleArtifactError, match="made from another base"):
         found["export/base"].check()
     shutil.rmtree(study / STUDY / "runs" / "base")
-    with pytest.raises(StaleArtifactError, match="made of another base"):
+    with pytest.raises(StaleArtifactError, match="made from another base"):
         found["export/base"].check()
 
 
@@ -130,7 +130,7 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
     (node.folder / "corpus_text_document.json").write_text('{"vocab_size": 270, "sources": [{"path": "text.jsonl"}]}')
     corpus(tmp_path).check()
     text.write_text('{"text": "the cat sat on the mat, and on others"}\n')
-    with pytest.raises(StaleArtifactError, match=r"corpus: text\.jsonl had 35 bytes then, 50 now"):
+    with pytest.raises(StaleArtifactError, match=r"corpus: text\.jsonl had 35 bytes, has 50 now"):
         corpus(tmp_path).check()
     text.unlink()
     corpus(tmp_path).check()
@@ -154,5 +154,5 @@ def test_a_run_on_another_corpus_is_told(study):
         if expected is None:
             run.check()
             continue
-        with pytest.raises(InputError, match=f"runs/base: trained on {expected}"):
+        with pytest.raises(InputError, match=f"runs/base: trained with {expected}"):
             run.check()

@@ -67,7 +67,7 @@ def test_a_crash_is_tried_once_more(tmp_path, capsys):
     crash_first = "[ -e $MADE.once ] || { touch $MADE.once; echo KeyError: why >&2; kill -9 $$; }; " + WELL
     assert execute_stages([Fake("export/a", tmp_path, script=crash_first)], tmp_path, [""]) == {}
     said = capsys.readouterr().out
-    assert "export/a: killed by SIGKILL" in said and "KeyError: why; is tried once more" in said
+    assert "export/a: killed by SIGKILL" in said and "KeyError: why; trying once more" in said
     first, second = stage_log.read_attempts(stage_log.log_path(tmp_path, "export/a"))
     assert first.is_failed and first.message == "KeyError: why" and not second.is_failed
 
@@ -96,7 +96,7 @@ def test_wrong_input_is_not_tried_again(tmp_path):
 
 
 def test_what_ends_well_without_its_work_has_failed(tmp_path):
-    assert "is not there" in execute_stages([Fake("export/a", tmp_path, script="true")], tmp_path, [""])["export/a"]
+    assert "its output is missing" in execute_stages([Fake("export/a", tmp_path, script="true")], tmp_path, [""])["export/a"]
 
 
 @pytest.mark.multiprocess
@@ -109,7 +109,7 @@ def test_a_run_of_several_processes_waits_for_as_many_places(tmp_path):
     two_a_device = replace(wide, study=tmp_path / "shared")
     assert execute_stages([two_a_device], two_a_device.study, ["0", "0", "1", "1"]) == {}
     assert two_a_device.made.read_text() == "0,1\n"
-    with pytest.raises(InputError, match="found 1 devices and 2, expected as many as one pretraining run has processes: 2"):
+    with pytest.raises(InputError, match="found 1 devices and 2, expected at least 2, one per process of a pretraining run"):
         execute_stages([replace(wide, study=tmp_path / "new")], tmp_path, ["0", "0"])
 
 
@@ -209,6 +209,21 @@ def test_a_stop_under_torchrun_is_no_crash(tmp_path):
     assert float(stage_environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60  # seconds, where its own are 30
 
 
+@pytest.mark.multiprocess
+def test_a_wrong_input_under_torchrun_is_not_tried_again(tmp_path):
+    script = f"echo 2 > ${EXIT_CODE_FILE}; echo 'error: --lr: found 0' >&2; echo 'exitcode: 2' >&2; exit 1"
+    [reason] = execute_stages([Fake("pretrain/a", tmp_path, script=script, processes=2)], tmp_path, ["", ""]).values()
+    assert reason.startswith("error: --lr: found 0 (") and len(calls(tmp_path)) == 1
+
+
+def test_a_code_that_an_attempt_before_has_recorded_is_not_taken(tmp_path):
+    log = stage_log.log_path(tmp_path, "pretrain/a")
+    log.parent.mkdir(parents=True)
+    stage_log.exit_code_file(log).write_text("75")
+    [reason] = execute_stages([Fake("pretrain/a", tmp_path, script="exit 7")], tmp_path, [""]).values()
+    assert reason.startswith("exit code 7: ") and len(calls(tmp_path)) == 2
+
+
 def test_killed_it_takes_them_along_and_goes_on(tmp_path):
     process, pid = begun(tmp_path)
     process.kill()
@@ -229,7 +244,7 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
     other = subprocess.Popen([sys.executable, "-c", hold], env=runs.surroundings())
     wait_until((tmp_path / "held").exists, other)
     assert execute_stages([node, child], tmp_path, [""]) == {}
-    assert other.wait() == 0 and "another process is at it" in capsys.readouterr().out
+    assert other.wait() == 0 and "waiting for another process that runs it" in capsys.readouterr().out
     assert calls(tmp_path) == ["begin export/a", "end export/a"]
 
 
@@ -321,4 +336,4 @@ def refuses_what_has_changed(manifest: Path, study: Path, capsys) -> None:
         stream.write('{"id": "more", "text": "stan plerk", "label": 0}\n')
     with pytest.raises(SystemExit):
         main([str(manifest), "--output", str(study)])
-    assert "results/toy-clm-6: made otherwise than now: finetune: dataset is" in capsys.readouterr().err
+    assert "results/toy-clm-6: made with other settings: finetune: dataset is" in capsys.readouterr().err

@@ -11,10 +11,10 @@ from megaenc.study.stats import inference
 from megaenc.study.stats.inference import (
     VarianceComponents,
     bootstrap_intervals,
-    variance_components,
     contrast_t_test,
     holm_adjust,
     required_seeds,
+    variance_components,
     welch_from_intervals,
 )
 
@@ -24,7 +24,7 @@ NAN = math.nan
 def test_over_seeds_alone_it_is_the_paired_t_test():
     first, second = np.array([0.91, 0.93, 0.92, 0.90, 0.94]), np.array([0.90, 0.91, 0.92, 0.88, 0.92])
     found, expected = contrast_t_test(first - second), stats.ttest_rel(first, second)
-    assert found.p == pytest.approx(expected.pvalue, rel=1e-9) and found.df == 4 and found.seeds == 5
+    assert found.p == pytest.approx(expected.pvalue, rel=1e-9) and found.df == 4 and found.seed_count == 5
     assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval()))
 
 
@@ -41,10 +41,10 @@ def test_parts_with_seeds_of_their_own_are_welchs_test():
     found = inference.welch_satterthwaite_test(first.mean() - second.mean(), variances, NAN)
     expected = stats.ttest_ind(first, second, equal_var=False)
     assert found.p == pytest.approx(expected.pvalue) and found.df == pytest.approx(expected.df)
-    assert inference.welch_satterthwaite_test(0.1, [(NAN, 0), (0.01, 4)], NAN).seeds == 0
+    assert inference.welch_satterthwaite_test(0.1, [(NAN, 0), (0.01, 4)], NAN).seed_count == 0
     assert math.isnan(inference.welch_satterthwaite_test(0.1, [(NAN, 0), (0.01, 4)], NAN).p)  # one of them has one seed
     more = inference.welch_satterthwaite_test(0.1, variances, 0.1)
-    assert more.p > inference.welch_satterthwaite_test(0.1, variances, NAN).p and more.components.examples == 0.1
+    assert more.p > inference.welch_satterthwaite_test(0.1, variances, NAN).p and more.components.example_variance == 0.1
 
 
 def test_examples_that_parts_share_add_up():
@@ -69,10 +69,10 @@ def test_seeds_and_examples_by_hand():
     left = block - by_seed[:, None] - by_example + block.mean()
     between, residual = 3 * np.var(by_example, ddof=1), (left**2).sum() / 2
     found = contrast_t_test(by_seed, [block])
-    assert found.components.seeds == pytest.approx(np.var(by_seed, ddof=1) / 3)
-    assert found.components.examples == pytest.approx((between - residual) / 6)
+    assert found.components.seed_variance == pytest.approx(np.var(by_seed, ddof=1) / 3)
+    assert found.components.example_variance == pytest.approx((between - residual) / 6)
     total = found.components.total
-    assert found.df == pytest.approx(total**2 / (found.components.seeds**2 / 2))
+    assert found.df == pytest.approx(total**2 / (found.components.seed_variance**2 / 2))
     assert found.p == pytest.approx(2 * stats.t.sf(block.mean() / math.sqrt(total), found.df))
 
 
@@ -90,15 +90,15 @@ def test_components_are_those_that_made_the_scores():
         found.append(variance_components(sum(block.mean(1) for block in blocks), blocks))
     seeds = sum(of_seed**2 + 0.1**2 / count for of_seed, _, count in sets) / 5  # what is left over differs between seeds too
     examples = sum(of_example**2 / count for _, of_example, count in sets)
-    assert np.mean([one.seeds for one in found]) == pytest.approx(seeds, rel=0.1)
-    assert np.mean([one.examples for one in found]) == pytest.approx(examples, rel=0.1)
+    assert np.mean([one.seed_variance for one in found]) == pytest.approx(seeds, rel=0.1)
+    assert np.mean([one.example_variance for one in found]) == pytest.approx(examples, rel=0.1)
 
 
 def test_published_means_are_compared_as_welch_does():
     found = welch_from_intervals([0.92, 0.90], [0.005, 0.010], [1, -1])
     sd = [half * math.sqrt(5) / 1.96 for half in (0.005, 0.010)]
     expected = stats.ttest_ind_from_stats(0.92, sd[0], 5, 0.90, sd[1], 5, equal_var=False)
-    assert found.p == pytest.approx(expected.pvalue) and found.difference == pytest.approx(0.02) and found.seeds == 0
+    assert found.p == pytest.approx(expected.pvalue) and found.difference == pytest.approx(0.02) and found.seed_count == 0
 
 
 def test_equivalence_is_two_one_sided_tests():

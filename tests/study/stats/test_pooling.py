@@ -13,9 +13,9 @@ from megaenc.study.stats import inference
 
 
 def test_several_pretrainings_are_what_is_compared():
-    found = by_claim(mini(5, pretrained=(1, 2, 3)), draws=0)["4"]
-    assert found.overall.test.seeds == 3 and found.overall.test.df < 5
-    assert by_claim(mini(5, pretrained=(2,)), draws=0)["4"].overall.test.seeds == 5
+    found = by_claim(mini(5, pretraining_seeds=(1, 2, 3)), draws=0)["4"]
+    assert found.overall.test.seed_count == 3 and found.overall.test.df < 5
+    assert by_claim(mini(5, pretraining_seeds=(2,)), draws=0)["4"].overall.test.seed_count == 5
 
 
 def test_each_line_has_all_its_pretraining_seeds():
@@ -23,13 +23,13 @@ def test_each_line_has_all_its_pretraining_seeds():
     first, second = sized("10M", range(1, 6)), sized("20M", [1], gap=0.02, runs=0)
     alone, both = by_claim(Evidence(first))["1a"], by_claim(Evidence(first + second))["1a"]
     assert alone.verdict == both.verdict == "not resolved"
-    assert both.comparisons[0].test == alone.comparisons[0].test and both.comparisons[0].pretrained == 5
+    assert both.comparisons[0].test == alone.comparisons[0].test and both.comparisons[0].pretraining_runs == 5
     single = both.comparisons[1]  # its fine-tunings agree: what another run would give is taken from the other size
     assert (
-        single.lent and single.verdict == "not resolved" and single.high - single.low > 2 * alone.overall.high - alone.overall.low
+        single.has_borrowed_variance and single.verdict == "not resolved" and single.high - single.low > 2 * alone.overall.high - alone.overall.low
     )
     assert both.overall.difference == pytest.approx(np.mean([one.difference for one in both.comparisons]))
-    assert both.overall.seeds_needed is None and both.overall.pretrained == 1 and both.overall.lent
+    assert both.overall.seeds_needed is None and both.overall.pretraining_runs == 1 and both.overall.has_borrowed_variance
     assert "1 of 2 comparisons have one pretraining run a side" in both.reason
     assert by_claim(Evidence(second))["1a"].verdict == "holds"  # of these two models
 
@@ -40,33 +40,33 @@ def test_unequal_seeds_are_welch_and_satterthwaite():
     whole = by_claim(Evidence(scores))["1a"].overall
     differences = []
     for at in (slice(0, 10), slice(10, 14)):
-        means = [np.mean(list(score.seeds.values())) for score in scores[at]]
+        means = [np.mean(list(score.seed_scores.values())) for score in scores[at]]
         differences.append(np.array(means[::2]) - np.array(means[1::2]))
     variances = [np.var(each, ddof=1) / len(each) / 4 for each in differences]
-    assert whole.test.components.seeds == pytest.approx(sum(variances))
+    assert whole.test.components.seed_variance == pytest.approx(sum(variances))
     assert whole.test.df == pytest.approx(sum(variances) ** 2 / (variances[0] ** 2 / 4 + variances[1] ** 2 / 1))
     equal = by_claim(Evidence(sized("10M", (1, 2, 3)) + sized("20M", (1, 2, 3))))["1a"].overall
-    assert equal.test.seeds == 3 and equal.test.df == pytest.approx(2)  # by seed, whatever they share
+    assert equal.test.seed_count == 3 and equal.test.df == pytest.approx(2)  # by seed, whatever they share
 
 
 def test_other_examples_leave_the_seeds_alone():
     """Two models that were evaluated on different examples cannot be paired by them."""
     evidence = mini(5)
     odd = [
-        dataclasses.replace(score, examples=lambda: {seed: np.ones(7) for seed in range(5)})
+        dataclasses.replace(score, load_examples=lambda: {seed: np.ones(7) for seed in range(5)})
         if score.model_key.clm_steps == 10
         else score
         for score in evidence.scores
     ]
     both, alone = by_claim(evidence, draws=0)["4"].overall, by_claim(Evidence(odd), draws=0)["4"].overall
-    assert not math.isnan(both.test.components.examples) and math.isnan(alone.test.components.examples)
+    assert not math.isnan(both.test.components.example_variance) and math.isnan(alone.test.components.example_variance)
     assert alone.difference == pytest.approx(both.difference)
 
 
 def test_seeds_that_have_nothing_in_common():
     scores = [
         dataclasses.replace(
-            score, seeds={seed + 5 * bool(score.model_key.clm_steps): value for seed, value in score.seeds.items()}
+            score, seed_scores={seed + 5 * bool(score.model_key.clm_steps): value for seed, value in score.seed_scores.items()}
         )
         for score in mini(5).scores
     ]

@@ -190,7 +190,7 @@ def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, m
         assert checkpoints.steps() == []
         raise error("of another kind")
     assert len(begun) == 2
-    assert checkpoints.check(1)["step"] == 1
+    assert checkpoints.verify(1)["step"] == 1
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 

@@ -76,7 +76,7 @@ def test_a_state_with_fields_of_another_kind_is_damage(saved_run, tmp_path, wron
     state = json.loads(file.read_text()) | wrong
     del state["sha256"]
     file.write_text(json.dumps(state | {"sha256": json_digest(state)}))
-    with pytest.raises(DamagedCheckpointError, match="not what a save wrote"):
+    with pytest.raises(DamagedCheckpointError, match="not written by a save"):
         CheckpointDir(tmp_path).read_state(12)
 
 
@@ -88,14 +88,14 @@ def test_training_goes_on_from_the_one_before_and_ends_the_same(small_corpus, sa
     cut.write_bytes(cut.read_bytes()[:100])
     more = ["--tensor-model-parallel-size", "2", "--exit-interval", "12"]
     said = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), *more], processes=2).stdout.splitlines()
-    assert [line for line in said if str(damaged) in line and "its content changed" in line and "trying that of step 8" in line]
-    assert [line for line in said if f"{cut}: found 100 bytes" in line and "trying that of step 4" in line]
-    assert "going on after step 4" in "\n".join(said)
+    assert [line for line in said if str(damaged) in line and "its content changed" in line and "trying the checkpoint of step 8" in line]
+    assert [line for line in said if f"{cut}: found 100 bytes" in line and "trying the checkpoint of step 4" in line]
+    assert "resuming after step 4" in "\n".join(said)
     assert [row["step"] for row in runs.metrics(copy)] == list(range(1, 13))
     assert [row["step"] for row in runs.validations(copy)] == [0, 10]
     runs.assert_same_curve(copy, saved_run)
     shutil.rmtree(checkpoint(copy, 8))  # the new one of step 12 has taken the damaged one's place, and is whole
-    assert "going on after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
+    assert "resuming after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
 
 
 @pytest.mark.parametrize("field", [b'"seed": 1', b'"tokens": 6144'])
@@ -106,7 +106,7 @@ def test_a_flipped_bit_in_what_the_run_has_come_to_is_damage(field, small_corpus
     file.write_bytes(content.replace(field, field[:-1] + bytes([field[-1] ^ 1])))
     said = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), "--exit-interval", "12"]).stdout
     assert f"{file}: its content changed; the checkpoint is damaged: trying" in said
-    assert "going on after step 8" in said
+    assert "resuming after step 8" in said
     runs.assert_same_curve(copy, saved_run)
 
 
@@ -137,7 +137,7 @@ def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, 
     assert f"{checkpoint(copy, 12) / '.metadata'}: its content changed" in said.out
     assert said.err == (
         f"error: {checkpoint(copy, 8) / 'state.json'}: No such file or directory; the checkpoint is incomplete; "
-        f"no other is there; delete {copy / 'checkpoints'} to start anew\n"
+        f"no other is left; delete {copy / 'checkpoints'} to start over\n"
     )
 
 
@@ -146,7 +146,7 @@ def test_export_names_the_damage_and_the_others(damage, copy, tmp_path, refusal)
     damage(copy, 12)
     line = refusal(convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])
     assert str(checkpoint(copy, 12)) in line
-    assert "checkpoints are there of steps 4, 8 (--ckpt-step)" in line
+    assert "choose one of steps 4, 8 (--ckpt-step)" in line
 
 
 def test_checkpoint_of_another_run_is_refused(small_corpus, copy, refusal):
@@ -168,6 +168,6 @@ def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy):
     tracker.unlink()
     left = copy / "checkpoints" / ".iter_0000016.0123456789abcdef"
     left.mkdir()
-    assert "going on after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
+    assert "resuming after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
     assert not left.exists()
     assert tracker.read_text() == "20\n"

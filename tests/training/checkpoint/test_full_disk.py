@@ -15,7 +15,7 @@ def test_disk_that_fills_up(small_corpus, small_disk):
     assert "cannot be written to: No space left on device; step 8 is not saved, step 4 is: give the same command again" in line
     assert_only_step_4(small_disk / "run")
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    assert "going on after step 4" in runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "8"]).stdout
+    assert "resuming after step 4" in runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "8"]).stdout
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     [line] = errors(runs.script(runs.PRETRAIN, flags, expect=2))
     assert "Read-only file system" in line

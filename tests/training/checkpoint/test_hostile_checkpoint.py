@@ -172,7 +172,7 @@ class Attribute:
 @pytest.mark.parametrize("of", [(WriteItemType, "__class__"), (Metadata, "__init__"), (WriteItemType, "none", 1)])
 def test_no_other_attribute_is_looked_up(of, copy):
     forge(checkpoint_of(copy) / ".metadata", pickle.dumps(Attribute(*of)))
-    with pytest.raises(InputError, match=r"\.metadata: (unpickling it would call builtins.getattr|not what a save wrote)"):
+    with pytest.raises(InputError, match=r"\.metadata: (unpickling it would call builtins.getattr|not written by a save)"):
         rewrite_pickles(checkpoint_of(copy))
 
 
@@ -185,17 +185,17 @@ CHANGES_A_METHOD = b"\x80\x04" + DCP + b"\x8c\x08Metadata\x93)\x81}\x8c\x0d__red
     ("name", "content", "said"),
     [
         (".metadata", b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.", "would call os.system"),
-        (".metadata", b"cos\nsystem\n(S'true'\ntR.", "not what a save wrote .*expected a pickle of protocol 4"),
-        (".metadata", b"\x80\x04cos\nsystem\n\x8c\x04true\x85R.", "not what a save wrote"),
-        (".metadata", b"\x80\x04\x80\x02N.", "not what a save wrote"),
-        (".metadata", pickle.dumps({"a": 1}, protocol=5), "not what a save wrote .*expected a pickle of protocol 4"),
-        (".metadata", pickle.dumps({"a": 1}), "not what a save wrote"),
-        (".metadata", b"", "not what a save wrote"),
+        (".metadata", b"cos\nsystem\n(S'true'\ntR.", "not written by a save .*expected a pickle of protocol 4"),
+        (".metadata", b"\x80\x04cos\nsystem\n\x8c\x04true\x85R.", "not written by a save"),
+        (".metadata", b"\x80\x04\x80\x02N.", "not written by a save"),
+        (".metadata", pickle.dumps({"a": 1}, protocol=5), "not written by a save .*expected a pickle of protocol 4"),
+        (".metadata", pickle.dumps({"a": 1}), "not written by a save"),
+        (".metadata", b"", "not written by a save"),
         (".metadata", CHANGES_A_CLASS, "would call a change of Metadata"),
         (".metadata", CHANGES_A_METHOD, "would call a change of a method of Metadata"),
         (".metadata", pickle.dumps({((1,),): 1}), "would call the hash of a tuple"),
         ("common.pt", saved(torch.zeros(2)), "would call torch._utils._rebuild_tensor_v2"),
-        ("metadata.json", b'{"sharded_backend": "zarr"}', "not what a save wrote"),
+        ("metadata.json", b'{"sharded_backend": "zarr"}', "not written by a save"),
     ],
 )
 def test_what_else_is_no_checkpoint_is_refused(name, content, said, copy):
@@ -223,7 +223,7 @@ def test_a_save_that_no_load_would_accept_stops_the_run_at_once(small_corpus, tm
 
     monkeypatch.setattr(manager, "sharded_state", with_a_tensor)
     try:
-        with pytest.raises(RuntimeError, match=r"this checkpoint could not be loaded again: _Refused: torch._utils"):
+        with pytest.raises(RuntimeError, match=r"the saved checkpoint cannot be loaded: _RefusedPickleError: torch._utils"):
             main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--save", str(tmp_path / "run")])
     finally:
         backend.destroy_distributed()  # which an error that is a bug leaves to the end of the process

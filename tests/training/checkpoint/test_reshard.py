@@ -38,7 +38,7 @@ def folders(small_corpus, tmp_path_factory):
         processes, more = LAYOUTS[after]
         jobs.append(Job(found[before, after], [*flags, *more], processes, copy_of=saved[before]))
     said = runs.in_turn(jobs, root).stdout
-    assert said.count(f"going on after step {STOP}") == len(WAYS)
+    assert said.count(f"resuming after step {STOP}") == len(WAYS)
     return found
 
 

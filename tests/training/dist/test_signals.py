@@ -65,7 +65,7 @@ def test_a_signal_saves_and_ends_with_75(name, small_corpus, tmp_path):
     step = assert_saved_where_it_stopped(tmp_path / "run")
     assert code == EXIT_STOPPED == 75
     assert out.splitlines()[-1].startswith(f"step {step} of 100000: ")
-    assert out.splitlines()[-1].endswith(f"; stopped by {name}, the same command goes on")
+    assert out.splitlines()[-1].endswith(f"; stopped by {name}, the same command resumes it")
 
 
 @pytest.mark.multiprocess
@@ -95,7 +95,7 @@ def test_under_torchrun_sigterm_saves_once_and_the_same_command_goes_on(small_co
     again = runs.script(
         runs.PRETRAIN, [*flags[:-2], "--save", str(tmp_path / "run"), "--exit-duration-in-mins", "0.01"], expect=75
     )
-    assert f"going on after step {step}" in again.stdout
+    assert f"resuming after step {step}" in again.stdout
     assert "stopped by --exit-duration-in-mins 0.01" in again.stdout
 
 

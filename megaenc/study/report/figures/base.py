@@ -1,4 +1,4 @@
-"""What a figure is made of: lines of scores in panels, one a family, drawn wide for a page and narrow for a phone."""
+"""Building blocks of the report's figures: points, lines and panels (one per task family), and their drawing as SVG."""
 
 import io
 import re
@@ -14,29 +14,27 @@ from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.groups import AVERAGE, FAMILY_LABELS, dataset_label, datasets_by_family, is_average
 from megaenc.viz.style import format_count_ticks
 
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # of Okabe and Ito, as in megaenc.viz.style
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe-Ito palette, as in megaenc.viz.style
 OBJECTIVE_STYLES = {"CLM": (BLUE, "o"), "MLM": (ORANGE, "s"), "CLM + MLM": (GREEN, "^")}
-"""Colour and marker of each objective, the same in all figures."""
+"""Colour and marker of each objective in all figures."""
 TEXT_COLOUR, MUTED_COLOUR, GRID_COLOUR, BACKGROUND_COLOUR = "#1a1a1a", "#5f5f5f", "#dcdcdc", "#ffffff"
-"""What is not data; the page puts its own colours in their places."""
-WIDE, NARROW = 2, 1
-"""Columns of panels on a page and on a phone."""
+"""Colours that the page replaces by those of its colour scheme."""
 
 
 @dataclass(frozen=True)
 class FigurePoint:
-    """A mean in percent, half the width of its interval where it has one, at a place of the axis."""
+    """Mean in percent at a position of the x axis, with half the width of its interval if known."""
 
     x: float
     mean: float
     half_width: float | None = None
     collapsed: bool = False
-    """Whether worthless predictions are in the mean; such a point is hollow."""
+    """whether the mean includes collapsed runs; such a point is hollow"""
 
 
 @dataclass(frozen=True)
 class FigureLine:
-    """Points of one name; `joined` where what lies between them has a meaning."""
+    """Points under one legend entry; `joined` connects them by a line."""
 
     name: str
     colour: str
@@ -44,7 +42,7 @@ class FigureLine:
     points: tuple[FigurePoint, ...]
     joined: bool = True
     light: bool = False
-    """Behind the others: published values, or single models behind their mean."""
+    """whether it is drawn lightly behind the others: published values, or single models behind their mean"""
     labelled: bool = True
 
 
@@ -57,46 +55,42 @@ class FigurePanel:
     x_label: str
     y_label: str = "score (%)"
     ticks: Mapping[float, str] | None = None
-    """Places that are named, where the axis has no other numbers."""
+    """tick labels by position on the x axis; None for numeric ticks"""
     log: bool = False
     unit: Literal["", "steps", "operations"] = ""
-    """What the numbers of the axis are written as: 10k, 2e19."""
+    """number format of the x axis: `steps` as 10k, `operations` as 2e19"""
 
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """A figure, not drawn yet; without panels one that there is nothing to draw of."""
+    """Content of a figure; without panels there is nothing to draw and the caption gives the reason."""
 
     key: str
     title: str
     caption: str
-    """a sentence or two on what is seen (the alternative text too), or why nothing is"""
+    """description, which is also the alternative text, or the reason why there are no panels"""
     panels: tuple[FigurePanel, ...] = ()
 
-    def draw(self, columns: int = WIDE) -> Any:
-        """Return matplotlib's Figure with the panels in so many columns."""
+    @cached_property
+    def figure(self) -> Any:
+        """Return the matplotlib Figure, drawn once."""
         from matplotlib import rc_context
 
         with rc_context(_STYLE):
-            return _draw_panels(self, columns)
-
-    @cached_property
-    def wide(self) -> Any:
-        """The Figure for files and pages, drawn once."""
-        return self.draw(WIDE)
+            return _draw_panels(self)
 
     @cached_property
     def svg(self) -> str:
-        """The same as SVG."""
-        return figure_to_svg(self.wide, self.key)
+        """Return the figure as SVG text."""
+        return figure_to_svg(self.figure, self.key)
 
 
 FigureSeries = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, ModelKey]]]]
-"""Of each line its name, its colour and marker, and models with their places on the axis."""
+"""Name, (colour, marker) and (x position, model) pairs of each line."""
 
 
 def headline_datasets(evidence: Evidence) -> dict[str, str]:
-    """Return what a figure shows of each family: the average, or the only data set."""
+    """Return the data set that figures show of each family: the average if there is one, else the first data set."""
     sets = datasets_by_family(evidence.datasets())
     return {family: next(filter(is_average, names), names[0]) for family, names in sets.items()}
 
@@ -112,81 +106,84 @@ def build_family_figure(
     joined: bool = True,
     **axis: Any,
 ) -> FigureSpec:
-    """Return a figure with a panel for each family with a point in it. `published` values of the same models lie lightly behind.
+    """Build a figure with one panel per task family that has scores; `published` values of the same models are drawn lightly.
 
-    `dodge` moves series apart by so much of the axis, where their points would cover each other.
+    `dodge` shifts neighbouring series on the x axis so that their points do not cover each other; `axis`: FigurePanel's fields.
     """
     panels = []
     for family, dataset in headline_datasets(evidence).items():
         lines = []
-        for at, (name, look, models) in enumerate(series):
+        for at, (name, style, models) in enumerate(series):
             shift = dodge * (at - (len(series) - 1) / 2)
-            places = [(x + shift, dataset, setting) for x, setting in sorted(models, key=lambda place: place[0])]
-            own: list[FigureLine] = []
-            for seed in sorted({setting.seed for _, setting in models}):  # of the pretraining: the first one's are joined
+            places = [(x + shift, dataset, model_key) for x, model_key in sorted(models, key=lambda place: place[0])]
+            seed_lines: list[FigureLine] = []
+            for seed in sorted({model_key.seed for _, model_key in models}):  # only the first pretraining seed gets a line and a legend entry
                 if points := build_points(evidence, family, [place for place in places if place[-1].seed == seed]):
-                    own.append(FigureLine(name, *look, points, joined and not own, bool(own), not own))
-            lines += own
+                    seed_lines.append(FigureLine(name, *style, points, joined and not seed_lines, bool(seed_lines), not seed_lines))
+            lines += seed_lines
             if published is not None and (points := build_points(published, family, places)):
-                lines.append(FigureLine(published_label(name), *look, points, joined, light=True))
+                lines.append(FigureLine(published_label(name), *style, points, joined, light=True))
         if lines:
             panels.append(FigurePanel(panel_title(family, dataset), tuple(lines), **axis))
     return FigureSpec(key, title, f"{caption} {describe_bars(evidence, published, panels)}", tuple(panels))
 
 
 def has_published_lines(panels: Sequence[FigurePanel]) -> bool:
-    """Return whether published values lie behind some line."""
+    """Return whether any panel contains published values."""
     return any(line.light and line.name.endswith(_PUBLISHED) for panel in panels for line in panel.lines)
 
 
 def describe_bars(evidence: Evidence, published: Evidence | None, panels: Sequence[FigurePanel]) -> str:
-    """Return the words of a caption on the bars of these panels and on hollow points."""
+    """Describe the interval bars and hollow points of these panels, for a caption."""
     hollow = any(point.collapsed for panel in panels for line in panel.lines for point in line.points)
-    said = " Hollow points in strong colours: runs behind them have collapsed to worthless predictions." if hollow else ""
-    return f"Bars: {describe_intervals(evidence, published if has_published_lines(panels) else None)}.{said}"
+    hollow_note = " Hollow points in strong colours include runs that collapsed to worthless predictions." if hollow else ""
+    return f"Bars: {describe_intervals(evidence, published if has_published_lines(panels) else None)}.{hollow_note}"
 
 
 _PUBLISHED = ", published"
 
 
 def published_label(name: str) -> str:
-    """Return the name of a line of published values."""
+    """Return the legend label of a line's published values."""
     return name + _PUBLISHED
 
 
 def panel_title(family: str, dataset: str) -> str:
-    """Return `Retrieval`, and which data set if it is not the average."""
+    """Return a panel's title: the family's name, and the data set if it is not the average."""
     name = FAMILY_LABELS.get(family, family)
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
 
 
 def build_points(evidence: Evidence, family: str, places: Iterable[tuple[float, str, ModelKey]]) -> tuple[FigurePoint, ...]:
-    """Return the scores that there are of a family, at places of the axis, by data set and model."""
-    scores = [(x, evidence.find(setting, dataset, family)) for x, dataset, setting in places]
+    """Return the points of a family's available scores, given (x, data set, model) of each."""
+    scores = [(x, evidence.find(key, dataset, family)) for x, dataset, key in places]
     return tuple(_build_point(x, score) for x, score in scores if score is not None)
 
 
 def _build_point(x: float, score: Score) -> FigurePoint:
-    return FigurePoint(x, 100 * score.mean, None if score.half_width is None else 100 * score.half_width, score.collapsed_at_rate > 0)
+    """Return the point of a score, in percent."""
+    half_width = None if score.half_width is None else 100 * score.half_width
+    return FigurePoint(x, 100 * score.mean, half_width, score.collapsed_at_rate > 0)
 
 
-def _draw_panels(picture: FigureSpec, columns: int) -> Any:
+def _draw_panels(spec: FigureSpec) -> Any:
+    """Draw all panels in up to two columns under a common legend; return the matplotlib Figure."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(line.name for panel in picture.panels for line in panel.lines if line.labelled and line.name))
-    columns = min(columns, len(picture.panels))
-    rows = -(-len(picture.panels) // columns)
-    width = _PANEL if columns > NARROW else _PHONE
+    names = list(dict.fromkeys(line.name for panel in spec.panels for line in panel.lines if line.labelled and line.name))
+    columns = min(2, len(spec.panels))
+    rows = -(-len(spec.panels) // columns)
     longest = max(map(len, names), default=0)
-    across = max(1, min(len(names), 4 if columns > NARROW else 2, int(columns * width // (_HANDLE + _LETTER * longest))))
+    across = max(1, min(len(names), 2 * columns, int(columns * _WIDTH // (_HANDLE + _LETTER * longest))))
     legend = 0.185 * -(-len(names) // across) + 0.14 if names else 0.0
-    inner = width - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-    size = columns * width, rows * _HEIGHT + legend
-    figure = Figure(figsize=size)
-    left, right, bottom, top = _LEFT / size[0], 1 - _RIGHT / size[0], _BOTTOM / size[1], 1 - (legend + _TOP) / size[1]
-    figure.subplots_adjust(left, bottom, right, top, (_LEFT + _RIGHT) / inner[0], (_TOP + _BOTTOM) / inner[1])
+    width, height = columns * _WIDTH, rows * _HEIGHT + legend
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(
+        _LEFT / width, _BOTTOM / height, 1 - _RIGHT / width, 1 - (legend + _TOP) / height,
+        (_LEFT + _RIGHT) / (_WIDTH - _LEFT - _RIGHT), (_TOP + _BOTTOM) / (_HEIGHT - _TOP - _BOTTOM),
+    )  # fmt: skip
     handles: dict[str, Any] = {}
-    for at, panel in enumerate(picture.panels, 1):
+    for at, panel in enumerate(spec.panels, 1):
         axis = figure.add_subplot(rows, columns, at)
         for line in panel.lines:
             handle = _draw_line(axis, line)
@@ -203,24 +200,25 @@ def _draw_panels(picture: FigureSpec, columns: int) -> Any:
 
 
 _STYLE = {
-    "figure.dpi": 150, "figure.facecolor": BACKGROUND_COLOUR, "axes.facecolor": BACKGROUND_COLOUR, "axes.edgecolor": MUTED_COLOUR, "axes.xmargin": 0.06,
-    "axes.ymargin": 0.1, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
-    "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlecolor": TEXT_COLOUR, "axes.labelsize": 9.5, "axes.labelcolor": MUTED_COLOUR,
-    "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID_COLOUR, "grid.linewidth": 0.6,
+    "figure.dpi": 150, "figure.facecolor": BACKGROUND_COLOUR, "axes.facecolor": BACKGROUND_COLOUR, "axes.edgecolor": MUTED_COLOUR,
+    "axes.xmargin": 0.06, "axes.ymargin": 0.1, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titlelocation": "left", "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlecolor": TEXT_COLOUR,
+    "axes.labelsize": 9.5, "axes.labelcolor": MUTED_COLOUR, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y",
+    "grid.color": GRID_COLOUR, "grid.linewidth": 0.6,
     "legend.fontsize": 9.5, "legend.frameon": False, "legend.labelcolor": TEXT_COLOUR, "legend.handlelength": 1.8,
     "legend.columnspacing": 1.4, "legend.borderaxespad": 0.1, "legend.borderpad": 0.2, "legend.labelspacing": 0.35,
-    "text.parse_math": False,  # names of data sets and models may have dollar signs
+    "text.parse_math": False,  # names may contain dollar signs
 }  # fmt: skip
 _HANDLE, _LETTER = 0.4, 0.075
-"""Widths of what stands before a name in the legend and of a letter, in inches."""
-_PANEL, _PHONE, _HEIGHT = 4.5, 3.75, 2.75
-"""Width of a panel on a page and on a phone, and its height, in inches."""
+"""Widths of a legend handle and of a letter, in inches."""
+_WIDTH, _HEIGHT = 4.5, 2.75
+"""Width and height of a panel, in inches."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
-"""What a panel leaves for its labels, in inches. A layout that looks at every label takes as long as all the rest."""
+"""Margins of a panel for its labels, in inches; matplotlib's layout engines would double the drawing time."""
 
 
 def _draw_line(axis: Any, line: FigureLine) -> Any:
-    """Draw a line with its bars; return what stands for it in the legend."""
+    """Draw a line with its interval bars on a matplotlib axis; return its legend handle."""
     style: dict[str, Any] = {"color": line.colour, "marker": line.marker, "linestyle": "-" if line.joined else "none"}
     if line.light:
         style |= {"alpha": 0.45, "markersize": 4.2, "zorder": 2, "markerfacecolor": BACKGROUND_COLOUR, "linewidth": 0.7}
@@ -240,7 +238,7 @@ def _draw_line(axis: Any, line: FigureLine) -> Any:
 
 
 def _set_x_ticks(axis: Any, panel: FigurePanel) -> None:
-    """Set the ticks of the axis below."""
+    """Set scale, positions and labels of the ticks on the x axis."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     if panel.log:
@@ -265,7 +263,7 @@ def _set_x_ticks(axis: Any, panel: FigurePanel) -> None:
 
 
 def figure_to_svg(figure: Any, name: str) -> str:
-    """Return the figure as SVG with its text as text, the same bytes each time; `name` begins the ids in it."""
+    """Return a matplotlib Figure as SVG with real text, always the same bytes; `name` is the salt of its ids."""
     from matplotlib import rc_context
 
     stream = io.StringIO()
@@ -276,7 +274,7 @@ def figure_to_svg(figure: Any, name: str) -> str:
 
 
 def embed_svg(svg: str, name: str, alt: str) -> str:
-    """Return SVG for a page: ids that begin with `name`, its colours for what is not data, a text for who cannot see it."""
+    """Prepare SVG for inlining in the page: prefix its ids with `name`, use the page's colours, add the text `alt`."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     for place, own in ((' id="', f' id="{name}-'), ("url(#", f"url(#{name}-"), ('xlink:href="#', f'href="#{name}-')):
         svg = svg.replace(place, own)

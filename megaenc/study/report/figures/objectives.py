@@ -12,46 +12,60 @@ from megaenc.study.report.figures.base import (
     OBJECTIVE_STYLES,
     ORANGE,
     PURPLE,
-    FigureSpec,
     FigureLine,
     FigurePanel,
     FigureSeries,
-    describe_bars,
-    published_label,
-    panel_title,
+    FigureSpec,
     build_family_figure,
     build_points,
+    describe_bars,
+    panel_title,
+    published_label,
 )
 from megaenc.study.results.evidence import Evidence
-from megaenc.study.results.groups import FAMILY_LABELS, dataset_label, datasets_by_family, objective_name, parent_key, format_percent, format_steps
-from megaenc.viz.style import format_count, assign_styles
+from megaenc.study.results.groups import (
+    FAMILY_LABELS,
+    dataset_label,
+    datasets_by_family,
+    format_percent,
+    format_steps,
+    objective_name,
+    parent_key,
+)
+from megaenc.viz.style import assign_styles, format_count
 
 
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw the base models of CLM and of MLM at the usual mask ratio, by size, or by data set if there is one size."""
     key, title = "objectives", "CLM and MLM"
-    base, mask = evidence.grouped().get("base", []), evidence.mask_ratio
-    models = {name: [one for one in base if objective_name(one) == name and one.mask_ratio in (None, mask)] for name in ("MLM", "CLM")}
+    base, mask = evidence.group_by_setup().get("base", []), evidence.reference_mask_ratio
+    models = {
+        name: [one for one in base if objective_name(one) == name and one.mask_ratio in (None, mask)] for name in ("MLM", "CLM")
+    }
     if not all(models.values()):
-        lacking = " and ".join(name for name, found in models.items() if not found)
-        return FigureSpec(key, title, f"No base model of {lacking} has a score yet.")
-    sizes = evidence.sizes_of(one for found in models.values() for one in found)
+        missing = " and ".join(name for name, members in models.items() if not members)
+        return FigureSpec(key, title, f"No base model of {missing} has a score yet.")
+    sizes = evidence.sort_sizes(one for members in models.values() for one in members)
     hidden = f"MLM hides {format_percent(mask)} of the tokens."
     if len(sizes) == 1:
         panels = _build_dataset_panels(evidence, published, models)
-        said = f"{hidden} {describe_bars(evidence, published, panels)}"
-        return FigureSpec(key, title, f"Base models of size {sizes[0]} on every data set. {said}", panels)
-    series = [(name, OBJECTIVE_STYLES[name], [(sizes.index(one.size), one) for one in found]) for name, found in models.items()]
+        legend_text = f"{hidden} {describe_bars(evidence, published, panels)}"
+        return FigureSpec(key, title, f"Base models of size {sizes[0]} on every data set. {legend_text}", panels)
+    series = [
+        (name, OBJECTIVE_STYLES[name], [(sizes.index(one.size), one) for one in members]) for name, members in models.items()
+    ]
     axis = {"dodge": 0.08, "ticks": dict(enumerate(sizes)), "x_label": "size of the model"}
     return build_family_figure(key, title, f"Base models by size. {hidden}", evidence, series, published, **axis)
 
 
-def _build_dataset_panels(evidence: Evidence, published: Evidence | None, models: dict[str, list[ModelKey]]) -> tuple[FigurePanel, ...]:
+def _build_dataset_panels(
+    evidence: Evidence, published: Evidence | None, models: dict[str, list[ModelKey]]
+) -> tuple[FigurePanel, ...]:
     panels = []
     for family, names in datasets_by_family(evidence.datasets()).items():
         lines = []
-        for source, (at, (name, found)) in itertools.product((evidence, published), enumerate(models.items())):
-            for setting in found if source is not None else ():
+        for source, (at, (name, members)) in itertools.product((evidence, published), enumerate(models.items())):
+            for setting in members if source is not None else ():
                 places = [(place + 0.14 * (at - 0.5), dataset, setting) for place, dataset in enumerate(names)]
                 if points := build_points(source, family, places):
                     light = source is published
@@ -67,22 +81,24 @@ def _build_dataset_panels(evidence: Evidence, published: Evidence | None, models
 def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw MLM base models of each size over their mask ratios."""
     key, title = "mask-ratios", "Mask ratios"
-    base = [one for one in evidence.grouped().get("base", []) if objective_name(one) == "MLM"]
+    base = [one for one in evidence.group_by_setup().get("base", []) if objective_name(one) == "MLM"]
     if len({one.mask_ratio for one in base}) < 2:
         return FigureSpec(key, title, "No size has MLM models of two mask ratios with scores yet.")
-    style = assign_styles(evidence.sizes_of(base))
+    style = assign_styles(evidence.sort_sizes(base))
     series = [(size, look, _place_by_mask_ratio(one for one in base if one.size == size)) for size, look in style.items()]
-    return build_family_figure(key, title, "MLM base models of each size.", evidence, series, published, **_build_mask_ratio_axis(series))
+    return build_family_figure(
+        key, title, "MLM base models of each size.", evidence, series, published, **_build_mask_ratio_axis(series)
+    )
 
 
 def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw MLM alone and CLM then MLM over mask ratios, at each size and budget that has two ratios of both."""
     key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, float], list[ModelKey]] = defaultdict(list)
-    for one in evidence.settings():
+    for one in evidence.model_keys():
         if one.decayed and not one.cpt_mlm_steps and objective_name(one) in ("MLM", "CLM + MLM"):
             groups[one.size, one.steps, round(one.clm_share, 2)].append(one)
-    several = {where: found for where, found in groups.items() if len({one.mask_ratio for one in found}) > 1}
+    several = {where: models for where, models in groups.items() if len({one.mask_ratio for one in models}) > 1}
     with_clm = [where for where in several if where[2] and (*where[:2], 0.0) in several]
     if not with_clm:
         return FigureSpec(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
@@ -117,16 +133,22 @@ def _list_styles(count: int) -> list[tuple[str, str]]:
 
 def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw checkpoints on the way over their steps."""
-    places = {one: float(one.steps) for one in evidence.settings() if not one.decayed}
-    seen = sorted(set(places.values()))
-    axis = {"x_label": "step", "unit": "steps", "ticks": {place: format_count(place) for place in seen} if len(seen) <= 8 else None}
+    places = {one: float(one.steps) for one in evidence.model_keys() if not one.decayed}
+    steps = sorted(set(places.values()))
+    axis = {
+        "x_label": "step",
+        "unit": "steps",
+        "ticks": {place: format_count(place) for place in steps} if len(steps) <= 8 else None,
+    }
     return _build_efficiency_figure("efficiency-steps", "Data efficiency by step", evidence, published, places, **axis)
 
 
-def build_flop_efficiency_figure(evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None) -> FigureSpec:
+def build_flop_efficiency_figure(
+    evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None
+) -> FigureSpec:
     """Draw the same over the operations that they took; `flops` by setting, those that it lacks are left out."""
     key, title = "efficiency-flops", "Data efficiency by FLOP"
-    settings = [one for one in evidence.settings() if not one.decayed]
+    settings = [one for one in evidence.model_keys() if not one.decayed]
     places = {one: flops[one] for one in settings if one in flops}
     if len(set(places.values())) < 2 and len({one.steps for one in settings}) > 1:
         why = (
@@ -143,7 +165,7 @@ def _build_efficiency_figure(
 ) -> FigureSpec:
     if len(set(places.values())) < 2:
         return FigureSpec(key, title, "Fewer than two checkpoints on the way have scores.")
-    sizes, masks = evidence.sizes_of(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
+    sizes, masks = evidence.sort_sizes(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
     groups: dict[tuple[str, float | None, str], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one, at in places.items():
         groups[objective_name(one), one.mask_ratio, one.size].append((at, one))
@@ -162,9 +184,9 @@ def _build_efficiency_figure(
 
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw models from scratch at the usual mask ratio over their CLM shares, at each budget with a two-stage model."""
-    key, title, mask = "clm-shares", "CLM share at each budget", evidence.mask_ratio
+    key, title, mask = "clm-shares", "CLM share at each budget", evidence.reference_mask_ratio
     budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
-    for one in evidence.settings():
+    for one in evidence.model_keys():
         if one.decayed and not one.cpt_mlm_steps and not one.schedule and one.mask_ratio in (None, mask):
             budgets[one.size, one.steps].append((100 * one.clm_share, one))
     for where, members in list(budgets.items()):
@@ -183,14 +205,14 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
 
 def _name_budgets(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> dict[tuple[str, int], str]:
     """Return sizes and steps in their order, each with a name that tells them apart."""
-    sizes = evidence.sizes_of(ModelKey(size) for size, _ in budgets)
+    sizes = evidence.sort_sizes(ModelKey(size) for size, _ in budgets)
     order = sorted(budgets, key=lambda where: (sizes.index(where[0]), where[1]))
     return {(size, steps): f"{format_steps(steps)} steps" + (f", {size}" if len(sizes) > 1 else "") for size, steps in order}
 
 
 def build_continued_pretraining_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw finished models, at 0 more steps, and those that went on from them with MLM, by its length."""
-    key, title, settings = "continued-pretraining", "Continued pretraining by length", evidence.settings()
+    key, title, settings = "continued-pretraining", "Continued pretraining by length", evidence.model_keys()
     groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
     for one in settings:
         if one.cpt_mlm_steps and one.decayed and not one.schedule:
@@ -201,7 +223,7 @@ def build_continued_pretraining_figure(evidence: Evidence, published: Evidence |
                 members.append(parent)
     if not groups:
         return FigureSpec(key, title, "No model of continued pretraining has a score yet.")
-    sizes, masks = evidence.sizes_of(parent for parent, _ in groups), {mask for _, mask in groups}
+    sizes, masks = evidence.sort_sizes(parent for parent, _ in groups), {mask for _, mask in groups}
     order = sorted(groups, key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]))
     kinds = [objective_name(parent) for parent, _ in order]
     names = [f"from {kind}" for kind in kinds]
@@ -232,14 +254,14 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
             groups[one.size, one.steps].append(one)
     if not groups:
         return None
-    budgets, mask = _name_budgets(evidence, groups), evidence.mask_ratio
+    budgets, mask = _name_budgets(evidence, groups), evidence.reference_mask_ratio
     placed: dict[str, list[tuple[float, ModelKey]]] = defaultdict(list)
     for at, where in enumerate(budgets):
         alike = [one for one in names if (one.size, one.steps) == where]
-        here = [(label, one) for label in _REFERENCE_STYLES for one in alike if _reference_label(one, mask) == label]
-        here += [(names[one], one) for one in groups[where]]
-        labels = list(dict.fromkeys(label for label, _ in here))  # several seeds of one model stand above each other
-        for label, one in here:
+        labelled_models = [(label, one) for label in _REFERENCE_STYLES for one in alike if _reference_label(one, mask) == label]
+        labelled_models += [(names[one], one) for one in groups[where]]
+        labels = list(dict.fromkeys(label for label, _ in labelled_models))  # several seeds of one model stand above each other
+        for label, one in labelled_models:
             placed[label].append((at + 0.8 * ((labels.index(label) + 0.5) / len(labels) - 0.5), one))
     order = [*(name for name in _REFERENCE_STYLES if name in placed), *(name for name in placed if name not in _REFERENCE_STYLES)]
     free = itertools.cycle(look for look in _list_styles(42) if look[0] not in (BLUE, ORANGE))

@@ -10,17 +10,17 @@ from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures import objectives
 from megaenc.study.report.figures.base import (
     BLUE,
-    MUTED_COLOUR,
     GREEN,
+    MUTED_COLOUR,
     OBJECTIVE_STYLES,
     ORANGE,
     PURPLE,
-    FigureSpec,
     FigureLine,
     FigurePanel,
     FigurePoint,
-    headline_datasets,
+    FigureSpec,
     has_published_lines,
+    headline_datasets,
     panel_title,
 )
 from megaenc.study.report.score_tables import rate_sensitivity
@@ -35,7 +35,7 @@ from megaenc.viz.style import assign_styles
 class ReportFigure:
     """A figure, and the published numbers drawn the same way where they cannot lie in it."""
 
-    drawn: FigureSpec
+    figure: FigureSpec
     published: FigureSpec | None = None
 
 
@@ -43,23 +43,31 @@ def build_figures(
     evidence: Evidence, runs: Mapping[str, TrainedRun], flops: Mapping[ModelKey, float], published: Evidence | None = None
 ) -> list[ReportFigure]:
     """Return every figure; `flops` by setting, `published` what to lay behind or next to the scores."""
-    flops_there = published_flops_by_model(published) if published else {}
+    published_flops = published_flops_by_model(published) if published else {}
 
     def by_flops(of: Evidence, behind: Evidence | None = None) -> FigureSpec:
-        return objectives.build_flop_efficiency_figure(of, flops if of is evidence else flops_there, behind)
+        return objectives.build_flop_efficiency_figure(of, flops if of is evidence else published_flops, behind)
 
-    def both(*makes: Callable[..., FigureSpec]) -> list[ReportFigure]:
-        found = []
-        for make in makes:
-            ours, theirs = make(evidence, published), make(published) if published else None
-            found.append(ReportFigure(ours, theirs if theirs and theirs.panels and not has_published_lines(ours.panels) else None))
-        return found
+    def with_published(*builders: Callable[..., FigureSpec]) -> list[ReportFigure]:
+        figures = []
+        for build in builders:
+            ours, theirs = build(evidence, published), build(published) if published else None
+            figures.append(
+                ReportFigure(ours, theirs if theirs and theirs.panels and not has_published_lines(ours.panels) else None)
+            )
+        return figures
 
     others = objectives.build_schedule_figure(evidence)
     return [
-        *both(objectives.build_objectives_figure, objectives.build_mask_ratio_figure, objectives.build_two_stage_mask_ratio_figure, objectives.build_step_efficiency_figure, by_flops),
+        *with_published(
+            objectives.build_objectives_figure,
+            objectives.build_mask_ratio_figure,
+            objectives.build_two_stage_mask_ratio_figure,
+            objectives.build_step_efficiency_figure,
+            by_flops,
+        ),
         ReportFigure(build_rate_figure(evidence)),
-        *both(objectives.build_clm_share_figure, objectives.build_continued_pretraining_figure),
+        *with_published(objectives.build_clm_share_figure, objectives.build_continued_pretraining_figure),
         *([ReportFigure(others)] if others else []),
         ReportFigure(build_loss_figure(runs)),
     ]
@@ -67,7 +75,7 @@ def build_figures(
 
 def published_flops_by_model(evidence: Evidence) -> dict[ModelKey, float]:
     """Return the operations of the study's own models, from their shapes."""
-    counted = {setting: published_model_flops(setting) for setting in evidence.settings()}
+    counted = {setting: published_model_flops(setting) for setting in evidence.model_keys()}
     return {setting: count for setting, count in counted.items() if count}
 
 
@@ -85,7 +93,7 @@ _RUN_KIND_STYLES = {
 def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
     """Draw held-out losses over the steps of every run; a branch begins where it left its parent."""
     key, title = "losses", "Held-out loss of the runs"
-    curves = {name: found for name, run in runs.items() if (found := held_out_curves(run.validations))}
+    curves = {name: run_curves for name, run in runs.items() if (run_curves := held_out_curves(run.validations))}
     if not curves:
         why = "No run has a validation." if runs else "No runs were given: --runs names their folder."
         return FigureSpec(key, title, why)
@@ -116,12 +124,12 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
         of_kind: dict[str, list[dict[float, float]]] = {kind: [] for kind in _OBJECTIVES}
         for one in evidence.scores:
             finished = one.model_key is not None and one.model_key.decayed
-            if (one.family, one.dataset) == (family, dataset) and finished and (made := rate_sensitivity(one)) is not None:
+            if (one.family, one.dataset) == (family, dataset) and finished and (sensitivity := rate_sensitivity(one)) is not None:
                 kind = objective_name(one.model_key)
                 if kind == "CLM" and one.model_key.cpt_mlm_steps:  # MLM on a CLM model is both, one after the other
                     kind = "CLM + MLM"
-                best = max(made.means.values())
-                lost = {rate: 100 * (mean - best) for rate, mean in sorted(made.means.items())}
+                best = max(sensitivity.means.values())
+                lost = {rate: 100 * (mean - best) for rate, mean in sorted(sensitivity.means.items())}
                 of_kind[kind if kind in of_kind else "other"].append(lost)
         lines = []
         for kind, models in of_kind.items():
@@ -133,7 +141,10 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
                 means = (FigurePoint(rate, math.fsum(lost[rate] for lost in models) / len(models)) for rate in common)
                 lines.append(FigureLine(kind, *_OBJECTIVES[kind], tuple(means)))
         if lines:
-            ticks = {rate: format_learning_rate(rate).replace("e-0", "e-") for rate in sorted({p.x for line in lines for p in line.points})}
+            ticks = {
+                rate: format_learning_rate(rate).replace("e-0", "e-")
+                for rate in sorted({p.x for line in lines for p in line.points})
+            }
             axis = {"x_label": "learning rate of the fine-tuning", "y_label": "points below own best", "log": True}
             panels.append(FigurePanel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis))
     if not panels:
@@ -143,7 +154,7 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
         "Mean over the seeds at each rate less that of the model's best rate, on test: light lines are finished models, strong "
         "ones the mean of those of an objective. The flatter, the less it matters which rate is taken."
     )
-    if any(one.collapsed for one in evidence.scores):
+    if any(one.collapsed_runs for one in evidence.scores):
         caption += " What collapses to worthless predictions at every rate is flat too: the table of collapsed runs names it."
     if any(one.failed_seeds for one in evidence.scores):
         caption += (
