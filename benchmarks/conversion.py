@@ -1,9 +1,9 @@
-"""Memory and time of conversions: a preset with random weights comes in from a Hugging Face folder and goes out again.
+"""Measure memory and time of converting a preset with random weights from and to a Hugging Face folder.
 
     python benchmarks/conversion.py --model 1b --output conversion.json
 
-Each conversion is a process of its own. Its peak is that of its resident memory; what the program takes without weights is
-measured by the conversion of a model of next to none. Three times the weights are needed on the disk.
+Each conversion runs in a new process, whose peak resident memory is measured; converting a tiny model gives the memory of the
+program without weights. Needs disk space for three times the weights.
 """
 
 import dataclasses
@@ -24,25 +24,25 @@ DIRECTIONS = {"from-hf": ["--input", "hf", "--output", "core"], "to-hf": ["--loa
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The size of the benchmark."""
+class ConversionBenchConfig:
+    """Flags of the conversion benchmark."""
 
     output: str = "conversion.json"
-    """JSON file for the figures"""
+    """JSON file for the results"""
     model: str = "1b"
-    """preset of the model"""
+    """model preset"""
     vocab_size: int = 128256
-    """rows of its vocabulary"""
+    """vocabulary size"""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """of the weights"""
+    """dtype of the weights"""
     threads: int = 2
     """threads of a conversion"""
     folder: str = ""
-    """where to work; the system's folder for temporary files unless given"""
+    """working directory (default: the system's directory for temporary files)"""
 
 
 def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
-    """A EuroBERT folder of the preset `name` (`none`: next to no model) with a shard a layer, drawn one by one."""
+    """Write a Hugging Face EuroBERT folder of a preset, or of a tiny model for `none`, with one random shard per layer."""
     import torch
     from safetensors.torch import save_file
 
@@ -79,8 +79,8 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def in_a_process(function: Callable, *arguments) -> None:
-    """Call `function` in a new process: the peak of one that is started later would count what this one has held."""
+def run_in_new_process(function: Callable, *arguments) -> None:
+    """Call `function` in a new process, so that its memory does not count in the peak of later child processes."""
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
     process.join()
@@ -88,8 +88,8 @@ def in_a_process(function: Callable, *arguments) -> None:
         raise SystemExit(f"{function.__name__} ended with {process.exitcode}")
 
 
-def converted(folder: Path, direction: str, threads: int) -> dict[str, float]:
-    """Peak of the resident memory in bytes, and seconds, of the command in `folder`."""
+def measure_conversion(folder: Path, direction: str, threads: int) -> dict[str, float]:
+    """Run a conversion in `folder` and return its peak resident bytes and seconds."""
     command = [sys.executable, "-P", "-m", "megaenc", "convert", direction, *DIRECTIONS[direction]]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     began = time.monotonic()
@@ -101,36 +101,37 @@ def converted(folder: Path, direction: str, threads: int) -> dict[str, float]:
     return {"peak_bytes": usage.ru_maxrss * 1024, "seconds": time.monotonic() - began}
 
 
-def figures(settings: Settings, work: Path) -> dict:
-    """By direction: seconds, peak, the program's own part of it, and the ratio of both, and of the rest alone, to the weights."""
-    in_a_process(write_source, work / "small" / "hf", "none", 300, settings.dtype)
-    in_a_process(write_source, work / "large" / "hf", settings.model, settings.vocab_size, settings.dtype)
+def measure_all(settings: ConversionBenchConfig, work: Path) -> dict:
+    """Return seconds and peak memory by direction, with their ratios to the size of the weights."""
+    run_in_new_process(write_source, work / "small" / "hf", "none", 300, settings.dtype)
+    run_in_new_process(write_source, work / "large" / "hf", settings.model, settings.vocab_size, settings.dtype)
     shards = (work / "large" / "hf").glob("*.safetensors")
     weights = sum(file.stat().st_size for file in shards)
     result = {"model": settings.model, "dtype": settings.dtype, "weights_bytes": weights, "cores": os.cpu_count()}
     for direction in DIRECTIONS:
-        program = converted(work / "small", direction, settings.threads)["peak_bytes"]
-        found = converted(work / "large", direction, settings.threads)
+        program = measure_conversion(work / "small", direction, settings.threads)["peak_bytes"]
+        large = measure_conversion(work / "large", direction, settings.threads)
         ratios = {
-            "peak_ratio": found["peak_bytes"] / weights,
-            "peak_ratio_beyond_program": (found["peak_bytes"] - program) / weights,
+            "peak_ratio": large["peak_bytes"] / weights,
+            "peak_ratio_beyond_program": (large["peak_bytes"] - program) / weights,
         }
-        result[direction] = found | {"program_bytes": program} | ratios
-        sizes = f"peak {found['peak_bytes'] / 1e9:.2f} GB for {weights / 1e9:.2f} GB of weights"
-        alone = f"{ratios['peak_ratio_beyond_program']:.2f} without the program itself"
-        print(f"{direction}: {found['seconds']:.1f} s, {sizes} ({ratios['peak_ratio']:.2f}; {alone})", flush=True)
+        result[direction] = large | {"program_bytes": program} | ratios
+        sizes = f"peak {large['peak_bytes'] / 1e9:.2f} GB for {weights / 1e9:.2f} GB of weights"
+        excess = f"{ratios['peak_ratio_beyond_program']:.2f} without the program itself"
+        print(f"{direction}: {large['seconds']:.1f} s, {sizes} ({ratios['peak_ratio']:.2f}; {excess})", flush=True)
     return result
 
 
 def main() -> None:
+    """Parse flags, run the benchmark and write its results."""
     from megaenc import flags
     from megaenc.bench import report
     from megaenc.console import silence_libraries
 
     silence_libraries()
-    settings = flags.parse(Settings, None, prog="conversion.py", description=__doc__)
+    settings = flags.parse(ConversionBenchConfig, None, prog="conversion.py", description=__doc__)
     with tempfile.TemporaryDirectory(dir=settings.folder or None) as work:
-        result = figures(settings, Path(work))
+        result = measure_all(settings, Path(work))
     report.write_report(settings.output, result)
 
 

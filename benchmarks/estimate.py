@@ -1,10 +1,10 @@
-"""How near `megaenc estimate --calibrate` comes to what runs take here: memory of a rank and time of a step, in several layouts.
+"""Compare `megaenc estimate --calibrate` with measured runs: peak memory of a rank and step time, in several layouts.
 
     python benchmarks/estimate.py --output estimate.json
 
-Each round estimates, then trains a few steps, layout by layout; shown are medians over the rounds. The small preset with a
-vocabulary of 32,768 (the model of the speed benchmarks) on the demo corpus unless --data-path and --tokenizer are given; about
-fifteen minutes on two idle cores. Memory is the most that a rank has had resident (VmHWM); step time is that of whole updates.
+Each round estimates and then trains a few steps in each layout; results are medians over rounds. Trains the small preset with a
+vocabulary of 32,768 on the demo corpus unless --data-path and --tokenizer are set; takes about fifteen minutes on two idle cores.
+Memory is the peak resident memory of a rank (VmHWM).
 """
 
 import json
@@ -31,47 +31,47 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The size of the comparison."""
+class EstimateBenchConfig:
+    """Flags of the estimate benchmark."""
 
     output: str = "estimate.json"
-    """JSON file for the figures"""
+    """JSON file for the results"""
     rounds: int = 3
-    """times that each layout is estimated and run"""
+    """estimates and runs of each layout"""
     steps: int = 4
-    """steps that are timed, after one that is not"""
+    """timed steps, after one warm-up step"""
     seq_length: int = 512
     """tokens of a pack"""
     micro_batch_size: int = 2
-    """packs of a row"""
+    """packs of a micro-batch"""
     global_batch_size: int = 8
     """packs of a step"""
     layouts: tuple[str, ...] = tuple(LAYOUTS)
-    """which layouts"""
+    """layouts to compare"""
     data_path: str = ""
-    """corpus; the demo corpus unless given"""
+    """corpus (default: the demo corpus)"""
     tokenizer: str = ""
-    """its tokenizer"""
+    """tokenizer of the corpus"""
 
 
-def flags_of(settings: Settings, layout: str) -> list[str]:
-    """Of `megaenc pretrain` and `megaenc estimate` alike."""
-    given = [*MODEL, *LAYOUTS[layout][1], "--train-iters", str(WARM_UP + settings.steps)]
+def build_flags(settings: EstimateBenchConfig, layout: str) -> list[str]:
+    """Return the flags of a layout, valid for both `megaenc pretrain` and `megaenc estimate`."""
+    words = [*MODEL, *LAYOUTS[layout][1], "--train-iters", str(WARM_UP + settings.steps)]
     for name in ("seq_length", "micro_batch_size", "global_batch_size"):
-        given += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
-    return [*given, "--data-path", settings.data_path, "--tokenizer", settings.tokenizer]
+        words += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+    return [*words, "--data-path", settings.data_path, "--tokenizer", settings.tokenizer]
 
 
-def environment() -> dict[str, str]:
-    """This repository's code, no accelerator; threads are shared out by the program."""
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+def build_environment() -> dict[str, str]:
+    """Return an environment with this repository's code, without accelerators and OMP_NUM_THREADS."""
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return kept | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return variables | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def finish(command: list[str]) -> None:
-    """Run to its end. InputError with the last line that it says where it fails."""
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
+def run_command(command: list[str]) -> None:
+    """Run a command to its end; raise InputError with its error message if it fails."""
+    done = subprocess.run(command, env=build_environment(), capture_output=True, text=True, timeout=900)
     if done.returncode:
         from megaenc.errors import InputError
 
@@ -79,29 +79,29 @@ def finish(command: list[str]) -> None:
         raise InputError(errors[0].removeprefix("error: ") if errors else f"{command[2]} ended with {done.returncode}")
 
 
-def estimated(settings: Settings, layout: str, folder: str) -> dict:
-    """What the command says."""
+def run_estimate(settings: EstimateBenchConfig, layout: str, folder: str) -> dict:
+    """Return the estimate of `megaenc estimate --calibrate` for a layout."""
     file = Path(folder) / "said.json"
-    command = [sys.executable, "-P", "-m", "megaenc", "estimate", *flags_of(settings, layout), "--calibrate", "--no-suggest"]
+    command = [sys.executable, "-P", "-m", "megaenc", "estimate", *build_flags(settings, layout), "--calibrate", "--no-suggest"]
     command += ["--gpus", str(LAYOUTS[layout][0]), "--output", str(file)]
-    finish(command)
+    run_command(command)
     return json.loads(file.read_text())["estimate"]
 
 
-def measured(settings: Settings, layout: str, folder: str) -> list[dict]:
-    """What each rank of a run has taken."""
+def run_training(settings: EstimateBenchConfig, layout: str, folder: str) -> list[dict]:
+    """Train a layout and return the peak memory and step times of each rank."""
     processes = LAYOUTS[layout][0]
     file = Path(folder) / "rank"
     launcher = [sys.executable, "-P"]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*launcher, __file__, "--worker", str(file), *flags_of(settings, layout)]
-    finish(command)
+    command = [*launcher, __file__, "--worker", str(file), *build_flags(settings, layout)]
+    run_command(command)
     return [json.loads(Path(f"{file}{rank}").read_text()) for rank in range(processes)]
 
 
-def train_and_note(file: str, flags: list[str]) -> None:
-    """The pretraining command in this process; `file` gets the seconds of each update and the most memory."""
+def train_and_record(file: str, flags: list[str]) -> None:
+    """Run the pretraining command in this process and write step times and peak memory to `file` plus the rank."""
     import psutil
 
     from megaenc.backend import prepare_megatron
@@ -111,67 +111,67 @@ def train_and_note(file: str, flags: list[str]) -> None:
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
 
-    seconds, base, update, build = [], [], Engine.train_step, Engine.__init__
+    seconds, base, train_step, build = [], [], Engine.train_step, Engine.__init__
 
-    def built(engine: Engine, *arguments):
+    def recorded_init(engine: Engine, *arguments):
         base.append(psutil.Process().memory_info().rss)
         build(engine, *arguments)
 
-    def noted(engine: Engine, step: int):
+    def timed_step(engine: Engine, step: int):
         clock = time.perf_counter()
-        made = update(engine, step)
+        result = train_step(engine, step)
         seconds.append(time.perf_counter() - clock)
-        return made
+        return result
 
-    Engine.train_step, Engine.__init__ = noted, built
+    Engine.train_step, Engine.__init__ = timed_step, recorded_init
     main(flags)
-    found = {"bytes": peak_resident_bytes(), "base": base[0], "seconds": seconds[WARM_UP:]}
-    Path(file + os.environ.get("RANK", "0")).write_text(json.dumps(found))
+    results = {"bytes": peak_resident_bytes(), "base": base[0], "seconds": seconds[WARM_UP:]}
+    Path(file + os.environ.get("RANK", "0")).write_text(json.dumps(results))
 
 
-def compare(settings: Settings, layout: str) -> dict:
-    """One round of one layout: the rank that takes most and the step's median, as said and as they were."""
+def compare_layout(settings: EstimateBenchConfig, layout: str) -> dict:
+    """Return estimated and measured peak memory and median step time of a layout in one round."""
     with tempfile.TemporaryDirectory() as folder:
-        said, ranks = estimated(settings, layout, folder), measured(settings, layout, folder)
+        estimate, ranks = run_estimate(settings, layout, folder), run_training(settings, layout, folder)
     return {
-        "bytes said": said["memory"]["bytes"],
+        "bytes said": estimate["memory"]["bytes"],
         "bytes taken": max(rank["bytes"] for rank in ranks),
-        "seconds said": said["steps"][0]["seconds"],
+        "seconds said": estimate["steps"][0]["seconds"],
         "seconds taken": median(ranks[0]["seconds"]),
-        "said": said,
+        "said": estimate,
         "ranks": ranks,
     }
 
 
 def main(argv: list[str]) -> None:
-    """Read the flags, go round, print the table."""
+    """Parse flags, run all rounds, print the table and write the results."""
     from megaenc import flags
     from megaenc.bench.report import check_positive
     from megaenc.data.demo import ensure_demo
     from megaenc.errors import InputError
 
-    settings = flags.parse(Settings, argv, prog="python benchmarks/estimate.py", description=__doc__)
+    settings = flags.parse(EstimateBenchConfig, argv, prog="python benchmarks/estimate.py", description=__doc__)
     check_positive(settings, "rounds", "steps")
     for layout in settings.layouts:
         if layout not in LAYOUTS:
             raise InputError(f"--layouts {layout!r}: expected some of {', '.join(map(repr, LAYOUTS))}")
     if not settings.data_path:
         demo = ensure_demo(Path("demo"))
-        settings = Settings(**vars(settings) | {"data_path": str(demo.data_prefix), "tokenizer": str(demo.tokenizer)})
-    found: dict[str, list[dict]] = {layout: [] for layout in settings.layouts}
-    print(f"{'layout':<22}{'GiB said':>9}{'taken':>7}{'':>9}{'s said':>9}{'taken':>7}", flush=True)
+        settings = EstimateBenchConfig(**vars(settings) | {"data_path": str(demo.data_prefix), "tokenizer": str(demo.tokenizer)})
+    results: dict[str, list[dict]] = {layout: [] for layout in settings.layouts}
+    print(f"{'layout':<22}{'GiB est.':>9}{'run':>7}{'':>9}{'s est.':>9}{'run':>7}", flush=True)
     for number in range(settings.rounds):
         for layout in settings.layouts:
-            found[layout].append(compare(settings, layout))
-            print(line(f"{layout}, round {number + 1}", found[layout][-1:]), flush=True)
-            Path(settings.output).write_text(json.dumps({"settings": vars(settings), "layouts": found}, indent=1) + "\n")
+            results[layout].append(compare_layout(settings, layout))
+            print(format_row(f"{layout}, round {number + 1}", results[layout][-1:]), flush=True)
+            Path(settings.output).write_text(json.dumps({"settings": vars(settings), "layouts": results}, indent=1) + "\n")
     print("medians")
-    for layout, rounds in found.items():
-        print(line(layout, rounds))
+    for layout, rounds in results.items():
+        print(format_row(layout, rounds))
 
 
-def line(name: str, rounds: list[dict]) -> str:
-    """A row of the table."""
+def format_row(name: str, rounds: list[dict]) -> str:
+    """Return a row of the table with medians over `rounds` and relative errors."""
     values = {key: median(one[key] for one in rounds) for key in rounds[0] if isinstance(rounds[0][key], float)}
     memory, seconds = (values[f"{key} said"] / values[f"{key} taken"] - 1 for key in ("bytes", "seconds"))
     gib = [values[f"bytes {word}"] / 2**30 for word in ("said", "taken")]
@@ -183,7 +183,7 @@ def line(name: str, rounds: list[dict]) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        train_and_note(sys.argv[2], sys.argv[3:])
+        train_and_record(sys.argv[2], sys.argv[3:])
     else:
         from megaenc.errors import handle_command_errors
 

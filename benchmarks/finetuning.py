@@ -1,10 +1,10 @@
-"""Fine-tuning runs per hour, beside a plain script of transformers' Trainer with the study's settings, on one machine.
+"""Compare the fine-tuning runs per hour of `megaenc finetune grid` and of transformers' Trainer with the study's settings.
 
     python benchmarks/finetuning.py --model hf/a --dataset path/to/sc/sst2 --output finetuning.json
 
-The Trainer reads 4 texts at once, padded to the longest, and adds up 8 such gradients; one run at a time has all threads. The
-grid does the same runs in its own way. Each side has every process, import and evaluation counted that its runs need, and the
-order of the two alternates. Text classification; model and data are local folders. The Trainer needs `pip install accelerate`.
+The Trainer pads batches of 4 texts, accumulates 8 gradients and runs once at a time with all threads. Times include startup,
+imports and evaluation of all runs; the order alternates between rounds. Text classification with local folders of model and
+data. The Trainer needs `pip install accelerate`.
 """
 
 import json
@@ -22,29 +22,29 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The size of the benchmark."""
+class FinetuneBenchConfig:
+    """Flags of the fine-tuning benchmark."""
 
     model: str
     """Hugging Face folder of an encoder with its tokenizer"""
     dataset: str
-    """folder of a text classification set: train, valid and test as JSON lines"""
+    """folder of a text classification data set with train, valid and test as JSON lines"""
     output: str = "finetuning.json"
-    """JSON file for the figures"""
+    """JSON file for the results"""
     max_steps: int = 100
-    """updates of each run, of 32 texts"""
+    """steps of each run, of 32 texts each"""
     learning_rate: float = 2e-4
-    """peak rate of each run"""
+    """peak learning rate of each run"""
     seeds: int = 3
-    """runs of each side in a round"""
+    """runs of each contender per round"""
     rounds: int = 1
-    """times that each side does its runs"""
+    """rounds, in each of which both contenders do all runs"""
     precision: str = "fp32"
-    """fp32 or bf16, for both: float32 weights, computed in bfloat16"""
+    """fp32, or bf16 for float32 weights computed in bfloat16"""
 
 
 def train_with_trainer(settings: dict[str, Any], seed: int) -> dict[str, float]:
-    """One run as a script of transformers' Trainer does it; accuracy on both splits."""
+    """Fine-tune once with transformers' Trainer and return the accuracy on each split."""
     import numpy as np
     import torch
     from datasets import load_dataset
@@ -96,15 +96,15 @@ def train_with_trainer(settings: dict[str, Any], seed: int) -> dict[str, float]:
         collator = DataCollatorWithPadding(tokenizer)
         trainer = Trainer(model=model, args=arguments, train_dataset=data["train"], data_collator=collator)
         trainer.train()
-        found = {}
+        scores = {}
         for split in ("valid", "test"):
             predicted = trainer.predict(data[split])
-            found[split] = float((np.argmax(predicted.predictions, axis=-1) == predicted.label_ids).mean())
-    return found
+            scores[split] = float((np.argmax(predicted.predictions, axis=-1) == predicted.label_ids).mean())
+    return scores
 
 
-def by_trainer(settings: Settings, work: Path) -> tuple[float, list[float]]:
-    """Seconds for all runs of a round, one process after the other, and their accuracies on test."""
+def run_trainer(settings: FinetuneBenchConfig, work: Path) -> tuple[float, list[float]]:
+    """Run the Trainer once per seed in sequence; return total seconds and test accuracies."""
     program = f"import sys, json; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import finetuning; "
     program += "print(json.dumps(finetuning.train_with_trainer(json.loads(sys.argv[1]), int(sys.argv[2]))))"
     began, scores = time.monotonic(), []
@@ -119,60 +119,63 @@ def by_trainer(settings: Settings, work: Path) -> tuple[float, list[float]]:
     return time.monotonic() - began, scores
 
 
-def by_grid(settings: Settings, work: Path) -> tuple[float, list[float]]:
-    """Seconds for all runs of a round as one grid, and their accuracies on test."""
+def run_grid(settings: FinetuneBenchConfig, work: Path) -> tuple[float, list[float]]:
+    """Run all seeds as one grid; return total seconds and test accuracies."""
     command = [sys.executable, "-P", "-m", "megaenc", "finetune", "grid", "--output", str(work)]
     command += ["--model", settings.model, "--datasets", settings.dataset]
     command += ["--learning-rates", str(settings.learning_rate), "--seeds", str(settings.seeds)]
     command += ["--max-steps", str(settings.max_steps), "--epochs", "1000", "--precision", settings.precision]
-    began = time.monotonic()
+    start = time.monotonic()
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     if done.returncode:
         raise SystemExit(f"the grid ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
-    found = sorted(work.glob("*/SC/*/*/results.json"))
-    return seconds, [json.loads(file.read_text())["test"]["score"] for file in found]
+    files = sorted(work.glob("*/SC/*/*/results.json"))
+    return seconds, [json.loads(file.read_text())["test"]["score"] for file in files]
 
 
-def figures(settings: Settings, work: Path) -> dict[str, Any]:
-    """Runs per hour of both sides, their ratio by round, and the accuracies with the interval of the seeds."""
-    sides = {"trainer": by_trainer, "grid": by_grid}
+def measure_all(settings: FinetuneBenchConfig, work: Path) -> dict[str, Any]:
+    """Return runs per hour of both contenders, ratios by round, and accuracies with confidence intervals over seeds."""
+    sides = {"trainer": run_trainer, "grid": run_grid}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     scores: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(settings.rounds):
         for name in list(sides)[:: 1 if round_ % 2 == 0 else -1]:
             folder = work / f"{name}{round_}"
             folder.mkdir()
-            took, scores[name] = sides[name](settings, folder)
-            seconds[name].append(took)
-            print(f"{name}: {settings.seeds} runs in {took:.0f} s, accuracy {mean(scores[name]):.4f}", flush=True)
+            elapsed, scores[name] = sides[name](settings, folder)
+            seconds[name].append(elapsed)
+            print(f"{name}: {settings.seeds} runs in {elapsed:.0f} s, accuracy {mean(scores[name]):.4f}", flush=True)
     ratios = [slow / fast for slow, fast in zip(seconds["trainer"], seconds["grid"], strict=True)]
-    hourly = {name: settings.seeds * 3600 / median(some) for name, some in seconds.items()}
-    spread = {name: 1.96 * stdev(some) / len(some) ** 0.5 if len(some) > 1 else None for name, some in scores.items()}
+    hourly = {name: settings.seeds * 3600 / median(values) for name, values in seconds.items()}
+    spread = {name: 1.96 * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None for name, values in scores.items()}
     return {
         **asdict(settings),
         "cores": os.cpu_count(),
         "runs_per_hour": hourly,
         "ratio": median(ratios),
         "ratios": ratios,
-        "accuracy": {name: mean(some) for name, some in scores.items()},
+        "accuracy": {name: mean(values) for name, values in scores.items()},
         "interval": spread,
         "accuracies": scores,
     }
 
 
 def main() -> None:
+    """Parse flags, run the benchmark, write and print its results."""
     from megaenc import flags
     from megaenc.bench import report
     from megaenc.console import silence_libraries
 
     silence_libraries()
-    settings = flags.parse(Settings, None, prog="finetuning.py", description=__doc__)
+    settings = flags.parse(FinetuneBenchConfig, None, prog="finetuning.py", description=__doc__)
     with tempfile.TemporaryDirectory() as work:
-        found = figures(settings, Path(work))
-    report.write_report(settings.output, found)
-    hourly = found["runs_per_hour"]
-    print(f"runs per hour: {hourly['grid']:.0f} in the grid, {hourly['trainer']:.0f} by the Trainer: {found['ratio']:.1f} times")
+        results = measure_all(settings, Path(work))
+    report.write_report(settings.output, results)
+    hourly = results["runs_per_hour"]
+    print(
+        f"runs per hour: {hourly['grid']:.0f} in the grid, {hourly['trainer']:.0f} by the Trainer: {results['ratio']:.1f} times"
+    )
 
 
 if __name__ == "__main__":

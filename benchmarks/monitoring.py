@@ -2,7 +2,7 @@
 
     python benchmarks/monitoring.py --output monitoring.json
 
-Timed is the whole loop: from the beginning of one update to the beginning of the next, with rows, boards and saves in between.
+TimedRun is the whole loop: from the beginning of one update to the beginning of the next, with rows, boards and saves in between.
 The small preset on the demo corpus, unless --data-path and --tokenizer are given; about eight minutes on two idle cores.
 """
 
@@ -23,8 +23,8 @@ WARM_UP = 5
 RUN = ["--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "4", "--eval-interval", "0"]
 RUN += ["--log-interval", "1", "--no-bf16"]
 
-# What is compared, the first being what the others are compared with. FOLDER and HALF are put in: a folder that is removed
-# afterwards, and half of the steps, so that one save lies among those that are timed.
+# Flags of each arm; the first is the baseline. FOLDER stands for a temporary directory, HALF for half of the steps, so that one
+# save is among the timed steps.
 MONITORING = ["--save", "FOLDER", "--tensorboard-dir", "FOLDER/events", "--wandb-project", "benchmark"]
 MONITORING += ["--log-straggler", "--straggler-interval", "10"]
 ARMS: dict[str, list[str]] = {
@@ -35,46 +35,46 @@ ARMS: dict[str, list[str]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The size of the benchmark."""
+class MonitoringBenchConfig:
+    """Flags of the monitoring benchmark."""
 
     output: str = "monitoring.json"
-    """JSON file for the figures"""
+    """JSON file for the results"""
     model: str = "small"
-    """preset of the model"""
+    """model preset"""
     rounds: int = 5
-    """times that each is run"""
+    """runs of each arm"""
     steps: int = 30
-    """steps of a run, the first five of which are not timed"""
+    """steps of a run, of which the first five are not timed"""
     threads: int = 2
-    """threads of the one process"""
+    """threads of the process"""
     minutes: float = 8.0
-    """no round is begun that would end later than this"""
+    """time limit: no round starts that would exceed it"""
     save_interval: int = 1000
-    """steps between saves to reckon the cost of one for"""
+    """steps between saves over which the cost of one is spread"""
     data_path: str = ""
-    """corpus; the demo corpus unless given"""
+    """corpus (default: the demo corpus)"""
     tokenizer: str = ""
-    """its tokenizer"""
+    """tokenizer of the corpus"""
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A run but for its first steps."""
+class TimedRun:
+    """Times of a run without its warm-up steps."""
 
     steps: list[float]
-    """Seconds from the beginning of each update to that of the next."""
+    """Seconds from the start of each step to the next."""
     monitor: list[float]
-    """Of them in the monitor itself, which makes the rows and hands them on."""
+    """Seconds of each step in the metrics logger."""
 
 
-def timed_run(settings: Settings, arm: str) -> Timed:
-    """One run of `arm`."""
+def run_timed(settings: MonitoringBenchConfig, arm: str) -> TimedRun:
+    """Run one arm and return its times."""
     with tempfile.TemporaryDirectory() as folder:
         words = {"FOLDER": f"{folder}/run", "HALF": str(settings.steps // 2)}
-        given = [words.get(flag, flag.replace("FOLDER", words["FOLDER"])) for flag in ARMS[arm]]
+        run_flags = [words.get(flag, flag.replace("FOLDER", words["FOLDER"])) for flag in ARMS[arm]]
         if settings.data_path:
-            given += ["--data-path", settings.data_path, "--tokenizer", settings.tokenizer]
+            run_flags += ["--data-path", settings.data_path, "--tokenizer", settings.tokenizer]
         times = Path(folder) / "times.json"
         command = [
             sys.executable,
@@ -86,18 +86,18 @@ def timed_run(settings: Settings, arm: str) -> Timed:
             *RUN,
             "--train-iters",
             str(settings.steps),
-            *given,
+            *run_flags,
         ]
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=600)
-        noted = json.loads(times.read_text())
-    steps = [after - before for before, after in pairwise(noted["begun"][WARM_UP:])]
-    return Timed(steps, noted["monitor"][WARM_UP : WARM_UP + len(steps)])
+        recorded = json.loads(times.read_text())
+    steps = [after - before for before, after in pairwise(recorded["begun"][WARM_UP:])]
+    return TimedRun(steps, recorded["monitor"][WARM_UP : WARM_UP + len(steps)])
 
 
-def train_and_note(file: str, flags: list[str]) -> None:
-    """The pretraining command in this process; `file` gets the time at which each update begins, and the seconds of its row."""
+def train_and_record(file: str, flags: list[str]) -> None:
+    """Run the pretraining command in this process and write the start and the logging time of each step to `file`."""
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
@@ -105,47 +105,46 @@ def train_and_note(file: str, flags: list[str]) -> None:
     from megaenc.training.engine import Engine
     from megaenc.training.logging.metrics_logger import MetricsLogger
 
-    begun, update, monitor, show = [], Engine.train_step, [], MetricsLogger.log_step
+    starts, train_step, monitor, log_step = [], Engine.train_step, [], MetricsLogger.log_step
 
-    def noted(engine: Engine, step: int):
-        begun.append(time.perf_counter())
-        return update(engine, step)
+    def timed_step(engine: Engine, step: int):
+        starts.append(time.perf_counter())
+        return train_step(engine, step)
 
-    def shown(self: MetricsLogger, *arguments):
+    def timed_log(self: MetricsLogger, *arguments):
         clock = time.perf_counter()
-        show(self, *arguments)
+        log_step(self, *arguments)
         monitor.append(time.perf_counter() - clock)
 
-    Engine.train_step, MetricsLogger.log_step = noted, shown
+    Engine.train_step, MetricsLogger.log_step = timed_step, timed_log
     main(flags)
-    Path(file).write_text(json.dumps({"begun": begun, "monitor": monitor}))
+    Path(file).write_text(json.dumps({"begun": starts, "monitor": monitor}))
 
 
-def rounds(settings: Settings) -> dict[str, list[Timed]]:
-    """The runs of each arm, one a round; each round begins with another arm."""
-    found: dict[str, list[Timed]] = {arm: [] for arm in ARMS}
-    began, names = time.monotonic(), list(ARMS)
+def run_rounds(settings: MonitoringBenchConfig) -> dict[str, list[TimedRun]]:
+    """Run each arm once per round, starting with another arm in each round; return the runs by arm."""
+    runs: dict[str, list[TimedRun]] = {arm: [] for arm in ARMS}
+    start, names = time.monotonic(), list(ARMS)
     for number in range(settings.rounds):
-        spent = time.monotonic() - began
+        spent = time.monotonic() - start
         if number and spent * (number + 1) / number > 60 * settings.minutes:
             break
         for arm in names[number % len(names) :] + names[: number % len(names)]:
-            found[arm].append(timed_run(settings, arm))
-            print(f"round {number + 1}: {arm}: {median(found[arm][-1].steps):.4f} s a step", flush=True)
-    return found
+            runs[arm].append(run_timed(settings, arm))
+            print(f"round {number + 1}: {arm}: {median(runs[arm][-1].steps):.4f} s a step", flush=True)
+    return runs
 
 
-def figures(settings: Settings, found: dict[str, list[Timed]]) -> dict:
-    """Of each arm the seconds a step, and how much more that is than the first arm's of the same round, in percent.
+def summarize_runs(settings: MonitoringBenchConfig, runs_by_arm: dict[str, list[TimedRun]]) -> dict:
+    """Return the step time of each arm and its excess over the baseline of the same round, in percent.
 
-    A step is a run's median step, which a single save does not touch; `mean` is that of all steps, a save among them.
-    `monitor_percent` is what the monitor itself takes of a step: less than all that it costs, and hardly touched by what else the
-    machine does.
+    Step times are medians of a run, which exclude a single save; `mean_seconds` includes it. `monitor_percent` is the share of the
+    metrics logger, a robust lower bound of the cost of monitoring.
     """
-    arms, base = {}, [median(run.steps) for run in next(iter(found.values()))]
-    for arm, runs in found.items():
+    arms, base = {}, [median(run.steps) for run in next(iter(runs_by_arm.values()))]
+    for arm, runs in runs_by_arm.items():
         medians, means = [median(run.steps) for run in runs], [mean(run.steps) for run in runs]
-        more = [100 * (here / there - 1) for here, there in zip(medians, base, strict=True)]
+        more = [100 * (value / reference - 1) for value, reference in zip(medians, base, strict=True)]
         arms[arm] = {
             "step_seconds": median(medians),
             "spread": [min(medians), max(medians)],
@@ -154,9 +153,12 @@ def figures(settings: Settings, found: dict[str, list[Timed]]) -> dict:
             "more_percent": median(more),
             "more_percent_of_each_round": more,
         }
-    names = list(found)
-    # What one save adds to all steps that were timed together.
-    added = [sum(here.steps) - sum(there.steps) for here, there in zip(found[names[2]], found[names[1]], strict=True)]
+    names = list(runs_by_arm)
+    # Total seconds that one save adds to the timed steps.
+    added = [
+        sum(value.steps) - sum(reference.steps)
+        for value, reference in zip(runs_by_arm[names[2]], runs_by_arm[names[1]], strict=True)
+    ]
     share = 100 * median(added) / (settings.save_interval * arms[names[0]]["step_seconds"])
     return {
         "cores": os.cpu_count(),
@@ -171,8 +173,8 @@ def figures(settings: Settings, found: dict[str, list[Timed]]) -> dict:
     }
 
 
-def table(result: dict) -> str:
-    """The figures for the eye."""
+def format_table(result: dict) -> str:
+    """Return the results as a table for the console."""
     lines = [f"{'':24}{'s a step':>10}{'lowest':>10}{'highest':>10}{'mean':>10}{'monitor':>10}{'more':>10}"]
     for arm, row in result["arms"].items():
         low, high = row["spread"]
@@ -188,17 +190,18 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
+    """Parse flags, run the benchmark, write and print its results."""
     from megaenc import flags
     from megaenc.bench import report
 
-    settings = flags.parse(Settings, None, prog="monitoring.py", description=__doc__)
-    result = figures(settings, rounds(settings))
+    settings = flags.parse(MonitoringBenchConfig, None, prog="monitoring.py", description=__doc__)
+    result = summarize_runs(settings, run_rounds(settings))
     report.write_report(settings.output, result)
-    print(table(result))
+    print(format_table(result))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--timed"]:
-        train_and_note(sys.argv[2], sys.argv[3:])
+        train_and_record(sys.argv[2], sys.argv[3:])
     else:
         main()

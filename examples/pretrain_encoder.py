@@ -1,4 +1,4 @@
-"""Pretrain an encoder, alone or under torchrun:
+"""Pretrain an encoder in one process or under torchrun; the same as `megaenc pretrain`.
 
 torchrun --nproc-per-node 2 examples/pretrain_encoder.py --objective-schedule clm:0.25,mlm:0.75 --tensor-model-parallel-size 2
 """

@@ -14,18 +14,18 @@ from megaenc.atomic_io import (
     atomic_dir,
     atomic_files,
     atomic_write,
-    try_lock,
-    longest_file_name,
-    find_stale_temp_files,
     exit_on_sigterm,
+    find_stale_temp_files,
+    longest_file_name,
+    try_lock,
 )
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
 from megaenc.output_paths import (
     check_output_file,
     check_parent_writable,
-    create_parent_with_rollback,
     create_parent_dir,
+    create_parent_with_rollback,
     refuse_existing,
 )
 
@@ -207,7 +207,10 @@ def test_the_last_look_comes_when_all_is_on_the_disk_and_before_any_name(tmp_pat
         steps.append("looked")
         raise InputError("not now")
 
-    with pytest.raises(InputError, match="not now"), atomic_files(tmp_path / "a", tmp_path / "b", before_rename=look) as temporary:
+    with (
+        pytest.raises(InputError, match="not now"),
+        atomic_files(tmp_path / "a", tmp_path / "b", before_rename=look) as temporary,
+    ):
         for path in temporary:
             path.write_text("whole")
     assert steps == ["on the disk", "on the disk", "looked"] and names(tmp_path) == []

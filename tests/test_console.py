@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megaenc import console
-from megaenc.console import ProgressLine, print_rank_0, escape_unprintable, build_rich_console
+from megaenc.console import ProgressLine, build_rich_console, escape_unprintable, print_rank_0
 from megaenc.errors import InputError, handle_command_errors
 
 

@@ -22,7 +22,7 @@ def test_numbers_are_the_same_for_ever():
 
 
 def test_another_process_draws_the_same():
-    code = "from megaenc import counter_rng; print(counter_rng.words(7, 'mask', 5, counters=(3, 1)).tolist())"
+    code = "from megaenc import counter_rng; print(counter_rng.random_words(7, 'mask', 5, counters=(3, 1)).tolist())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == str(counter_rng.random_words(7, "mask", 5, counters=(3, 1)).tolist())
 
@@ -132,7 +132,7 @@ def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kind
 
 @pytest.mark.parametrize("count", [999, 1000, 1001, 5003])
 def test_a_permutation_of_more_than_is_looked_at_together(monkeypatch, count):
-    monkeypatch.setattr(counter_rng, "_AT_ONCE", 1000)
+    monkeypatch.setattr(counter_rng, "_CHUNK", 1000)
     words = counter_rng.random_words(1, "order", count) >> np.uint64(50)  # so that some are alike across the parts
     monkeypatch.setattr(counter_rng, "random_words", lambda *_, **__: words)
     assert np.array_equal(counter_rng.permutation(1, "order", count), np.argsort(words, kind="stable"))

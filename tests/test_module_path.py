@@ -95,19 +95,19 @@ def test_the_fork_server_of_a_grid(planted, tmp_path):
 STUDY = """
 import sys
 from pathlib import Path
-from fake_nodes import Fake
-from megaenc.study.run.stage import megaenc
-from megaenc.study.run.executor import execute
+from fake_stages import FakeStage
+from megaenc.study.run.stage import megaenc_command
+from megaenc.study.run.executor import execute_stages
 
-class Real(Fake):
-    def command(self):
-        return megaenc(*sys.argv[2:], processes=self.processes)
+class RealStage(FakeStage):
+    def next_command(self):
+        return megaenc_command(*sys.argv[2:], processes=self.processes)
 
-    def done(self):
+    def is_done(self):
         return (self.study / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
 
 study = Path(sys.argv[1])
-failed = execute([Real("pretrain/run", study, processes=2)], study, ["", ""], tries=1)
+failed = execute_stages([RealStage("pretrain/run", study, processes=2)], study, ["", ""], max_attempts=1)
 sys.exit(str(failed) if failed else 0)
 """
 

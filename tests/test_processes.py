@@ -14,9 +14,9 @@ import runs
 from megaenc.errors import InputError
 from megaenc.processes import (
     ChildProcess,
+    ProcessPool,
     ThreadPool,
     Worker,
-    ProcessPool,
     check_process_count,
     describe_exit_code,
     python_environment,

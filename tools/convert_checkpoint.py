@@ -1,4 +1,4 @@
-"""Checkpoints to Hugging Face folders and back.
+"""Convert checkpoints to and from Hugging Face folders; the same as `megaenc convert`.
 
 python tools/convert_checkpoint.py to-hf --load runs/a --output hf/a
 python tools/convert_checkpoint.py from-hf --input hf/llama --output core/llama

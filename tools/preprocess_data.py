@@ -1,4 +1,4 @@
-"""Tokenise JSONL text to .bin and .idx: the same as `megaenc preprocess`."""
+"""Tokenize JSONL text to .bin and .idx files; the same as `megaenc preprocess`."""
 
 from megaenc.data.preprocess.command import main
 

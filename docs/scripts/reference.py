@@ -30,7 +30,7 @@ NOTE = "<!-- Written by docs/scripts/reference.py from the docstrings. Change th
 PUBLIC = [
     (
         "Objectives",
-        "What a package with an objective of its own imports ([how](objectives.md#one-of-your-own)).",
+        "Names for packages that add an objective ([how](objectives.md#adding-an-objective)).",
         "megaenc.objectives",
         ["Objective", "Attention", "Targets", "option", "Masking", "OptionError", "register", "find", "known", "check_targets"],
     ),

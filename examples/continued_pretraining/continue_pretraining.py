@@ -1,9 +1,8 @@
-"""A decoder becomes an encoder: a Hugging Face model comes in, is trained on MLM, and goes out again.
+"""Turn a decoder into an encoder: import a Hugging Face model, continue pretraining with MLM, and export it.
 
     python examples/continued_pretraining/continue_pretraining.py --input corpus.jsonl --output out/llama [--model FOLDER]
 
-Runs the commands that one would give by hand, and prints each. Without --model a small one with random weights is made, of the
-family that --family names. Nothing is downloaded.
+Prints each command before running it. Without --model, uses a small model of --family with random weights. Downloads nothing.
 """
 
 import shlex
@@ -25,62 +24,62 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What to continue, and for how long."""
+class ContinuedPretrainingConfig:
+    """Flags of this example."""
 
     input: str
-    """text, from all that `megaenc preprocess` reads"""
+    """text in any format that `megaenc preprocess` reads"""
     output: str
-    """folder for everything that is made; must not exist"""
+    """directory for all outputs; must not exist"""
     model: str = ""
-    """Hugging Face folder of the model; a small one with random weights unless given"""
+    """Hugging Face folder of the model (default: a small one with random weights)"""
     family: Literal["llama", "qwen3"] = "llama"
-    """of the model that is made where none is given"""
+    """architecture of the small model without --model"""
     add_mask_token: bool = False
-    """give its tokenizer a mask token, where it has none nor a reserved one"""
+    """add a mask token to the tokenizer if it has neither one nor a reserved token"""
     train_iters: int = 100
-    """steps of MLM"""
+    """MLM training steps"""
     seq_length: int = 128
     """tokens of a pack"""
     micro_batch_size: int = 4
-    """packs that one process reads at once"""
+    """packs of a micro-batch"""
     global_batch_size: int = 16
     """packs of a step"""
     lr: float = 5e-4
     """peak learning rate"""
     processes: int = 1
-    """processes of torchrun, which share each layer"""
+    """tensor-parallel processes"""
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make each folder from the one before."""
+    """Run import, preprocessing, pretraining and export in sequence."""
     silence_libraries()
-    settings = flags.parse(Settings, argv, prog="continue_pretraining.py", description=__doc__)
+    settings = flags.parse(ContinuedPretrainingConfig, argv, prog="continue_pretraining.py", description=__doc__)
     out = Path(settings.output)
     refuse_existing(out, "--output")
-    resolve_inputs(InputConfig((settings.input,)), ["text"])  # before there is a folder: the commands look at what they need
-    source = settings.model or str(make_model(settings.family, settings.input, out / "source"))
+    resolve_inputs(InputConfig((settings.input,)), ["text"])  # fails before the output directory is created
+    source = settings.model or str(create_model(settings.family, settings.input, out / "source"))
     mask = ["--add-mask-token"] if settings.add_mask_token else []
-    megaenc("convert", "from-hf", "--input", source, "--output", out / "core", *mask)
+    run_megaenc("convert", "from-hf", "--input", source, "--output", out / "core", *mask)
     tokenizer = out / "core" / "tokenizer"
     corpus = ["--input", settings.input, "--output-prefix", out / "corpus", "--tokenizer", tokenizer, "--append-eod"]
-    megaenc("preprocess", *corpus)
+    run_megaenc("preprocess", *corpus)
     schedule = ["--objective-schedule", "mlm:1.0", "--train-iters", settings.train_iters, "--lr", settings.lr]
     batch = ["--micro-batch-size", settings.micro_batch_size, "--global-batch-size", settings.global_batch_size]
-    pretrain(
+    run_pretrain(
         settings.processes,
         *("--config", out / "core" / "config.yaml", "--init-from", out / "core", "--data-path", out / "corpus_text_document"),
         *(*schedule, *batch, "--seq-length", settings.seq_length, "--save", out / "run"),
     )
-    megaenc("convert", "to-hf", "--load", out / "run", "--output", out / "hf")
-    megaenc("convert", "to-hf", "--load", out / "run", "--output", out / "sentences", "--sentence-transformers")
+    run_megaenc("convert", "to-hf", "--load", out / "run", "--output", out / "hf")
+    run_megaenc("convert", "to-hf", "--load", out / "run", "--output", out / "sentences", "--sentence-transformers")
     print_rank_0(f"{out / 'hf'} loads with transformers, {out / 'sentences'} with sentence-transformers")
 
 
-def make_model(family: str, text: str, folder: Path) -> Path:
-    """A decoder of next to no size with random weights, and a tokenizer learnt from `text`, as a Hugging Face folder."""
-    megaenc("tokenizer", "--input", text, "--vocab-size", 400, "--output", folder)
+def create_model(family: str, text: str, folder: Path) -> Path:
+    """Write a tiny decoder with random weights and a tokenizer trained on `text` as a Hugging Face folder; return its path."""
+    run_megaenc("tokenizer", "--input", text, "--vocab-size", 400, "--output", folder)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -93,24 +92,24 @@ def make_model(family: str, text: str, folder: Path) -> Path:
     return folder
 
 
-def megaenc(*words: object) -> None:
-    """The command `megaenc`."""
-    run(["-m", "megaenc", *words], f"megaenc {shlex.join(map(str, words))}")
+def run_megaenc(*words: object) -> None:
+    """Run a `megaenc` command."""
+    run_command(["-m", "megaenc", *words], f"megaenc {shlex.join(map(str, words))}")
 
 
-def pretrain(processes: int, *words: object) -> None:
-    """Pretraining, under torchrun where there are several processes."""
+def run_pretrain(processes: int, *words: object) -> None:
+    """Run pretraining, under torchrun for several processes."""
     if processes > 1:
         words = (*words, "--tensor-model-parallel-size", processes)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
     script = ROOT / "examples" / "pretrain_encoder.py"
-    shown = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
-    run([*torchrun, script, *words], f"{shown} {script.relative_to(ROOT)} {shlex.join(map(str, words))}")
+    text = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
+    run_command([*torchrun, script, *words], f"{text} {script.relative_to(ROOT)} {shlex.join(map(str, words))}")
 
 
-def run(words: list[object], shown: str) -> None:
-    """Show and run a command of this Python; an error ends this program with its exit code."""
-    print_rank_0(f"$ {shown}")
+def run_command(words: list[object], text: str) -> None:
+    """Print and run a command of this Python; exit with its exit code if it fails."""
+    print_rank_0(f"$ {text}")
     code = subprocess.run(python_command(*map(str, words)), env=python_environment()).returncode
     if code:
         sys.exit(code)

@@ -1,6 +1,6 @@
-"""An objective from outside: tokens of short windows are shuffled, and each place predicts the token that stood there.
+"""Objective plug-in: the model predicts the original tokens of shuffled windows.
 
-The word structural objective of StructBERT (Wang et al. 2019, arXiv 1908.04577), which shuffles 5 % of the trigrams.
+The word structural objective of StructBERT (Wang et al. 2019, arXiv 1908.04577), which shuffles 5 % of trigrams.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megaenc.objectives import Attention, Objective, Targets, option
 
 @dataclass(frozen=True)
 class WordOrder(Objective):
-    """Each document is cut into windows of `length` tokens; one without a special token is shuffled with probability `share`."""
+    """Objective that shuffles windows of `length` tokens without special tokens with probability `share`."""
 
     name = "word_order"
     attention = Attention.BIDIRECTIONAL
@@ -21,14 +21,15 @@ class WordOrder(Objective):
     length: int = option(3, "tokens of a window", low=2)
 
     def targets(self, pack, randomness):
-        count, place = len(pack.tokens), pack.positions
-        begins = place % self.length == 0  # a window never crosses from one document to the next
-        window = np.cumsum(begins) - 1
+        """Return the shuffled inputs of a pack, and the original tokens as labels of shuffled positions."""
+        count, position = len(pack.tokens), pack.positions
+        is_start = position % self.length == 0  # windows do not cross document boundaries
+        window = np.cumsum(is_start) - 1
         text = ~np.isin(pack.tokens, self.vocabulary.special_ids)
-        whole = np.bincount(window, weights=text) == self.length
-        drawn = randomness.uniforms("word order: windows", len(whole)) < self.share
-        chosen = (whole & drawn)[window]
-        shuffled = np.lexsort((randomness.uniforms("word order: tokens", count), window))  # inside each window
+        is_complete = np.bincount(window, weights=text) == self.length
+        is_drawn = randomness.uniforms("word order: windows", len(is_complete)) < self.share
+        chosen = (is_complete & is_drawn)[window]
+        shuffled = np.lexsort((randomness.uniforms("word order: tokens", count), window))  # within each window
         inputs = np.where(chosen, pack.tokens[shuffled], pack.tokens)
         predict_at = np.flatnonzero(chosen)
         return Targets(inputs, predict_at, pack.tokens[predict_at])

@@ -1,4 +1,4 @@
-"""Device detection, process groups, the parallel layout, and the only two places that patch megatron-core or torch."""
+"""Device detection, process groups, parallel layout, and the patches of megatron-core and torch."""
 
 import importlib
 from typing import Any
@@ -14,7 +14,7 @@ _MODULES |= {"init_distributed": "initialize", "destroy_distributed": "initializ
 
 
 def __getattr__(name: str) -> Any:
-    """Each when it is asked for: a `ParallelConfig` can be spoken of without torch."""
+    """Import a public name of this package on first use, so that `ParallelConfig` needs no torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

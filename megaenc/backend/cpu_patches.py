@@ -1,8 +1,7 @@
-"""Adapter one: megatron-core on a machine without an accelerator.
+"""Patches that run megatron-core on a machine without an accelerator.
 
-The wheel allocates on `torch.cuda.current_device()` or `device="cuda"`, calls `.cuda()` and compares `.type()` with CUDA's names.
-Each megatron.core module gets a stand-in for its global name `torch` that answers with the host; two tensor methods, which are
-everybody's, look at their caller.
+megatron-core allocates on `torch.cuda.current_device()` or `device="cuda"`, calls `.cuda()` and compares `.type()` with CUDA's
+names. Each megatron.core module gets a proxy of `torch` that uses the CPU; two patched tensor methods check their caller.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ import torch
 
 CPU = torch.device("cpu")
 
-# Modules that are only imported on use, and bring the others along; they must exist before the stand-ins are dealt out.
+# Modules that megatron-core imports on use; they must be loaded before `torch` is replaced in them.
 _LAZY_MODULES = (
     "dist_checkpointing.strategies.filesystem_async",
     "dist_checkpointing.strategies.fully_parallel",
@@ -28,19 +27,19 @@ _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zer
 
 
 class _ModuleProxy(types.ModuleType):
-    """A module that has its own names first and those of the `original` otherwise."""
+    """A proxy of a module that overrides some names."""
 
-    def __init__(self, original: types.ModuleType, **own) -> None:
+    def __init__(self, original: types.ModuleType, **overrides) -> None:
         super().__init__(original.__name__)
         self.__dict__.update(original.__dict__)
-        self.__dict__.update(own, _original=original)
+        self.__dict__.update(overrides, _original=original)
 
     def __getattr__(self, name: str):
         return getattr(self._original, name)
 
 
 class _NullStream:
-    """A stream where everything already happens in order."""
+    """A no-op replacement of `torch.cuda.Stream`: on a CPU everything runs in order."""
 
     def wait_stream(self, *_) -> None: ...
     def wait_event(self, *_) -> None: ...
@@ -48,31 +47,35 @@ class _NullStream:
 
 
 def _force_cpu_device(factory):
+    """Wrap a tensor factory so that `device="cuda"` becomes the CPU."""
+
     @functools.wraps(factory)
-    def make(*args, **kwargs):
+    def create(*args, **kwargs):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = CPU
         return factory(*args, **kwargs)
 
-    return make
+    return create
 
 
-def _called_by_megatron() -> bool:
+def _is_called_by_megatron() -> bool:
+    """Return whether the caller of the calling function is in megatron.core."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
 
 
 def _do_nothing(*_, **__) -> None:
-    return None
+    """Do nothing, whatever the arguments."""
+    return
 
 
 _installed = False
 
 
 def install() -> None:
-    """Put the stand-ins in, once. RuntimeError where CUDA or HIP exists: there nothing may be replaced."""
+    """Install the CPU patches of megatron-core, once. Raises RuntimeError if CUDA or HIP is available."""
     global _installed
     if torch.cuda.is_available():
-        raise RuntimeError("the host adapter is for machines without an accelerator; this one has CUDA or HIP")
+        raise RuntimeError("the CPU patches are for machines without an accelerator; this one has CUDA or HIP")
     if _installed:
         return
     for name in _LAZY_MODULES:
@@ -84,7 +87,8 @@ def install() -> None:
 
 
 def _replace_torch() -> None:
-    # The accelerator's random state is that of a generator of our own, so that the host's is left alone.
+    """Replace the name `torch` in all loaded megatron.core modules by a proxy that uses the CPU."""
+    # The accelerator's random state is that of a separate generator, so that the CPU's is not changed.
     generator = torch.Generator()
     cuda = _ModuleProxy(
         torch.cuda,
@@ -99,10 +103,10 @@ def _replace_torch() -> None:
         synchronize=_do_nothing,
         empty_cache=_do_nothing,
     )
-    stand_in = _ModuleProxy(torch, cuda=cuda, **{name: _force_cpu_device(getattr(torch, name)) for name in _FACTORIES})
+    proxy = _ModuleProxy(torch, cuda=cuda, **{name: _force_cpu_device(getattr(torch, name)) for name in _FACTORIES})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = stand_in
+            module.torch = proxy
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = cuda.get_rng_state
@@ -110,7 +114,7 @@ def _replace_torch() -> None:
 
 
 def _replace_norm() -> None:
-    """torch adds a float32 norm up in one go on the host: 1e-5 off for a million numbers, 1 % for a hundred million."""
+    """Replace megatron-core's L2 norm: on a CPU, torch's is 1e-5 off for a million float32 elements, 1 % for 100 million."""
     from megatron.core.optimizer import clip_grads
 
     def l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
@@ -123,25 +127,26 @@ def _replace_norm() -> None:
 
 
 def _sum_of_squares(tensor: torch.Tensor, width: int = 4096) -> torch.Tensor:
-    """float64[]: within rows of `width` in float32, the sum over rows in float64."""
+    """Return the sum of squares, float64[], summed in float32 within rows of `width` elements and in float64 over rows."""
     flat = tensor.reshape(-1)
-    whole = flat.numel() // width * width
-    parts = (flat[:whole].view(-1, width), flat[whole:].view(1, -1))
+    end = flat.numel() // width * width
+    parts = (flat[:end].view(-1, width), flat[end:].view(1, -1))
     return sum(torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double().square().sum() for part in parts)
 
 
 def _replace_tensor_methods() -> None:
+    """Patch Tensor.type and Tensor.cuda so that calls by megatron-core treat the CPU as a CUDA device."""
     type_of, to_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     @functools.wraps(type_of)
     def tensor_type(self, *args, **kwargs):
-        answer = type_of(self, *args, **kwargs)
-        if isinstance(answer, str) and _called_by_megatron():
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+        result = type_of(self, *args, **kwargs)
+        if isinstance(result, str) and _is_called_by_megatron():
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
     @functools.wraps(to_cuda)
     def tensor_cuda(self, *args, **kwargs):
-        return self if _called_by_megatron() else to_cuda(self, *args, **kwargs)
+        return self if _is_called_by_megatron() else to_cuda(self, *args, **kwargs)
 
     torch.Tensor.type, torch.Tensor.cuda = tensor_type, tensor_cuda

@@ -1,4 +1,4 @@
-"""Which machine this is, found once: the device, its process-group backend and whether it has bfloat16 instructions."""
+"""Detection of the device, its process-group backend, bfloat16 support and peak FLOP/s."""
 
 import functools
 import os
@@ -10,9 +10,8 @@ import torch
 from megaenc.dist_env import get_local_rank, get_local_world_size
 from megaenc.errors import InputError
 
-# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets (which often print twice as much: with sparsity). The
-# first name that fits counts, so what is more exact stands first. An MI250X or MI250 shows as two devices, one a die: half the
-# card's peak.
+# Dense bf16 peak of one device in FLOP/s, from data sheets (which often print twice as much: with sparsity). The first name that
+# matches counts, so that specific names come first. An MI250X or MI250 is two devices, each with half the card's peak.
 PEAK_BF16_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
@@ -41,16 +40,16 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_bf16_flops(name: str) -> float:
-    """Dense bf16 FLOP/s of the device that calls itself `name`, by whole words of it; 0.0 for one that is not in the table."""
-    found = (
+    """Return the dense peak bf16 FLOP/s of the device called `name`; 0.0 if it is not in the table."""
+    matches = (
         peak for part, peak in PEAK_BF16_FLOPS.items() if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", name, re.IGNORECASE)
     )
-    return next(found, 0.0)
+    return next(matches, 0.0)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """`name` is cuda, rocm or cpu; `process_group` the torch.distributed backend; `device` this process's own device."""
+    """The backend of this process: `name` (cuda, rocm or cpu), `device`, and `process_group`, torch.distributed's backend."""
 
     name: str
     device: torch.device
@@ -59,16 +58,16 @@ class Backend:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether there is no accelerator."""
+        """Return whether the device is a CPU."""
         return self.name == "cpu"
 
     @property
     def description(self) -> str:
-        """One phrase for the console."""
+        """Return the name of the device, or the number of CPU threads, for the console."""
         return f"cpu, {torch.get_num_threads()} threads" if self.is_cpu else torch.cuda.get_device_name(self.device)
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Return the FLOP/s this process can reach in `dtype`: of a known accelerator, or measured on a CPU; 0.0 if unknown."""
+        """Return the peak FLOP/s in `dtype`: from the table for an accelerator, measured on a CPU; 0.0 if unknown."""
         if self.is_cpu:
             return _measure_gemm_flops(dtype)
         return peak_bf16_flops(torch.cuda.get_device_name(self.device)) if dtype == torch.bfloat16 else 0.0
@@ -76,9 +75,12 @@ class Backend:
 
 @functools.cache
 def detect_backend() -> Backend:
-    """The backend of this process; LOCAL_RANK picks the accelerator. InputError if there are more processes than accelerators."""
+    """Detect the backend of this process; LOCAL_RANK selects the accelerator.
+
+    Raises InputError if there are more processes than accelerators.
+    """
     if torch.cuda.is_available():
-        # megatron-core overlaps communication with computation by the order of launches, which this keeps. Read by CUDA at start.
+        # Keeps the order of kernel launches, by which megatron-core overlaps communication. CUDA reads it when it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if get_local_rank() >= torch.cuda.device_count():
             raise InputError(
@@ -92,7 +94,7 @@ def detect_backend() -> Backend:
 
 
 def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX or Arm's); elsewhere bf16 is slower than float32."""
+    """Return whether the CPU has bfloat16 instructions (AVX512-BF16, AMX, Arm's); without them bf16 is slower than float32."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             flags = next((line for line in file if line.startswith(("flags", "Features"))), "").split()
@@ -102,7 +104,7 @@ def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 
 def uses_tf32(device: torch.device) -> bool:
-    """Whether the user has asked for float32 products in TensorFloat-32, of 10 bits: of torch, or of NVIDIA's libraries."""
+    """Return whether float32 matrix products on `device` use TensorFloat-32, as set in torch or by NVIDIA's variable."""
     if device.type != "cuda":
         return False
     return torch.get_float32_matmul_precision() != "highest" or os.environ.get("NVIDIA_TF32_OVERRIDE", "") not in ("", "0")
@@ -110,9 +112,9 @@ def uses_tf32(device: torch.device) -> bool:
 
 @functools.cache
 def _measure_gemm_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product: the best of six, of 2 GFLOP each or as many as take a twentieth of a second.
+    """Measure the FLOP/s of a square matrix product on the CPU: the best of six, of 2 GFLOP each.
 
-    A processor without bfloat16 instructions makes less than a GFLOP/s with them.
+    Stops at a smaller size if a product takes too long: a CPU without bfloat16 instructions reaches less than 1 GFLOP/s with it.
     """
     from time import perf_counter
 

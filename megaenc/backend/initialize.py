@@ -1,4 +1,4 @@
-"""The processes of a run: threads, process groups, model parallelism."""
+"""Initialization of a run's processes: threads, process groups, model parallelism."""
 
 import ctypes
 import os
@@ -19,9 +19,10 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
-    """Join the process groups of this run, under torchrun or alone; return the backend. InputError if they do not fit `layout`.
+    """Initialize torch.distributed (one process without torchrun) and model parallelism, and return the backend.
 
-    `chunks`: parts of the model on each pipeline stage (`ParallelConfig.chunks`). `timeout`: of each collective.
+    `chunks`: model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`); `timeout`: of each collective. Raises
+    InputError if the number of processes does not fit `layout`.
     """
     layout.check(get_world_size())
     backend = detect_backend()
@@ -45,13 +46,13 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         distributed_timeout_minutes=timeout / timedelta(minutes=1),
     )
-    # Nothing of ours reads this state (randomness is counted, not stored); megatron-core forks it around dropout.
+    # Only megatron-core reads this state, which it forks around dropout; our random numbers are counter-based.
     tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
     return backend
 
 
 def destroy_distributed() -> None:
-    """Leave the process groups."""
+    """Destroy the process groups of model parallelism and torch.distributed."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -60,17 +61,17 @@ def destroy_distributed() -> None:
 
 
 def divide_cores_among_ranks() -> None:
-    """Give each process of this node its share of the cores as threads."""
-    # OMP_NUM_THREADS counts for one process alone: for several, torchrun sets it to 1 by itself.
+    """Set torch's thread count to this process's share of the node's cores; a single process keeps OMP_NUM_THREADS."""
+    # With several processes, torchrun sets OMP_NUM_THREADS to 1 itself.
     if get_local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_core_count() // get_local_world_size()))
 
 
 def retain_freed_memory() -> bool:
-    """Have malloc keep what is freed, for the rest of this process; return whether it does.
+    """Configure malloc to reuse freed memory instead of returning it to the kernel; return whether that worked.
 
-    The kernel clears the pages of each new tensor above 32 MB: up to a fifth of a training step (docs/performance.md). A malloc
-    with settings of its own (MALLOC_*, GLIBC_TUNABLES) is left alone.
+    Otherwise the kernel clears the pages of each new tensor above 32 MB: up to a fifth of a training step (docs/performance.md).
+    Settings of the user (MALLOC_*, GLIBC_TUNABLES) are respected.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -82,10 +83,10 @@ _POLL_SECONDS = 0.05
 
 
 def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return a store with nothing but the keys of this attempt, the rank, and the number of processes.
+    """Return a store with only the keys of this attempt, the rank, and the world size, from torchrun's environment.
 
-    torchrun's store lives through restarts: so each attempt puts a name of its own in front of every key. RuntimeError if not all
-    processes are there after `timeout`.
+    torchrun's store survives restarts, so that each attempt prefixes its keys with a name of its own. Raises RuntimeError if not
+    all processes join within `timeout`.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -94,31 +95,31 @@ def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a name for this attempt, chosen by rank 0: torchrun's count of restarts may differ from node to node.
+    """Agree on the name of this attempt, chosen by rank 0, and return it: torchrun's restart counts may differ between nodes.
 
-    Each process shows a new name, by which rank 0 answers, so that none can read an answer meant for one before it. A name that a
-    process of an earlier attempt has left is answered too, until the new one replaces it.
+    Each process publishes a new random name, and rank 0 stores its answer under it, so that no process reads an answer meant for
+    an earlier one. Names left by earlier attempts are answered too, until new ones replace them.
     """
-    mine = uuid.uuid4().hex
-    store.set(f"megaenc/process {rank}", mine)
+    own_name = uuid.uuid4().hex
+    store.set(f"megaenc/process {rank}", own_name)
     if rank:
-        attempt = _decode_attempt(store.get(f"{mine}/attempt"))  # waits for it
+        attempt = _decode_attempt(store.get(f"{own_name}/attempt"))  # blocks until it is set
         store.add(f"{attempt}/present", 1)
         return attempt
     answered: set[str] = set()
     deadline = time.monotonic() + timeout.total_seconds()
-    while store.add(f"{mine}/present", 0) < size - 1:
+    while store.add(f"{own_name}/present", 0) < size - 1:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {size} processes were there after {timeout.total_seconds():.0f} s")
+            raise RuntimeError(f"not all of {size} processes joined within {timeout.total_seconds():.0f} s")
         for other in range(1, size):
             key = f"megaenc/process {other}"
             if store.check([key]) and (name := _decode_attempt(store.get(key))) not in answered:
-                store.set(f"{name}/attempt", mine)
+                store.set(f"{name}/attempt", own_name)
                 answered.add(name)
         time.sleep(_POLL_SECONDS)
-    return mine
+    return own_name
 
 
 def _decode_attempt(value: bytes) -> str:
-    """Return a name out of the store; anybody who reaches its port can have put anything there."""
+    """Decode the name of an attempt from the store, whose content is not trusted, cut to 100 bytes."""
     return value[:100].decode(errors="replace")

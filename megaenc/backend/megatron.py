@@ -1,4 +1,4 @@
-"""megatron-core made ready: its version checked, its adapters put in where this machine needs them."""
+"""Import of megatron-core: version check, and the patches that this machine needs."""
 
 import contextlib
 import functools
@@ -11,26 +11,31 @@ from importlib import metadata
 from megaenc.backend.device import detect_backend
 from megaenc.errors import InputError
 
-# The adapters stand in for names inside the wheel, so each version is read before it is listed here.
+# The patches replace internal names, so that each version is reviewed before it is listed here.
 KNOWN_VERSIONS = ("0.16.1",)
 
 
-def check_megatron_version(found: str | None = None) -> str:
-    """Return the installed version of megatron-core; InputError if the adapters were not written for it."""
-    if found is None:
+def check_megatron_version(version: str | None = None) -> str:
+    """Return megatron-core's version (None: the installed one). Raises InputError if the patches do not support it."""
+    if version is None:
         try:
-            found = metadata.version("megatron-core")
+            version = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
-            raise InputError(f"megatron-core is not installed, expected {' or '.join(KNOWN_VERSIONS)}") from None
-    if found not in KNOWN_VERSIONS:
+            raise InputError(
+                f"megatron-core is not installed, expected {' or '.join(KNOWN_VERSIONS)}: "
+                f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
+            ) from None
+    if version not in KNOWN_VERSIONS:
         known = " or ".join(KNOWN_VERSIONS)
-        raise InputError(f"megatron-core {found} is installed, expected {known}: pip install megatron-core=={KNOWN_VERSIONS[-1]}")
-    return found
+        raise InputError(
+            f"megatron-core {version} is installed, expected {known}: pip install megatron-core=={KNOWN_VERSIONS[-1]}"
+        )
+    return version
 
 
 @contextlib.contextmanager
 def _hide_modules(*modules: str) -> Iterator[None]:
-    """Importing one of `modules` fails inside, unless somebody has done so before."""
+    """Make imports of `modules` fail in the block, except of modules that are already loaded."""
     hidden = [name for name in modules if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))
     try:
@@ -42,9 +47,9 @@ def _hide_modules(*modules: str) -> Iterator[None]:
 
 @functools.cache
 def import_megatron() -> None:
-    """Import megatron.core without W&B and TensorBoard, which take a second, and without an accelerator without triton.
+    """Import megatron.core without W&B and TensorBoard, which take a second and, on a CPU, without Triton.
 
-    Triton is imported if its interpreter is asked for. Unused, it would complain in processes that end with an error.
+    Unused, Triton prints errors in processes that fail; it is imported if TRITON_INTERPRET=1 enables its interpreter.
     """
     import torch
 
@@ -52,7 +57,7 @@ def import_megatron() -> None:
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         unused.append("triton")
     with _hide_modules(*unused), warnings.catch_warnings():
-        # megatron-core says at import that Transformer Engine and apex are missing; neither is needed here.
+        # megatron-core warns that Transformer Engine and apex are missing; neither is needed.
         warnings.simplefilter("ignore")
         import megatron.core
         import megatron.core.timers  # noqa: F401
@@ -60,7 +65,7 @@ def import_megatron() -> None:
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Import megatron-core quietly and install the adapters. Call it before anything of megatron.core is used; again is free."""
+    """Check and import megatron-core without its warnings, and install the patches; call it before using megatron.core."""
     check_megatron_version()
     import_megatron()
     with warnings.catch_warnings():

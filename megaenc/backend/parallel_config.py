@@ -1,4 +1,4 @@
-"""How a model is spread over processes: what changes time and memory and, but for rounding, nothing else."""
+"""Configuration of kernels and parallelism, which change time, memory and, except for rounding, nothing else."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,62 +6,62 @@ from typing import Literal
 from megaenc.errors import InputError
 
 FLOAT8_ALIGNMENT = 16
-"""Of what the widths of matrices must be multiples for float8 products."""
+"""The widths of matrices in float8 products must be multiples of this."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """By which kernels the layers are computed; every process of a run computes by the same."""
+    """Choice of kernels for the layers, the same on all ranks."""
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "sdpa"] = "auto"
-    """attention inside documents. flash: flash-attn, where it is installed; varlen: torch's kernel over all documents of a row;
-    cudnn: cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); sdpa: torch's scaled dot
-    product, document by document, anywhere; auto: the first of them that a check at start finds right on every rank"""
+    """attention within documents. flash: flash-attn, if installed; varlen: torch's kernel over all documents of a pack; cudnn:
+    cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); sdpa: torch's scaled dot product,
+    document by document, on every device; auto: the first of them that passes a self-test on every rank at the start"""
     fused_kernels: bool = True
-    """on an accelerator with triton: norms, rotary positions, SwiGLU and the loss each by a kernel of its own, if a check at the
-    start finds it right; which are not is said, and torch's operations stand in. Without an accelerator these compute all"""
+    """on an accelerator with Triton, compute norms, rotary positions, SwiGLU and the loss by a kernel each, if it passes a
+    self-test at the start; torch's operations replace those that fail, which are printed, and all of them on a CPU"""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """linear layers and norms. local: megatron-core's own and this package's; transformer_engine: Transformer Engine's, where it
-    is installed"""
+    """linear layers and norms. local: megatron-core's own and this package's; transformer_engine: Transformer Engine's, if
+    installed"""
     fp8_format: Literal["hybrid", "e4m3"] | None = None
-    """matrix products of the layers, not of embedding and head, in 8-bit floating point, where the machine has them (H100, L40S,
-    MI300X or later; slowly on the host). hybrid: gradients with 5 bits of exponent and 2 of mantissa, all else with 4 and 3;
-    e4m3: all with 4 and 3"""
+    """compute the matrix products of the layers, not of embedding and head, in 8-bit floating point (needs H100, L40S, MI300X or
+    later; slow on a CPU). hybrid: gradients with 5 bits of exponent and 2 of mantissa, all else with 4 and 3; e4m3: all with 4
+    and 3"""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is spread over processes (what remains is data parallel), and what each keeps in memory."""
+    """Parallel layout of a model (the remaining processes are data parallel) and memory-saving options."""
 
     tensor_model_parallel_size: int = 1
     """processes that share each layer's matrices"""
     pipeline_model_parallel_size: int = 1
-    """stages that the layers are cut into; where they do not divide evenly, stages in the middle hold more"""
+    """pipeline stages, each with a share of the layers; if they do not divide evenly, stages in the middle have more"""
     pipeline_model_parallel_layout: str = ""
-    """what each stage holds, where that is to be another split: Et*6|t*7|t*7|t*6L is the embedding (E) and 6 layers (t) on the
-    first of 4 stages, the head (L) and 6 on the last; more parts than stages are dealt out in turns"""
+    """another split of the layers, in Megatron's notation: Et*6|t*7|t*7|t*6L is the embedding (E) and 6 layers (t) on the first
+    of 4 stages, the head (L) and 6 layers on the last; with more parts than stages, the stages are interleaved"""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """interleave: parts of so many layers, dealt out to the stages in turns, so that less time is lost at both ends of a step"""
+    """interleave the stages in chunks of this many layers, which shortens the pipeline bubble"""
     sequence_parallel: bool = False
     """shard norms and residuals along the sequence too (needs tensor parallelism)"""
     use_distributed_optimizer: bool = False
-    """each data-parallel rank keeps and updates its share of the optimizer's state"""
+    """shard the optimizer's state over the data-parallel ranks"""
     overlap_grad_reduce: bool = False
-    """send gradients while others are computed (needs an accelerator)"""
+    """reduce gradients while others are computed (needs an accelerator)"""
     overlap_param_gather: bool = False
-    """fetch updated weights while layers compute (needs an accelerator, --use-distributed-optimizer and --overlap-grad-reduce)"""
+    """gather new weights while layers compute (needs an accelerator, --use-distributed-optimizer and --overlap-grad-reduce)"""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """compute activations again on the way back and keep fewer. full: those of whole layers; selective: of parts of each layer"""
+    """recompute activations in backward to save memory. full: of whole layers; selective: of parts of each layer"""
     recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ()
-    """the parts that selective computes again: core_attn, mlp; core_attn unless given"""
+    """parts of a layer that selective recomputes: core_attn, mlp; core_attn unless given"""
     recompute_method: Literal["uniform", "block"] | None = None
-    """which layers full computes again. uniform: all, in units of --recompute-num-layers; block: the first --recompute-num-layers
+    """layers that full recomputes. uniform: all, in units of --recompute-num-layers; block: the first --recompute-num-layers
     of each stage; uniform unless given"""
     recompute_num_layers: int | None = None
-    """layers of a unit (uniform), or that each stage computes again (block); 1 unless given"""
+    """layers per unit (uniform), or recomputed layers of each stage (block); 1 unless given"""
 
     def check(self, world_size: int) -> None:
-        """InputError unless `world_size` processes can be laid out so."""
+        """Raise InputError, naming the flag, unless `world_size` processes and this machine support the layout."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for flag, size in (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline)):
             if size < 1:
@@ -76,40 +76,41 @@ class ParallelConfig:
         self._check_overlap()
 
     def _check_overlap(self) -> None:
+        """Raise InputError if a flag for overlapped communication is set without an accelerator or a flag that it needs."""
         from megaenc.backend.device import detect_backend  # imports torch
 
-        for flag, given in (
+        for flag, enabled in (
             ("--overlap-grad-reduce", self.overlap_grad_reduce),
             ("--overlap-param-gather", self.overlap_param_gather),
         ):
-            if given and detect_backend().is_cpu:
-                raise InputError(f"{flag}: this machine has no accelerator, so nothing runs beside computation; leave it out")
+            if enabled and detect_backend().is_cpu:
+                raise InputError(f"{flag}: needs an accelerator, and this machine has none; leave the flag out")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of each part of the model in the order of the data; part p is on stage p % stages.
+        """Return the number of layers of each model chunk, from the first layer on; chunk c is on pipeline stage c % stages.
 
-        There are as many parts as stages, or a multiple of it (interleaved). InputError if `num_layers` cannot be cut so.
+        There are as many chunks as stages, or a multiple (interleaved). Raises InputError if `num_layers` cannot be split.
         """
         stages, each = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
-        for flag, given in (
+        for flag, value in (
             ("--pipeline-model-parallel-layout", self.pipeline_model_parallel_layout),
             ("--num-layers-per-virtual-pipeline-stage", each),
         ):
-            if given and stages == 1:
+            if value and stages == 1:
                 raise InputError(f"{flag}: found --pipeline-model-parallel-size 1, expected 2 or more")
         if self.pipeline_model_parallel_layout:
             if each:
                 raise InputError(
-                    "--num-layers-per-virtual-pipeline-stage: found beside --pipeline-model-parallel-layout, expected one of them"
+                    "--num-layers-per-virtual-pipeline-stage: found with --pipeline-model-parallel-layout, expected one of them"
                 )
             return _parse_pipeline_layout(self.pipeline_model_parallel_layout, num_layers, stages)
         if each:
             if num_layers % (each * stages) or num_layers == each * stages:
                 raise InputError(
                     f"--num-layers-per-virtual-pipeline-stage: found {each}, but {num_layers} layers on {stages} stages are not "
-                    f"two or more turns of {each} on each; uneven parts: --pipeline-model-parallel-layout"
+                    f"two or more chunks of {each} on each; for uneven chunks give --pipeline-model-parallel-layout"
                 )
             return (each,) * (num_layers // each)
         if num_layers < stages:
@@ -117,11 +118,11 @@ class ParallelConfig:
         return _even_split(num_layers, stages)
 
     def chunks_per_stage(self, num_layers: int) -> int:
-        """Parts of the model that each stage holds: 1 unless interleaved."""
+        """Return the number of model chunks on each pipeline stage: 1 unless interleaved."""
         return len(self.layers_per_chunk(num_layers)) // self.pipeline_model_parallel_size
 
     def describe(self, num_layers: int, world_size: int) -> str:
-        """One phrase for the console: the degrees of parallelism, and how the layers are cut."""
+        """Return the degrees of parallelism and the split of the layers as text for the console."""
         tensor, stages = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         split = [str(layers) for layers in self.layers_per_chunk(num_layers)]
         turns = [" + ".join(split[stage::stages]) for stage in range(stages)]
@@ -130,15 +131,17 @@ class ParallelConfig:
         return f"TP {tensor}, PP {stages}{cut}, {data}" + (", SP" if self.sequence_parallel else "")
 
     def check_recompute(self, num_layers: int) -> None:
-        """InputError unless the parts of a model of `num_layers` layers can compute activations again as asked for."""
+        """Raise InputError, naming the flag, unless the recompute options fit each other and the split of `num_layers` layers."""
         full, selective = (self.recompute_granularity == name for name in ("full", "selective"))
-        for flag, given, needs, right in (
+        for flag, value, granularity, is_selected in (
             ("--recompute-modules", self.recompute_modules, "selective", selective),
             ("--recompute-method", self.recompute_method, "full", full),
             ("--recompute-num-layers", self.recompute_num_layers, "full", full),
         ):
-            if given and not right:
-                raise InputError(f"{flag}: needs --recompute-granularity {needs}, found {self.recompute_granularity or 'none'}")
+            if value and not is_selected:
+                raise InputError(
+                    f"{flag}: needs --recompute-granularity {granularity}, found {self.recompute_granularity or 'none'}"
+                )
         if not full:
             return
         method, number = self.full_recompute
@@ -151,21 +154,24 @@ class ParallelConfig:
 
     @property
     def full_recompute(self) -> tuple[str | None, int | None]:
-        """Method and number of layers of full recomputation, with their defaults; None twice where it is not asked for."""
+        """Return method and number of layers of full recomputation, with defaults; (None, None) without full recomputation."""
         if self.recompute_granularity != "full":
             return None, None
         return self.recompute_method or "uniform", self.recompute_num_layers or 1
 
 
 def _even_split(num_layers: int, stages: int) -> tuple[int, ...]:
-    """What is left over goes to the middle, then towards the embedding: the head weighs most."""
+    """Return the number of layers of each stage; a remainder goes to the middle first, then towards the embedding."""
     each, rest = divmod(num_layers, stages)
     larger = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))[:rest]
     return tuple(each + (stage in larger) for stage in range(stages))
 
 
 def _parse_pipeline_layout(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
-    """The split that Megatron's notation `text` says. InputError where it says none of `num_layers` layers on `stages` stages."""
+    """Parse a layout in Megatron's notation and return the number of layers of each model chunk.
+
+    Raises InputError if it is not a layout of `num_layers` layers on `stages` stages.
+    """
     from megaenc.backend.megatron import prepare_megatron
 
     prepare_megatron()

@@ -1,8 +1,8 @@
-"""Tokenising speed beside the peers': the same JSONL through preprocessing, gigatoken alone, and Hugging Face's two ways.
+"""Compare the tokenization speed of megaenc, gigatoken, Hugging Face tokenizers and datasets on the same JSONL file.
 
-Each way runs in a process of its own, in turns. Timed is the work alone: interpreter, imports and tokenizer are there before.
-`megaenc` ends with .bin, .idx and .json on the disk, hashed and synced; the others with ids in memory. The first turn is not
-counted; in each the ids of all are compared. Without --input it reads documentation that is installed here.
+The backends take turns in new processes; the time excludes startup, imports and loading the tokenizer. megaenc writes .bin, .idx
+and .json files with checksums and fsync; the others keep ids in memory. All ids must be identical. The first turn is a warm-up.
+Without --input, installed documentation is tokenized.
 
 megaenc bench data --output bench.json
 megaenc bench data --input corpus.jsonl --tokenizer tokenizer --output bench.json
@@ -39,26 +39,26 @@ _RATIOS = {
 
 @dataclass(frozen=True)
 class DataBenchConfig:
-    """What the benchmark takes."""
+    """Flags of `megaenc bench data`."""
 
     output: str = "bench.json"
-    """JSON file for the figures."""
+    """JSON file for the results."""
     input: tuple[str, ...] = ()
-    """Text, of any kind that preprocessing reads; documentation that is installed here unless given."""
+    """Text files of any format that `megaenc preprocess` reads (default: documentation installed on this machine)."""
     json_key: str = "text"
-    """Key of the text in each JSON object, column of a table."""
+    """Key of the text in JSON objects, or column in tables."""
     tokenizer: str = ""
-    """Folder of a Hugging Face fast tokenizer, or its name on the Hub; one is learnt from the text unless given."""
+    """Directory or Hub name of a Hugging Face fast tokenizer (default: one trained on the text)."""
     megabytes: float = 200.0
-    """Size of the JSONL that all read: documents come again, in another order, until there are as many, or are cut off there."""
+    """Size of the JSONL file: documents are repeated in shuffled order, or truncated, to this size."""
     rounds: int = 3
-    """Turns that are timed."""
+    """Timed turns of each backend."""
     workers: int = field(default_factory=usable_core_count)
-    """Threads or processes of each way."""
+    """Threads or processes of each backend."""
 
 
 def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
-    """Compare the ways; return what goes into the JSON. Raises InputError for wrong input, and where ids differ."""
+    """Run all backends in turns and return the results; raise InputError for wrong input and differing ids."""
     report.check_positive(config, "rounds", "workers", "megabytes")
     check_process_count("--workers", config.workers)
     check_output_file(Path(config.output), "--output")
@@ -68,7 +68,7 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
         with ProgressLine("comparing ids", len(tokenize_backends.BACKENDS) * (config.rounds + 1)) as progress:
             for turn in range(config.rounds + 1):
                 names = list(tokenize_backends.BACKENDS)
-                for backend in names[turn % len(names) :] + names[: turn % len(names)]:  # each turn begins with another
+                for backend in names[turn % len(names) :] + names[: turn % len(names)]:  # each turn starts with another backend
                     turns[backend].append(_run_turn(backend, text, tokenizer, config.workers))
                     progress.update(sum(map(len, turns.values())), description=f"turn {turn} of {config.rounds}: {backend}")
                 _check_same_ids(turns)
@@ -76,7 +76,7 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
 
 
 def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
-    """(the JSONL that all read, the tokenizer)."""
+    """Write the JSONL file that all backends read; return its path and that of the tokenizer."""
     inputs = config.input
     if not inputs:
         from megaenc.data.demo import build_demo_corpus
@@ -91,7 +91,7 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
         if size > limit:
             break
     if not documents:
-        raise InputError(f"{inputs[0]}: no document holds any text under `{config.json_key}`")
+        raise InputError(f"{inputs[0]}: no document has text under `{config.json_key}`; set --json-key")
     generator, size, path = random.Random(0), 0, folder / "text.jsonl"
     with open(path, "wb") as stream:
         while size < limit:
@@ -111,7 +111,7 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
 
 
 def _run_turn(backend: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
-    """Return what one process finds (`ways.turn`), and the most memory, in MiB, that it and those below it had together."""
+    """Run a backend once in a new process; return its result with the peak MiB of the process and its children together."""
     start = time.perf_counter()
     try:
         with report.run_workers(
@@ -121,21 +121,22 @@ def _run_turn(backend: str, text: Path, tokenizer: str, workers: int) -> dict[st
             [results] = worker.results()
     except InputError:
         raise
-    except Exception as error:  # of whichever library
+    except Exception as error:  # any library's
         raise InputError(f"{backend}: {type(error).__name__}: {format_error(error, 1000)}") from None
     return {**results, "process_seconds": time.perf_counter() - start, "peak_mib": max(peak, results["peak_mib"])}
 
 
 def _watch_peak_memory(worker: Worker) -> float:
-    """Wait for an answer; return the most MiB resident in the worker and all below it at once, shared pages counted in each."""
+    """Wait for a worker's result; return the peak resident MiB summed over the worker and its children."""
     peak, own = 0, psutil.Process(worker.process.pid)
     while not worker.connection.poll(0.1):
-        with contextlib.suppress(psutil.Error):  # has just ended
+        with contextlib.suppress(psutil.Error):  # a process that just ended
             peak = max(peak, sum(one.memory_info().rss for one in [own, *own.children(recursive=True)]))
     return peak / 2**20
 
 
 def _check_same_ids(turns: dict[str, list[dict[str, Any]]]) -> None:
+    """Raise InputError if the last turn's ids of a backend differ from the first backend's."""
     first = next(iter(turns))
     reference = turns[first][0]
     for backend, (*_, result) in turns.items():
@@ -147,7 +148,7 @@ def _check_same_ids(turns: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of each way speed and memory over the timed turns; how many times as fast ours is in the same turn."""
+    """Return speed and memory of each backend over the timed turns, and megaenc's speedups within the same turn."""
     timed = {backend: turn[1:] for backend, turn in turns.items()}
     ours = timed["megaenc"]
     tokens = ours[0]["tokens"]
@@ -174,7 +175,7 @@ def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """The figures for the eye."""
+    """Return the results as a table for the console."""
     size = f"{results['bytes'] / 1e6:,.1f} MB of JSONL, {results['documents']:,} documents, {results['tokens']:,} tokens"
     lines = [f"{size}; the ids of all are identical", f"{'':18}{'MB/s':>8}{'lowest':>8}{'highest':>8}{'tokens/s':>14}{'MiB':>8}"]
     for backend, row in results["ways"].items():
@@ -191,7 +192,7 @@ def format_table(results: dict[str, Any]) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc bench data`."""
+    """Run the command `megaenc bench data`."""
     silence_libraries()
     config = flags.parse(DataBenchConfig, argv, prog="megaenc bench data", description=__doc__)
     report.run_benchmark(measure_tokenization, format_table, config)

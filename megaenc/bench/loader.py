@@ -1,9 +1,8 @@
-"""How fast a run gets what it reads: the index of a great many documents, and the tokens a second of one loader process.
+"""Measure data loading: startup on the index of a large corpus, and tokens per second of one loader process.
 
-The index is that of a made-up corpus: an .idx of so many documents, whose lengths are log-normal, beside a .bin that is a hole
-in the disk. A process of its own opens it, splits it, lays its documents in random order and cuts the first pack; then as many
-processes as a machine may have, which share what they make. The tokens come from a smaller
-corpus of random ids, in the page cache, through each packing: as packs, and as micro-batches with MLM's targets.
+The index belongs to a synthetic corpus with log-normal document lengths and a sparse .bin file. First one process, then several
+that share memory open it, split it, shuffle its documents and build the first pack. Tokens per second are measured on a smaller
+corpus of random ids in the page cache, for each packing: as packs, and as micro-batches with MLM targets.
 
 megaenc bench loader --output loader.json
 """
@@ -39,32 +38,32 @@ _OPEN_PACKS: list[CorpusPackedDataset] = []
 
 @dataclass(frozen=True)
 class LoaderBenchConfig:
-    """What the benchmark takes."""
+    """Flags of `megaenc bench loader`."""
 
     output: str = "loader.json"
-    """JSON file for the figures."""
+    """JSON file for the results."""
     documents: int = 100_000_000
-    """Documents of the index; it takes 20 bytes of disk for each while it is measured."""
+    """Documents of the large index, which takes 20 bytes of disk each during the benchmark."""
     mean_length: int = 500
-    """Tokens of a document."""
+    """Mean tokens of a document."""
     seq_length: int = 2048
     """Tokens of a pack."""
     tokens: int = 100_000_000
-    """Tokens of the corpus that is read."""
+    """Tokens of the corpus whose reading is timed."""
     micro_batch_size: int = 12
     """Packs of a micro-batch."""
     rounds: int = 3
-    """Turns of each measurement."""
+    """Repeats of each measurement."""
     seconds: float = 2.0
-    """How long each turn reads."""
+    """Duration of reading in each repeat."""
     packings: tuple[str, ...] = PACKINGS
-    """Ways to cut packs."""
+    """Values of --packing to measure."""
     processes: int = 4
-    """Processes of one machine that open the index together, after one alone has; 1: only that."""
+    """Processes that open the index together, in addition to a single one; 1 measures only the single one."""
 
 
 def draw_lengths(documents: int, mean: int) -> np.ndarray:
-    """int32[documents] in tokens, at least 1: log-normal, as texts of the web are: one in twenty has over three times `mean`."""
+    """Return log-normal document lengths in tokens, int32[documents] of at least 1, as in web text: 5 % exceed 3 x `mean`."""
     drawn = np.random.default_rng(0).standard_normal(documents, dtype=np.float32)
     np.exp(drawn, out=drawn)
     drawn *= mean / np.exp(0.5)
@@ -72,7 +71,7 @@ def draw_lengths(documents: int, mean: int) -> np.ndarray:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: np.ndarray = _NO_TOKENS) -> None:
-    """Write sequences of these lengths, `counts` of them a document; without `tokens`, uint16, .bin is a hole in the disk."""
+    """Write an indexed corpus with `counts` sequences per document and uint16 `tokens`; without tokens, a sparse .bin file."""
     files = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     writer = IndexedWriter(*files, "uint16")
     writer.add_documents(tokens, lengths, counts)
@@ -81,7 +80,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: 
 
 
 def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
-    """Measure; return what goes into the JSON. Raises InputError for wrong flags."""
+    """Run all measurements and return the results; raise InputError for wrong flags."""
     sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
     report.check_positive(config, *sizes)
     check_process_count("--processes", config.processes)
@@ -111,7 +110,7 @@ def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
 
 
 def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
-    """Write both corpora; return their prefixes."""
+    """Write the corpora of both measurements and return their prefixes by measurement."""
     prefixes = {name: folder / name for name in MEASURES}
     lengths = draw_lengths(config.documents, config.mean_length)
     write_corpus(prefixes["index"], lengths, np.ones(len(lengths), np.int32))
@@ -125,7 +124,7 @@ def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
 
 
 def _run_turn(measure: str, prefix: Path, packing: str, config: LoaderBenchConfig, processes: int) -> dict[str, float]:
-    """Return what one process measures; of several the seconds of the slowest, and processor time and memory of all."""
+    """Run a measurement in new processes; return one's result, or the slowest's seconds and total CPU seconds and GiB."""
     environment = python_environment() | {
         "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(processes),
@@ -134,7 +133,7 @@ def _run_turn(measure: str, prefix: Path, packing: str, config: LoaderBenchConfi
     try:
         with report.run_workers(MEASURES[measure], (str(prefix), packing, config), *[environment] * processes) as workers:
             rows = [row for worker in workers for row in worker.results()]
-            # All are there still, each with what it holds: of what several hold, each has its part.
+            # Proportional set size while all processes are alive: shared pages are divided between them.
             memory = [psutil.Process(worker.process.pid).memory_full_info().pss / 2**30 for worker in workers]
     except (InputError, WorkerDied) as error:
         raise InputError(f"{packing}, {measure}: {format_error(error, 1000)}") from None
@@ -145,38 +144,39 @@ def _run_turn(measure: str, prefix: Path, packing: str, config: LoaderBenchConfi
 
 
 def _open_packs(prefix: str, packing: str, seq_length: int) -> CorpusPackedDataset:
+    """Return the training packs of a corpus."""
     from megaenc.data.indexed.corpus import Corpus, parse_split
     from megaenc.data.packing.builder import PACKINGS as kinds
     from megaenc.data.packing.builder import split_corpus
 
     corpus = Corpus.open(prefix)
     train, *_ = split_corpus(corpus, parse_split("99,1,0"))
-    corpus.metadata = SimpleNamespace(sentences="made up")  # in the index each document is one
+    corpus.metadata = SimpleNamespace(sentences="made up")  # each document of the index is one sentence
     packs = kinds[packing](corpus, train, seq_length, seed=1)
     corpus.metadata = None
     return packs
 
 
-def measure_index(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
-    """Return what a corpus takes from its opening to its first pack; `work`: prefix, packing and settings. The packs stay."""
-    import torch  # noqa: F401 - here, so that the clock does not count it
+def measure_index(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
+    """Return time and memory from opening a corpus to its first pack, given (prefix, packing, config); the packs stay open."""
+    import torch  # noqa: F401 - keeps the import out of the timing
 
     from megaenc.backend.megatron import import_megatron
 
     import_megatron()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    prefix, packing, config = work
+    start, cpu_seconds = time.perf_counter(), time.process_time()
+    prefix, packing, config = arguments
     _OPEN_PACKS.append(_open_packs(prefix, packing, config.seq_length))
     _OPEN_PACKS[0][0]
-    seconds, cpu_start = time.perf_counter() - start, time.process_time() - cpu_start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_seconds
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     fields = {"peak_gib": "VmHWM", "after_gib": "VmRSS", "mapped_gib": "RssFile"}
     gib = {name: int(status[field].split()[0]) / 2**20 for name, field in fields.items()}
-    return {"seconds": seconds, "processor_seconds": cpu_start} | gib
+    return {"seconds": seconds, "processor_seconds": cpu_seconds} | gib
 
 
-def measure_reading(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
-    """Measure tokens a second, as packs and as micro-batches, after a first look at each pack's neighbourhood."""
+def measure_reading(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
+    """Return tokens per second as packs and as micro-batches, after a warm-up, given (prefix, packing, config)."""
     import torch
 
     from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -184,18 +184,18 @@ def measure_reading(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float
     from megaenc.training.micro_batches import build_micro_batch
 
     torch.set_num_threads(1)
-    prefix, packing, config = work
+    prefix, packing, config = arguments
     packs = _open_packs(prefix, packing, config.seq_length)
     vocabulary = Vocabulary(_VOCAB_SIZE, 0, 1, (0, 1), "")
     packs.stream.corpus.check_vocabulary(vocabulary)
     objective = MaskedLanguageModeling(vocabulary)
     size, cpu = config.micro_batch_size, torch.device("cpu")
-    ways = {
+    readers = {
         "packs": (1, lambda first: packs[first]),
         "micro_batches": (size, lambda first: build_micro_batch(packs, range(first, first + size), objective, 1, cpu)),
     }
     results, first = {}, 0
-    for name, (step, read) in ways.items():
+    for name, (step, read) in readers.items():
         read(first)
         start, count = time.perf_counter(), 0
         while (spent := time.perf_counter() - start) < config.seconds:
@@ -210,9 +210,9 @@ MEASURES = {"index": measure_index, "reading": measure_reading}
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """The figures for the eye."""
+    """Return the results as a table for the console."""
     documents = results["settings"]["documents"]
-    lines = [f"{documents:,} documents, from opening them to the first pack; millions of tokens a second of one process"]
+    lines = [f"{documents:,} documents, from opening to the first pack; millions of tokens per second of one process"]
     processes = f"of {results['settings']['processes']} processes"
     lines.append(f"{'':16}{'s':>8}{'GiB':>8}{processes + ', s':>20}{'GiB':>8}{'packs':>10}{'with MLM':>10}")
     for packing, row in results["index"].items():
@@ -229,7 +229,7 @@ def format_table(results: dict[str, Any]) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc bench loader`."""
+    """Run the command `megaenc bench loader`."""
     silence_libraries()
     config = flags.parse(LoaderBenchConfig, argv, prog="megaenc bench loader", description=__doc__)
     report.run_benchmark(measure_loader, format_table, config)

@@ -215,9 +215,7 @@ def format_table(results: dict[str, Any]) -> str:
             f"{row['useful_flops_per_second']['median'] / 1e9:>10,.1f} {'' if share is None else f'{100 * share:.0f} %':>8} "
             f"{row['cpu_seconds']['median']:>8.1f} {row['peak_memory'] / 2**30:>6.2f}"
         )
-    lines.append(
-        f"{results['ratio_padded']:.2f} times the padded peer, {results['ratio_sorted']:.2f} times the one sorted by length"
-    )
+    lines.append(f"{results['ratio_padded']:.2f} times padded transformers, {results['ratio_sorted']:.2f} times sorted by length")
     if "tensor_parallel_cpu_ratio" in results:
         lines.append(f"tensor parallel: {results['tensor_parallel_cpu_ratio']:.2f} times the processor time of one process")
     return "\n".join(lines)

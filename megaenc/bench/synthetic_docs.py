@@ -1,7 +1,4 @@
-"""Made-up work, the same on every side of a comparison: documents of a seed, and a run's own plan for a model that reads them.
-
-Text plays no part in how long training takes.
-"""
+"""Synthetic documents and training plans for benchmarks, identical for all contenders."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,17 +19,17 @@ if TYPE_CHECKING:
     from megaenc.training.plan import Plan
 
 EOS, MASK = 0, 1
-MAX_STEPS = 1 << 20  # more than any benchmark makes
+MAX_STEPS = 1 << 20  # more than any benchmark runs
 
 
 @dataclass(frozen=True)
 class SyntheticDocuments:
-    """Documents 0..count - 1 of `shortest` to `longest` tokens, the last of them EOS.
+    """Random documents 0..count - 1 of `shortest` to `longest` tokens that end with EOS.
 
-    They have the interface of `packed_dataset.Packs`, each document a pack of its own, whose numbers repeat from `count`, and of
-    `token_stream.Documents`, for packs that hold several. Lengths, tokens and masks follow from the seed and the document's
-    number alone: any order and any grouping in batches has the same predictions. A few ids are far more frequent than most, as in
-    text (u^3 of the vocabulary for a uniform u): that can be learnt, and an embedding's gradient meets the same row many times.
+    Implements `PackedDataset` with one document per pack, repeated after `count`, and `token_stream.DocumentSource` for packs of
+    several documents. Lengths, tokens and masks depend only on seed and document number, so any order and batching has the same
+    predictions. Ids follow a skewed distribution as in text (u^3 of the vocabulary for a uniform u), which is learnable and
+    repeats rows of the embedding's gradient.
     """
 
     count: int
@@ -40,16 +37,17 @@ class SyntheticDocuments:
     longest: int
     vocab_size: int
     seed: int = 0
-    order: Sequence[int] | None = None  # which document is read as which number
+    order: Sequence[int] | None = None  # document number of each sample
 
     @cached_property
     def document_lengths(self) -> np.ndarray:
-        """int64[count] in tokens."""
+        """Return document lengths in tokens, int64[count]."""
         draws = [counter_rng.uniforms(self.seed, "benchmark lengths", 1, counters=(number,)) for number in range(self.count)]
         return self.shortest + (np.concatenate(draws) * (self.longest - self.shortest + 1)).astype(np.int64)
 
     @cached_property
     def _tokens(self) -> list[np.ndarray]:
+        """Return the tokens of each document, int64[length]."""
         documents = []
         for number, length in enumerate(self.document_lengths.tolist()):
             draws = counter_rng.uniforms(self.seed, "benchmark tokens", length, counters=(number,))
@@ -58,12 +56,12 @@ class SyntheticDocuments:
         return documents
 
     def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """See megaenc.data.packing.token_stream.DocumentSource."""
+        """Return the concatenated tokens `starts[i]` to `stops[i]` of each document (see `token_stream.DocumentSource`)."""
         return np.concatenate([self._tokens[number][a:b] for number, a, b in zip(documents, starts, stops, strict=True)])
 
     @property
     def seq_length(self) -> int:
-        """The longest that there may be."""
+        """Return the maximum document length."""
         return self.longest
 
     def __getitem__(self, sample: int) -> Pack:
@@ -73,57 +71,57 @@ class SyntheticDocuments:
 
     @property
     def tokens(self) -> int:
-        """Of all documents."""
+        """Return the total tokens of all documents."""
         return int(self.document_lengths.sum())
 
     def targets(self, objective: Objective, sample: int) -> tuple[Pack, Targets]:
-        """What `objective` asks of the document that is read as number `sample`."""
+        """Return the document of sample number `sample` as a pack, and its targets under an objective."""
         pack = self[sample]
         return pack, objective.targets(pack, SampleRandomness(self.seed, pack.sample, pack.epoch))
 
     def spans(self, attention: Attention) -> list[tuple[int, int, int]]:
-        """(0, prefix, length) of each document, as ModelConfig.training_flops counts them."""
+        """Return (0, prefix, length) of each document, for `ModelConfig.training_flops`."""
         is_bidirectional = attention == Attention.BIDIRECTIONAL
         return [(0, length if is_bidirectional else 0, length) for length in self.document_lengths.tolist()]
 
     def order_by_length(self) -> tuple[int, ...]:
-        """The numbers, the shortest document first."""
+        """Return document numbers in ascending order of length."""
         return tuple(np.argsort(self.document_lengths, kind="stable").tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSetup:
-    """A model and what it reads."""
+    """Model and synthetic data of a benchmark."""
 
     shape: ModelConfig
     vocab_size: int
-    seq_length: int  # tokens of the longest document and of a pack
-    shortest: int = 12  # tokens of the shortest document
+    seq_length: int  # of a pack, and maximum document length
+    shortest: int = 12  # minimum document length
     bf16: bool = False
     learning_rate: float = 1e-4
-    kernels: dict[str, Any] = field(default_factory=dict)  # fields of Kernels that are not to be the default
+    kernels: dict[str, Any] = field(default_factory=dict)  # fields of KernelConfig that differ from the defaults
     tensor_model_parallel_size: int = 1
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What objectives know of the tokens."""
+        """Return the vocabulary of the synthetic documents."""
         return Vocabulary(self.vocab_size, EOS, MASK, (EOS, MASK), f"benchmark {self.vocab_size}")
 
     def build_documents(self, count: int) -> SyntheticDocuments:
-        """So many, in the order of their numbers."""
+        """Return `count` documents in order."""
         return SyntheticDocuments(count, self.shortest, self.seq_length, self.vocab_size)
 
     def build_schedule(self, *texts: str) -> Schedule:
-        """Of one objective, or of several drawn by turns. Raises InputError."""
+        """Return the schedule of one objective, or of an equal mixture of several; raise InputError."""
         text = texts[0] if len(texts) == 1 else f"mix({','.join(f'{each}:1' for each in texts)})"
         return Schedule.build(text, MAX_STEPS, self.vocabulary)
 
     def parse_objective(self, text: str) -> Objective:
-        """The one objective that a schedule calls `text`. Raises InputError."""
+        """Return the objective with the schedule notation `text`; raise InputError."""
         return Schedule.build(text, 1, self.vocabulary).objective(1)
 
     def build_plan(self, packs: PackedDataset, *objectives: str, batch: int = 1) -> "Plan":
-        """A run without end of updates of `batch` packs that trains `objectives`: all of them have the attention they need."""
+        """Return the plan of an endless run on `packs` with `batch` packs per step that trains `objectives`."""
         from megaenc.backend import KernelConfig
         from megaenc.data.packing.builder import RunData
         from megaenc.dist_env import get_world_size

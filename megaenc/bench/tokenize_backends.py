@@ -1,7 +1,7 @@
-"""The ways to tokenise JSONL that `megaenc bench data` compares.
+"""Tokenization backends compared by `megaenc bench data`.
 
-A way is given the file, the tokenizer and how many workers there may be. It loads what it needs and returns the work to be
-timed; that returns a function of the ids, uint32[tokens], and of the lengths, int64[documents].
+A backend takes a JSONL file, a tokenizer, a number of workers and a temporary directory. It loads its libraries and returns the
+function to be timed, which returns a function for the ids, uint32[tokens], and lengths, int64[documents].
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from megaenc.torchelastic import die_with_parent
 Ids = tuple[np.ndarray, np.ndarray]
 Work = Callable[[], Callable[[], Ids]]
 
-_BATCH_SIZE = 1000  # documents; what datasets.map gives at once too
+_BATCH_SIZE = 1000  # documents, as in datasets.map
 
 
 def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """`megaenc preprocess`: to .bin, .idx and .json on the disk."""
+    """Return the timed function of `megaenc preprocess`, which writes .bin, .idx and .json files."""
     from megaenc.data.indexed.indexed_dataset import IndexArrays
     from megaenc.data.indexed.metadata import read_corpus_metadata
     from megaenc.data.preprocess.command import PreprocessConfig, prepare_preprocessing
@@ -49,14 +49,16 @@ def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Wor
 
 
 def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """gigatoken's own way with files: threads of its own, all ids in memory."""
+    """Return the timed function of gigatoken's file API, multithreaded with all ids in memory."""
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     from gigatoken import JsonlFileSource, Tokenizer
 
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
     config = json.loads(load_tokenizer(tokenizer).backend_tokenizer.to_str())
-    config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]  # special tokens are text
+    config["added_tokens"] = [
+        token for token in config["added_tokens"] if not token["special"]
+    ]  # special tokens in the text are plain text
     encoder = Tokenizer.from_json(json.dumps({**config, "post_processor": None}))
 
     def work() -> Callable[[], Ids]:
@@ -67,15 +69,15 @@ def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> W
 
 
 def _prepare_encode_batch(method: str, text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """A plain loop of a method of Hugging Face tokenizers, which has threads of its own.
+    """Return the timed function of a loop over a batch method of Hugging Face tokenizers, which is multithreaded.
 
-    `encode_batch_fast` leaves out where in the text tokens are.
+    `encode_batch_fast` omits the tokens' offsets in the text.
     """
     os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
     backend = load_tokenizer(tokenizer).backend_tokenizer
-    backend.encode_special_tokens = True  # a special token that is spelled out is text
+    backend.encode_special_tokens = True  # special tokens in the text are plain text
     encode_batch = getattr(backend, method)
 
     def work() -> Callable[[], Ids]:
@@ -90,7 +92,7 @@ def _prepare_encode_batch(method: str, text: str, tokenizer: str, workers: int, 
 
 
 def prepare_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """Hugging Face datasets: the JSONL loaded, then `map` with the tokenizer, batched, in as many processes."""
+    """Return the timed function of Hugging Face datasets: load the JSONL file, then a batched `map` in several processes."""
     os.environ |= {"HF_DATASETS_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers > 1 else "true"
     import datasets
@@ -134,13 +136,13 @@ BACKENDS = {
 
 
 def _cpu_seconds() -> float:
-    """Return those of this process and of those below it that have ended."""
+    """Return the CPU seconds of this process and its ended children."""
     return sum(os.times()[:4])
 
 
 def run_backend(arguments: tuple[str, str, str, int]) -> dict[str, Any]:
-    """Do the work of (way, text, tokenizer, workers) once; return its time, its memory and what ids it has found."""
-    # What other programs fork, as datasets.map does its workers, would wait for work for ever after a kill of this process.
+    """Run (backend, text, tokenizer, workers) once; return time, memory, counts and a checksum of the ids."""
+    # Workers forked by libraries, such as datasets.map, would otherwise outlive a killed parent.
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
     name, text, tokenizer, workers = arguments
     with tempfile.TemporaryDirectory(dir=Path(text).parent) as folder:
@@ -150,7 +152,7 @@ def run_backend(arguments: tuple[str, str, str, int]) -> dict[str, Any]:
         seconds, cpu_seconds = time.perf_counter() - start, _cpu_seconds() - cpu_seconds
         peak = peak_resident_bytes() / 2**20
         ids, lengths = result()
-        lengths = lengths[lengths > 0].astype("<i8")  # preprocessing leaves out documents without a token
+        lengths = lengths[lengths > 0].astype("<i8")  # preprocessing drops documents without tokens
         digest = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data)
         digest.update(lengths.data)
     results = {"seconds": seconds, "processor_seconds": cpu_seconds, "peak_mib": peak, "documents": len(lengths)}

@@ -1,7 +1,7 @@
-"""Which families of Hugging Face models can be trained here, and what config.json says of a model, read in both directions.
+"""Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
-A family is a way to write a model down, not another model: EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ in which options of
-one layer they have, and name their weights alike (`megaenc.convert.param_mapping`).
+EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike
+(`megaenc.convert.param_mapping`).
 """
 
 import math
@@ -25,31 +25,31 @@ _FIELDS = {
     "rms_norm_eps": "norm_epsilon",
     "initializer_range": "init_method_std",
 }
-"""Of config.json's fields those that only have another name in ModelConfig."""
-# What megatron-core has for the stretched positions of Llama 3; the factor alone is free.
+"""Fields of config.json with another name in ModelConfig."""
+# megatron-core's fixed values for the scaled rotary positions of Llama 3; only the factor is configurable.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What transformers calls a model type."""
+    """A family of models, called a model type in transformers."""
 
     model_type: str
-    architecture: str  # the class that transformers loads it with, output layer included
-    # Whether queries, keys and values have a bias; an optional one (`attention_bias`) attention's output has too.
+    architecture: str  # transformers' class with output layer
+    # Biases of queries, keys and values; with an optional bias (`attention_bias`), attention's output has one too.
     qkv_bias: Literal["never", "always", "optional"]
-    qk_norms: bool = False  # whether queries and keys are normalised head by head
-    encoder: bool = False  # whether it is bidirectional by itself; a decoder is with `is_causal: false` in its config.json
-    export_as: str = ""  # the family that stands in for it on the way out, for one that transformers does not know
+    qk_norms: bool = False  # whether queries and keys are normalized in each head
+    is_encoder: bool = False  # bidirectional; a decoder family is bidirectional with `is_causal: false` in its config.json
+    export_as: str = ""  # the family to export as, if transformers does not know this one
 
     @property
     def export_family(self) -> "ModelFamily":
-        """The family as which a model of this one goes out."""
+        """Return the family as which models of this family are exported."""
         return FAMILIES[self.export_as or self.model_type]
 
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
-        """What this family cannot say of `model` read under `attention`; None where it says all."""
-        if attention not in ((Attention.BIDIRECTIONAL,) if self.encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)):
+        """Return the feature of `model` under `attention` that this family does not support, or None if it supports all."""
+        if attention not in ((Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)):
             return f"{attention} attention"
         if model.qk_layernorm != self.qk_norms:
             return "norms of queries and keys" if model.qk_layernorm else "queries and keys without norms"
@@ -60,7 +60,7 @@ class ModelFamily:
         return None
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
-        """Weights that this family has beyond the mapping's for `model`, zeros of [hidden size]: biases of attention's output."""
+        """Return the names of biases of attention's output, [hidden size] zeros, that this family has and `model` has not."""
         if self.qkv_bias != "optional" or not model.add_qkv_bias:
             return ()
         return tuple(f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(model.num_layers))
@@ -69,13 +69,13 @@ class ModelFamily:
 FAMILIES = {
     family.model_type: family
     for family in (
-        ModelFamily("eurobert", "EuroBertForMaskedLM", "optional", encoder=True),
+        ModelFamily("eurobert", "EuroBertForMaskedLM", "optional", is_encoder=True),
         ModelFamily("llama", "LlamaForCausalLM", "optional"),
         ModelFamily("mistral", "MistralForCausalLM", "never"),
         ModelFamily("qwen2", "Qwen2ForCausalLM", "always"),
         ModelFamily("qwen3", "Qwen3ForCausalLM", "optional", qk_norms=True),
-        # The study's released models: EuroBERT's weights under a name of their own, with code that is never run.
-        ModelFamily("sl_model", "", "optional", encoder=True, export_as="eurobert"),
+        # The study's released models: EuroBERT's weights under another name, with custom code that is never run.
+        ModelFamily("sl_model", "", "optional", is_encoder=True, export_as="eurobert"),
     )
 }
 KNOWN_FAMILIES = ", ".join(FAMILIES)
@@ -84,37 +84,34 @@ _FIELDS_WITHOUT_SHAPE = (
     "rope_theta",
     "rms_norm_eps",
     "max_position_embeddings",
-)  # no shape contradicts them
+)  # no tensor shape would contradict wrong values
 
 
-def find_family(values: dict[str, Any], where: str) -> ModelFamily:
-    """The family of a config.json that holds `values`; `where` names it. InputError lists the known ones."""
-    found = values.get("model_type")
-    if not isinstance(found, str) or found not in FAMILIES:
-        raise InputError(f"{where}: field `model_type`: found {shorten_repr(found)}, expected one of {KNOWN_FAMILIES}")
-    return FAMILIES[found]
+def find_family(values: dict[str, Any], file: str) -> ModelFamily:
+    """Return the family of a config.json with content `values`. Raises InputError, naming `file`, for an unknown family."""
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise InputError(f"{file}: field `model_type`: found {shorten_repr(model_type)}, expected one of {KNOWN_FAMILIES}")
+    return FAMILIES[model_type]
 
 
-def parse_hf_config(values: dict[str, Any], where: str) -> Any:
-    """transformers' own config of a config.json that holds `values`, so that fields of older versions are understood.
+def parse_hf_config(values: dict[str, Any], file: str) -> Any:
+    """Build transformers' config object from the content of a config.json, which may be of an older version.
 
-    Its class follows from the family alone: code that the folder holds is never run. InputError for what is no such config.
+    Its class follows from the family: code in the folder is never run. Raises InputError, naming `file`, for an invalid config.
     """
-    family = find_family(values, where)
-    if family.export_as:  # what that family's config would put there is of another model
-        said = values | (rope if isinstance(rope := values.get("rope_parameters"), dict) else {})
+    family = find_family(values, file)
+    if family.export_as:  # defaults of the export family are of another model
+        fields = values | (rope if isinstance(rope := values.get("rope_parameters"), dict) else {})
         for name in _FIELDS_WITHOUT_SHAPE:
-            if name not in said:
-                raise InputError(f"{where}: field `{name}`: missing, expected what the model was trained with")
-    return build_hf_config(values, family.export_family.model_type, where)
+            if name not in fields:
+                raise InputError(f"{file}: field `{name}`: missing, expected the value that the model was trained with")
+    return build_hf_config(values, family.export_family.model_type, file)
 
 
-def to_model_config(config: Any, family: ModelFamily, where: str) -> ModelConfig:
-    """The shape of the model that transformers' `config` is of.
-
-    InputError names the field of what cannot be computed here.
-    """
-    _check_supported_layers(config, where)
+def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
+    """Convert transformers' `config` to a ModelConfig. Raises InputError, naming file and field, for unsupported features."""
+    _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     optional_bias = family.qkv_bias == "optional" and bool(config.attention_bias)
@@ -123,68 +120,71 @@ def to_model_config(config: Any, family: ModelFamily, where: str) -> ModelConfig
         kv_channels=None if head_dim * heads == config.hidden_size else head_dim,
         add_qkv_bias=family.qkv_bias == "always" or optional_bias,
         qk_layernorm=family.qk_norms,
-        **_read_rotary_fields(config.rope_parameters, where),
+        **_read_rotary_fields(config.rope_parameters, file),
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
     )
     try:
         shape.check()
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+        raise InputError(f"{file}: {error}") from None
     return shape
 
 
-def _check_supported_layers(config: Any, where: str) -> None:
-    """InputError for a field that asks for a layer which is not built here."""
+def _check_supported_layers(config: Any, file: str) -> None:
+    """Raise InputError, naming `file` and field, if `config` has layers that are not supported here."""
     if getattr(config, "mlp_bias", False):
-        raise InputError(f"{where}: field `mlp_bias`: found true, expected false")
+        raise InputError(f"{file}: field `mlp_bias`: found true, expected false")
     if config.hidden_act != "silu":
-        raise InputError(f"{where}: field `hidden_act`: found {shorten_repr(config.hidden_act)}, expected silu")
+        raise InputError(f"{file}: field `hidden_act`: found {shorten_repr(config.hidden_act)}, expected silu")
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range"):
-        _check_positive(getattr(config, name), name, where)
+        _check_positive(getattr(config, name), name, file)
     kinds = getattr(config, "layer_types", None) or ()
-    windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers look through the window
+    windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers have the window
     if window is not None and window < context and windowed:
         raise InputError(
-            f"{where}: field `sliding_window`: found {window}, expected none or at least the {context} tokens of "
-            "`max_position_embeddings`: attention here sees the whole document; put "
-            f"{window} for `max_position_embeddings` there to read no further than the window"
+            f"{file}: field `sliding_window`: found {window}, expected none or at least the {context} tokens of "
+            "`max_position_embeddings`, as attention here has no window; set `max_position_embeddings` to "
+            f"{window} there to read no more tokens than the window"
         )
     for kind in kinds:
-        if kind != "full_attention" and window is None:  # a window as long as the context is no window
-            raise InputError(f"{where}: field `layer_types`: found {kind!r}, expected full_attention in every layer")
+        if kind != "full_attention" and window is None:  # a window as long as the context has no effect
+            raise InputError(f"{file}: field `layer_types`: found {kind!r}, expected full_attention in every layer")
 
 
-def _read_rotary_fields(rope: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields of ModelConfig that `rope_parameters` decides."""
+def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
+    """Return the rotary fields of ModelConfig for `rope_parameters` of a config.json."""
     kind = rope.get("rope_type")
     if kind not in ("default", "llama3"):
-        raise InputError(f"{where}: field `rope_type`: found {shorten_repr(kind)}, expected default or llama3")
+        raise InputError(f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default or llama3")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(f"{where}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0")
-    base = {"rotary_base": _check_positive(rope.get("rope_theta"), "rope_theta", where)}
+        raise InputError(f"{file}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0")
+    base = {"rotary_base": _check_positive(rope.get("rope_theta"), "rope_theta", file)}
     if kind == "default":
         return base
     for name, expected in _LLAMA3.items():
         if rope.get(name) != expected:
-            raise InputError(f"{where}: field `{name}`: found {rope.get(name)}, expected {expected} (the factor alone is free)")
-    return base | {"use_rope_scaling": True, "rope_scaling_factor": _check_positive(rope.get("factor"), "factor", where)}
+            raise InputError(
+                f"{file}: field `{name}`: found {rope.get(name)}, expected {expected} (only the factor is configurable)"
+            )
+    return base | {"use_rope_scaling": True, "rope_scaling_factor": _check_positive(rope.get("factor"), "factor", file)}
 
 
-def _check_positive(found: Any, name: str, where: str) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise InputError(f"{where}: field `{name}`: found {shorten_repr(found)}, expected a number above 0")
-    return float(found)
+def _check_positive(value: Any, name: str, file: str) -> float:
+    """Return `value` as a float. Raises InputError, naming file and field, unless it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected a number above 0")
+    return float(value)
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
-    """The attention under which transformers reads a model with this `config`."""
-    causal = not family.encoder and getattr(config, "is_causal", True)
+    """Return the attention that transformers uses for a model with this `config`."""
+    causal = not family.is_encoder and getattr(config, "is_causal", True)
     return Attention.CAUSAL if causal else Attention.BIDIRECTIONAL
 
 
 def infer_objective(config: Any, family: ModelFamily) -> str:
-    """The objective that a model with this `config` was last trained on, as far as its mask and `prediction_shift` tell."""
+    """Return the objective (clm, mntp or mlm) that the attention and `prediction_shift` of `config` suggest for a model."""
     if native_attention(config, family) == Attention.CAUSAL:
         return "clm"
     return "mntp" if getattr(config, "prediction_shift", 0) else "mlm"
@@ -200,10 +200,10 @@ def build_export_config(
     tokenizer: Any,
     dtype: torch.dtype,
 ) -> Any:
-    """transformers' config of `model` as `family`, read under `attention`: the way back from `to_model_config`.
+    """Build transformers' config of `model` as `family` under `attention`; the inverse of `to_model_config`.
 
-    `vocab_size`: rows of the embedding; `context`: tokens; `tokenizer`: transformers', for the ids of special tokens. InputError
-    where the family cannot say what the model is, naming those that can.
+    `vocab_size`: rows of the embedding; `context`: tokens; `tokenizer`: transformers', for special token ids. Raises InputError
+    that names other families if this one does not support the model.
     """
     if missing := family.unsupported_feature(model, attention):
         able = [
@@ -212,7 +212,7 @@ def build_export_config(
         raise InputError(f"--as {family.model_type}: has no {missing}; expected --as {' or '.join(able) or 'nothing known'}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if family.encoder and tokenizer.mask_token_id is None:
+    if family.is_encoder and tokenizer.mask_token_id is None:
         raise InputError(
             f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
         )
@@ -238,7 +238,7 @@ def build_export_config(
         values["attention_bias"] = model.add_qkv_bias
     if family.model_type == "mistral":
         values["sliding_window"] = None
-    if family.encoder:
+    if family.is_encoder:
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
         values["is_causal"] = False

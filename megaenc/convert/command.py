@@ -1,4 +1,4 @@
-"""`megaenc convert` and tools/convert_checkpoint.py."""
+"""The command `megaenc convert`, also run by tools/convert_checkpoint.py."""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ from megaenc.errors import InputError, closest_match, handle_command_errors
 USAGE = """usage: {prog} DIRECTION [options]
 
 directions:
-  to-hf    a run's checkpoint, saved in any layout, to a Hugging Face folder
-  from-hf  a Hugging Face folder to a run folder, for runs in any layout to start from (--init-from)
+  to-hf    convert a run's checkpoint, saved in any layout, to a Hugging Face folder
+  from-hf  convert a Hugging Face folder to a run folder, from which runs in any layout start (--init-from)
 
 {prog} to-hf --help shows the options."""
 
@@ -36,20 +36,20 @@ class ToHFConfig:
     architecture: Annotated[
         Literal["eurobert", "llama", "mistral", "qwen2", "qwen3", "source"] | None, tyro.conf.arg(name="as")
     ] = None
-    """family to write; unless given EuroBERT, or where that cannot say what the model is, source: the family that it came in as,
-    bidirectional. A decoder's name: the same weights read causally, as for generation"""
+    """family to write: a decoder's name exports the same weights with causal attention, as for generation; source: the family of
+    the original model, bidirectional. EuroBERT unless given, or source if EuroBERT does not support the model"""
     ckpt_step: int | None = None
     """step of the checkpoint; the newest unless given, 0 for the initial weights"""
     all: bool = False
-    """write every kept checkpoint, and step 0, to folders in --output, under the study's names: 610m-clm-10k-mlm40-42k"""
+    """export every checkpoint, and step 0, to folders in --output with names such as 610m-clm-10k-mlm40-42k"""
     dtype: Literal["run", "bf16", "fp32"] = "run"
-    """dtype of the weights written; run: that of the run"""
+    """dtype of the weights; run: the run's"""
     max_shard_size: str = "5GB"
-    """size of a file of weights, in KB, MB or GB"""
+    """maximum size of a weight file, in KB, MB or GB"""
     sentence_transformers: bool = False
-    """write for sentence-transformers: without the output layer, a text is the mean of its tokens' states"""
+    """export for sentence-transformers: no output layer; an embedding is the mean of the tokens' hidden states"""
     license: str = "unknown"
-    """licence of the weights, as the Hub calls it (apache-2.0), for the card"""
+    """license of the weights for the model card, as an identifier of the Hub (apache-2.0)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +59,18 @@ class FromHFConfig:
     input: str = ""
     """Hugging Face folder of an EuroBERT, Llama, Mistral, Qwen2 or Qwen3 model: config.json, safetensors, tokenizer"""
     output: str = ""
-    """run folder to write, which holds the weights as step 0; must not exist"""
+    """run folder to write, with the weights as the checkpoint of step 0; must not exist"""
     add_mask_token: bool = False
-    """add a mask token to a tokenizer that has none, not even a reserved token; its row is the mean of the others"""
+    """add a mask token to a tokenizer with neither a mask token nor reserved tokens; its row is the mean of the others"""
     tie_word_embeddings: bool = False
-    """take the embedding for the output layer of a model that was saved without one"""
+    """use the embedding as the output layer of a model that was saved without one"""
     dtype: Literal["source", "bf16", "fp32"] = "source"
-    """dtype of the weights written; source: bf16 where all of them are, else fp32"""
+    """dtype of the weights; source: bf16 if all source weights are, else fp32"""
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
-    """Convert in the direction that the first word names."""
+    """Run the conversion named by the first word of `argv`, to-hf or from-hf, with the remaining words as flags."""
     silence_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
@@ -94,22 +94,23 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
 
 
 def _to_hf(options: ToHFConfig) -> None:
+    """Export one checkpoint or all of a run, and print how closely each export matches."""
     from megaenc.convert.to_hf import to_hf, to_hf_all
 
     load, output = Path(options.load), Path(options.output)
-    how = {name: value for name, value in vars(options).items() if name not in ("load", "output", "ckpt_step", "all")}
+    export_options = {name: value for name, value in vars(options).items() if name not in ("load", "output", "ckpt_step", "all")}
     if not options.all:
-        step = to_hf(load, output, step=options.ckpt_step, **how)
+        step = to_hf(load, output, step=options.ckpt_step, **export_options)
         print_rank_0(f"{options.output}: step {step} of {options.load} {_describe_proof(output)}")
         return
     if options.ckpt_step is not None:
         raise InputError(f"--ckpt-step {options.ckpt_step}: found --all too, expected one of them")
-    for name in to_hf_all(load, output, **how):
+    for name in to_hf_all(load, output, **export_options):
         print_rank_0(f"{output / name}: {_describe_proof(output / name)}")
 
 
 def _describe_proof(folder: Path) -> str:
-    """As which family an export was written, and how far its numbers are from the run's."""
+    """Return the class and attention of an export, and its largest difference to the run, as text."""
     from megaenc.convert.to_hf import CERTIFICATE
 
     proof = json.loads((folder / CERTIFICATE).read_text(encoding="utf-8"))
@@ -118,13 +119,19 @@ def _describe_proof(folder: Path) -> str:
 
 
 def _from_hf(options: FromHFConfig) -> None:
+    """Convert a Hugging Face folder to a run folder, and print the flags that start a run from it."""
     from megaenc.convert.from_hf import from_hf
 
-    how = {"add_mask_token": options.add_mask_token, "tie": options.tie_word_embeddings, "dtype": options.dtype}
-    source, mask = from_hf(Path(options.input), Path(options.output), **how)
+    source, mask = from_hf(
+        Path(options.input),
+        Path(options.output),
+        add_mask_token=options.add_mask_token,
+        tie=options.tie_word_embeddings,
+        dtype=options.dtype,
+    )
     print_rank_0(
         f"{options.output}: the {source.family.model_type} model of {options.input}, {mask.describe()}\n"
-        f"  a run begins with it: --config {Path(options.output) / 'config.yaml'} --init-from {options.output}"
+        f"  start a run from it: --config {Path(options.output) / 'config.yaml'} --init-from {options.output}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model as the checkpoint of step 0 of a run folder, from which runs can start in any layout."""
+"""Conversion of a Hugging Face model to a run folder with a checkpoint of step 0, from which runs start in any layout."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ import yaml
 
 from megaenc import __version__, backend, flags
 from megaenc.atomic_io import atomic_dir
-from megaenc.convert.architectures import ModelFamily, find_family, parse_hf_config, to_model_config, infer_objective
+from megaenc.convert.architectures import ModelFamily, find_family, infer_objective, parse_hf_config, to_model_config
 from megaenc.convert.hf_checkpoint import TrainableHFCheckpoint
 from megaenc.convert.param_mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, iter_mappings
 from megaenc.convert.safetensors_writer import parse_dtype
@@ -27,32 +27,32 @@ from megaenc.training.checkpoint_dir import file_digests
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, TOKENIZER_DIR
 from megaenc.training.run_init import Ancestor, RunInit
 
-MAX_SEQ_LENGTH = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
-_ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
+MAX_SEQ_LENGTH = 2048  # tokens, the study's context; default for models with a longer one
+_ROWS = 8192  # of the vocabulary's matrices, the largest ones, that are read at a time
 
 
 @dataclass(frozen=True)
 class HFSource:
-    """What a Hugging Face folder holds, checked against what its config.json says."""
+    """A Hugging Face model folder whose weights fit its config.json."""
 
     folder: TrainableHFCheckpoint
     family: ModelFamily
-    config: Any  # transformers'
-    model: ModelConfig  # with as many rows of the vocabulary as the folder has
+    config: Any  # transformers' config object
+    model: ModelConfig  # `vocab_size`: rows of the folder's embedding
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest that holds every weight as it is."""
+        """Return bfloat16 if all weights are stored in it, else float32."""
         return torch.bfloat16 if self.folder.dtypes == {"BF16"} else torch.float32
 
     @property
     def generation(self) -> dict[str, Any]:
-        """How it writes text: its generation_config.json; without that, where it stops if that is at several tokens."""
+        """Return the content of generation_config.json or, without it, a list of several end-of-text ids of config.json."""
         return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends := self.config.eos_token_id, list) else {})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Where the weights come from: family, name, context and the SHA-256 of each file."""
+        """Return the origin of the weights for run.json: family, name, context and the SHA-256 of each file."""
         files = [self.folder.config_file, *self.folder.files]
         return {
             "family": self.family.model_type,
@@ -63,10 +63,9 @@ class HFSource:
 
 
 def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
-    """The model in the Hugging Face folder `path`; `tie`: it has no output layer, and the embedding takes its place.
+    """Open and check the model in the Hugging Face folder `path`; `tie`: use its embedding as the missing output layer.
 
-    InputError names the file, the field or the tensor that does not fit. No weight is read yet but the few that must be zero or
-    equal to another.
+    Reads only weights that must be zero or equal to others. Raises InputError that names the wrong file, field or tensor.
     """
     folder = TrainableHFCheckpoint(path)
     where = str(folder.config_file)
@@ -86,8 +85,8 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     tied = not model.untie_embeddings_and_output_weights
     try:
         shapes = read_hf_shapes(config, family)
-    except Exception as error:  # more numbers than 64 bits can count, and whatever else sizes may lead to
-        raise InputError(f"{where}: {first_error_line(error)}; expected sizes as the weights have them") from None
+    except Exception as error:  # wrong sizes raise errors of many types, such as integer overflow
+        raise InputError(f"{where}: {first_error_line(error)}; expected the sizes of the weights") from None
     if tied:
         shapes.pop(HEAD, None)
     folder.check(shapes, optional={HEAD} if tied else set())
@@ -100,7 +99,7 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
 
 
 def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight that transformers' model of `config` has; a tied output layer is not there twice."""
+    """Return the weight shapes by name of transformers' model of `config`; a tied output layer is omitted."""
     import transformers
 
     kind = getattr(transformers, family.export_family.architecture)
@@ -117,32 +116,32 @@ def from_hf(
     tie: bool = False,
     dtype: Literal["source", "bf16", "fp32"] = "source",
 ) -> tuple[HFSource, MaskToken]:
-    """Write the model in the Hugging Face folder `source` as the run folder `output`, which holds one checkpoint: of step 0.
+    """Convert the Hugging Face folder `source` to the run folder `output` and return the source and its mask token.
 
-    It has the weights alone, in `dtype`. Runs start from it by `--init-from`, and config.yaml there has the flags that they
-    share with it. Weights are read one by one, so that memory holds the model once. Raises InputError for anything that does not
-    fit, and then leaves no folder.
+    The run folder has a checkpoint of step 0 with only the weights, in `dtype`, and a config.yaml with the flags of runs that
+    start from it (`--init-from`). Weights are read one by one, so that memory holds the model once. Raises InputError, and leaves
+    no folder, if anything does not fit.
     """
     refuse_existing(output, "--output")
-    found = open_hf_source(source, tie=tie)
-    tokenizer = read_tokenizer(source, found.config.vocab_size)
+    hf_source = open_hf_source(source, tie=tie)
+    tokenizer = read_tokenizer(source, hf_source.config.vocab_size)
     mask = ensure_mask_token(tokenizer, add_mask_token)
-    if mask.origin == "reserved" and _is_row_untrained(found.folder, mask.id):
+    if mask.origin == "reserved" and _is_row_untrained(hf_source.folder, mask.id):
         mask = dataclasses.replace(mask, origin="untrained")
-    model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
-    weights = parse_dtype(dtype, "source", found.dtype)
+    model = dataclasses.replace(hf_source.model, vocab_size=max(hf_source.model.vocab_size, mask.id + 1))
+    weights = parse_dtype(dtype, "source", hf_source.dtype)
     create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
         write_tokenizer(tokenizer, folder / TOKENIZER_DIR)
         vocabulary = read_vocabulary(load_tokenizer(folder / TOKENIZER_DIR))
         shared = {name: value for name, value in flags.flatten(model).items() if value is not None}
         shared |= {
-            "seq_length": min(found.config.max_position_embeddings, MAX_SEQ_LENGTH),
+            "seq_length": min(hf_source.config.max_position_embeddings, MAX_SEQ_LENGTH),
             "bf16": weights == torch.bfloat16,
-            "objective_schedule": infer_objective(found.config, found.family),
+            "objective_schedule": infer_objective(hf_source.config, hf_source.family),
             "tokenizer": str((output / TOKENIZER_DIR).resolve()),
         }
-        facts = _build_run_json(found, model, vocabulary, shared, mask)
+        facts = _build_run_json(hf_source, model, vocabulary, shared, mask)
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
         (folder / RUN_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         backend.init_distributed(backend.ParallelConfig(), seed=0)
@@ -150,22 +149,22 @@ def from_hf(
             from megaenc.model.encoder import build_encoder
             from megaenc.training.checkpoint.manager import CheckpointManager
 
-            # Rotary angles are no weights, so the length is of no account.
+            # Rotary angles are not weights, so that the sequence length does not matter.
             encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), weights, seed=None)
-            _load_weights(encoder, found, model, mask, vocabulary.size)
+            _load_weights(encoder, hf_source, model, mask, vocabulary.size)
             CheckpointManager(folder / "checkpoints").save_weights(encoder, facts["identity"])
         finally:
             backend.destroy_distributed()
-    return found, mask
+    return hf_source, mask
 
 
 def _build_run_json(
     source: HFSource, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken
 ) -> dict[str, Any]:
-    """Return what run.json holds, as of a run; `source` is in no run's."""
+    """Build the content of the run.json of a converted model: the fields of a training run, and `source`."""
     origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
-    path, made_for = str(source.folder.path.resolve()), shared["objective_schedule"]
-    stage = Ancestor(path, 0, made_for, 0, origin["family"], origin["context"], source.generation)
+    path, objective = str(source.folder.path.resolve()), shared["objective_schedule"]
+    stage = Ancestor(path, 0, objective, 0, origin["family"], origin["context"], source.generation)
     return {
         "megaenc": __version__,
         "vocab_size": model.vocab_size,
@@ -184,19 +183,19 @@ def _build_run_json(
 
 
 def _is_row_untrained(folder: TrainableHFCheckpoint, row: int) -> bool:
-    """Whether a row of the embedding is next to nothing, which no training left as it is: weight decay alone did."""
+    """Return whether a row of the embedding is close to zero, as only weight decay leaves it without training."""
     norms = torch.cat([part.float().norm(dim=1) for part in folder.iter_row_chunks(EMBEDDING, _ROWS)])
     return bool(norms[row] < norms.median() / 100)
 
 
 @torch.no_grad()
 def _load_weights(encoder: torch.nn.Module, source: HFSource, model: ModelConfig, mask: MaskToken, ids: int) -> None:
-    """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero.
+    """Copy the source's weights into `encoder` one by one; rows that pad the vocabulary are zero.
 
-    A mask token without a row of its own gets the mean of the rows of the tokenizer's other `ids`.
+    An untrained or added mask token gets the mean of the other rows of the tokenizer's `ids`.
     """
     parameters = dict(encoder.named_parameters())
-    for rule, core, names in iter_mappings(model):
+    for mapping, core, names in iter_mappings(model):
         parameter = parameters[core]
         if core in VOCABULARY_ROWS:
             done = 0
@@ -208,4 +207,4 @@ def _load_weights(encoder: torch.nn.Module, source: HFSource, model: ModelConfig
                 others = (*parameter[: mask.id].split(_ROWS), *parameter[mask.id + 1 : ids].split(_ROWS))
                 parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / (ids - 1)
         else:
-            parameter.copy_(rule.to_core(tuple(source.folder.tensor(name) for name in names), model))
+            parameter.copy_(mapping.to_core(tuple(source.folder.tensor(name) for name in names), model))

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its config.json and its safetensors, one tensor at a time."""
+"""Readers of Hugging Face model folders: config.json and safetensors, one tensor at a time."""
 
 import contextlib
 import os
@@ -20,19 +20,19 @@ GENERATION = "generation_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = ("F32", "BF16", "F16")
 _COMPUTED = ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
-# Fields of config.json that tell transformers how to load a model (from where, by whose code) or what it returns besides states.
+# Fields of config.json that tell transformers how to load a model (its source and code) or what it returns besides states.
 _LOADING = re.compile(
     "_.*|attn_implementation|auto_map|configuration_files|distributed_config|dtype|experts_implementation|fusion_config|id2label"
     "|kernel_config|label2id|name_or_path|num_labels|output_attentions|output_hidden_states|problem_type|return_dict|torch_dtype"
     "|transformers_weights|trust_remote_code|use_kernels"
 )
-# Fields that count layers, or parts of one, each of which costs memory before any weight is compared with them.
+# Fields that count layers or parts of layers, which cost memory before any weight is checked.
 _COUNT = re.compile(r".*(layer|group|expert|block|stage|head)s?(_num)?")
-_MOST, _MOST_EXPERTS = 4096, 1 << 15  # of any of them, unless a folder holds more tensors
+_MAX_COUNT, _MAX_EXPERTS = 4096, 1 << 15  # limits of these counts, unless a folder has more tensors
 
 
 class TensorHeader(NamedTuple):
-    """A tensor as the header of its file describes it."""
+    """File, dtype and shape of a tensor, from the header of its file."""
 
     file: Path
     dtype: str
@@ -40,15 +40,15 @@ class TensorHeader(NamedTuple):
 
 
 class HFCheckpoint:
-    """The settings of a model and the headers of its weights, by the names that the files give them. No pickle is ever read.
+    """A Hugging Face model folder: `config` and the `headers` of its weights by name. Pickles are never read.
 
-    `config` is what config.json says of the model, without what it says of how to load it.
+    `config` is the content of config.json without fields about loading.
     """
 
     def __init__(self, path: Path, flag: str = "--input"):
-        """Read config.json and the headers. InputError, naming the file, for what is missing, damaged or a pickle.
+        """Read config.json and the headers of the folder `path`, given by `flag`.
 
-        `flag` names where the path came from.
+        Raises InputError that names a missing or damaged file, or a pickle.
         """
         self.path, self.flag = path, flag
         if not os.path.isdir(path):  # False for a name that is too long too
@@ -64,33 +64,32 @@ class HFCheckpoint:
             with _open_safetensors(file, "np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, which is no dict
                     if name in self.headers:
-                        already = self.headers[name].file.name
-                        raise InputError(f"{file}: holds `{name}` a second time (it is in {already} already)")
+                        other = self.headers[name].file.name
+                        raise InputError(f"{file}: holds `{name}` a second time (it is in {other} already)")
                     header = tensors.get_slice(name)
                     if not name.endswith(_COMPUTED):
                         self.headers[name] = TensorHeader(file, header.get_dtype(), tuple(header.get_shape()))
         for name, file in indexed.items():
             if not name.endswith(_COMPUTED) and (name not in self.headers or self.headers[name].file.name != file):
                 raise InputError(f"{path / file}: no tensor `{name}`, which {INDEX} says is there")
-        _check_counts(self.config, max(_MOST, len(self.headers)), self.config_file)
+        _check_counts(self.config, max(_MAX_COUNT, len(self.headers)), self.config_file)
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[dict[str, Any]]:
-        """Yield the safetensors slice of each weight by its name; a slice can be read while the block lasts."""
+        """Yield the safetensors slice of each weight by name, readable within the block."""
         with contextlib.ExitStack() as stack:
             opened = {file: stack.enter_context(_open_safetensors(file, "pt")) for file in self.files}
             yield {name: opened[header.file].get_slice(name) for name, header in self.headers.items()}
 
 
 class TrainableHFCheckpoint(HFCheckpoint):
-    """Names, shapes and dtypes of all weights of a model that training can start from, and the weights one by one.
+    """A Hugging Face model folder from which training can start: shapes and dtypes of its weights, which are read one by one.
 
-    Weights have the names that a model with an output layer gives them (`model.norm.weight`), whether the folder is of such a
-    model or of one without, which leaves `model.` out.
+    Weights have their names in a model with an output layer (`model.norm.weight`); folders of models without one omit `model.`.
     """
 
     def __init__(self, path: Path):
-        """Read config.json, generation_config.json and the headers. InputError for what HFFolder or training cannot take."""
+        """Read config.json, generation_config.json and the headers of the folder `path`. Raises InputError if one is unusable."""
         super().__init__(path)
         generation = path / GENERATION
         self.generation: dict[str, Any] = _read_generation_config(generation) if generation.exists() else {}
@@ -106,11 +105,11 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
     @property
     def dtypes(self) -> set[str]:
-        """The dtypes of the weights, as safetensors calls them."""
+        """Return the dtypes of the weights as safetensors names them."""
         return {header.dtype for header in self.headers.values()}
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: set[str]) -> None:
-        """InputError names the first weight that is missing, of another shape, or neither `expected` nor `optional`."""
+        """Raise InputError for the first weight that is missing, has another shape, or is neither `expected` nor `optional`."""
         for name, shape in expected.items():
             if name not in self.shapes:
                 raise InputError(f"{self.path}: no tensor `{name}`, expected one of shape {list(shape)}")
@@ -118,16 +117,16 @@ class TrainableHFCheckpoint(HFCheckpoint):
                 raise InputError(f"{self.path}: tensor `{name}`: found shape {list(self.shapes[name])}, expected {list(shape)}")
         for name, (file, stored) in self._stored.items():
             if name not in expected and name not in optional:
-                raise InputError(f"{file}: tensor `{stored}`: found a weight that {CONFIG} has no place for")
+                raise InputError(f"{file}: tensor `{stored}`: found a weight that the model of {CONFIG} does not have")
 
     def tensor(self, name: str) -> "Tensor":
-        """The weight `name`. It lies in the pages of its file, which leave memory with it: so the file is not kept open."""
+        """Read the weight `name`; its memory-mapped pages are freed with it, as the file is not kept open."""
         file, stored = self._stored[name]
         with _open_safetensors(file, "pt") as tensors:
             return tensors.get_tensor(stored)
 
     def iter_row_chunks(self, name: str, rows: int) -> "Iterator[Tensor]":
-        """The same in pieces of `rows` rows, for the largest ones."""
+        """Read the weight `name` in chunks of `rows` rows."""
         file, stored = self._stored[name]
         for start in range(0, self.shapes[name][0], rows):
             with _open_safetensors(file, "pt") as tensors:
@@ -135,34 +134,34 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
 
 def _drop_loading_fields(value: Any) -> Any:
-    """Drop the fields, at any depth, that tell transformers how to load a model."""
+    """Return the content of config.json without the fields, at any depth, that tell transformers how to load a model."""
     if isinstance(value, dict):
         return {name: _drop_loading_fields(inner) for name, inner in value.items() if not _LOADING.fullmatch(name)}
     return [_drop_loading_fields(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _check_counts(values: Any, most: int, file: Path) -> None:
-    """InputError for more layers, or parts of one, than a model has whose weights a folder can hold."""
+def _check_counts(values: Any, limit: int, file: Path) -> None:
+    """Raise InputError, naming `file` and field, if a count of layers or their parts in `values` exceeds `limit`."""
     for name, value in values.items():
         if isinstance(value, dict):
-            _check_counts(value, most, file)
+            _check_counts(value, limit, file)
         elif _COUNT.fullmatch(name) and isinstance(value, int | float):
-            allowed = max(most, _MOST_EXPERTS) if "expert" in name else most
-            if value > allowed:
+            maximum = max(limit, _MAX_EXPERTS) if "expert" in name else limit
+            if value > maximum:
                 raise InputError(
-                    f"{file}: field `{name}`: found {shorten_repr(value)}, expected at most {allowed}, as the weights tell"
+                    f"{file}: field `{name}`: found {shorten_repr(value)}, expected at most {maximum} for this number of weights"
                 )
 
 
 def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that hold the weights, and what the index, where there is one, says which tensor is in."""
+    """Return the weight files of a folder, and the file name of each tensor from the index, if there is one."""
     if (path / WEIGHTS).exists():
         return [path / WEIGHTS], {}
     if not (path / INDEX).exists():
         pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
         if pickles:
             raise InputError(
-                f"{path / pickles[0]}: a pickle, which could run any code when it is loaded, so it is not; expected {WEIGHTS} "
+                f"{path / pickles[0]}: a pickle, which could run any code when loaded; expected {WEIGHTS} "
                 "(save_pretrained of transformers writes it)"
             )
         raise InputError(f"{path}: no {WEIGHTS} and no {INDEX} there, expected the weights of a model")
@@ -173,19 +172,19 @@ def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         if Path(file).name != file or "\0" in file:
             raise InputError(f"{path / INDEX}: found {shorten_repr(file)}, expected the name of a file in the same folder")
         if not (path / file).exists():
-            raise InputError(f"{path / file}: missing, and {INDEX} says that weights are there; get the whole folder again")
+            raise InputError(f"{path / file}: missing, and {INDEX} lists it; download the folder again")
     return [path / file for file in sorted({*index.values()})], index
 
 
 def _read_generation_config(file: Path) -> dict[str, Any]:
-    """What generation_config.json holds, if transformers takes it for that."""
+    """Read generation_config.json. Raises InputError if transformers does not accept it."""
     from transformers import GenerationConfig
 
-    values = read_json_object(file, "how the model writes text")
+    values = read_json_object(file, "a generation config")
     try:
         GenerationConfig.from_dict(values).validate()
-    except Exception as error:  # whatever a wrong type leads to
-        raise InputError(f"{file}: {' '.join(str(error).split())[:200]}; expected how the model writes text") from None
+    except Exception as error:  # wrong types raise errors of many types
+        raise InputError(f"{file}: {' '.join(str(error).split())[:200]}; expected a generation config") from None
     ends = values.get("eos_token_id")
     if not all(type(token) is int for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
         raise InputError(f"{file}: field `eos_token_id`: found {shorten_repr(ends)}, expected ids of tokens")
@@ -193,19 +192,22 @@ def _read_generation_config(file: Path) -> dict[str, Any]:
 
 
 def shorten_repr(value: Any) -> str:
-    """Return `value` for an error message, cut after 60 characters."""
+    """Return `repr(value)` cut to 60 characters, for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 @contextlib.contextmanager
 def _open_safetensors(file: Path, framework: str) -> Iterator[Any]:
-    """Open the safetensors of a regular file; InputError for any other."""
+    """Open a safetensors file with tensors of `framework` ("np" or "pt") for the block.
+
+    Raises InputError if it is damaged or not a regular file.
+    """
     if not file.is_file():  # a FIFO has no end
         raise InputError(f"{file}: not a regular file, expected the weights of a model")
     try:
         tensors = safe_open(file, framework)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{file}: no whole safetensors file ({error}); get it again") from None
+        raise InputError(f"{file}: not a complete safetensors file ({error}); download it again") from None
     with tensors:
         yield tensors

@@ -1,7 +1,7 @@
-"""Transformers' model of a Hugging Face folder, without the network and without code that the folder names.
+"""Loading of transformers models from Hugging Face folders without network access or code from the folder.
 
-transformers gets the settings and the weights that were read here and never the folder: so neither an adapter, a pickle, custom
-code nor a kernel of the Hub that a file asks for is looked at, whatever is installed.
+transformers gets the config and weights that were read here, never the folder, so that adapters, pickles, custom code and Hub
+kernels named in its files are ignored.
 """
 
 import copy
@@ -18,41 +18,45 @@ _HUB_KERNEL_MODELS = (
     "mra",
     "rwkv",
     "yoso",
-)  # models of which transformers computes a part by kernels that it fetches from the Hub
-_MAX_BUFFER_BYTES = 1 << 32  # the most bytes of masks and tables that a model computes for itself
+)  # models for which transformers downloads kernels from the Hub
+_MAX_BUFFER_BYTES = 1 << 32  # masks and tables that a model computes itself
 _MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler or a head
 
 
 def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
-    """Build transformers' own config for the settings `values` as a model of `model_type`, a key of CONFIG_MAPPING.
+    """Build transformers' config object of `model_type` (a key of CONFIG_MAPPING) from the fields `values` of a config.json.
 
-    Fields of older versions are understood. InputError, naming `where`, for what is no such config.
+    Fields of older versions are accepted. Raises InputError that begins with `where` for invalid values.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     for settings in (values, *(inner for inner in values.values() if isinstance(inner, dict))):
         if settings.get("quantization_config") is not None:
-            found = str(settings["quantization_config"])[:60]
-            raise InputError(f"{where}: field `quantization_config`: found {found}, expected none: get the model in bf16 or fp32")
+            quantization = str(settings["quantization_config"])[:60]
+            raise InputError(
+                f"{where}: field `quantization_config`: found {quantization}, expected none: download the model in bf16 or fp32"
+            )
     try:
         kind = CONFIG_MAPPING[model_type]
-        # What a class shares with all of its configs (`attribute_map`) or computes (`to_dict`) is no setting.
+        # Class attributes (`attribute_map`) and methods (`to_dict`) are not fields.
         fields = {field.name for field in dataclasses.fields(kind)}
-        taken = {name for name in values if hasattr(kind, name) and name not in fields}
-        taken -= {name for name in taken if isinstance(inspect.getattr_static(kind, name), property)}
-        return kind.from_dict({name: value for name, value in values.items() if name not in taken} | {"model_type": model_type})
-    except Exception as error:  # validation raises errors of huggingface_hub, others come from whatever a wrong type leads to
+        reserved = {name for name in values if hasattr(kind, name) and name not in fields}
+        reserved -= {name for name in reserved if isinstance(inspect.getattr_static(kind, name), property)}
+        return kind.from_dict(
+            {name: value for name, value in values.items() if name not in reserved} | {"model_type": model_type}
+        )
+    except Exception as error:  # validation raises huggingface_hub's errors, wrong types many others
         raise InputError(f"{where}: {format_error(error)}; expected the config.json of a {model_type} model") from None
 
 
 def load_hf_config(folder: HFCheckpoint) -> Any:
-    """Build transformers' config of `folder`. InputError for a family that transformers does not know or a wrong field."""
+    """Build transformers' config object of `folder`. Raises InputError for an unknown model type or a wrong field."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     where, model_type = str(folder.config_file), folder.config.get("model_type")
-    if model_type == "sl_model":  # the study's released models: EuroBERT's weights under a name of their own
+    if model_type == "sl_model":  # the study's released models: EuroBERT's weights under another name
         model_type = "eurobert"
-    if model_type == "mistral" and "layer_types" in folder.config:  # as transformers' AutoConfig takes it
+    if model_type == "mistral" and "layer_types" in folder.config:  # as transformers' AutoConfig does
         model_type = "ministral"
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         known = f"one that transformers {version('transformers')} knows"
@@ -63,23 +67,23 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
 
 
 def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Load the weights of `folder` into transformers' class `kind`, in float32 and eval mode; also return its loading report.
+    """Load the weights of `folder` into transformers' class `kind`; return the float32 model in eval mode and its loading report.
 
-    `options` go to the class, `expected` says in errors which model was. InputError for settings or weights that make no such
-    model; how much memory they would take is looked at before any is taken.
+    `options` are passed to the class; `expected` describes the model in errors. Raises InputError for a config or weights of
+    another model, and, before memory is allocated, for a config that needs too much.
     """
     import torch
 
     config = copy.deepcopy(config)
     try:
-        config._attn_implementation = None  # nor that of a config inside: transformers chooses what is best of its own
+        config._attn_implementation = None  # also of nested configs: transformers selects its best one
         with torch.device("meta"):
             empty = kind(copy.deepcopy(config), **options)
-    except Exception as error:  # whatever a wrong setting leads to
+    except Exception as error:  # wrong fields raise errors of many types
         raise InputError(f"{folder.config_file}: {first_error_line(error)}; expected {expected}") from None
     stored = sum(math.prod(header.shape) for header in folder.headers.values())
     parameters = sum(parameter.numel() for parameter in empty.parameters())
-    if parameters > 2 * stored + _MAX_MISSING_PARAMETERS:  # an embedding may be counted a second time as the output layer
+    if parameters > 2 * stored + _MAX_MISSING_PARAMETERS:  # a tied embedding may be counted twice
         raise InputError(
             f"{folder.config_file}: describes a model of {parameters:,} parameters, and the files hold {stored:,}; "
             f"expected {expected}"
@@ -87,7 +91,7 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
     computed = sum(buffer.numel() * buffer.element_size() for buffer in empty.buffers())
     if computed > _MAX_BUFFER_BYTES:
         raise InputError(
-            f"{folder.config_file}: describes a model that computes masks and tables of {computed:,} bytes for itself; "
+            f"{folder.config_file}: describes a model with computed masks and tables of {computed:,} bytes; "
             f"expected at most {_MAX_BUFFER_BYTES:,}: a smaller `max_position_embeddings`"
         )
     del empty
@@ -104,5 +108,5 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
                 output_loading_info=True,
                 **options,
             )
-    except Exception as error:  # whatever tensors of the right names and wrong types lead to
+    except Exception as error:  # tensors with the right names and wrong dtypes raise errors of many types
         raise InputError(f"{folder.flag} {folder.path}: {first_error_line(error)}; expected {expected}") from None

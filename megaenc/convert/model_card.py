@@ -1,4 +1,4 @@
-"""The card of an export: what the model was trained on doing, and at which position each of its predictions stands."""
+"""Model cards of exports, with training history and the positions of predictions."""
 
 import re
 from collections import Counter
@@ -14,61 +14,61 @@ from megaenc.training.run_dir import METRICS_FILE, VALIDATION_FILE
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 
 _MAX_METRICS_BYTES = 1 << 30
-"""The most bytes that are read of a run's metrics."""
+"""Size limit of a run's metrics file in bytes."""
 
 
 @dataclass(frozen=True)
 class ExportProvenance:
-    """Where an export comes from."""
+    """Training history and properties of an export for its model card."""
 
-    schedule_text: str  # as it was given
+    schedule_text: str
     schedule: Schedule
     step: int
     total_iters: int
     tokens: int
     start: RunInit = NEW_WEIGHTS
     parameters: int = 0
-    data: str = ""  # the fingerprint of the corpora; empty if nothing was trained here
-    tokenizer: str = ""  # the fingerprint of the tokenizer
+    data: str = ""  # fingerprint of the corpora; empty if the model was not trained here
+    tokenizer: str = ""  # fingerprint of the tokenizer
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `read_last_metrics`
     license: str = "unknown"
-    sentences: bool = False  # whether the export gives states of tokens and no predictions
-    architecture: str = ""  # the class of transformers that loads the export; empty if it is none yet
-    converted: bool = False  # whether this is a model that came in as it is: `schedule` is what it was made for
-    added_token: str = ""  # the mask token that such a model was given a row for
+    sentences: bool = False  # whether the export is for sentence-transformers, without an output layer
+    architecture: str = ""  # transformers' class that loads the export; empty if there is none
+    converted: bool = False  # whether it is a Hugging Face model that was not trained here; `schedule` is then inferred
+    added_token: str = ""  # the mask token that was added when such a model was converted
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
-        """What the last updates before the checkpoint were for, the most frequent first: those of a twentieth of the run's steps.
+        """Return the objectives of the last 5 % of the run's steps before the checkpoint, the most frequent first.
 
-        Each as it was last trained. Step 0 has none behind it and is taken for the first one.
+        Their options are those of the last such step. At step 0: the objective of step 1.
         """
         last = max(self.step, 1)
         first = max(1, last + 1 - max(1, self.total_iters // 20))
         steps: Counter[str] = Counter()
         objectives: dict[str, Objective] = {}
         for phase in self.schedule.phases:
-            here, there = max(phase.first_step, first), min(phase.last_step, last)
+            start, end = max(phase.first_step, first), min(phase.last_step, last)
             for choice, share in zip(phase.choices, phase.shares, strict=True):
-                if here <= there:
-                    steps[choice.text] += share * (there - here + 1)
-                    objectives[choice.text] = phase.objective(choice, there)
+                if start <= end:
+                    steps[choice.text] += share * (end - start + 1)
+                    objectives[choice.text] = phase.objective(choice, end)
         return tuple(objectives[text] for text, _ in steps.most_common())
 
     def select_objective(self, attention: Attention) -> Objective:
-        """The objective that an export under `attention` is used for: the most frequent last one of that attention, if any."""
+        """Return the most frequent last objective with `attention`, or the most frequent one of all if there is none."""
         last = self.last_objectives
         return next((objective for objective in last if objective.attention == attention), last[0])
 
 
 def build_model_card(name: str, provenance: ExportProvenance, attention: Attention) -> str:
-    """README.md, with the metadata that the Hub reads, of an export that reads its text under `attention`."""
+    """Build README.md, with the Hub's metadata, of an export called `name` that uses `attention`."""
     objective = provenance.select_objective(attention)
     causal = attention == Attention.CAUSAL
     last = [(markdown.inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
     rows = "\n".join(f"| {name} | {one.attention} | token i{f' + {one.shift}' if one.shift else ''} |" for name, one in last)
     trained = "made for" if provenance.converted else "last trained" if provenance.step else "trained first"
-    # transformers' pipeline fills masks with the classes made for it alone.
+    # transformers' fill-mask pipeline supports only masked-LM classes.
     tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
     library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
     return f"""---
@@ -99,24 +99,24 @@ those of megatron-core's model.
 
 
 def check_license(text: str) -> None:
-    """InputError for what is no identifier of a licence: it becomes a line of the card that the Hub reads."""
+    """Raise InputError if `text` is not a license identifier: it becomes a line of the card's metadata."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
         raise InputError(f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0")
 
 
 def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
-    """Return the newest row up to `step` of a run's folder: of `training`, and of each objective that it was validated on."""
-    found = {"training": row} if (row := _read_last_row(folder / METRICS_FILE, step)) else {}
+    """Return the last metrics up to `step` of a run: of `training`, and of each validation objective."""
+    metrics = {"training": row} if (row := _read_last_row(folder / METRICS_FILE, step)) else {}
     row = _read_last_row(folder / VALIDATION_FILE, step)
     objectives = row.get("objectives")
     for name, numbers in objectives.items() if isinstance(objectives, dict) else ():
         if isinstance(numbers, dict):
-            found[f"held out, {markdown.inline_code(name, cell=True)}"] = {"step": row["step"], **numbers}
-    return found
+            metrics[f"held out, {markdown.inline_code(name, cell=True)}"] = {"step": row["step"], **numbers}
+    return metrics
 
 
 def _read_last_row(file: Path, step: int) -> dict[str, Any]:
-    """Return the last row up to `step`; nothing of a file that is not there or that a run is just writing to."""
+    """Return the last row up to `step` of a JSON-lines file; empty if the file is missing or incomplete."""
     try:
         rows = [parse_json(line) for line in read_regular_file(file, _MAX_METRICS_BYTES).splitlines()]
         return [row for row in rows if type(row["step"]) is int and row["step"] <= step][-1]
@@ -125,7 +125,7 @@ def _read_last_row(file: Path, step: int) -> dict[str, Any]:
 
 
 def _format_metrics(provenance: ExportProvenance) -> str:
-    """Losses at the end, what was read, and how large it is; nothing that is not known."""
+    """Return the card's section with the last metrics, parameter count and fingerprints, as far as they are known."""
     lines = []
     if provenance.metrics:
         lines += ["## Figures", "", "| at step | of | loss | accuracy |", "|---|---|---|---|"]
@@ -143,6 +143,7 @@ def _format_metrics(provenance: ExportProvenance) -> str:
 
 
 def _format_training(provenance: ExportProvenance) -> str:
+    """Return the card's sentence about the schedule, steps and tokens."""
     if provenance.converted:
         return " as it came in: nothing was trained since."
     return (
@@ -152,7 +153,7 @@ def _format_training(provenance: ExportProvenance) -> str:
 
 
 def _format_ancestry(provenance: ExportProvenance) -> str:
-    """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
+    """Return the card's sentences about the source model and earlier runs, by folder name, as paths are private."""
     start, whose = provenance.start, "weights" if provenance.converted else "first weights"
     parts = [
         f"Its {whose} are those of {markdown.inline_code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
@@ -164,7 +165,8 @@ def _format_ancestry(provenance: ExportProvenance) -> str:
             f"The row of its mask token, {markdown.inline_code(provenance.added_token)}, was added: the mean of the others. "
         )
     stages = [
-        f"{markdown.inline_code(Path(stage.run).name)} to step {stage.step:,} ({markdown.inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
+        f"{markdown.inline_code(Path(stage.run).name)} to step {stage.step:,} "
+        f"({markdown.inline_code(stage.schedule)}, {stage.tokens:,} tokens)"
         for stage in start.before
         if not stage.family
     ]
@@ -177,10 +179,12 @@ def _format_ancestry(provenance: ExportProvenance) -> str:
 
 
 def _is_decoder(provenance: ExportProvenance) -> bool:
+    """Return whether the export is loaded by a causal-LM class."""
     return provenance.architecture.endswith("ForCausalLM")
 
 
 def _format_loading_class(provenance: ExportProvenance, attention: Attention) -> str:
+    """Return the card's sentence about the class that loads the export."""
     if not provenance.architecture:
         return ""
     text = f" It loads with `{provenance.architecture}` of transformers"
@@ -190,6 +194,7 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
 
 
 def _format_prediction_shift(objective: Objective, attention: Attention, provenance: ExportProvenance) -> str:
+    """Return the card's paragraph about the positions of predictions and a changed attention."""
     shift, name = objective.shift, markdown.inline_code(objective.describe())
     parts = []
     if attention == Attention.CAUSAL and shift == 1:

@@ -1,5 +1,7 @@
-"""Names of exports as the study gives them: `610m-clm-10k-mlm40-42k` is a model of 610 million parameters, trained on CLM up to
-step 10,000, then with 40 % of the tokens hidden up to 42,000."""
+"""Names of exports in the study's scheme.
+
+`610m-clm-10k-mlm40-42k`: 610 million parameters, trained on CLM up to step 10,000, then on MLM with 40 % masking up to 42,000.
+"""
 
 import re
 from pathlib import Path
@@ -12,10 +14,10 @@ from megaenc.training.run_init import Ancestor
 
 
 def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
-    """The name of the export of `step`; one that is not the last has its number at the end: `610m-clm-42k-1000`.
+    """Return the name of the export of `step`, such as `610m-clm-42k`; before the last step `610m-clm-42k-1000`.
 
-    Steps count on from those of the runs that the first weights come from: `610m-clm-dec42k-mlm40-64k`, where `dec` says that the
-    run before had reached its end, so that its learning rate had decayed. A Hugging Face model that came in keeps its name.
+    Steps include those of the runs that the first weights come from: in `610m-clm-dec42k-mlm40-64k`, `dec` means that the earlier
+    run reached its end, so that its learning rate had decayed. A converted Hugging Face model keeps its name.
     """
     done, parts = 0, [_model_part(run)]
     if run.converted:
@@ -31,13 +33,13 @@ def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
 
 
 def _ancestor_parts(stage: Ancestor, schedule: Schedule, done: int) -> list[str]:
-    """What a run before has trained up to where it was left; `schedule`: of the run itself, whose vocabulary it shares."""
+    """Return the name parts of an earlier run up to its last used step; `schedule`: of the current run (for the vocabulary)."""
     try:
         vocabulary = schedule.phases[0].choices[0].start.vocabulary
         parts = _schedule_parts(
             Schedule.build(stage.schedule, stage.total or stage.step, vocabulary), stage.schedule, done, stage.step
         )
-    except InputError:  # an objective that is not installed here
+    except InputError:  # the objective is not installed
         parts = [f"{_slugify(stage.schedule)}-{_format_step(done + stage.step)}"]
     if stage.step == stage.total:
         parts[-1] = re.sub(r"-([0-9]+k?)$", r"-dec\1", parts[-1])
@@ -45,10 +47,10 @@ def _ancestor_parts(stage: Ancestor, schedule: Schedule, done: int) -> list[str]
 
 
 def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None = None) -> list[str]:
-    """What a run trains up to which step, `done` steps after the first of all: `clm-10k`, `mlm40-42k`; up to its step `last`."""
+    """Return the name parts of a schedule up to its step `last`, such as `clm-10k`, `mlm40-42k`; steps are offset by `done`."""
     last = schedule.phases[-1].last_step if last is None else last
     phases = [(_phase_label(phase), min(phase.last_step, last)) for phase in schedule.phases if phase.first_step <= last]
-    # A repetition would make a name without end: it is spelled as it was written.
+    # Repeated phases would make the name too long: use the text of the schedule.
     if len(phases) > 4:
         phases = [(_slugify(text), last)]
     following = [*(label for label, _ in phases[1:]), None]
@@ -58,6 +60,7 @@ def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None =
 
 
 def _model_part(run: RunCheckpoint) -> str:
+    """Return the name of the source model or the preset, or the model's size such as `1.2b`."""
     if run.origin:
         return _slugify(Path(run.origin.run).name)
     name, parameters = run.settings.model_name, run.model.parameters(run.vocab_size)
@@ -65,6 +68,7 @@ def _model_part(run: RunCheckpoint) -> str:
 
 
 def _phase_label(phase: Phase) -> str:
+    """Return the label of a phase: its objective's if it is constant, else the phase's text."""
     if len(phase.choices) > 1:
         return _slugify(phase.text)
     (choice,) = phase.choices
@@ -72,7 +76,7 @@ def _phase_label(phase: Phase) -> str:
 
 
 def _objective_label(objective: Objective) -> str:
-    """`mlm40` for 40 % hidden, the other options that are not as usual behind it."""
+    """Return the label of an objective: name, mask percentage and other non-default options, such as `mlm40`."""
     label = objective.name
     if (mask := getattr(objective, "mask", None)) is not None:
         label += f"{100 * mask:g}"
@@ -85,9 +89,10 @@ def _objective_label(objective: Objective) -> str:
 
 
 def _format_step(steps: int) -> str:
+    """Return a step count as text, multiples of 1,000 as `42k`."""
     return f"{steps // 1000}k" if steps and steps % 1000 == 0 else str(steps)
 
 
 def _slugify(text: str) -> str:
-    """Letters, digits, points and single hyphens, for the name of a folder."""
+    """Return `text` as a folder name of lowercase letters, digits, points and single hyphens."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("->", "to")).strip("-.") or "model"

@@ -1,6 +1,6 @@
-"""Which weights of megatron-core's layers are which of Hugging Face's, and how their shapes differ.
+"""Mapping between megatron-core's and Hugging Face's parameter names and shapes.
 
-A rule turns one megatron-core tensor into named Hugging Face tensors and back. `{}` in a name stands for the number of the layer.
+A mapping converts one megatron-core tensor to Hugging Face tensors and back; `{}` in a name is the layer number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,45 +14,50 @@ from megaenc.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One line of the table: the same tensor under another name."""
+    """Mapping of one megatron-core tensor, `core`, to Hugging Face tensors, `hf`; here the same tensor with another name."""
 
     core: str
     hf: tuple[str, ...]
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return the Hugging Face tensors, in the order of `hf`, that `tensor` holds."""
+        """Convert a megatron-core tensor to Hugging Face tensors in the order of `hf`."""
         return (tensor,)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return the way back."""
+        """Convert Hugging Face tensors in the order of `hf` to the megatron-core tensor."""
         return tensors[0]
 
 
 class QKVMapping(ParamMapping):
-    """linear_qkv holds, for each key/value group, the rows of its query heads, then of its key, then of its value."""
+    """Mapping of linear_qkv, which has the rows of query heads, key and value for each key/value group."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+        """Split linear_qkv into query, key and value."""
         heads = model.num_attention_heads // model.num_query_groups
         rows = tensor.view(model.num_query_groups, (heads + 2) * model.head_dim, *tensor.shape[1:])
         parts = rows.split([heads * model.head_dim, model.head_dim, model.head_dim], dim=1)
         return tuple(part.flatten(0, 1).contiguous() for part in parts)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
+        """Interleave query, key and value by group to linear_qkv."""
         groups = [tensor.unflatten(0, (model.num_query_groups, -1)) for tensor in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 class GatedMLPMapping(ParamMapping):
-    """linear_fc1 holds the rows of the gate, then those of the up projection."""
+    """Mapping of linear_fc1, which has the rows of the gate and then of the up projection."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+        """Split linear_fc1 into gate and up projection."""
         return tuple(part.contiguous() for part in tensor.chunk(2))
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
+        """Concatenate gate and up projection to linear_fc1."""
         return torch.cat(tensors)
 
 
 def _qkv_mapping(kind: str) -> QKVMapping:
+    """Return the mapping of linear_qkv's "weight" or "bias"."""
     names = tuple(f"model.layers.{{}}.self_attn.{name}_proj.{kind}" for name in "qkv")
     return QKVMapping(f"decoder.layers.{{}}.self_attention.linear_qkv.{kind}", names)
 
@@ -84,15 +89,15 @@ VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core)
 
 
 def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
-    """Yield each rule of a model for each layer, with its names filled in. A tied output layer is not there twice."""
+    """Yield (mapping, megatron-core name, Hugging Face names) of all weights; a tied output layer is omitted."""
     layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
-    for rule in (_EMBEDDING, *layer, _NORM, *((_HEAD,) if model.untie_embeddings_and_output_weights else ())):
-        for number in range(model.num_layers) if "{}" in rule.core else (0,):
-            yield rule, rule.core.format(number), tuple(name.format(number) for name in rule.hf)
+    for mapping in (_EMBEDDING, *layer, _NORM, *((_HEAD,) if model.untie_embeddings_and_output_weights else ())):
+        for number in range(model.num_layers) if "{}" in mapping.core else (0,):
+            yield mapping, mapping.core.format(number), tuple(name.format(number) for name in mapping.hf)
 
 
 def iter_hf_tensors(parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of megatron-core's `parameters` under Hugging Face's names, without the rows that pad the vocabulary."""
-    for rule, core, names in iter_mappings(model):
+    """Yield megatron-core's `parameters` converted to Hugging Face names and tensors, without vocabulary padding."""
+    for mapping, core, names in iter_mappings(model):
         tensor = parameters[core][:vocab_size] if core in VOCABULARY_ROWS else parameters[core]
-        yield from zip(names, rule.to_hf(tensor, model), strict=True)
+        yield from zip(names, mapping.to_hf(tensor, model), strict=True)

@@ -1,4 +1,4 @@
-"""Safetensors written as the weights come, one at a time: memory need not hold a file before it is on the disk."""
+"""Streaming writer of sharded safetensors: weights are written one at a time."""
 
 import hashlib
 import json
@@ -21,66 +21,67 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def parse_dtype(name: str, own: str, default: torch.dtype) -> torch.dtype:
-    """What `--dtype name` asks for: one of DTYPES, or the `default`, which is called `own`. InputError for another."""
+    """Return the torch dtype for `--dtype name`; `own` is the name of `default`. Raises InputError for an unknown name."""
     if name not in (own, *DTYPES):
         raise InputError(f"--dtype: found {name!r}, expected {own}, {' or '.join(DTYPES)}")
     return DTYPES.get(name, default)
 
 
 def parse_size(text: str, flag: str) -> int:
-    """Bytes that `text` (500MB, 5GB) says. Raises InputError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip(), re.IGNORECASE)
-    size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    """Parse a size such as 500MB or 5GB and return it in bytes. Raises InputError, naming `flag`, for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:
         raise InputError(f"{flag}: found {text!r}, expected a size such as 500MB or 5GB")
     return size
 
 
 def write_shards(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]], largest: int
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> dict[str, str]:
-    """Write `tensors`, which come in the order of `shapes`, to one file of `folder`, or several of at most `largest` bytes.
+    """Write `tensors`, in the order of `shapes`, as `dtype` to files of at most `max_bytes`; return each weight's SHA-256.
 
-    A weight that is larger has a file of its own. Returns the SHA-256 of each weight's bytes in `dtype`, which it is written in.
+    A larger weight has a file of its own.
     """
-    bytes_of = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    files = _assign_shards(bytes_of, largest)
-    coming, digests = iter(tensors), {}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    files = _assign_shards(sizes, max_bytes)
+    remaining, digests = iter(tensors), {}
     for file, names in files.items():
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        ends = [0, *accumulate(bytes_of[name] for name in names)]
+        ends = [0, *accumulate(sizes[name] for name in names)]
         for name, offsets in zip(names, pairwise(ends), strict=True):
             header[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": offsets}
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # the numbers begin where their type likes to
+        text += b" " * (-len(text) % 8)  # aligns the data
         with open(folder / file, "wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                given, tensor = next(coming)
-                if given != name or tuple(tensor.shape) != tuple(shapes[name]):
-                    raise ValueError(f"found {given} of shape {tuple(tensor.shape)}, expected {name} of {shapes[name]}")
+                tensor_name, tensor = next(remaining)
+                if tensor_name != name or tuple(tensor.shape) != tuple(shapes[name]):
+                    raise ValueError(f"found {tensor_name} of shape {tuple(tensor.shape)}, expected {name} of {shapes[name]}")
                 content = memoryview(tensor_bytes(tensor.to(dtype)))
                 stream.write(content)
                 digests[name] = hashlib.sha256(content).hexdigest()
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(bytes_of.values())}}
+        index = {"metadata": {"total_size": sum(sizes.values())}}
         index["weight_map"] = {name: file for file, names in files.items() for name in names}
         (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return digests
 
 
 def tensor_bytes(tensor: Tensor):
-    """The bytes of a tensor as numpy's uint8[bytes], without a copy where it lies in one piece of this machine's memory."""
+    """Return the bytes of a tensor as a numpy uint8 array, without a copy if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
-def _assign_shards(bytes_of: Mapping[str, int], largest: int) -> dict[str, list[str]]:
+def _assign_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """Return the names of the weights in each file, for weights with `sizes` in bytes."""
     parts: list[list[str]] = []
     room = 0
-    for name, size in bytes_of.items():
+    for name, size in sizes.items():
         if not parts or size > room:
             parts.append([])
-            room = largest
+            room = max_bytes
         parts[-1].append(name)
         room -= size
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""A run's checkpoint, saved in any layout, as a Hugging Face folder that loads without custom code and proves itself."""
+"""Export of a run's checkpoint, saved in any layout, to a verified Hugging Face folder without custom code."""
 
 import itertools
 import json
@@ -18,8 +18,8 @@ from megaenc.convert.naming import export_name
 from megaenc.convert.param_mapping import HEAD, iter_hf_tensors
 from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint
 from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_shards
-from megaenc.convert.tokenizer_io import verify_tokenizer, drop_incompatible_mask_role, write_tokenizer
-from megaenc.convert.verify_export import MAX_PROBE_LENGTH, ProbeBatch, verify_export, compute_core_outputs
+from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, verify_tokenizer, write_tokenizer
+from megaenc.convert.verify_export import MAX_PROBE_LENGTH, ProbeBatch, compute_core_outputs, verify_export
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import Attention
@@ -35,30 +35,29 @@ _MODULES = [
 _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
-def to_hf(load: Path, output: Path, *, step: int | None = None, **how: Any) -> int:
-    """Write the checkpoint of `step` (None: the newest) of run `load` to folder `output`; return the step. `how`: see Exporter.
+def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) -> int:
+    """Export the checkpoint of `step` (None: the newest) of run `load` to folder `output`, and return the step.
 
-    The folder holds config.json, safetensors, the tokenizer, a card (README.md) and its certificate, conversion.json.
-    `prediction_shift` in config.json says how far before its token a prediction stands. Raises InputError for anything missing or
-    any difference to the model of the run, and then leaves no folder.
+    Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate, conversion.json. The output at
+    position i predicts token i + `prediction_shift` of config.json. `options`: those of `Exporter`. Raises InputError, and leaves
+    no folder, if anything is missing or the export differs from the run's model.
     """
     refuse_existing(output, "--output")
-    exporter = Exporter(open_run_checkpoint(load), **how)
+    exporter = Exporter(open_run_checkpoint(load), **options)
     create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
         return exporter.write(folder, output.resolve().name, step)
 
 
-def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
-    """Write each kept checkpoint of run `load`, and step 0 where it follows from the seed, to a folder in `output`.
+def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
+    """Export each checkpoint of run `load`, and step 0 if it follows from the seed, to folders in `output`.
 
-    Return the folders' names, those of the study, in the order of the steps. All of them are written or none. Raises InputError
-    as `to_hf` does.
+    Returns the folder names (see `export_name`) by step. All are written or none. Options and errors as of `to_hf`.
     """
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
     steps = run.exportable_steps()
-    exporter = Exporter(run, **how)
+    exporter = Exporter(run, **options)
     names = [export_name(run, exporter.schedule, step) for step in steps]
     create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
@@ -69,14 +68,15 @@ def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
 
 
 def select_export_family(architecture: str | None, run: RunCheckpoint) -> tuple[ModelFamily, Attention]:
-    """Return the family and the attention of an export of `run` as `architecture`. InputError for a family that is not known.
+    """Return the family and attention of an export of `run` for `architecture`, the value of --as.
 
-    That is the name of a family, `source` for the one that it came as, or None: EuroBERT if that can say what the model is, else
-    the source's. EuroBERT and the last two are bidirectional, a decoder family by its name is causal.
+    A family name, "source" for the family that the model was converted from, or None for EuroBERT or, if that does not support
+    the model, the source's. A decoder family given by name is causal, all others are bidirectional. Raises InputError for an
+    unknown family.
     """
     if architecture in _WRITTEN:
         family = FAMILIES[architecture]
-        return family, Attention.BIDIRECTIONAL if family.encoder else Attention.CAUSAL
+        return family, Attention.BIDIRECTIONAL if family.is_encoder else Attention.CAUSAL
     if architecture not in (None, "source"):
         raise InputError(f"--as {architecture}: unknown family, expected source or one of {', '.join(_WRITTEN)}")
     source = FAMILIES[run.origin.family if run.origin else "eurobert"].export_family
@@ -86,7 +86,7 @@ def select_export_family(architecture: str | None, run: RunCheckpoint) -> tuple[
 
 
 class Exporter:
-    """What is the same for all exports of one run."""
+    """Exporter of a run's checkpoints to Hugging Face folders, with the data that all exports share."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class Exporter:
         sentence_transformers: bool = False,
         license: str = "unknown",
     ) -> None:
-        """Raise InputError for what cannot be, before any weight is read.
+        """Check the options and build tokenizer and config, before any weight is read. Raises InputError for wrong options.
 
-        `dtype`: of the weights. `sentence_transformers`: write no output layer, but what makes it the mean of the tokens' states.
+        `dtype`: of the weights; `sentence_transformers`: export without output layer, with mean pooling.
         """
         self.run, self.license, self.sentences = run, license, sentence_transformers
-        self.largest = parse_size(max_shard_size, "--max-shard-size")
+        self.max_shard_bytes = parse_size(max_shard_size, "--max-shard-size")
         check_license(license)
         self.dtype = parse_dtype(dtype, "run", run.dtype)
         self.family, self.attention = select_export_family(architecture, run)
@@ -127,45 +127,45 @@ class Exporter:
         drop_incompatible_mask_role(self.config.model_type, self.tokenizer)
 
     def write(self, folder: Path, name: str, step: int | None) -> int:
-        """Fill `folder` with the export of `step`, which is called `name`; return the step."""
+        """Write the export of `step` (None: the newest), called `name`, to `folder` and return the step."""
         run = self.run
         probe = ProbeBatch.build(run.vocab_size, run.context)
         tokens = self._write_tokenizer(folder)
-        with run.load_encoder(step, MAX_PROBE_LENGTH) as (found, encoder):
-            provenance = self._provenance(found)
+        with run.load_encoder(step, MAX_PROBE_LENGTH) as (step, encoder):
+            provenance = self._provenance(step)
             self.config.prediction_shift = provenance.select_objective(self.attention).shift
             self.config.save_pretrained(folder)
             if self.attention == Attention.CAUSAL and run.generation and not self.sentences:
                 _write_json(folder / GENERATION, run.generation)
-            for parameter in encoder.parameters():  # one after the other, so that memory holds them once
+            for parameter in encoder.parameters():  # one by one, so that memory holds them once
                 parameter.data = parameter.data.to(self.dtype)
             parameters = dict(encoder.named_parameters())
             empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
             shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors(empty)}
-            digests = write_shards(folder, shapes, self.dtype, self._tensors(parameters), self.largest)
+            digests = write_shards(folder, shapes, self.dtype, self._tensors(parameters), self.max_shard_bytes)
             expected = compute_core_outputs(encoder, probe, self.attention, head=not self.sentences)
-            del encoder, parameters  # before there is another
+            del encoder, parameters  # before verification loads another model
         (folder / "README.md").write_text(build_model_card(name, provenance, self.attention), encoding="utf-8")
         if self.sentences:
             _write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
         try:
             proof = verify_export(folder, probe, expected, self.attention, digests)
         except InputError as error:
-            raise InputError(f"step {found} of {run.folder}: the export is not the model: {error}; nothing is written") from None
+            raise InputError(f"step {step} of {run.folder}: the export is not the model: {error}; nothing is written") from None
         origin = {
             "megaenc": __version__,
             "run": run.folder.resolve().name,
-            "step": found,
+            "step": step,
             "family": self.family.model_type,
             "identity": identity_digest(run.identity),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
         _write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
-        return found
+        return step
 
     def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
-        """Write it, and compare what its users get with what training had; return what conversion.json says."""
-        self.config.save_pretrained(folder)  # which has a say in the class that it is loaded as
+        """Write the tokenizer, verify it as loaded from the export, and return its entry of conversion.json."""
+        self.config.save_pretrained(folder)  # it influences the class with which transformers loads the tokenizer
         write_tokenizer(self.tokenizer, folder)
         try:
             proof = verify_tokenizer(folder, self.tokenizer, self.config.model_type)
@@ -181,6 +181,7 @@ class Exporter:
         return proof | {"fingerprint": self.run.identity["tokenizer"]}
 
     def _provenance(self, step: int) -> ExportProvenance:
+        """Return the provenance of the export of `step`."""
         run, settings = self.run, self.run.settings
         return ExportProvenance(
             settings.objective_schedule,
@@ -201,7 +202,7 @@ class Exporter:
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the files hold, one after the other; without an output layer names have no `model.` either."""
+        """Yield name and tensor of each weight of the export; without an output layer names have no prefix `model.`."""
         run, like = self.run, next(iter(parameters.values()))
         biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
         for name, tensor in itertools.chain(iter_hf_tensors(parameters, run.model, run.vocab_size), biases):
@@ -212,7 +213,7 @@ class Exporter:
 
 
 def _write_sentence_layout(folder: Path, hidden_size: int, length: int) -> None:
-    """Add what makes sentence-transformers take the mean of the states of a text's tokens, `length` at most."""
+    """Write the files of sentence-transformers for mean pooling over at most `length` tokens."""
     (folder / "1_Pooling").mkdir()
     others = dict.fromkeys((f"pooling_mode_{other}" for other in ("cls_token", "max_tokens", "mean_sqrt_len_tokens")), False)
     prompts = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
@@ -224,4 +225,5 @@ def _write_sentence_layout(folder: Path, hidden_size: int, length: int) -> None:
 
 
 def _write_json(file: Path, content: Any, indent: int = 2) -> None:
+    """Write `content` to `file` as indented JSON."""
     file.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")

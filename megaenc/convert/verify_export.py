@@ -1,6 +1,6 @@
-"""The proof of an export: the folder, loaded as its users load it, computes what megatron-core's model computes.
+"""Verification of exports: the folder, loaded with transformers, computes the same as megatron-core's model.
 
-Both compute in float32, whatever their weights are stored in: then what differs is the model and not the rounding.
+Both compute in float32, whatever the dtype of the weights, so that differences are not due to rounding.
 """
 
 import hashlib
@@ -23,22 +23,22 @@ from megaenc.errors import InputError
 from megaenc.objectives import Attention
 
 MAX_PROBE_LENGTH = 32  # tokens of the longest document
-_VARIANT_LENGTH = 8  # tokens of the document of which one after the other is changed
-_TOLERANCE = 1e-4  # of the largest number up to 10; of larger ones, 1e-5 of them
+_VARIANT_LENGTH = 8  # tokens of the document whose tokens are changed in turn
+_TOLERANCE = 1e-4  # absolute for outputs up to 10; 1e-5 of the largest output otherwise
 _KERNELS = ("eager", "sdpa")
-_CHUNK_ROWS = 8192  # of an output layer that are widened at once
+_CHUNK_ROWS = 8192  # of an output layer that are cast to float32 at a time
 
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """Fixed tokens: documents of three lengths, and a short one with each of its tokens changed in turn."""
+    """Fixed tokens: documents of three lengths, and a short document with each of its tokens changed in turn."""
 
     documents: tuple[Tensor, ...]  # int64[length], the longest first
-    variants: Tensor  # int64[1 + n, n]; row 0 is as it was, row k has another token k - 1
+    variants: Tensor  # int64[1 + n, n]; row 0 is the original, row k has another token k - 1
 
     @classmethod
     def build(cls, vocab_size: int, context: int) -> "ProbeBatch":
-        """Return it for a model with so many rows that reads so many tokens."""
+        """Build it for a model with `vocab_size` rows and a context of `context` tokens."""
         lengths = [max(1, min(MAX_PROBE_LENGTH, context) * part // 3) for part in (3, 2, 1)]
         stream = (torch.arange(sum(lengths) + _VARIANT_LENGTH) * 7919 + 11) % vocab_size
         *documents, short = stream.split([*lengths, _VARIANT_LENGTH])
@@ -49,14 +49,14 @@ class ProbeBatch:
 
 
 class ProbeOutputs(NamedTuple):
-    """Logits (or states, of a model without an output layer), float32."""
+    """Outputs for a ProbeBatch, float32: logits, or hidden states of a model without an output layer."""
 
     documents: list[Tensor]  # [length, V] each
     variants: Tensor  # [1 + n, n, V]
 
 
 def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, head: bool) -> ProbeOutputs:
-    """What megatron-core's model makes of `probe`: all documents end to end in one pack. `head`: whether to the logits."""
+    """Compute megatron-core's outputs for `probe` in one pack; `head`: logits, else hidden states."""
     from megaenc.model.packed_sequences import PackedSequences
 
     parts = [*probe.documents, *probe.variants]
@@ -66,8 +66,8 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, 
     if not head:
         encoder.head = lambda hidden, predict_at, labels: hidden.squeeze(1)
     with torch.inference_mode(), _computing_in_float32(encoder, encoder.output_layer if head else None):
-        tokens, places = torch.cat(parts)[None].to(device), torch.cat(positions).to(encoder.angles.device)
-        rows = encoder(tokens, places, packing, None).cpu()
+        tokens, position_ids = torch.cat(parts)[None].to(device), torch.cat(positions).to(encoder.angles.device)
+        rows = encoder(tokens, position_ids, packing, None).cpu()
     if head:
         rows = rows[:, : encoder.vocab_size]
     *documents, variants = rows.split([*map(len, probe.documents), probe.variants.numel()])
@@ -77,7 +77,10 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, 
 def verify_export(
     folder: Path, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, digests: dict[str, str]
 ) -> dict[str, Any]:
-    """Load the model in `folder` and compare; return what conversion.json says. InputError where anything differs."""
+    """Load the export in `folder`, compare weights and outputs, and return the content of conversion.json.
+
+    `expected`: outputs of megatron-core; `digests`: SHA-256 of each weight. Raises InputError if anything differs.
+    """
     from megaenc.backend.device import detect_backend
 
     model, architecture = _load_export(folder)
@@ -108,26 +111,27 @@ def verify_export(
 
 
 class _VerificationError(InputError):
-    """The export is not the model."""
+    """An export that differs from the run's model."""
 
 
 def _load_export(folder: Path) -> tuple[Any, str]:
+    """Load the model of an export folder with the class of its config; return the model and the class name."""
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
     (architecture,) = config.architectures
-    kind = getattr(transformers, architecture)
-    model, report = kind.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[what]:
-            raise _VerificationError(f"{architecture} finds {what.replace('_', ' ')}: {sorted(map(str, report[what]))[0]}")
+    model_class = getattr(transformers, architecture)
+    model, report = model_class.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise _VerificationError(f"{architecture} finds {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}")
     return model, architecture
 
 
 def _check_window(config: Any) -> None:
-    """No text here is as long as a window, so a window would not show in any number."""
+    """Raise an error if the config has sliding-window attention, which the short probe texts would not reveal."""
     if (window := getattr(config, "sliding_window", None)) is not None:
         raise _VerificationError(f"config.json: field `sliding_window`: found {window}, expected none")
     for kind in getattr(config, "layer_types", None) or ():
@@ -136,6 +140,7 @@ def _check_window(config: Any) -> None:
 
 
 def _check_weights(model: Any, digests: dict[str, str]) -> None:
+    """Raise an error if the SHA-256 of a loaded weight differs from `digests`."""
     state = model.state_dict()
     for name, digest in digests.items():
         if hashlib.sha256(memoryview(tensor_bytes(state[name]))).hexdigest() != digest:
@@ -143,62 +148,63 @@ def _check_weights(model: Any, digests: dict[str, str]) -> None:
 
 
 def _compare_outputs(
-    model: Any, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, who: str, tolerance: float
+    model: Any, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, label: str, tolerance: float
 ) -> dict[str, float]:
-    """The largest absolute difference over all tokens: of documents of one length, and of some that have to be padded.
+    """Return the largest absolute differences between outputs of `model` and `expected`, without and with padding.
 
-    _Failed where one is beyond `tolerance`, or the mask is not that of `attention`.
+    Raises an error, which begins with `label`, if one exceeds `tolerance` or the mask is not that of `attention`.
     """
     tokens = pad_sequence(probe.documents, batch_first=True, padding_value=model.config.pad_token_id or 0)
-    seen = pad_sequence([torch.ones_like(document) for document in probe.documents], batch_first=True)
-    variants, padded = _compute_hf_outputs(model, probe.variants), _compute_hf_outputs(model, tokens, seen)
-    differences = [(here[: len(wanted)] - wanted).abs().max() for here, wanted in zip(padded, expected.documents, strict=True)]
-    found = {
+    mask = pad_sequence([torch.ones_like(document) for document in probe.documents], batch_first=True)
+    variants, padded = _compute_hf_outputs(model, probe.variants), _compute_hf_outputs(model, tokens, mask)
+    differences = [(actual[: len(rows)] - rows).abs().max() for actual, rows in zip(padded, expected.documents, strict=True)]
+    largest = {
         "without padding": float((variants - expected.variants).abs().max()),
         "with padding": float(torch.stack(differences).max()),
     }
-    _check_mask(_measure_influence(variants, who), attention, who)
-    for what, difference in found.items():
-        if not difference <= tolerance:  # NaN is no pass
-            raise _VerificationError(f"{who}, {what}: logits differ by {difference:.2e}, expected at most {tolerance:.1e}")
-    return found
+    _check_mask(_measure_influence(variants, label), attention, label)
+    for case, difference in largest.items():
+        if not difference <= tolerance:  # also fails for NaN
+            raise _VerificationError(f"{label}, {case}: logits differ by {difference:.2e}, expected at most {tolerance:.1e}")
+    return largest
 
 
-def _compute_hf_outputs(model: Any, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Logits, or states, [rows, tokens, V] on the host."""
+def _compute_hf_outputs(model: Any, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Compute transformers' logits, or hidden states, float32[rows, tokens, V] on the CPU."""
     head = model.get_output_embeddings()
     device = model.device
     with torch.inference_mode(), _computing_in_float32(model, head):
-        mask = None if seen is None else seen.to(device)
+        mask = None if attention_mask is None else attention_mask.to(device)
         output = model(input_ids=tokens.to(device), attention_mask=mask, use_cache=False)
     return (output.last_hidden_state if head is None else output.logits).float().cpu()
 
 
-def _measure_influence(variants: Tensor, who: str) -> Tensor:
-    """bool[n, n]: whether position j moved when token i was changed. By more than any rounding moves it."""
-    moved = (variants[1:] - variants[0]).abs().amax(dim=-1)
-    if not moved.isfinite().all():
-        raise _VerificationError(f"{who}: found numbers that are not finite")
-    return moved > 1e-5 * variants.abs().max()
+def _measure_influence(variants: Tensor, label: str) -> Tensor:
+    """Return bool[n, n], whether the output at position j changes with token i by more than rounding."""
+    change = (variants[1:] - variants[0]).abs().amax(dim=-1)
+    if not change.isfinite().all():
+        raise _VerificationError(f"{label}: found outputs that are not finite")
+    return change > 1e-5 * variants.abs().max()
 
 
-def _check_mask(sees: Tensor, attention: Attention, who: str) -> None:
-    expected = torch.ones_like(sees).triu() if attention == Attention.CAUSAL else torch.ones_like(sees)
-    wrong = (sees != expected).nonzero().tolist()
+def _check_mask(influence: Tensor, attention: Attention, label: str) -> None:
+    """Raise an error, which begins with `label`, if `influence` (see `_measure_influence`) is not the mask of `attention`."""
+    expected = torch.ones_like(influence).triu() if attention == Attention.CAUSAL else torch.ones_like(influence)
+    wrong = (influence != expected).nonzero().tolist()
     if wrong:
         token, position = wrong[0]
-        verb = "sees" if sees[token, position] else "does not see"
-        raise _VerificationError(f"{who} is not {attention}: position {position} {verb} token {token}")
+        verb = "attends" if influence[token, position] else "does not attend"
+        raise _VerificationError(f"{label} is not {attention}: position {position} {verb} to token {token}")
 
 
 @contextmanager
 def _computing_in_float32(model: Any, head: Any) -> Iterator[None]:
-    """Let a model that is stored in bfloat16 compute in float32: each layer's weights are widened while it computes.
+    """Make a bfloat16 model compute in float32 within the block, casting each module's weights only while it runs.
 
-    So only one layer is in memory in both; of `head`, the output layer, a piece at a time.
+    The weights of the output layer `head` are cast in chunks.
     """
-    narrow = next(model.parameters()).dtype
-    if narrow == torch.float32:
+    dtype = next(model.parameters()).dtype
+    if dtype == torch.float32:
         yield
         return
     handles = []
@@ -209,7 +215,7 @@ def _computing_in_float32(model: Any, head: Any) -> Iterator[None]:
             handles.append(module.register_forward_hook(lambda module, inputs, output: output.float()))
             continue
         handles.append(module.register_forward_pre_hook(lambda module, inputs: _cast_parameters(module, torch.float32)))
-        handles.append(module.register_forward_hook(lambda module, inputs, output: _cast_parameters(module, narrow)))
+        handles.append(module.register_forward_hook(lambda module, inputs, output: _cast_parameters(module, dtype)))
     if head is not None:
         head.forward = partial(_project_in_chunks, head)
     try:
@@ -222,11 +228,12 @@ def _computing_in_float32(model: Any, head: Any) -> Iterator[None]:
 
 
 def _cast_parameters(module: Any, dtype: torch.dtype) -> None:
+    """Cast a module's own parameters to `dtype` in place."""
     for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.to(dtype)  # there and back is exact
+        parameter.data = parameter.data.to(dtype)  # bfloat16 to float32 and back is exact
 
 
 def _project_in_chunks(head: Any, hidden: Tensor, weight: Tensor | None = None, labels: None = None) -> Tensor:
-    """What the output layer computes without labels: a plain product."""
+    """Return `hidden` times the output layer's weight, in float32, in chunks of rows; replaces its `forward`."""
     weight = head.weight if weight is None else weight
     return torch.cat([F.linear(hidden, rows.float()) for rows in weight.split(_CHUNK_ROWS)], dim=-1)

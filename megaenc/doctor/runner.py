@@ -43,7 +43,7 @@ class ProbeRunner:
         """Run `probe`; return its findings and follow-up probes, and whether it completed."""
         try:
             results, is_complete = self.call(
-                probe.function, *probe.arguments, seconds=probe.timeout_factor * self._context.seconds
+                probe.function, *probe.arguments, seconds=probe.timeout_factor * self._context.timeout
             )
         except ProbeFailure as error:
             advice = f"{probe.advice}; --timeout gives a slow one longer" if error.is_timeout else probe.advice

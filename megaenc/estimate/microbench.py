@@ -274,7 +274,7 @@ def _measure_steps(backend: Backend, job: MicrobenchJob, depth: int, synchronize
     schedules = [Schedule.build(f"{text}:1.0", total, vocabulary, config.seed) for text in job.objectives]
     rate, data = WSDSchedule(1e-6, 0, 1, total), SimpleNamespace(train=packs, held_out=None)
     engine = Engine(Plan(config, vocabulary, None, data, schedules[0], rate), backend)
-    predicted = engine.train_step(1).result.predicted
+    predicted = engine.train_step(1).metrics.predicted
     timer_seconds, step_seconds = [], []
     synchronize()
     while len(step_seconds) < 3 or (sum(step_seconds) < 2 * job.seconds and len(step_seconds) < 50):

@@ -34,7 +34,7 @@ class TokenizedTexts:
     """int32[N]: the token ids of all texts, concatenated."""
     starts: np.ndarray
     """int64[n + 1]: the start offset of each text, then N."""
-    truncated: int = 0
+    truncated_count: int = 0
     """Number of texts that were cut to the maximum length."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     """Further arrays of a task by name, by row ([n, ...]) or by token ([N, ...])."""

@@ -182,6 +182,8 @@ class _TokenizedSplitLoader:
     def _load_tokens(
         self, task: FinetuneTask, key: dict[str, str], description: str, read: Callable[[], Examples]
     ) -> TokenizedSplit:
+        """Tokenize the examples returned by `read`, or load their tokens from the cache."""
+
         def tokenize() -> TokenizedSplit:
             tokens = task.encode(read(), self.encoder)
             truncated = sum(part.truncated_count for part in (tokens.values() if isinstance(tokens, dict) else [tokens]))

@@ -102,10 +102,10 @@ class Encoder(LanguageModule):
     def forward(
         self, tokens: Tensor, positions: Tensor, packing: PackedSequences, predict_at: Tensor | None, labels: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (summed loss, correct predictions) for `labels`, or logits_NV without labels (padding columns -inf).
+        """Return (summed loss, correct predictions) with `labels`, else logits_NV (padding columns -inf).
 
-        Before the last pipeline stage return hidden states [S, 1, H]. tokens [1, S]; positions [S], of each token in its document;
-        predict_at [N], the positions to predict, or None for all; labels [N]. See `linear_cross_entropy`.
+        Before the last pipeline stage return hidden states [S, 1, H]. tokens [1, S]; positions [S] in their documents;
+        predict_at [N], or None for all positions; labels [N]. See `linear_cross_entropy`.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         # Computed once for all layers; the core attention rotates queries and keys itself.

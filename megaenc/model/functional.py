@@ -29,6 +29,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
+    """RMSNorm in float32, chunk by chunk, which saves only the input and its inverse root mean squares."""
+
     @staticmethod
     def forward(ctx, x, weight, epsilon):
         x_RH = x.reshape(-1, x.size(-1))
@@ -87,6 +89,8 @@ class Rotation:
 
 
 class _Rotate(torch.autograd.Function):
+    """Rotation by the angles of cos and sin, with the inverse rotation as its gradient."""
+
     @staticmethod
     def forward(ctx, x, cos, sin, rotate):
         ctx.save_for_backward(cos, sin)
@@ -125,7 +129,9 @@ class SwiGLU(MegatronModule):
         return _SwiGLU.apply(x)
 
 
-class _SwiGLU(torch.autograd.Function):  # backward recomputes silu(gate)
+class _SwiGLU(torch.autograd.Function):
+    """SwiGLU that saves only its input; backward recomputes silu(gate)."""
+
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)

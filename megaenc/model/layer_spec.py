@@ -130,7 +130,7 @@ def _select_linear_layers(kernels: KernelConfig) -> tuple[type | ModuleSpec, typ
 def build_block_spec(
     config: TransformerConfig, chunk: int | None, kernels: KernelConfig, fused: FusedKernels = NO_FUSED_KERNELS
 ) -> TransformerBlockSubmodules:
-    """Build the layer specs of this pipeline stage, or of its model chunk `chunk`; `fused`: the kernels that passed the self-test."""
+    """Build the layer specs of this pipeline stage, or of its model chunk number `chunk`; `fused`: enabled kernels."""
     norm = ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
     if kernels.transformer_impl == "transformer_engine":
         norm = transformer_engine.StatelessTENorm

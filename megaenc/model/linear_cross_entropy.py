@@ -59,6 +59,8 @@ def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Chunked output layer and cross-entropy; forward computes the gradients, backward scales and reduces them."""
+
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, labels_N, columns, group, fused, rows, train):
         softmax_statistics, logits_to_gradient_ = _softmax_statistics, _logits_to_gradient_

@@ -102,7 +102,7 @@ def build_renderables(decoded: DecodedPack) -> list[Any]:
     lines = [
         Text(f"pack {pack.sample} (epoch {pack.epoch}): {total} tokens of {pieces} document{'s' * (pieces > 1)}", "bold"),
         Text(f"{objective.describe(every=True)}, {objective.attention} attention"),
-        Text(f"{count} tokens predicted ({100 * count / total:.1f} %), {changed} hidden from the model"),
+        Text(f"{count} tokens predicted ({100 * count / total:.1f} %), {changed} changed in the model's input"),
     ]
     for number, piece in enumerate(decoded.pieces, 1):
         title = f"document {number} of the pack: tokens {piece[0].start} to {piece[-1].stop - 1}"

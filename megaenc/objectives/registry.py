@@ -56,9 +56,7 @@ def find(name: str) -> type[Objective]:
             f"objective `{name}`: {_format_package(offers[0])} offers it, but {_import_path(objective)} has that name already"
         )
     if len(offers) > 1:
-        raise InputError(
-            f"objective `{name}`: offered by {' and by '.join(map(_format_package, offers))}, expected only one of them"
-        )
+        raise InputError(f"objective `{name}`: offered by {' and by '.join(map(_format_package, offers))}, expected one of them")
     return _load_entry_point(offers[0])
 
 

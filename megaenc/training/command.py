@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megaenc.console import silence_libraries
 from megaenc.errors import InputError, LocalInputError, handle_command_errors
-from megaenc.torchelastic import die_with_launcher, exit_without_restart, exit_if_restart_forbidden
+from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
 
 
 @handle_command_errors

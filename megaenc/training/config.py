@@ -271,7 +271,7 @@ _PAIRS = (
 )
 
 
-DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, alone or under torchrun.
+DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, in one process or under torchrun.
 
 Without flags it trains the tiny preset on the demo corpus. Each flag is also a key of the YAML file given as --config."""
 

@@ -59,7 +59,7 @@ class TrainStepResult:
     metrics: StepMetrics
     grad_norm: float
     """Norm of the gradient before clipping."""
-    build: bool
+    is_applied: bool
     """False if loss or gradient are not finite; weights and optimizer are then unchanged."""
 
 
@@ -199,18 +199,18 @@ class Engine:
 
     @contextlib.contextmanager
     def no_grad_reduction(self) -> Iterator[None]:
-        """Disable the gradient reduction between model replicas inside the context, for `local_grad_norm`."""
+        """Disable the gradient reduction between model replicas inside the context, for `local_loss_and_grad_norm`."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
         with self._gathered_parameters():
-            vars(self.config).train_step(dict.fromkeys(names))
+            vars(self.config).update(dict.fromkeys(names))
             try:
                 yield
             finally:
-                vars(self.config).train_step(before)
+                vars(self.config).update(before)
                 self.zero_grad()
 
-    def local_grad_norm(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
+    def local_loss_and_grad_norm(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
         """Return summed loss and gradient norm of the packs `row` on this model replica, under `no_grad_reduction`.
 
         The loss is 0 on ranks that compute none. Ranks of a replica pass the same row; all replicas pass as many packs.

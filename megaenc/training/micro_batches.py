@@ -45,9 +45,9 @@ def build_micro_batch(
         if targets.prefixes is not None:
             prefixes.append(targets.prefixes)
     arrays = [np.concatenate(tokens), position_ids(np.array(edges)), np.concatenate(predict_at), np.concatenate(labels)]
-    row, positions, *targets = (copy_to_device(torch.from_numpy(array), device) for array in arrays)
+    row, positions, predicted, predicted_labels = (copy_to_device(torch.from_numpy(array), device) for array in arrays)
     packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
-    return MicroBatch(row[None], positions, packing, *targets)
+    return MicroBatch(row[None], positions, packing, predicted, predicted_labels)
 
 
 class MicroBatchSpec(NamedTuple):

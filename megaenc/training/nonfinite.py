@@ -12,7 +12,7 @@ from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.skip_ranges import SkippedPacks
 
 
-def find_nonfinite_packs(engine: Engine, step: int) -> tuple[str, str]:
+def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     """Run each pack of `step` separately and return the cause of the non-finite values and a remedy, both as text.
 
     All ranks call this together and get the same texts. Weights and optimizer are unchanged.
@@ -24,7 +24,7 @@ def find_nonfinite_packs(engine: Engine, step: int) -> tuple[str, str]:
     if not (layout.sequence_parallel and plan.settings.data.seq_length % layout.tensor_model_parallel_size):
         rows = [[sample] for row in rows for sample in row]  # unless a single pack cannot be split along the sequence
     with engine.no_grad_reduction():
-        is_finite_by_row = {tuple(row): all(map(math.isfinite, engine.local_grad_norm(row, objective))) for row in rows}
+        is_finite_by_row = {tuple(row): all(map(math.isfinite, engine.local_loss_and_grad_norm(row, objective))) for row in rows}
     answers = all_gather_call(lambda: (get_rank(), socket.gethostname(), loss_was_finite, is_finite_by_row))
     samples = [(at, sample, is_finite) for at, _, _, rows in answers for row, is_finite in rows.items() for sample in row]
     packs = {sample for _, sample, is_finite in samples if not is_finite}
@@ -47,7 +47,7 @@ def find_nonfinite_packs(engine: Engine, step: int) -> tuple[str, str]:
 
 def report_skipped_step(engine: Engine, step: int, metrics: StepMetrics, skipped: int) -> None:
     """Print why `step` was skipped, as the `skipped`th step; InputError on all ranks beyond `--max-skipped-updates`."""
-    (cause, remedy), limit = find_nonfinite_packs(engine, step), engine.plan.settings.health.max_skipped_updates
+    (cause, remedy), limit = diagnose_nonfinite_step(engine, step), engine.plan.settings.health.max_skipped_updates
     quantity = "gradient" if math.isfinite(metrics.loss_sum) else "loss"
     line = f"step {step}: {quantity} is NaN or infinite, {cause}; step skipped, {skipped} so far"
     if skipped > limit:

@@ -81,7 +81,7 @@ class ParentRun:
         return self.settings.batch_sizes.first_sample(step + 1)
 
     def read_progress(self, step: int) -> dict[str, Any]:
-        """Return the PROGRESS of its checkpoint of `step`, and as `skip_packs` what that was told to leave out."""
+        """Return PROGRESS_FIELDS and `skip_packs` of the checkpoint of `step`. Raises InputError."""
         try:
             values = self.checkpoints.read_state(step)
             return {name: values[name] for name in PROGRESS_FIELDS} | {"skip_packs": SkippedPacks.parse(values["skip_packs"])}
@@ -138,7 +138,7 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     skip = settings.start.skip_samples
     if isinstance(skip, int) and skip != parent.start.skip_samples:
         raise InputError(
-            f"--skip-samples {skip}: {parent.run} began at sample {parent.start.skip_samples}, and a branch continues its data order"
+            f"--skip-samples {skip}: {parent.run} began at sample {parent.start.skip_samples}, expected the same for a branch"
         )
     _check_schedule(plan, parent, at)
     _check_learning_rate(plan.learning_rate, parent, at)
@@ -187,8 +187,8 @@ def _check_learning_rate(schedule: WSDSchedule, parent: ParentRun, at: int) -> N
     if step > last_peak:
         steps = [step for step in parent.checkpoints.steps() if step <= last_peak]
         raise InputError(
-            f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step {last_peak}), and a branch continues at "
-            f"the peak; expected one of {_format_steps(steps)}, or --init-from to take only its weights"
+            f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step {last_peak}), and a branch continues "
+            f"at the peak; expected one of {_format_steps(steps)}, or --init-from to take only its weights"
         )
     raise InputError(
         f"--branch-at {at}: the learning rate of step {step} is {parents(step):g} in {parent.run}, {schedule(step):g} here; "
@@ -201,7 +201,7 @@ def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | Non
     """Return the first of steps 1..last in which two schedules train different objectives; None if they are equal."""
     step = 1
     while step <= last:
-        phase, other_phase = one.at(step), other.at(step)
+        phase, other_phase = one.phase_at(step), other.phase_at(step)
         end = min(phase.last_step, other_phase.last_step, last)
         # Phases with equal choices are equal if their options are constant or their ranges of steps are equal.
         is_comparable = all(choice.start == choice.end for choice in phase.choices)

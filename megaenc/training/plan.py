@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the data type of the layers' computation."""
+        """Return the data type that layers compute in: torch.bfloat16 with `--bf16`, else torch.float32."""
         return torch.bfloat16 if self.settings.bf16 else torch.float32
 
     def first_sample(self, step: int) -> int:

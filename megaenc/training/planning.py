@@ -10,7 +10,7 @@ from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import WSDSchedule, resolve_steps
-from megaenc.training.parent_run import resolve_run_init, record_run_init
+from megaenc.training.parent_run import record_run_init, resolve_run_init
 from megaenc.training.plan import Plan, validation_objectives
 from megaenc.training.skip_policy import resolve_skip_ranges
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from megaenc import flags
-from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, remove_path, find_stale_temp_files
+from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, find_stale_temp_files, remove_path
 from megaenc.backend.parallel_config import KernelConfig
 from megaenc.console import truncate_text
 from megaenc.errors import InputError, LocalInputError
@@ -115,7 +115,7 @@ class RunDir:
                     continue
                 with atomic_files(file) as [temporary]:
                     temporary.write_bytes(content)
-        self.lock.restore()
+        self.lock.remove_created()
 
     def drop_rows_after(self, step: int) -> None:
         """Delete the rows after `step` from all metrics files, before those steps are trained again.

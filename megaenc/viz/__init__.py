@@ -1,1 +1,1 @@
-"""Plots and summaries of any run."""
+"""Plots and summaries of pretraining runs."""

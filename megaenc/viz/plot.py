@@ -1,6 +1,4 @@
-"""A picture of a run: its loss in each phase, what the held-out text says, and the learning rate below. Of several runs: their
-held-out losses over each other.
-"""
+"""Plot a run: training loss by phase, held-out loss and learning rate. Of several runs, plot the held-out losses together."""
 
 import itertools
 import os
@@ -39,41 +37,41 @@ from megaenc.viz.style import (
 )
 
 _FORMATS = (".png", ".pdf", ".svg")
-_LETTER = 0.0125  # of a label, in widths of the panel
+_LETTER = 0.0125  # width of a letter, as a share of the panel's width
 
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """What `megaenc plot` takes."""
+    """Options of `megaenc plot`."""
 
     run: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]
-    """Run folders (the --save of a pretraining run); with several, their held-out losses are laid over each other."""
+    """run directories (--save of pretraining runs); with several, their held-out losses are plotted together"""
     output: str = "loss.png"
-    """Picture to write, .png, .pdf or .svg; one that is there is replaced."""
+    """image file to write, .png, .pdf or .svg; an existing one is replaced"""
     against: Against = "step"
-    """What the loss is drawn against."""
+    """quantity on the x axis: step, tokens, predicted_tokens (tokens with a loss) or flops (training FLOPs)"""
 
 
 @dataclass(frozen=True)
 class PlottedPhase:
-    """A stretch of a run under one objective, or under several of which this is one."""
+    """One objective's part of a section of a run, for plotting."""
 
     objective: str
     start: float
-    """like `end` and `x` in what the picture is drawn against"""
+    """in units of the x axis, like `end` and `x`"""
     end: float
     x: np.ndarray
-    """float64[R], the updates that have a row with a loss"""
+    """float64[R], positions of the logged steps with a loss"""
     loss: np.ndarray
     """float64[R]"""
     share: float = 1.0
-    """of the logged steps of the stretch"""
+    """share of the section's logged steps with this objective"""
     top: float = 1.0
-    """of its shade, of the panel's height: those of one stretch lie above each other, as high as their shares"""
+    """upper edge of its background, as a share of the panel's height; the objectives of a section are stacked"""
 
     @property
     def smoothed(self) -> np.ndarray:
-        """float64[R]: the mean over a twentieth of the phase, less near its ends, as the loss is steep at the first step."""
+        """Return the loss smoothed over a window of a twentieth of the phase, float64[R]; the window shrinks at both ends."""
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
         at = np.arange(len(self.loss))
@@ -83,10 +81,10 @@ class PlottedPhase:
 
 
 def split_phases(steps: list[Row], against: Against = "step", start_progress: Row | None = None) -> list[PlottedPhase]:
-    """Return the phases that a run's updates have been through; `begun` is how far it had come before the first, if not 0.
+    """Split the logged steps of a run into sections and return a PlottedPhase for each objective of each section.
 
-    Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
-    objectives of a mixture each of theirs has a Phase over the same stretch.
+    Neighbouring phases shorter than a fiftieth of the steps, as in an alternation, form one section. `start_progress`: progress
+    before the first step, if not 0.
     """
     before, start = (start_progress["step"], start_progress[against]) if start_progress else (0, 0)
     short_steps = (steps[-1]["step"] - before) / 50
@@ -106,7 +104,7 @@ def split_phases(steps: list[Row], against: Against = "step", start_progress: Ro
         top = 1.0
         for objective in dict.fromkeys(row["objective"] for row in stretch):
             rows = [row for row in stretch if row["objective"] == objective]
-            scored = [row for row in rows if row["loss"] is not None]  # a batch without a target has no loss
+            scored = [row for row in rows if row["loss"] is not None]  # a batch without targets has no loss
             x, loss = (np.array([row[name] for row in scored], dtype=np.float64) for name in (against, "loss"))
             share = len(rows) / len(stretch)
             phases.append(PlottedPhase(objective, start, stretch[-1][against], x, loss, share, top))
@@ -119,7 +117,10 @@ def split_phases(steps: list[Row], against: Against = "step", start_progress: Ro
 def draw_run(
     steps: list[Row], validation_rows: list[Row], title: str, against: Against = "step", start_progress: Row | None = None
 ) -> Any:
-    """Return matplotlib's Figure of a run, from the rows of its steps and its validations, and `begun` as `split_phases` has it."""
+    """Draw a run's losses and learning rate and return the matplotlib Figure.
+
+    `steps` and `validation_rows`: rows of metrics.jsonl and validation.jsonl; `start_progress`: see split_phases.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -138,7 +139,7 @@ def draw_run(
         loss.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
         loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
         wide = (phase.end - phase.start) / ((last - first) or 1)
-        if wide >= _LETTER * len(phase.objective):  # else the name would cover its neighbours'
+        if wide >= _LETTER * len(phase.objective):  # else the label would overlap its neighbours
             labelled.add(phase.objective)
             place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
             loss.text((phase.start + phase.end) / 2, phase.top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
@@ -181,7 +182,7 @@ def draw_run(
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
-    """Return runs by the end of their paths that tells them apart. Raises InputError for a folder that is given twice."""
+    """Return the runs by the shortest path endings that are distinct. Raises InputError for a run that is given twice."""
     paths = [Path(run).resolve() for run in runs]
     for at, path in enumerate(paths):
         if path in paths[:at]:
@@ -195,9 +196,9 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
 
 @without_math_text
 def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple[Any, str]:
-    """Return matplotlib's Figure of several runs, a panel an objective, and one line that says what it shows and leaves out.
+    """Draw the held-out losses of several runs, a panel per objective; return the matplotlib Figure and a one-line description.
 
-    `curves`: those of each run by its name. Raises InputError where no objective is common to all.
+    `curves`: held-out curves by run name. Raises InputError if no objective is common to all runs.
     """
     from matplotlib.figure import Figure
 
@@ -227,22 +228,22 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
         if against != "step":
             format_count_ticks(panel.xaxis)
         style_axes(panel)
-    for panel in panels[len(shared) :]:  # what the last row has too many
+    for panel in panels[len(shared) :]:  # unused panels of the last row
         panel.set_visible(False)
     summary = f"the held-out losses of {len(curves)} runs under {', '.join(shared)}"
     runs_without = {name: [run for run in curves if name not in curves[run]] for name in objectives if name not in shared}
     left_out = [f"{name} ({', '.join(runs)})" for name, runs in runs_without.items()]
-    return figure, summary + (f"; left out, as a run lacks it: {', '.join(left_out)}" if left_out else "")
+    return figure, summary + (f"; left out, as some runs lack it: {', '.join(left_out)}" if left_out else "")
 
 
 def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
-    """Write the picture of one run folder or the comparison of several; return a line on what it shows. Raises InputError."""
+    """Write the plot of one run directory, or of several, to `output` and return a one-line description. Raises InputError."""
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
     check_output_file(output, "--output")
     if not runs:
-        raise InputError("RUN: missing, expected one run folder or more (see megaenc plot --help)")
+        raise InputError("RUN: missing, expected one or more run directories (see megaenc plot --help)")
     with create_parent_with_rollback(output, "--output"):
         figure, summary = _draw_runs(runs, against)
         with atomic_files(output) as [temporary]:
@@ -251,7 +252,7 @@ def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against 
 
 
 def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
-    """Return the figure of one run or of several, and one line about it."""
+    """Read and draw one run or several; return the matplotlib Figure and a one-line description."""
     if len(runs) == 1:
         run = runs[0]
         title = os.fsencode(run).decode("utf-8", "replace")
@@ -266,7 +267,7 @@ def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc plot`."""
+    """Run the command `megaenc plot`."""
     silence_libraries()
     config = flags.parse(PlotConfig, argv, prog="megaenc plot", description=__doc__)
     summary = write_plot(config.run, config.output, config.against)

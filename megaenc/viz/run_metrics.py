@@ -1,4 +1,4 @@
-"""Reader of a run directory's numbers: logged steps, validations and run.json, every field checked."""
+"""Validated reading of a run directory: metrics.jsonl, validation.jsonl and run.json."""
 
 import math
 from collections.abc import Callable
@@ -12,39 +12,42 @@ from megaenc.training.run_dir import METRICS_FILE, RUN_FILE, VALIDATION_FILE
 
 Row = dict[str, Any]
 
-_MOST_BYTES = 4 << 30  # of a file of rows: ten million steps
+_MOST_BYTES = 4 << 30  # about ten million steps
 _LONGEST_ROW = 1 << 20
-_LARGEST = 1e100  # sums and squares of such numbers stay finite
-_EXPECTED = "what a run wrote there"
+_LARGEST = 1e100  # keeps sums and squares finite
+_EXPECTED = "a file written by a run"
 _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
-    """Return the rows of metrics.jsonl, with the fields `more` too; at least one if `required`. Raises InputError."""
+    """Read the rows of metrics.jsonl, checking that they also have the fields `more`. Raises InputError.
+
+    `required`: whether the file must exist and have a row.
+    """
     path = Path(run) / METRICS_FILE
     rows = _read_rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
     if rows or not required:
         return rows or []
     if rows is None:
-        raise InputError(f"{path}: no such file; expected the folder that a run got as --save, with a step made")
-    raise InputError(f"{path}: holds no step yet, expected at least one")
+        raise InputError(f"{path}: no such file; expected the --save directory of a run with at least one step")
+    raise InputError(f"{path}: contains no step yet, expected at least one")
 
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the rows of validation.jsonl, each with the fields `more` too; none if the run made none. Raises InputError."""
+    """Read the rows of validation.jsonl (empty without the file), checking that they also have `more`. Raises InputError."""
     return _read_rows(Path(run) / VALIDATION_FILE, ("objectives", *more)) or []
 
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the validations under at least one objective. Raises InputError if there is none."""
+    """Read the rows of validation.jsonl that have results under an objective. Raises InputError if there are none."""
     validations = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validations:
-        raise InputError(f"{run}: holds no validation, expected a run with held-out text (--eval-interval, --split)")
+        raise InputError(f"{run}: contains no validation, expected a run with held-out text (--eval-interval, --split)")
     return validations
 
 
 def read_run_json(run: str | Path) -> dict[str, Any]:
-    """Return the content of run.json, whose `start` and `identity` are objects. Raises InputError for another file."""
+    """Read run.json, with objects `start` and `identity` (empty by default). Raises InputError for an invalid file."""
     path = Path(run) / RUN_FILE
     facts = read_json_object(path, _EXPECTED)
     for name in ("start", "identity"):
@@ -52,19 +55,19 @@ def read_run_json(run: str | Path) -> dict[str, Any]:
             raise InputError(f"{path}: field `{name}`: found a {type(facts[name]).__name__}; expected {_EXPECTED}")
     if not isinstance(facts["start"].get("run", ""), str):
         raise InputError(
-            f"{path}: field `start.run`: found {truncate_text(repr(facts['start']['run']), 40)}; expected a folder's path"
+            f"{path}: field `start.run`: found {truncate_text(repr(facts['start']['run']), 40)}; expected a directory's path"
         )
     return facts
 
 
 def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
-    """Return `parameters` and `train_iters` of run.json. Raises InputError for a file that no run wrote."""
+    """Read `parameters` and `train_iters` from run.json. Raises InputError for an invalid file."""
     path, facts = Path(run) / RUN_FILE, read_run_json(run)
     return {name: _check_field(path, of, name) for name, of in (("parameters", facts), ("train_iters", facts["identity"]))}
 
 
 def read_start_progress(run: str | Path) -> Row:
-    """Return the progress before a run's first step: that of a branch's parent, else 0. Raises InputError."""
+    """Read a run's progress (step, tokens, FLOPs) before its first step: its parent's for a branch, else 0. Raises InputError."""
     path = Path(run) / RUN_FILE
     start = read_run_json(run)["start"] if path.exists() else {}
     if start.get("kind") != "branch":
@@ -73,11 +76,11 @@ def read_start_progress(run: str | Path) -> Row:
 
 
 HeldOutCurves = dict[str, tuple[list[float], list[float]]]
-"""By objective: how far the run had come at each validation, and the loss there."""
+"""Progress and held-out loss at each validation, by objective."""
 
 
 def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCurves:
-    """Return the held-out losses of one run; a validation without a target has no point."""
+    """Return the held-out losses of a run by objective, as lists of the field `against` and of the loss."""
     curves: HeldOutCurves = {}
     for row in validations:
         for objective, result in row["objectives"].items():
@@ -89,7 +92,7 @@ def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCur
 
 
 def training_seconds(steps: list[Row], before: int = 0) -> float:
-    """Return the seconds in updates after step `before`, without validations; a step without a row counts like the next."""
+    """Return the seconds spent in training steps after step `before`; a step that was not logged counts like the next one."""
     seconds = 0.0
     for row in steps:
         seconds += row["step_seconds"] * (row["step"] - before)
@@ -98,7 +101,7 @@ def training_seconds(steps: list[Row], before: int = 0) -> float:
 
 
 def _read_rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
-    """Return the rows of a file, with `needed` fields, but not a last line that is being written. None for no file."""
+    """Read the rows of a JSON Lines file except an unfinished last line, checking for `needed` fields; None without a file."""
     try:
         content = read_regular_file(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -116,9 +119,9 @@ def _read_rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
 
 
 def _parse_row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
-    """Return a line's object with its known fields checked. Raises InputError that begins with `place`."""
+    """Parse a line as a JSON object and check its known fields. Raises InputError, prefixed with `place`."""
     if len(line) > _LONGEST_ROW:
-        raise InputError(f"{place}: a line of {len(line):,} bytes; expected {_EXPECTED}, of at most {_LONGEST_ROW:,}")
+        raise InputError(f"{place}: a line of {len(line):,} bytes; expected at most {_LONGEST_ROW:,}")
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -130,7 +133,7 @@ def _parse_row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
 
 
 def _check_field(place: str | Path, values: dict[str, Any], name: str) -> Any:
-    """Return a field, checked. Raises InputError, naming the field, if it is missing or not what a run writes."""
+    """Return the checked value of a field. Raises InputError if it is missing or invalid."""
     if name not in values:
         raise InputError(f"{place}: no field `{name}`; expected {_EXPECTED}")
     try:
@@ -140,7 +143,7 @@ def _check_field(place: str | Path, values: dict[str, Any], name: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a number with which can be computed: finite, and not beyond 1e100."""
+    """Return whether a JSON value is a number (not a boolean) of at most 1e100 in absolute value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
@@ -159,11 +162,11 @@ _FIELD_CHECKS = {
     "loss": _LOSS,
     "objectives": None,
 }
-"""The fields of rows and of run.json that are read anywhere: what they must be."""
+"""Expected value and check of each known field of rows and of run.json."""
 
 
 def _check_value(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
-    """Return a value of a field, NaN and infinity, which a diverged run has as losses, as None. Raises ValueError."""
+    """Return a field's value if it passes its check, with None for a NaN or infinite loss. Raises ValueError."""
     expected, holds = kind
     if kind in (_LOSS, _SHARE) and isinstance(value, float) and not math.isfinite(value):
         return None
@@ -173,7 +176,7 @@ def _check_value(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
 
 
 def _check_objectives(value: Any) -> dict[str, dict[str, float | None]]:
-    """Return loss, accuracy and most_frequent by objective. Raises ValueError."""
+    """Return the checked loss, accuracy and most_frequent of each objective. Raises ValueError."""
     if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
         raise ValueError("an object of objects")
     if missing := [key for key in _OBJECTIVE_CHECKS for result in value.values() if key not in result]:

@@ -1,4 +1,4 @@
-"""What a run has learnt: held-out loss and accuracy before and after, beside a guess that needs no learning."""
+"""Print the held-out loss and accuracy of a run at its first and last validation, next to the most frequent token's accuracy."""
 
 import math
 import sys
@@ -23,31 +23,31 @@ from megaenc.viz.run_metrics import (
 
 @dataclass(frozen=True)
 class RunSummaryConfig:
-    """What `megaenc summary` takes."""
+    """Options of `megaenc summary`."""
 
     run: Annotated[str, Positional, arg(metavar="RUN")]
-    """Run folder (the --save of a pretraining run)."""
+    """run directory (--save of a pretraining run)"""
 
 
 @dataclass(frozen=True)
 class HeldOutGain:
-    """Held-out text under one objective, at the first and the last validation of a run."""
+    """Held-out loss and accuracy under one objective, at the first and the last validation of a run."""
 
     objective: str
     loss: tuple[float, float]
     accuracy: tuple[float, float]
     most_frequent: float
-    """accuracy of always guessing the token that is most frequent among the labels"""
+    """accuracy of always predicting the most frequent label"""
 
     @property
     def times_most_frequent(self) -> float:
-        """The last accuracy, as a multiple of that guess's; infinite for a guess that is never right."""
+        """Return the last accuracy as a multiple of the most frequent label's; infinity if that is 0."""
         return self.accuracy[1] / self.most_frequent if self.most_frequent else math.inf
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run in a few numbers."""
+    """Key numbers of a run."""
 
     step: int
     train_iters: int
@@ -56,23 +56,24 @@ class RunSummary:
     parameters: int
     tokens: int
     seconds: float
-    """in updates alone, those of a branch's parent not counted"""
+    """time in training steps, without those of a branch's parent"""
     branched_at: int
-    """the parent's step that a branch began with, else 0, and what had been read by then"""
+    """parent's step that a branch started from; else 0"""
     tokens_before: int
-    learnt: list[HeldOutGain]
-    """between the two validations"""
+    """tokens of the parent at that step"""
+    gains: list[HeldOutGain]
+    """change between the two validations, by objective"""
 
 
 def summarise(run: str | Path) -> RunSummary:
-    """Read a run folder. Raises InputError for what no run wrote, and where nothing was validated."""
+    """Read the key numbers of a run directory. Raises InputError for invalid files and for a run without a validation."""
     steps, facts, start_progress = read_steps(run), read_model_size_and_steps(run), read_start_progress(run)
     validations = read_held_out_validations(run)
     first, last, newest = validations[0], validations[-1], steps[-1]
     gains = []
     for objective, after in last["objectives"].items():
         before = first["objectives"].get(objective)
-        if before is not None and None not in (*before.values(), *after.values()):  # else no target in the held-out packs
+        if before is not None and None not in (*before.values(), *after.values()):  # else the held-out packs have no target
             pairs = ((before[name], after[name]) for name in ("loss", "accuracy"))
             gains.append(HeldOutGain(objective, *pairs, after["most_frequent"]))
     seconds = training_seconds(steps, start_progress["step"])
@@ -81,7 +82,7 @@ def summarise(run: str | Path) -> RunSummary:
 
 
 def build_table(summary: RunSummary) -> Any:
-    """Return rich's Table of `summary.learnt`."""
+    """Build the rich Table of a run's held-out losses and accuracies."""
     from rich import box
     from rich.table import Table
 
@@ -89,7 +90,7 @@ def build_table(summary: RunSummary) -> Any:
     table.add_column("held-out text", overflow="fold")
     for name in (f"step {summary.first_validation}", f"step {summary.last_validation:,}", "most frequent token", "after / that"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in summary.learnt:
+    for one in summary.gains:
         table.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
         shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
         table.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
@@ -98,16 +99,16 @@ def build_table(summary: RunSummary) -> Any:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc summary`."""
+    """Run the command `megaenc summary`."""
     silence_libraries()
     config = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
     summary = summarise(config.run)
-    plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
+    plain = {"markup": False, "emoji": False, "highlight": False}  # names may contain rich's markup
     build_rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(build_table(summary))
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     planned = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
     print_rank_0(
-        f"{format_number(summary.parameters)} parameters, {summary.step:,}{planned} steps, {format_number(summary.tokens)} tokens{timed} "
-        f"in {format_duration(summary.seconds)} ({speed:,.0f} tokens/s)"
+        f"{format_number(summary.parameters)} parameters, {summary.step:,}{planned} steps, "
+        f"{format_number(summary.tokens)} tokens{timed} in {format_duration(summary.seconds)} ({speed:,.0f} tokens/s)"
     )

@@ -26,7 +26,7 @@ def test_each_attempt_has_one_name_that_no_other_had():
 
 def test_names_that_dead_processes_left_keep_nobody_from_meeting():
     store = dist.HashStore()
-    with pytest.raises(RuntimeError, match="not all of 2 processes were there after 0 s"):
+    with pytest.raises(RuntimeError, match="not all of 2 processes joined within 0 s"):
         _agree_on_attempt(store, 0, 2, timedelta(seconds=0.2))
     store.set("megaenc/process 1", "of a process that was killed before it was answered")
     assert len(attempt(store, 2)) == 1

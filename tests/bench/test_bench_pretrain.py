@@ -111,7 +111,7 @@ def test_figures_by_hand():
     assert (found["ratio_padded"], found["ratio_sorted"]) == (3.0, 1.5)
     spans = documents.spans(Attention.BIDIRECTIONAL)
     assert found["gemm_share"] == pytest.approx(get_preset("tiny").training_flops(300, 50, spans) / 3.0 / 1e9)
-    assert "3.00 times the padded peer" in pretrain.format_table(found)
+    assert "3.00 times padded transformers" in pretrain.format_table(found)
     assert json.loads(json.dumps(found))["ratio_padded"] == 3.0
 
 

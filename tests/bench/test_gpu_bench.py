@@ -48,9 +48,16 @@ def test_every_phase_is_done_in_miniature(whole):
     assert set(ended.values()) == {"done"}, ended
     assert all(any(name.startswith(phase) for name in ended) for phase in command.PHASES)
     assert whole.table.strip() in whole.said
-    for section in ("Correctness", "Parity", "Speed", "Where a step goes", "Where the host waits", "Beside transformers"):
+    for section in (
+        "Correctness",
+        "Parity",
+        "Speed",
+        "Breakdown of a step",
+        "Host synchronizations",
+        "Comparison with transformers",
+    ):
         assert f"## {section}" in whole.table
-    assert "these figures say nothing about speed" in whole.table
+    assert "these speeds are meaningless" in whole.table
 
 
 @pytest.mark.slow
@@ -165,7 +172,8 @@ def test_a_failed_job_leaves_its_process_to_others(tmp_path):
         with pytest.raises(JobFailed, match="TypeError: run_losses"):
             list(crew.run({"kind": "correctness.run_losses", "name": "parity"}, seconds=60, seconds_left=240))
         found = dict(
-            (path[0], value) for path, value in crew.run({"kind": "worker.describe_device", "name": "a"}, seconds=60, seconds_left=240)
+            (path[0], value)
+            for path, value in crew.run({"kind": "worker.describe_device", "name": "a"}, seconds=60, seconds_left=240)
         )
         assert found["device"]["backend"] == "cpu" and found["machine"]["cores"] >= 1 and found["said"] == []
         assert crew._ready is worker
@@ -193,9 +201,9 @@ def test_which_kernels_are_fused_is_in_the_table(whole):
 def test_a_missed_target_says_what_to_try(whole):
     found = json.loads(json.dumps(whole.found))
     found["targets"]["mfu"] = {"miniature": 1e9}
-    assert "**missed by" in format_table(found) and "Next thing to try: " in format_table(found)
+    assert "**missed by" in format_table(found) and "Suggestion: " in format_table(found)
     found["targets"]["mfu"] = {"miniature": 0.0}
-    assert "| hit |" in format_table(found) and "Next thing" not in format_table(found)
+    assert "| hit |" in format_table(found) and "Suggestion" not in format_table(found)
 
 
 @pytest.mark.slow
@@ -223,7 +231,7 @@ def test_what_cannot_be_had_or_is_measured_already_is_not_compared():
     titles = [variants.format_kernels(each) for each in tried]
     first = ["fused_kernels=false", "fp8_format=hybrid", "fp8_format=e4m3"]
     assert titles == [*first, "attention_backend=cudnn", "attention_backend=sdpa"]
-    assert left_out == lacking | {"attention_backend=varlen": "what is measured above"}
+    assert left_out == lacking | {"attention_backend=varlen": "measured already"}
     tried, _ = variants.candidate_variants({"fp8_format": "hybrid"}, None, {})
     assert tried[:3] == [{"fp8_format": "hybrid", "fused_kernels": False}, {"fp8_format": "e4m3"}, {"fp8_format": None}]
     assert len(tried) == len(variants.list_variants({}))
@@ -239,7 +247,7 @@ def test_what_fills_the_card_is_what_gpus_are_given():
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        (["--kernels", "speed=high"], "--kernels speed=high: expected FIELD=VALUE, FIELD being one of attention_backend"),
+        (["--kernels", "speed=high"], "--kernels speed=high: expected FIELD=VALUE with FIELD one of attention_backend"),
         (["--compare", "attention_backend=magic"], "--compare attention_backend=magic: expected one of auto, "),
         (["--models", "7b"], "--models 7b: expected some of 1b, 610m, 210m"),
         (["--seconds", "0"], "--seconds 0.0: expected more than 0"),

@@ -10,10 +10,10 @@ from megaenc.convert.architectures import (
     FAMILIES,
     build_export_config,
     find_family,
-    parse_hf_config,
-    native_attention,
-    to_model_config,
     infer_objective,
+    native_attention,
+    parse_hf_config,
+    to_model_config,
 )
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
@@ -66,7 +66,7 @@ def test_a_decoder_says_that_it_is_bidirectional():
     for name, [model, *_] in MODELS.items():
         values, family = written(name, model), FAMILIES[name]
         assert native_attention(parse_hf_config(values, ""), family) == Attention.BIDIRECTIONAL
-        if family.encoder:
+        if family.is_encoder:
             assert (values["mask_token_id"], values["classifier_pooling"]) == (3, "mean")
         else:
             assert values["is_causal"] is False
@@ -125,7 +125,7 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ("llama", {"hidden_act": "gelu"}, "`hidden_act`: found 'gelu', expected silu"),
         ("eurobert", {"mlp_bias": True}, "`mlp_bias`: found true, expected false"),
         ("mistral", {"sliding_window": 64}, "`sliding_window`: found 64, expected none or at least the 128 tokens"),
-        ("mistral", {"sliding_window": 64}, "put 64 for `max_position_embeddings` there to read no further than the window"),
+        ("mistral", {"sliding_window": 64}, "set `max_position_embeddings` to 64 there to read no more tokens than the window"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "layer_types": SLIDING}, "`sliding_window`: found 64"),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "`layer_types`: found 'chunked_attention'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "`rope_type`: found 'yarn'"),

@@ -244,13 +244,13 @@ def test_a_run_that_does_not_fit_is_one_line(llama, small_corpus, tmp_path, refu
     begin = ["--config", core / "config.yaml", *small_corpus.flags, *runs.STANDSTILL, "--save", tmp_path / "run"]
     init, branch = ["--init-from", core], ["--branch-from", core, "--branch-at", "0"]
     for flags, words in (
-        (branch, "holds converted weights and no optimizer to go on with; expected --init-from"),
-        ([*init, "--num-layers", "4"], "num_layers is 2 there, 4 here; its weights fit no other"),
+        (branch, "holds converted weights without optimizer state; expected --init-from"),
+        ([*init, "--num-layers", "4"], "num_layers is 2 there, 4 here; its weights fit no other value"),
         ([*init, "--vocab-size", "420"], "vocab_size is 410 there, 420 here"),
         ([*init, "--vocab-size", "400"], "vocab_size is 410 there, not given here"),
         ([*init, "--vocab-size", "300"], "--vocab-size: found 300, expected at least the 400 ids of --tokenizer"),
         ([*init, "--no-untie-embeddings-and-output-weights"], "untie_embeddings_and_output_weights is True there, False here"),
-        ([*init, "--skip-samples", "parent"], "so its samples are others; give --skip-samples a number"),
+        ([*init, "--skip-samples", "parent"], "its samples are numbered differently; give --skip-samples a number"),
     ):
         assert words in refusal(pretrain, [*begin, *flags])
         assert not (tmp_path / "run").exists()
@@ -300,9 +300,9 @@ BAD = {
         edit_config(model_type="mistral", sliding_window=256, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
         "`sliding_window`: found 256, expected none or at least the 512 tokens",
     ),
-    "pickled weights": (as_pickle, "pytorch_model.bin: a pickle, which could run any code when it is loaded"),
+    "pickled weights": (as_pickle, "pytorch_model.bin: a pickle, which could run any code when loaded"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors and no model.safetensors.index"),
-    "cut off": (cut_off, "model.safetensors: no whole safetensors file"),
+    "cut off": (cut_off, "model.safetensors: not a complete safetensors file"),
     "missing shard": (as_shards({"weight_map": {NORM: "model-00002-of-00002.safetensors"}}), "00002.safetensors: missing, and"),
     "shard elsewhere": (
         as_shards({"weight_map": {NORM: "../model.safetensors"}}),
@@ -313,7 +313,7 @@ BAD = {
     "missing tensor": (edit_weights(lambda t: t.pop(DOWN)), f"no tensor `{DOWN}`, expected one of shape [64, 160]"),
     "unexpected tensor": (
         edit_weights(lambda t: t.update({"model.layers.2.mlp.down_proj.weight": t[DOWN]})),
-        "tensor `model.layers.2.mlp.down_proj.weight`: found a weight that config.json has no place for",
+        "tensor `model.layers.2.mlp.down_proj.weight`: found a weight that the model of config.json does not have",
     ),
     "another shape": (
         edit_weights(lambda t: t.update({DOWN: t[DOWN].T})),

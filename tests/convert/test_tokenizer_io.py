@@ -102,7 +102,7 @@ def test_a_class_that_reads_texts_otherwise_is_refused(tmp_path, refusal):
     model = hf_models.build("qwen2", vocab_size=made[0].get_vocab_size())
     core = convert(hf_models.write(model, tmp_path / "hf", tokenizer), tmp_path / "core")
     line = refusal(main, ["to-hf", "--load", core, "--output", tmp_path / "no", "--as", "qwen2"])
-    assert "the tokenizer that transformers loads beside a qwen2 config.json, Qwen2Tokenizer, is not the run's" in line
+    assert "the tokenizer that transformers loads with a qwen2 config.json, Qwen2Tokenizer, is not the run's" in line
     assert "expected --as llama" in line
     line = refusal(main, ["to-hf", "--load", core, "--output", tmp_path / "no", "--as", "source"])
     assert "expected --as eurobert" in line and not (tmp_path / "no").exists()

@@ -123,7 +123,12 @@ WRONG = {
     ),
     "gate and up projection": ("llama", [], swap(GatedMLPMapping, "fc1"), "differ by"),
     "a head of query at another place": ("llama", ["--as", "llama"], reorder, "differ by"),
-    "mask": ("qwen3", [], change_config(is_causal=True), "eager attention is not bidirectional: position 0 does not see token 1"),
+    "mask": (
+        "qwen3",
+        [],
+        change_config(is_causal=True),
+        "eager attention is not bidirectional: position 0 does not attend to token 1",
+    ),
     "a window that is longer than the texts": (
         "qwen3",
         [],
@@ -156,8 +161,8 @@ def test_a_mask_that_leaks_is_named():
     verify_export._check_mask(sees, to_hf.Attention.BIDIRECTIONAL, "x")
     verify_export._check_mask(sees.triu(), to_hf.Attention.CAUSAL, "x")
     for found, attention, words in (
-        (sees.triu(), "BIDIRECTIONAL", "x is not bidirectional: position 0 does not see token 1"),
-        (sees, "CAUSAL", "x is not causal: position 0 sees token 1"),
+        (sees.triu(), "BIDIRECTIONAL", "x is not bidirectional: position 0 does not attend to token 1"),
+        (sees, "CAUSAL", "x is not causal: position 0 attends to token 1"),
     ):
         with pytest.raises(verify_export._VerificationError, match=words):
             verify_export._check_mask(found, to_hf.Attention[attention], "x")

@@ -137,7 +137,7 @@ def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     [found] = accelerators.check_driver(ProbeContext(root=tmp_path))
-    assert (found.level, found.result) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is here")
+    assert (found.level, found.result) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is installed")
 
 
 def test_accelerators_that_torch_does_not_see_are_a_problem(tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_more_processes_than_devices_are_a_problem(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: type("Of", (), {"total_memory": 80 * 2**30}))
-    text = "4 x NVIDIA H100, 80 GiB; 1 of them tried here, all of them by torchrun --nproc-per-node 4"
+    text = "4 x NVIDIA H100, 80 GiB; 1 checked here, check all with torchrun --nproc-per-node 4"
     assert accelerators.check_torch_devices(ProbeContext())[0].result == text
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert accelerators.check_torch_devices(ProbeContext())[0].result == "4 x NVIDIA H100, 80 GiB"

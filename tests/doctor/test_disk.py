@@ -37,7 +37,7 @@ def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
     monkeypatch.setattr("os.statvfs", lambda path: Full)
     found = {each.name: each for each in disk.check_disk_space(ProbeContext(save=str(tmp_path)))}
     assert (found["space"].level, found["space"].result) == ("note", "1.0 GiB free of 1,024.0")
-    assert (found["files"].level, found["files"].result) == ("note", "12 more can be made")
+    assert (found["files"].level, found["files"].result) == ("note", "12 more can be created")
 
 
 def test_no_room_for_temporary_files_is_named(monkeypatch):

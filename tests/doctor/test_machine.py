@@ -52,9 +52,9 @@ def test_no_limit_is_none(tmp_path):
 def test_less_time_than_cores_is_a_note(job, monkeypatch):
     monkeypatch.setattr(machine, "usable_core_count", lambda: 8)
     found = {each.name: each for each in machine.check_processors(ProbeContext(root=job))}
-    assert (found["time on them"].level, found["time on them"].result) == ("note", "limited to that of 2.5 cores")
+    assert (found["CPU quota"].level, found["CPU quota"].result) == ("note", "limited to the time of 2.5 cores")
     monkeypatch.setattr(machine, "usable_core_count", lambda: 2)
-    assert "time on them" not in {each.name for each in machine.check_processors(ProbeContext(root=job))}
+    assert "CPU quota" not in {each.name for each in machine.check_processors(ProbeContext(root=job))}
 
 
 def test_a_job_s_memory_is_named(job, monkeypatch):

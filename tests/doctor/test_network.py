@@ -101,7 +101,7 @@ def test_slingshot_without_its_plugin_goes_over_tcp(slingshot, request):
     assert (plugin.level, plugin.name) == ("note", "plugin for Slingshot"), "one node does without"
     request.getfixturevalue("two_nodes")
     _, plugin = check_network_cards(asked(slingshot, LD_LIBRARY_PATH=f"/nowhere:{slingshot}/plugins:"))
-    assert plugin.level == "problem" and "over TCP between nodes" in plugin.advice and "aws-ofi-rccl" in plugin.advice
+    assert plugin.level == "problem" and "use TCP between nodes" in plugin.advice and "aws-ofi-rccl" in plugin.advice
     _, plugin = check_network_cards(asked(slingshot, NCCL_NET_PLUGIN="none"))
     assert plugin.level == "problem" and plugin.advice.endswith("unset it")
     (slingshot / "dev/kfd").unlink()

@@ -39,7 +39,7 @@ def half_installed(tmp_path, monkeypatch):
 
 def test_a_package_for_another_torch_is_a_note_where_nothing_needs_it(half_installed):
     [found] = versions.check_package(ProbeContext(), "flash-attn")
-    assert found.level == "note" and found.result.startswith("2.8.3, and cannot be imported: ImportError: undefined symbol")
+    assert found.level == "note" and found.result.startswith("2.8.3, cannot be imported: ImportError: undefined symbol")
     assert "pip uninstall flash-attn" in found.advice
 
 
@@ -61,10 +61,10 @@ def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch)
     ("there", "wanted", "said"),
     [
         ({"triton": "3.6.0"}, "triton==3.6.0; platform_system == 'Linux'", ""),
-        ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Linux'", "triton 3.7.1; this torch asks for triton==3.6.0"),
+        ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Linux'", "triton 3.7.1; this torch requires triton==3.6.0"),
         ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Windows'", ""),
         ({"triton": "3.7.1"}, "sympy>=1.13", ""),
-        ({"triton": "3.6.0"}, "pytorch-triton-rocm==3.6.0", "triton 3.6.0; this torch asks for pytorch-triton-rocm==3.6.0"),
+        ({"triton": "3.6.0"}, "pytorch-triton-rocm==3.6.0", "triton 3.6.0; this torch requires pytorch-triton-rocm==3.6.0"),
         (
             {"triton": "3.7.1", "pytorch-triton-rocm": "3.6.0"},
             "pytorch-triton-rocm==3.6.0",

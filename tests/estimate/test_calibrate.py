@@ -42,7 +42,7 @@ def test_a_step_is_made_of_the_measured_layers_and_ends():
     rates = fit_rates(MADE_UP, share, wanted, True, 1, 1e10, None, "made up")
     work = dataclasses.replace(wanted.works[0], predicted=25.0)
     found = compute_step_time(case, work, rates)
-    parameters = [dataclasses.replace(case, split=(depth,)).stage(0).parameters for depth in (5, 4)]
+    parameters = [dataclasses.replace(case, split=(depth,)).build_stage(0).parameters for depth in (5, 4)]
     update = (2.3 - 2 * 1.003) * parameters[0] / parameters[1]
     assert found.seconds == pytest.approx(4 * (5 * 0.2 + 0.2 + 0.003) + update, rel=1e-3)
 
@@ -62,7 +62,7 @@ def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
     config, case, _, _ = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     share = build_share_config(config, case)
     whole = case.build_stage(0)
-    assert LayoutCase.from_config(share, share.shape.vocab_size, 1).stage(0).parameters == whole.parameters
+    assert LayoutCase.from_config(share, share.shape.vocab_size, 1).build_stage(0).parameters == whole.parameters
     assert share.layout.tensor_model_parallel_size == 1 and share.shape.head_dim == config.shape.head_dim
 
 

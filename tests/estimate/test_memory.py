@@ -29,14 +29,14 @@ def test_a_tiny_model_by_hand():
     """Parameters: 2 x (10,752 + 64) of layers, 32 of the last norm, 2 x 1,024 x 32 of the two vocabulary matrices."""
     parameters = 2 * 10_816 + 32 + 2 * 32_768
     assert SHAPE.parameter_count(1024) == parameters
-    found = terms(compute_stage_memory(case(), WORK, case().stage(0), rates()))
+    found = terms(compute_stage_memory(case(), WORK, case().build_stage(0), rates()))
     assert found["weights"] == 2 * parameters
     assert found["gradients"] == found["master weights"] == 4 * parameters
     assert found["AdamW's moments"] == 8 * parameters
     norms, projections = 2 * (2 * 32 + 4 + 2 * 32), 2 * (3 * 32 + 3 * 16)
     per_token = norms + projections + 4 * 4 + 3 * 2 * 80
     assert found["activations"] == 2 * 64 * per_token
-    in_float32 = terms(compute_stage_memory(case(bf16=False), WORK, case().stage(0), rates()))
+    in_float32 = terms(compute_stage_memory(case(bf16=False), WORK, case().build_stage(0), rates()))
     assert in_float32["weights"] == 4 * parameters and "master weights" not in in_float32
 
 
@@ -79,11 +79,11 @@ def test_parameters_are_those_of_the_model(layout):
     for tied in (False, True):
         shape = ModelConfig(3, 64, 160, 8, 4, add_qkv_bias=tied, qk_layernorm=tied, untie_embeddings_and_output_weights=not tied)
         encoder = build_encoder(shape, 1000, 64, ParallelConfig(), torch.float32, seed=None)
-        mine = case(shape, vocab_size=1000).stage(0).parameters
+        mine = case(shape, vocab_size=1000).build_stage(0).parameters
         assert mine == sum(parameter.numel() for parameter in encoder.parameters())
         stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).build_stages()
         assert sum(stage.parameters for stage in stages) - mine == tied * 1024 * 64  # tied, the last stage has a copy
-        assert case(shape, vocab_size=1024).stage(0).parameters == shape.parameter_count(1024)
+        assert case(shape, vocab_size=1024).build_stage(0).parameters == shape.parameter_count(1024)
 
 
 HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernorm=True) for heads in (2, 4)]

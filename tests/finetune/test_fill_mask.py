@@ -205,7 +205,7 @@ def test_wrong_input_is_one_line(folder, decoder, tokenizer, tmp_path, capfd, re
         (["--model", str(tmp_path / "none"), "--input", str(text)], "no such folder"),
         (["--model", str(folder), "--input", str(tmp_path / "none.jsonl")], "none.jsonl"),
         (["--model", str(headless), "--input", str(text)], "no weights `lm_head.weight`"),
-        (["--model", str(torn), "--input", str(text)], "model.safetensors: no whole safetensors file"),
+        (["--model", str(torn), "--input", str(text)], "model.safetensors: not a complete safetensors file"),
         (["--model", str(folder), "--input", str(text), "--mask", "0"], "option `mask`"),
         (["--model", str(folder), "--input", str(text), "--tokens", "0"], "--tokens: found 0"),
     ]:

@@ -140,5 +140,5 @@ def test_float8_needs_a_version_that_finds_scales_anew_and_a_machine_that_has_it
     with pytest.raises(InputError, match=r"--fp8-format hybrid: found transformer-engine 2\.1\.0, expected 2\.2\.0 or later"):
         check_transformer_engine("hybrid")
     monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version("2.4.0"))
-    with pytest.raises(InputError, match=r"none on this machine \(Device compute capability 8.9 or higher required\)"):
+    with pytest.raises(InputError, match=r"no float8 on this machine \(Device compute capability 8.9 or higher required\)"):
         check_transformer_engine("hybrid")

@@ -44,5 +44,5 @@ def test_documents_of_one_token_predict_nothing():
 
 def test_sees_what_comes_before_and_takes_no_option():
     assert CausalLanguageModeling.attention is Attention.CAUSAL == "causal"
-    with pytest.raises(InputError, match="clm: option `mask`: unknown, expected no option at all"):
+    with pytest.raises(InputError, match="clm: option `mask`: unknown, expected no options"):
         CausalLanguageModeling.from_texts(VOCABULARY, {"mask": "0.3"})

@@ -103,7 +103,7 @@ def test_a_hidden_word_is_in_brackets_with_what_the_model_reads_instead(tokenize
     output = render(decode_pack(pack, Fixed(vocabulary, [1, 3]), 0, tokenizer)).splitlines()
     assert "The [dog] fox [dog]<|eos|>" in output
     assert "[word]     hidden: the model reads the mask token and predicts `word` here" in [line.rstrip() for line in output]
-    assert "2 tokens predicted (40.0 %), 2 hidden from the model" in output
+    assert "2 tokens predicted (40.0 %), 2 changed in the model's input" in output
 
 
 def test_kept_and_replaced_words_are_told_apart(tokenizer, vocabulary):
@@ -143,7 +143,7 @@ def test_clm_marks_every_token_that_has_a_next_one(tokenizer, vocabulary):
     output = render(decoded)
     assert "The› dog› dog›<|eos|>\n" in output and "é››<|eos|>\n" in output
     assert "predicts the next token" in output and "hidden" not in output
-    assert "causal attention" in output and "5 tokens predicted (71.4 %), 0 hidden from the model" in output
+    assert "causal attention" in output and "5 tokens predicted (71.4 %), 0 changed in the model's input" in output
 
 
 def test_an_objective_that_predicts_a_hidden_token_from_the_one_before(tokenizer, vocabulary):

@@ -142,7 +142,7 @@ def test_parsed_phases_know_their_place():
         ("mlm([msk]=0.3)", "mlm: option `msk`: unknown, expected mask, random, keep, span; did you mean `mask`?"),
         ("mlm(mask=[much])", "mlm: option `mask`: found `much`, expected a number above 0 up to 1"),
         ("clm:0.5,mlm(keep=0.1,mask=[1.5]):0.5", "mlm: option `mask`: found 1.5, expected a number above 0 up to 1"),
-        ("clm([mask]=0.3)", "clm: option `mask`: unknown, expected no option at all"),
+        ("clm([mask]=0.3)", "clm: option `mask`: unknown, expected no options"),
         # Options that change
         ("mlm(mask=0.4->[]", "found the end, expected the value of `mask` at the end of the phase"),
         ("mlm(mask=0.4->[)]", "found `)`, expected the value of `mask` at the end of the phase"),

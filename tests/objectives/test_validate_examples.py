@@ -100,7 +100,7 @@ def body(**members):
         (
             {"describe": option(1, "x"), "__annotations__": {"describe": int}},
             True,
-            "option `describe`, which is the name of something else",
+            "option `describe`, which is a name of the class Objective",
         ),
     ],
 )

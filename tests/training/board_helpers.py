@@ -9,13 +9,13 @@ from megaenc.training.logging.backends import flatten_row
 
 def numbers(folder) -> dict[str, dict[int, float]]:
     """What the files of a run folder say, by the name that it has elsewhere and by step."""
-    found: dict[str, dict[int, float]] = {}
+    values: dict[str, dict[int, float]] = {}
     for group, rows in (("train", runs.metrics(folder)), ("validation", runs.validations(folder))):
         for row in rows:
             for name, value in flatten_row(row, group).items():
                 if not isinstance(value, str):
-                    found.setdefault(name, {})[row["step"]] = value
-    return found
+                    values.setdefault(name, {})[row["step"]] = value
+    return values
 
 
 def tensorboard_shows(folder):
@@ -25,13 +25,13 @@ def tensorboard_shows(folder):
 
     events = EventAccumulator(str(folder), size_guidance={TENSORS: 0})
     events.Reload()
-    shown = {}
+    logged = {}
     for tag in events.Tags()["tensors"]:
         if not tag.endswith("text_summary"):
             steps = [(event.step, float(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
             assert len(dict(steps)) == len(steps), f"{tag}: a step stands there twice"
-            shown[tag] = dict(steps)
-    return events, shown
+            logged[tag] = dict(steps)
+    return events, logged
 
 
 def wandb_records(folder):
@@ -55,9 +55,9 @@ def wandb_records(folder):
 def wandb_shows(rows):
     """The numbers of `rows` by name and step; of a step that stands there twice, those of the later row."""
     last = {(row["step"], group): row for row in rows for group in {name.split("/")[0] for name in row} - {"step"}}
-    shown: dict[str, dict[int, float]] = {}
+    logged: dict[str, dict[int, float]] = {}
     for (step, _), row in last.items():
         for name, value in row.items():
             if name != "step" and not isinstance(value, str):
-                shown.setdefault(name, {})[step] = value
-    return shown
+                logged.setdefault(name, {})[step] = value
+    return logged

@@ -13,12 +13,12 @@ from megaenc.objectives import Attention
 WRONG = "values off by 0.5, where 0.06 is allowed"
 
 
-def choose(asked, backend, masks=tuple(Attention)):
+def choose(requested, backend, masks=tuple(Attention)):
     from megaenc.backend import ParallelConfig
     from megaenc.model import ModelConfig
     from megaenc.training.attention_select import select_attention
 
-    return select_attention(asked, ModelConfig(), ParallelConfig(), torch.float32, masks, backend)
+    return select_attention(requested, ModelConfig(), ParallelConfig(), torch.float32, masks, backend)
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def machine(monkeypatch, one_process):
     def machine(**kinds):
         tried = []
 
-        def check(name, **asked):
-            tried.append((name, asked))
+        def check(name, **arguments):
+            tried.append((name, arguments))
             kind = kinds.get(name, "missing")
             why = {"right": "", "wrong": WRONG, "missing": "is not installed"}[kind]
             return SelfTestResult(name, kind != "missing", 0.5 if kind == "wrong" else 0.0, 0.06, why)
@@ -52,23 +52,23 @@ def machine(monkeypatch, one_process):
     ],
 )
 def test_the_first_that_is_right_and_no_word_of_what_is_missing(kinds, expected, tried, machine, one_process, capsys):
-    asked = machine(**kinds)
+    checks = machine(**kinds)
     assert choose("auto", one_process) == expected
-    assert [name for name, _ in asked] == tried
+    assert [name for name, _ in checks] == tried
     assert capsys.readouterr().out.splitlines() == [
         f"attention by {name} is not used: {WRONG}" for name in kinds if kinds[name] == "wrong"
     ]
 
 
 def test_the_one_that_is_asked_for_and_no_other(machine, one_process, capsys):
-    asked = machine(flash="right", varlen="right", sdpa="right")
+    checks = machine(flash="right", varlen="right", sdpa="right")
     assert choose("varlen", one_process) == "varlen"
-    assert [name for name, _ in asked] == ["varlen"]
+    assert [name for name, _ in checks] == ["varlen"]
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         ("cudnn", "--attention-backend cudnn: is not installed; expected a backend that works here, or auto"),
         ("varlen", f"--attention-backend varlen: {WRONG}; expected a backend that works here, or auto"),
@@ -78,10 +78,10 @@ def test_the_one_that_is_asked_for_and_no_other(machine, one_process, capsys):
         ),
     ],
 )
-def test_where_none_is_right(asked, message, machine, one_process):
+def test_where_none_is_right(requested, message, machine, one_process):
     machine(varlen="wrong", sdpa="wrong")
     with pytest.raises(InputError) as refused:
-        choose(asked, one_process)
+        choose(requested, one_process)
     assert str(refused.value) == message
 
 
@@ -91,13 +91,13 @@ def test_what_is_checked_is_what_the_run_will_compute(machine, one_process):
     from megaenc.model.config import get_preset
     from megaenc.training.attention_select import select_attention
 
-    asked = machine(flash="right")
+    checks = machine(flash="right")
     layout = ParallelConfig(tensor_model_parallel_size=2)
     select_attention("auto", get_preset("1b"), layout, torch.bfloat16, {Attention.PREFIX, Attention.CAUSAL}, one_process)
-    [(_, found)] = asked
-    assert (found["heads"], found["groups"], found["head_dim"], found["dtype"]) == (9, 3, 96, torch.bfloat16)
-    assert found["masks"] == [Attention.CAUSAL, Attention.PREFIX]
-    assert found["device"] == one_process.device
+    [(_, arguments)] = checks
+    assert (arguments["heads"], arguments["groups"], arguments["head_dim"], arguments["dtype"]) == (9, 3, 96, torch.bfloat16)
+    assert arguments["masks"] == [Attention.CAUSAL, Attention.PREFIX]
+    assert arguments["device"] == one_process.device
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,12 @@ def test_the_masks_of_a_run(schedule, more, masks, small_corpus, machine, one_pr
     from megaenc.training.config import parse_config
     from megaenc.training.planning import build_plan
 
-    asked = machine(sdpa="right")
+    checks = machine(sdpa="right")
     flags = [*small_corpus.flags, "--seq-length", "64", "--objective-schedule", schedule, "--train-iters", "4", *more]
     select_plan_attention(build_plan(parse_config([*flags, "--micro-batch-size", "2"], "test")), one_process)
-    found = asked[-1][1]
-    assert set(found["masks"]) == masks
-    assert (found["seq_length"], found["packs"]) == (64, 2)
+    arguments = checks[-1][1]
+    assert set(arguments["masks"]) == masks
+    assert (arguments["seq_length"], arguments["packs"]) == (64, 2)
 
 
 @pytest.mark.multiprocess
@@ -128,15 +128,15 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(small_corpus, tmp_pa
     """The run is then the same as any other."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "4", "--lr-wsd-decay-iters", "2"]
     flags += ["--lr-warmup-iters", "2", "--tensor-model-parallel-size", "2"]
-    here, there = tmp_path / "here", tmp_path / "there"
-    ended = runs.script(runs.WORKERS / "attention_by_rank.py", [*flags, "--save", str(here)], processes=2)
+    faulty_run, reference = tmp_path / "here", tmp_path / "there"
+    ended = runs.script(runs.WORKERS / "attention_by_rank.py", [*flags, "--save", str(faulty_run)], processes=2)
     [line] = [line for line in ended.stdout.splitlines() if line.startswith("attention by")]
     assert line.startswith("attention by flash is not used: values off by ") and line.endswith(" on rank 1")
     assert "under causal attention with heads 16 wide" in line
     assert "; attention by varlen)" in ended.stdout
-    assert json.loads((here / "run.json").read_text())["kernels"]["attention_backend"] == "varlen"
-    runs.script(runs.PRETRAIN, [*flags, "--save", str(there)], processes=2)
-    assert runs.curve(here) == runs.curve(there)
+    assert json.loads((faulty_run / "run.json").read_text())["kernels"]["attention_backend"] == "varlen"
+    runs.script(runs.PRETRAIN, [*flags, "--save", str(reference)], processes=2)
+    assert runs.curve(faulty_run) == runs.curve(reference)
 
 
 @pytest.mark.multiprocess

@@ -58,8 +58,8 @@ def test_a_stop_and_another_layout_change_nothing(small_corpus, reference, tmp_p
     runs.script(runs.PRETRAIN, command, processes=2)
     assert len(runs.metrics(tmp_path / "run")) == 12
     runs.assert_same_curve(tmp_path / "run", reference, tolerance=1e-4)
-    here, there = ([row["loss"] for row in runs.metrics(folder)[:7]] for folder in (tmp_path / "run", reference))
-    assert here == there
+    actual, expected = ([row["loss"] for row in runs.metrics(folder)[:7]] for folder in (tmp_path / "run", reference))
+    assert actual == expected
 
 
 def test_dry_run_counts_the_tokens_of_each_phase(small_corpus, capsys):

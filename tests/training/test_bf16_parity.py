@@ -39,10 +39,10 @@ NORMS = {
 def losses(small_corpus, tmp_path_factory):
     """Of each of the 20 steps, by what a process alone was told, and by layout."""
     root, flags = tmp_path_factory.mktemp("bf16"), [*small_corpus.flags, *runs.SHORT_RUN, "--bf16", "--eval-interval", "0"]
-    told = {name: (1, more) for name, more in ALONE.items()}
-    told |= {layout: (processes, [*ALONE[REFERENCE], *more]) for layout, (processes, more) in LAYOUTS.items()}
+    ways = {name: (1, more) for name, more in ALONE.items()}
+    ways |= {layout: (processes, [*ALONE[REFERENCE], *more]) for layout, (processes, more) in LAYOUTS.items()}
     jobs = {
-        name: Job(root / str(number), [*flags, *more], processes) for number, (name, (processes, more)) in enumerate(told.items())
+        name: Job(root / str(number), [*flags, *more], processes) for number, (name, (processes, more)) in enumerate(ways.items())
     }
     runs.in_turn(list(jobs.values()), root)
     return {name: np.array([row["loss"] for row in runs.metrics(job.save)]) for name, job in jobs.items()}
@@ -54,6 +54,6 @@ def test_layouts_lie_within_twice_the_spread_of_one_process(norm, losses):
     size = NORMS[norm]
     spread = max(size(losses[one] / losses[other] - 1) for one, other in combinations(ALONE, 2))
     assert 0 < spread < 1e-3, "the bound would say nothing"
-    found = {layout: size(losses[layout] / losses[REFERENCE] - 1) for layout in LAYOUTS}
-    print(f"\n{norm}: spread of one process {spread:.1e}; " + "; ".join(f"{name} {far:.1e}" for name, far in found.items()))
-    assert all(far <= 2 * spread for far in found.values()), found
+    distances = {layout: size(losses[layout] / losses[REFERENCE] - 1) for layout in LAYOUTS}
+    print(f"\n{norm}: spread of one process {spread:.1e}; " + "; ".join(f"{name} {far:.1e}" for name, far in distances.items()))
+    assert all(far <= 2 * spread for far in distances.values()), distances

@@ -65,11 +65,11 @@ def without(row, *names):
 def test_in_another_layout_it_is_the_same_up_to_rounding(small_corpus, parent, two_stages, tmp_path):
     flags = branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run", "--tensor-model-parallel-size", 2)
     runs.script(runs.PRETRAIN, flags, processes=2)
-    here, there = runs.curve(tmp_path / "run"), runs.curve(two_stages, after=15)
+    actual, expected = runs.curve(tmp_path / "run"), runs.curve(two_stages, after=15)
     rounded = ("loss", "grad_norm", "accuracy")
-    assert [without(row, *rounded) for row in here] == [without(row, *rounded) for row in there]
+    assert [without(row, *rounded) for row in actual] == [without(row, *rounded) for row in expected]
     for name in rounded:
-        assert [row[name] for row in here] == pytest.approx([row[name] for row in there], rel=1e-4)
+        assert [row[name] for row in actual] == pytest.approx([row[name] for row in expected], rel=1e-4)
 
 
 def test_a_branch_goes_on_without_its_parent_and_can_be_branched(small_corpus, parent, two_stages, tmp_path, capfd, refusal):
@@ -96,18 +96,18 @@ def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, 
     flags = ["--config", parent / "config.yaml", "--branch-from", parent, "--branch-at", 20]
     flags += ["--train-iters", 25, "--lr-wsd-decay-iters", 5, "--save", tmp_path / "run", "--dry-run"]
     main([str(flag) for flag in flags])
-    said = capsys.readouterr().out
-    assert f"makes steps 21 to 25, as a branch of {parent} at step 20\n" in said
+    output = capsys.readouterr().out
+    assert f"makes steps 21 to 25, as a branch of {parent} at step 20\n" in output
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--branch-at", "12"], "keeps no checkpoint of this step, expected one of the steps 5, 10, 15, 20, 25, 30, 35, 40"),
+        (["--branch-at", "12"], "has no checkpoint of this step, expected one of the steps 5, 10, 15, 20, 25, 30, 35, 40"),
         (["--branch-at", "20"], "--branch-at 20: the new run ends at step 20, expected --train-iters beyond 20"),
         (["--objective-schedule", "clm:10,mlm:10"], "step 11 trains mlm here and clm in"),
-        (["--objective-schedule", "mix(clm:1,mlm:1)"], "expected a schedule that agrees with it up to step 15"),
+        (["--objective-schedule", "mix(clm:1,mlm:1)"], "expected an --objective-schedule equal to it up to step 15"),
         (["--lr", "2e-3"], "the learning rate of step 1 is 0.00075 in"),
         (["--lr-warmup-iters", "0"], "expected its own up to step 15: --lr 0.003 --lr-warmup-iters 4 and a decay of at most 6"),
         (["--lr-wsd-decay-iters", "7"], "the learning rate of step 15 is 0.003 in"),
@@ -119,7 +119,7 @@ def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, 
         (["--bf16"], "bf16 is False there, True here"),
         (["--num-layers", "4"], "num_layers is 2 there, 4 here"),
         (["--split", "80,20,0"], "split is 90,10,0 there, 80,20,0 here"),
-        (["--skip-samples", "8"], "began at sample 0, and a branch reads on where it was"),
+        (["--skip-samples", "8"], "began at sample 0, expected the same for a branch"),
         (["--branch-at", "35", "--train-iters", "60", "--objective-schedule", "clm"], "has decayed there (its rate falls after"),
         (["--init-from", "x"], "found --init-from x too, expected one of them"),
     ],
@@ -134,18 +134,20 @@ def test_what_does_not_agree_is_named_in_one_line(change, words, small_corpus, p
 def test_a_decayed_checkpoint_is_refused_with_those_that_serve(small_corpus, parent, refusal):
     flags = [*small_corpus.flags, *PARENT, "--train-iters", "60", "--branch-from", parent, "--branch-at", "40"]
     assert (
-        "falls after step 31), and a branch goes on at the peak; expected one of the steps 5, 10, 15, 20, 25, 30, or"
+        "falls after step 31), and a branch continues at the peak; expected one of the steps 5, 10, 15, 20, 25, 30, or"
         in refusal(main, flags)
     )
 
 
 def test_a_run_that_cannot_be_branched_is_one_line(small_corpus, parent, tmp_path, refusal):
     flags = [*small_corpus.flags, *TWO_STAGES, "--save", tmp_path / "run"]
-    assert "no run there (run.json: No such file" in refusal(main, [*flags, "--branch-from", tmp_path, "--branch-at", "15"])
+    assert "not a run directory (run.json: No such file" in refusal(
+        main, [*flags, "--branch-from", tmp_path, "--branch-at", "15"]
+    )
     assert "--branch-at: missing, expected one of the steps 5, 10," in refusal(main, [*flags, "--branch-from", parent])
     assert "--branch-at 15: found no --branch-from" in refusal(main, [*flags, "--branch-at", "15"])
     itself = [*small_corpus.flags, *TWO_STAGES, "--branch-from", parent, "--branch-at", "15", "--save", parent]
-    assert "is --save as well" in refusal(main, itself)
+    assert "is also --save" in refusal(main, itself)
 
 
 def test_a_damaged_checkpoint_of_the_parent_is_named(small_corpus, parent, tmp_path, refusal):

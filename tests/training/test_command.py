@@ -159,7 +159,8 @@ def test_what_one_rank_alone_finds_is_printed_too(small_corpus, tmp_path):
         "from megaenc.data.indexed.corpus import Corpus\n"
         "if __name__ == '__main__':\n"
         "    if os.environ['RANK'] == '1':\n"
-        "        Corpus.read_spans = lambda self, *_: self._check_ids(self.document_lengths + 400, 'document 7', LocalInputError)\n"
+        "        Corpus.read_spans = lambda self, *_: "
+        "self._check_ids(self.document_lengths + 400, 'document 7', LocalInputError)\n"
         "    from megaenc.errors import LocalInputError\n"
         "    from megaenc.training.command import main\n"
         "    main()\n"
@@ -177,21 +178,23 @@ def test_workers_die_with_a_launcher_that_is_killed_at_the_start(small_corpus, t
         [*command, *small_corpus.flags, *runs.SHORT_RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        workers = wait_for(lambda: psutil.Process(launcher.pid).children(), lambda found: len(found) == 2)
+        workers = wait_for(lambda: psutil.Process(launcher.pid).children(), lambda children: len(children) == 2)
         time.sleep(1)  # into their imports
     finally:
         launcher.kill()
         launcher.wait()
-    wait_for(lambda: [worker for worker in workers if worker.is_running() and worker.status() != "zombie"], lambda left: not left)
+    wait_for(
+        lambda: [worker for worker in workers if worker.is_running() and worker.status() != "zombie"], lambda running: not running
+    )
 
 
 def wait_for(look, enough, seconds: float = 30):
     """Look until it is `enough`; returns what was seen."""
     until = time.monotonic() + seconds
-    while not enough(seen := look()):
-        assert time.monotonic() < until, seen
+    while not enough(value := look()):
+        assert time.monotonic() < until, value
         time.sleep(0.05)
-    return seen
+    return value
 
 
 def test_numbers_that_are_none_are_null_in_the_metrics(small_corpus, tmp_path):

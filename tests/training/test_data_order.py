@@ -35,9 +35,9 @@ def test_order_knows_nothing_of_length_and_batch(packing, blend):
     short = plan_of(*common, "--train-iters", "10", "--global-batch-size", "8", "--micro-batch-size", "2")
     long = plan_of(*common, "--train-iters", "4000", "--global-batch-size", "48", "--objective-schedule", "mlm")
     for sample in range(0, 600, 7):
-        here, there = short.packs[sample], long.packs[sample]
-        assert np.array_equal(here.tokens, there.tokens) and np.array_equal(here.edges, there.edges)
-        assert (here.sample, here.epoch) == (there.sample, there.epoch)
+        pack, other_pack = short.packs[sample], long.packs[sample]
+        assert np.array_equal(pack.tokens, other_pack.tokens) and np.array_equal(pack.edges, other_pack.edges)
+        assert (pack.sample, pack.epoch) == (other_pack.sample, other_pack.epoch)
     assert [short.first_sample(step) for step in (1, 2, 7)] == [0, 8, 48] and long.first_sample(2) == 48
 
 

@@ -43,13 +43,13 @@ def test_a_run_goes_on_with_the_other_optimizer(first, small_corpus, precision, 
     flags = [*small_corpus.flags, *RUN, precision, "--save", str(folder)]
     one, other = (SHARED, []) if first == "shared" else ([], SHARED)
     runs.script(runs.PRETRAIN, [*flags, *one, "--exit-interval", "5"], processes=2)
-    kept = shutil.copytree(folder, tmp_path / "kept")
+    copy = shutil.copytree(folder, tmp_path / "kept")
     runs.script(runs.PRETRAIN, [*flags, *other], processes=2)
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 13))
     runs.assert_same_curve(folder, references[first], tolerance=TOLERANCES[precision])
     if first == "shared" and precision == "--no-bf16":  # and in one process
-        main([*small_corpus.flags, *RUN, precision, "--save", str(kept)])
-        runs.assert_same_curve(kept, references[first], tolerance=1e-4)
+        main([*small_corpus.flags, *RUN, precision, "--save", str(copy)])
+        runs.assert_same_curve(copy, references[first], tolerance=1e-4)
 
 
 @pytest.mark.multiprocess
@@ -60,8 +60,8 @@ def test_a_stop_changes_nothing(small_corpus, precision, references, tmp_path):
         flags = [*small_corpus.flags, *RUN, precision, *SHARED, "--save", str(folder), "--exit-interval", "7"]
         runs.script(runs.PRETRAIN, flags, processes=2)
     for name in ("loss", "grad_norm"):
-        here, there = ([row[name] for row in runs.metrics(run)] for run in (folder, references["shared"]))
-        assert here == there, name
+        actual, expected = ([row[name] for row in runs.metrics(run)] for run in (folder, references["shared"]))
+        assert actual == expected, name
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ def test_corpora_and_how_often_they_are_read(small_corpus, capsys):
 def test_a_billion_steps_are_not_counted_one_by_one(schedule, printed):
     lines = printed("--train-iters", "1000000000", "--objective-schedule", schedule)
     for name, share in (("clm", 98), ("mlm", 40)):
-        found = [line for line in lines if line[0] == name][-1]
-        steps, _, _, percent = [word for word in found[1:] if word not in ("about", "%)")]
+        words = [line for line in lines if line[0] == name][-1]
+        steps, _, _, percent = [word for word in words[1:] if word not in ("about", "%)")]
         assert int(steps.replace(",", "")) == pytest.approx(5e8, rel=0.02)
         assert float(percent.strip("(")) == pytest.approx(share, abs=3)
 

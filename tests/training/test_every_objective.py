@@ -75,9 +75,9 @@ def test_tensor_and_pipeline_parallel_runs_are_those_of_one_process(small_corpus
     flags = [*small_corpus.flags, *RUN, *layout, "--save", str(tmp_path / "run")]
     runs.script(runs.PRETRAIN, flags, processes=4, packages=plugin)
     runs.assert_same_curve(tmp_path / "run", reference, tolerance=1e-5)
-    here, there = (runs.validations(folder)[-1]["objectives"] for folder in (tmp_path / "run", reference))
-    for objective in there:
-        assert here[objective]["loss"] == pytest.approx(there[objective]["loss"], rel=1e-5), objective
+    actual, expected = (runs.validations(folder)[-1]["objectives"] for folder in (tmp_path / "run", reference))
+    for objective in expected:
+        assert actual[objective]["loss"] == pytest.approx(expected[objective]["loss"], rel=1e-5), objective
 
 
 def test_a_run_stopped_inside_a_ramp_and_a_mixture_goes_on_bitwise(small_corpus, plugin, reference, tmp_path):

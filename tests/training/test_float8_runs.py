@@ -44,19 +44,19 @@ def losses(folder):
 
 def largest(folders, one, other):
     """The largest relative difference of the losses of the steps that both runs made."""
-    here, there = losses(folders[one]), losses(folders[other])
-    steps = min(len(here), len(there))
-    return float(np.abs(here[:steps] / there[:steps] - 1).max())
+    actual, expected = losses(folders[one]), losses(folders[other])
+    steps = min(len(actual), len(expected))
+    return float(np.abs(actual[:steps] / expected[:steps] - 1).max())
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
 def test_the_loss_falls_as_it_does_in_float32(fp8_format, folders):
-    found, reference = losses(folders[fp8_format]), losses(folders["float32"])
-    assert found[9] < 0.9 * found[0]
+    actual, reference = losses(folders[fp8_format]), losses(folders["float32"])
+    assert actual[9] < 0.9 * actual[0]
     assert 0 < largest(folders, fp8_format, "float32") < 0.005
-    assert found[9] == pytest.approx(reference[9], rel=0.002)
+    assert actual[9] == pytest.approx(reference[9], rel=0.002)
 
 
 @pytest.mark.slow
@@ -73,9 +73,9 @@ def test_layouts_begin_alike_and_stay_as_near_as_float32_does(layout, folders):
 
     Then numbers that lie between two of float8's go here to one and there to the other, and what follows from it grows.
     """
-    found, hybrid, exact = (runs.metrics(folders[name])[0] for name in (layout, "hybrid", "float32"))
+    actual, hybrid, exact = (runs.metrics(folders[name])[0] for name in (layout, "hybrid", "float32"))
     for name, share in (("loss", 0.05), ("grad_norm", 0.01)):
-        assert abs(found[name] / hybrid[name] - 1) < share * abs(exact[name] / hybrid[name] - 1), name
+        assert abs(actual[name] / hybrid[name] - 1) < share * abs(exact[name] / hybrid[name] - 1), name
     assert largest(folders, layout, "hybrid") <= 2 * largest(folders, "float32", "hybrid")
 
 
@@ -86,8 +86,8 @@ def test_a_sequence_that_is_shared_is_scaled_as_one(folders):
 
     What differs is the order in which the gradients of norms are added up.
     """
-    (shared, *_), (whole, *_) = runs.metrics(folders["TP2, SP"]), runs.metrics(folders["TP2"])
-    assert (shared["loss"], shared["grad_norm"]) == pytest.approx((whole["loss"], whole["grad_norm"]), rel=1e-6)
+    (shared, *_), (unshared, *_) = runs.metrics(folders["TP2, SP"]), runs.metrics(folders["TP2"])
+    assert (shared["loss"], shared["grad_norm"]) == pytest.approx((unshared["loss"], unshared["grad_norm"]), rel=1e-6)
     assert largest(folders, "TP2, SP", "TP2") < 1e-4
 
 

@@ -58,9 +58,9 @@ class Waits(TorchDispatchMode):
 class _CopiesToHost(TorchFunctionMode):
     """What on the host is no operation, for the tensor is there already."""
 
-    def __init__(self, found):
+    def __init__(self, copies):
         super().__init__()
-        self._found = found
+        self._found = copies
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         if function in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
@@ -156,8 +156,8 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
     parts = []
     for one, others, theirs in zip(queries, keys, values, strict=True):
         rows, columns = one.size(2), others.size(2)
-        seen = torch.ones(rows, columns, dtype=torch.bool)
-        mask = seen.tril(columns - rows) if window_size == (-1, 0) else seen
+        full_mask = torch.ones(rows, columns, dtype=torch.bool)
+        mask = full_mask.tril(columns - rows) if window_size == (-1, 0) else full_mask
         parts.append(F.scaled_dot_product_attention(one, others, theirs, attn_mask=mask, scale=scale, enable_gqa=True))
     return torch.cat([part[0].transpose(0, 1) for part in parts])
 

@@ -34,22 +34,22 @@ def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tm
     main([*flags, "--init-from", str(parent), "--save", str(tmp_path / "run")])
     assert f"from the weights of {parent} at step 12 with a new optimizer" in capsys.readouterr().out
 
-    given, build = runs.weights(parent, 12), engine.build_chunks
+    parent_weights, build = runs.weights(parent, 12), engine.build_model_chunks
 
     def build_with_given_weights(*arguments, **options):
         (encoder,) = chunks = build(*arguments, **options)
         with torch.no_grad():
             for name, parameter in encoder.named_parameters():
-                parameter.copy_(given[name])
+                parameter.copy_(parent_weights[name])
         return chunks
 
-    monkeypatch.setattr(engine, "build_chunks", build_with_given_weights)
+    monkeypatch.setattr(engine, "build_model_chunks", build_with_given_weights)
     main([*flags, "--save", str(tmp_path / "by hand")])
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "by hand")
     assert [row["learning_rate"] for row in runs.metrics(tmp_path / "run")] == [1e-3] * 5 + [5e-4]
     assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "by hand")
-    here, there = runs.weights(tmp_path / "run", 6), runs.weights(tmp_path / "by hand", 6)
-    assert all(torch.equal(here[name], there[name]) for name in there)
+    actual, expected = runs.weights(tmp_path / "run", 6), runs.weights(tmp_path / "by hand", 6)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.multiprocess
@@ -124,8 +124,8 @@ def test_resumed_without_the_parent_it_is_bitwise_the_same(small_corpus, parent,
     flags = [*small_corpus.flags, *CONTINUED, *start]
     main([*flags, "--save", str(tmp_path / "whole")])
     main([*flags, "--save", str(tmp_path / "run"), "--exit-interval", "4"])
-    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert (kept["init_from"], kept["init_at"], kept["skip_samples"]) == (str(away), 12, 96)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["init_from"], config["init_at"], config["skip_samples"]) == (str(away), 12, 96)
 
     save = ["--save", tmp_path / "run"]
     for change, words in (
@@ -183,13 +183,13 @@ def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--num-layers", "4"], "num_layers is 2 there, 4 here; its weights fit no other"),
+        (["--num-layers", "4"], "num_layers is 2 there, 4 here; its weights fit no other value"),
         (["--rotary-base", "5000"], "rotary_base is 10000.0 there, 5000.0 here"),
         (["--init-at", "7"], "--init-at 7: "),
-        (["--skip-samples", "parent", "--seed", "2"], "seed is 1 there, 2 here; so its samples are others"),
+        (["--skip-samples", "parent", "--seed", "2"], "seed is 1 there, 2 here; its samples are numbered differently"),
         (["--skip-samples", "parent", "--seq-length", "32"], "seq_length is 64 there, 32 here"),
         (["--skip-samples", "-1"], "--skip-samples: found -1, expected 0 or more"),
-        (["--init-from", "nowhere"], "--init-from nowhere: no run there"),
+        (["--init-from", "nowhere"], "--init-from nowhere: not a run directory"),
     ],
 )
 def test_what_does_not_fit_is_named_in_one_line(change, words, small_corpus, parent, tmp_path, refusal):

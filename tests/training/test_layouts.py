@@ -47,9 +47,9 @@ def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_
     assert len(runs.metrics(folder)) == 20
     runs.assert_same_curve(folder, reference, tolerance=1e-4)
     for objective in ("clm", "mlm"):
-        here, there = (runs.validations(run)[-1]["objectives"][objective] for run in (folder, reference))
-        assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
-        assert here["accuracy"] == there["accuracy"]
+        actual, expected = (runs.validations(run)[-1]["objectives"][objective] for run in (folder, reference))
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert actual["accuracy"] == expected["accuracy"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -60,18 +60,18 @@ def test_initial_weights_and_masks_are_identical(layout, small_corpus, starting_
     runs.script(runs.WORKERS / "starting_point.py", arguments, processes=processes)
 
     to_hf(folder, folder / "hf")
-    here, there = (load_file(run / "hf" / "model.safetensors") for run in (folder, starting_point))
-    assert here.keys() == there.keys()
-    for name in there:
-        np.testing.assert_array_equal(here[name], there[name], err_msg=name)
+    actual, expected_weights = (load_file(run / "hf" / "model.safetensors") for run in (folder, starting_point))
+    assert actual.keys() == expected_weights.keys()
+    for name in expected_weights:
+        np.testing.assert_array_equal(actual[name], expected_weights[name], err_msg=name)
 
     batches = sorted(folder.glob("batch_*.npz"))
     assert {batch.stem.split("_")[1] for batch in batches} == {b.stem.split("_")[1] for b in starting_point.glob("batch_*.npz")}
     for batch in batches:
         expected = np.load(starting_point / f"{batch.stem.split('_rank')[0]}_rank0.npz")
-        found = np.load(batch)
+        actual_batch = np.load(batch)
         for name in ("tokens", "positions", "predict_at", "labels"):
-            np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{batch.stem} {name}")
+            np.testing.assert_array_equal(actual_batch[name], expected[name], err_msg=f"{batch.stem} {name}")
 
 
 @pytest.mark.slow
@@ -79,6 +79,6 @@ def test_bf16_follows_float32(small_corpus, reference, tmp_path):
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16", "--tensor-model-parallel-size", "2", "--save", str(folder)]
     runs.script(runs.PRETRAIN, flags, processes=2)
-    here, there = (np.array([row["loss"] for row in runs.metrics(run)]) for run in (folder, reference))
-    np.testing.assert_allclose(here, there, rtol=2e-2)
-    assert np.abs(here / there - 1).max() > 1e-5, "bfloat16 was asked for and float32 was used"
+    actual, expected = (np.array([row["loss"] for row in runs.metrics(run)]) for run in (folder, reference))
+    np.testing.assert_allclose(actual, expected, rtol=2e-2)
+    assert np.abs(actual / expected - 1).max() > 1e-5, "bfloat16 was asked for and float32 was used"

@@ -13,7 +13,7 @@ from workers.bad_packs import spoil
 from megaenc.counter_rng import uniforms
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.command import main
-from megaenc.training.trainer import MIN_RECENT_LOSSES, MAX_RECENT_LOSSES, RecentLosses, compute_deviations
+from megaenc.training.trainer import MAX_RECENT_LOSSES, MIN_RECENT_LOSSES, RecentLosses, compute_deviations
 
 # Eight packs a step: step 40 reads packs 312 to 319.
 RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "48", "--objective-schedule", "clm", "--eval-interval", "20"]
@@ -37,8 +37,8 @@ def test_deviations_are_those_of_normal_noise_and_a_spike_does_not_hide_the_next
 
 def test_each_objective_has_its_own_losses_and_comes_back_anew():
     losses = RecentLosses()
-    found = [losses.add(step, "clm", 3.0 + 0.01 * (step % 7)) for step in range(1, 41)]
-    assert [step for step, number in enumerate(found, start=1) if number is None] == list(range(1, MIN_RECENT_LOSSES + 1))
+    deviations = [losses.add(step, "clm", 3.0 + 0.01 * (step % 7)) for step in range(1, 41)]
+    assert [step for step, number in enumerate(deviations, start=1) if number is None] == list(range(1, MIN_RECENT_LOSSES + 1))
     assert losses.add(41, "mlm", 9.0) is None and losses.add(42, "clm", 9.0) > 6
     assert losses.add(43, "clm", None) is None and losses.add(44, "clm", float("nan")) is None
     assert (
@@ -47,20 +47,20 @@ def test_each_objective_has_its_own_losses_and_comes_back_anew():
 
 
 def test_what_is_saved_is_all_there_is_and_stays_small():
-    whole, values = RecentLosses(), noise(400)
-    found = [whole.add(step, "clm", value) for step, value in enumerate(values, start=1)]
+    losses, values = RecentLosses(), noise(400)
+    deviations = [losses.add(step, "clm", value) for step, value in enumerate(values, start=1)]
     first = RecentLosses()
     for step in range(1, 301):
         first.add(step, "clm", values[step - 1])
     assert len(first.state["clm"]["losses"]) == MAX_RECENT_LOSSES
     second = RecentLosses(json.loads(json.dumps(first.state)))
-    assert [second.add(step, "clm", values[step - 1]) for step in range(301, 401)] == found[300:]
+    assert [second.add(step, "clm", values[step - 1]) for step in range(301, 401)] == deviations[300:]
 
 
-def assert_same_run(here, there):
-    assert runs.curve(here) == runs.curve(there)
-    assert runs.validations(here) == runs.validations(there)
-    runs.assert_same_weights(here, there, 48)
+def assert_same_run(run, reference):
+    assert runs.curve(run) == runs.curve(reference)
+    assert runs.validations(run) == runs.validations(reference)
+    runs.assert_same_weights(run, reference, 48)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,11 @@ def rewound(small_corpus, tmp_path_factory):
 
 
 def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
-    folder, said = rewound
+    folder, output = rewound
     assert_same_run(folder, without)
-    [line] = [line for line in said.splitlines() if line.startswith("step 40: ")]
+    [line] = [line for line in output.splitlines() if line.startswith("step 40: ")]
     assert "is a spike, " in line and line.endswith(" deviations above the recent ones; rewind 1 of 1")
-    assert "resuming after step 35" in said and "; 24 packs left out: 296-319" in said
+    assert "resuming after step 35" in output and "; 24 packs left out: 296-319" in output
     facts = json.loads((folder / "run.json").read_text())
     assert facts["skip_packs"] == facts["rewinds"] == ["296-319"]
     assert "skip_packs:\n- 296-319\n" in (folder / "config.yaml").read_text()
@@ -96,8 +96,8 @@ def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
 
 def test_boards_show_the_run_as_it_was_made_in_the_end(rewound):
     folder, _ = rewound
-    _, shown = tensorboard_shows(folder / "events")
-    assert shown == numbers(folder)
+    _, logged = tensorboard_shows(folder / "events")
+    assert logged == numbers(folder)
     (_, _, before), (_, _, after) = wandb_records(folder)
     assert [row["step"] for row in before if "train/loss" in row][-1] == 40
     assert [row["step"] for row in after if "train/loss" in row] == list(range(36, 49))
@@ -114,8 +114,8 @@ def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_
     checkpoints = CheckpointLoader(folder / "checkpoints")
     assert checkpoints.tracked_step() == 39 and runs.metrics(folder)[-1]["step"] == 40
     monkeypatch.delenv("KILLED")
-    said = runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)]).stdout
-    assert "resuming after step 36" in said and "25 packs left out: 296-319 900" in said
+    output = runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)]).stdout
+    assert "resuming after step 36" in output and "25 packs left out: 296-319 900" in output
     assert_same_run(folder, without)
     assert json.loads((folder / "run.json").read_text())["rewinds"] == ["296-319"]
 
@@ -132,7 +132,7 @@ def test_a_step_that_a_rewind_made_void_cannot_be_branched(small_corpus, rewound
     facts = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(facts | {"skip_packs": ["200", "296-319"]}))
     start = ["--branch-from", folder, "--branch-at", "35", "--save", tmp_path / "run"]
-    assert "has gone back since and left packs out that this step read" in refusal(main, [*small_corpus.flags, *RUN, *start])
+    assert "has since rewound and skipped packs that this step read" in refusal(main, [*small_corpus.flags, *RUN, *start])
 
 
 def test_without_a_checkpoint_it_begins_again(small_corpus, without, tmp_path, monkeypatch):

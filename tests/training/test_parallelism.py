@@ -40,10 +40,10 @@ def assert_same_run(folder: Path, reference: Path, tolerance: float = 1e-5) -> N
     """Every step, and both validations of the last one."""
     assert len(runs.metrics(folder)) == 12
     runs.assert_same_curve(folder, reference, tolerance)
-    here, there = (runs.validations(run)[-1]["objectives"] for run in (folder, reference))
-    for objective in there:
-        assert here[objective]["loss"] == pytest.approx(there[objective]["loss"], rel=tolerance)
-        assert here[objective]["accuracy"] == there[objective]["accuracy"]
+    actual, expected = (runs.validations(run)[-1]["objectives"] for run in (folder, reference))
+    for objective in expected:
+        assert actual[objective]["loss"] == pytest.approx(expected[objective]["loss"], rel=tolerance)
+        assert actual[objective]["accuracy"] == expected[objective]["accuracy"]
 
 
 @pytest.mark.slow
@@ -61,8 +61,8 @@ def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_
 def test_eight_processes_with_everything_at_once(small_corpus, reference, tmp_path):
     """TP2 x PP2 (interleaved) x DP2, sequence parallel, with the distributed optimizer and recomputation."""
     folder = tmp_path / "run"
-    said = runs.script(runs.PRETRAIN, [*small_corpus.flags, *RUN, *EVERYTHING, "--save", str(folder)], processes=8)
-    assert "TP 2, PP 2 (layers 1 + 1 | 1 + 1), DP 2, SP" in said.stdout
+    result = runs.script(runs.PRETRAIN, [*small_corpus.flags, *RUN, *EVERYTHING, "--save", str(folder)], processes=8)
+    assert "TP 2, PP 2 (layers 1 + 1 | 1 + 1), DP 2, SP" in result.stdout
     assert_same_run(folder, reference)
 
 
@@ -74,8 +74,8 @@ def test_bf16_follows_float32_over_interleaved_stages_and_a_stop(small_corpus, r
     two = [*command, *INTERLEAVED, "--use-distributed-optimizer"]
     runs.script(runs.PRETRAIN, two, processes=2, fresh=True)  # by torchrun: each rank has an order of its own for sets
     main(command)
-    here, there = ([row["loss"] for row in runs.metrics(folder)] for folder in (tmp_path / "run", reference))
-    np.testing.assert_allclose(here, there, rtol=1e-2)
+    actual, expected = ([row["loss"] for row in runs.metrics(folder)] for folder in (tmp_path / "run", reference))
+    np.testing.assert_allclose(actual, expected, rtol=1e-2)
 
 
 @pytest.mark.multiprocess
@@ -99,22 +99,22 @@ def test_a_run_goes_on_in_any_split(small_corpus, reference, tmp_path):
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *RUN, "--save", str(folder), "--exit-interval", "4"]
     runs.script(runs.PRETRAIN, [*flags, *INTERLEAVED], processes=2)
-    said = runs.script(runs.PRETRAIN, [*flags, PP, "3"], processes=3).stdout
-    assert "PP 3 (layers 1 | 2 | 1)" in said and "resuming after step 4" in said
+    output = runs.script(runs.PRETRAIN, [*flags, PP, "3"], processes=3).stdout
+    assert "PP 3 (layers 1 | 2 | 1)" in output and "resuming after step 4" in output
     main(flags)
     assert_same_run(folder, reference)
     for run in (folder, reference):
         to_hf(run, tmp_path / f"{run.parent.name}_hf")
-    here, there = (load_file(tmp_path / f"{run.parent.name}_hf" / "model.safetensors") for run in (folder, reference))
-    for name in there:
-        np.testing.assert_allclose(here[name], there[name], atol=1e-5, err_msg=name)
+    actual, expected = (load_file(tmp_path / f"{run.parent.name}_hf" / "model.safetensors") for run in (folder, reference))
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(
     ("processes", "flags", "complaint"),
     [
         (2, [*INTERLEAVED, "--global-batch-size", "6"], "which is 3 micro-batches for each data-parallel rank; interleaved"),
-        (2, [PP, "2", "--num-layers-per-virtual-pipeline-stage", "3"], "4 layers on 2 stages are not two or more turns of 3"),
+        (2, [PP, "2", "--num-layers-per-virtual-pipeline-stage", "3"], "4 layers on 2 stages are not two or more chunks of 3"),
         (1, ["--num-layers-per-virtual-pipeline-stage", "0"], "--num-layers-per-virtual-pipeline-stage: found 0"),
         (2, [PP, "2", "--recompute-granularity", "full", "--recompute-num-layers", "2",
              "--pipeline-model-parallel-layout", "Ettt|tL"], "found 2, expected a divisor of the 3 layers of a stage"),

@@ -12,15 +12,15 @@ from megaenc.training.micro_batches import DEPTH, Prefetcher
 
 
 def test_results_come_in_order_and_the_next_are_begun():
-    made = []
-    ahead = Prefetcher(lambda key: made.append(key) or 10 * key)
+    built_keys = []
+    ahead = Prefetcher(lambda key: built_keys.append(key) or 10 * key)
     assert list(ahead.iterate([1, 2, 3], following=[4, 5, 6, 7])) == [10, 20, 30]
     deadline = time.monotonic() + 10
-    while len(made) < 3 + DEPTH and time.monotonic() < deadline:
+    while len(built_keys) < 3 + DEPTH and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert made == [1, 2, 3, 4, 5]  # two ahead, and no further
+    assert built_keys == [1, 2, 3, 4, 5]  # two ahead, and no further
     assert list(ahead.iterate([4, 5, 6], following=[])) == [40, 50, 60]
-    assert made == [1, 2, 3, 4, 5, 6]  # none twice
+    assert built_keys == [1, 2, 3, 4, 5, 6]  # none twice
 
 
 def test_a_wrong_guess_is_forgotten():
@@ -32,11 +32,11 @@ def test_a_wrong_guess_is_forgotten():
 
 
 def test_they_are_made_while_others_are_used():
-    begun = threading.Event()
-    ahead = Prefetcher(lambda key: begun.set() if key == 2 else key)
+    second_started = threading.Event()
+    ahead = Prefetcher(lambda key: second_started.set() if key == 2 else key)
     results = ahead.iterate([1, 2])
     assert next(results) == 1
-    assert begun.wait(10)  # though nobody has asked for the second
+    assert second_started.wait(10)  # though nobody has asked for the second
 
 
 def test_an_error_arrives_in_its_place():

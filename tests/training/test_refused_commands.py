@@ -44,7 +44,7 @@ def copy(saved_run, tmp_path):
 
 def test_a_folder_of_something_else(refused, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    assert "holds notes.txt and no run.json" in refused("--save", tmp_path)
+    assert "not a run directory: holds notes.txt but no run.json" in refused("--save", tmp_path)
     assert "expected a writable directory" in refused("--save", tmp_path / "notes.txt" / "run")
 
 

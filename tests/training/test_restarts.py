@@ -38,12 +38,12 @@ def undisturbed(small_corpus, tmp_path_factory):
 def assert_as_if_nothing_had_happened(folder, undisturbed):
     """Every step once with the same numbers, the same weights and optimizer bit by bit, and nobody left."""
     names = ("step", "loss", "accuracy", "grad_norm", "learning_rate", "tokens", "predicted_tokens", "flops")
-    here, there = ([[row[name] for name in names] for row in runs.metrics(run)] for run in (folder, undisturbed))
-    assert here == there
+    actual, expected = ([[row[name] for name in names] for row in runs.metrics(run)] for run in (folder, undisturbed))
+    assert actual == expected
     assert runs.validations(folder) == runs.validations(undisturbed)
-    here, there = (tensors(run, 20) for run in (folder, undisturbed))
-    assert len(here) == 2
-    assert here == there
+    actual, expected = (tensors(run, 20) for run in (folder, undisturbed))
+    assert len(actual) == 2
+    assert actual == expected
     assert not [path for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")]
     assert_nobody_works_in(folder)
 
@@ -56,8 +56,8 @@ def tensors(folder, step):
 
 def assert_nobody_works_in(folder):
     deadline = time.monotonic() + 10  # what dies with its launcher may be on its way
-    while left := [line for line in map(command_line, psutil.process_iter()) if str(folder) in line]:
-        assert time.monotonic() < deadline, left
+    while running := [line for line in map(command_line, psutil.process_iter()) if str(folder) in line]:
+        assert time.monotonic() < deadline, running
         time.sleep(0.1)
 
 
@@ -83,16 +83,16 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, u
 @pytest.mark.slow
 def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus, tmp_path):
     folder = tmp_path / "run"
-    given = flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01")
+    run_flags = flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01")
     command = [*TORCHRUN, "--standalone", "--max-restarts", "2", "--nproc-per-node"]
-    result = runs.run([*command, "2", str(runs.PRETRAIN), *given], expect=1)
+    result = runs.run([*command, "2", str(runs.PRETRAIN), *run_flags], expect=1)
     assert result.stdout.count("stopped by --exit-duration-in-mins") == 1
     assert "going on after" not in result.stdout
     assert result.stderr.count("failed (exitcode: 75)") == 3  # the run, and two that leave at once
     step = runs.metrics(folder)[-1]["step"]
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, step + 1))
 
-    another = runs.run([*command, "1", str(runs.PRETRAIN), *given], expect=1)
+    another = runs.run([*command, "1", str(runs.PRETRAIN), *run_flags], expect=1)
     assert f"resuming after step {step}" in another.stdout
     assert runs.metrics(folder)[-1]["step"] > step
 
@@ -114,14 +114,14 @@ def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
     with pytest.raises(InputError, match="another process is training in this directory"):
         RunLock(tmp_path, patience=0.2)
     threading.Timer(0.5, os.close, [held]).start()
-    RunLock(tmp_path, patience=20).close()
+    RunLock(tmp_path, patience=20).release()
 
 
 class Nodes:
     """Agents of torchrun that make up one run on two nodes, with one process each; killed at the end, whatever happens."""
 
-    def __init__(self, folder, given):
-        self.folder, self.given, self.agents = folder, given, {}
+    def __init__(self, folder, run_flags):
+        self.folder, self.given, self.agents = folder, run_flags, {}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]

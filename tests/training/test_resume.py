@@ -96,7 +96,7 @@ def test_another_run_is_refused_by_field(change, named, small_corpus, stopped_ru
 def test_folder_of_something_else_is_refused_and_left_alone(small_corpus, tmp_path, refusal):
     (tmp_path / "config.yaml").write_text("mine: 1\n")
     line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--save", tmp_path])
-    assert "holds config.yaml and no run.json" in line
+    assert "not a run directory: holds config.yaml but no run.json" in line
     assert (tmp_path / "config.yaml").read_text() == "mine: 1\n"
 
 

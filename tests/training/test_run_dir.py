@@ -55,7 +55,7 @@ def test_an_odd_row_is_refused_but_at_the_end_where_a_kill_may_have_left_it(odd,
     folder, file = opened(tmp_path), tmp_path / METRICS_FILE
     file.write_bytes(b'{"step": 1}\n' + odd + b'\n{"step": 3}\n')
     before = file.read_bytes()
-    with pytest.raises(LocalInputError, match=r"metrics\.jsonl: line 2: found b'.*expected an object with a `step`") as error:
+    with pytest.raises(LocalInputError, match=r"metrics\.jsonl: line 2: found b'.*expected a JSON object with a `step`") as error:
         folder.drop_rows_after(3)
     assert len(str(error.value)) < 500 and file.read_bytes() == before
     folder.drop_rows_after(2)
@@ -88,7 +88,7 @@ def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
     """As by a command that was refused: the file that it has locked is no longer the lock."""
     first = RunLock(tmp_path / "a" / "b")
-    threading.Timer(0.3, lambda: (first.remove_created(), first.close())).start()
+    threading.Timer(0.3, lambda: (first.remove_created(), first.release())).start()
     second = RunLock(tmp_path / "a" / "b", patience=20)
     second.check()
     with pytest.raises(InputError, match="another process is training in this directory"):
@@ -107,6 +107,6 @@ def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(t
 
 def test_a_file_system_whose_inode_numbers_change_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(RunLock, "is_held", lambda *_: False)
-    with pytest.raises(InputError, match=r"cannot be locked \(its inode number changes"):
+    with pytest.raises(InputError, match=r"cannot be locked \(its inode number keeps changing"):
         RunLock(tmp_path / "new" / "run")
     assert list(tmp_path.iterdir()) == []

@@ -50,8 +50,8 @@ def test_a_comparison_at_the_length_of_the_study_does_not_look_at_each_step_anew
         ((f"mix(clm:1,{ramp}:3):1.0", 42_000), (f"mix(clm:1,{ramp}:3):42000", 42_000), 40_000),
         (("2100x(clm:10,mlm:10)", 42_000), ("1000x(clm:10,mlm:10),mlm:2000", 22_000), 20_000),
     ):
-        found, calls = counted(difference, one, other, last)
-        assert found is None and calls < 20 * last
+        step, calls = counted(difference, one, other, last)
+        assert step is None and calls < 20 * last
 
 
 def test_a_start_is_read_back_and_says_nothing_where_there_is_nothing():

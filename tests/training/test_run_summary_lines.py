@@ -8,14 +8,14 @@ import torch
 
 
 @pytest.mark.parametrize(
-    ("machine", "used", "said"),
+    ("machine", "used", "text"),
     [
         ("cuda", {"norm": True, "rotary": False, "loss": True}, "attention by flash; fused kernels: norm, loss)"),
         ("rocm", {"norm": False, "rotary": False}, "attention by flash; fused kernels: none)"),
         ("cpu", {"norm": False, "rotary": False}, "attention by flash)"),  # where there are none
     ],
 )
-def test_fused_kernels_are_named_where_there_is_an_accelerator(machine, used, said, small_corpus, one_process, monkeypatch):
+def test_fused_kernels_are_named_where_there_is_an_accelerator(machine, used, text, small_corpus, one_process, monkeypatch):
     from megaenc.backend import KernelConfig
     from megaenc.training.config import parse_config
     from megaenc.training.dry_run import format_run_header
@@ -25,4 +25,4 @@ def test_fused_kernels_are_named_where_there_is_an_accelerator(machine, used, sa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: machine)
     backend = replace(one_process, name=machine)
     first = format_run_header(plan, backend, KernelConfig(attention_backend="flash"), used, resumed=0).splitlines()[0]
-    assert said in first
+    assert text in first

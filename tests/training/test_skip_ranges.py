@@ -92,8 +92,8 @@ def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, w
     assert "skip_packs is 37 there, 36-37 here; expected the same up to" in refusal(main, [*flags, "--skip-packs", "36-37"])
     assert "skip_packs is 37 there, 80-83 here" in refusal(main, [*flags, "--skip-packs", "80-83"])
     main([*flags, "--skip-packs", "80-83", "37"])
-    said = capfd.readouterr().out
-    assert "resuming after step 6" in said and "; 5 packs left out: 37 80-83" in said
+    output = capfd.readouterr().out
+    assert "resuming after step 6" in output and "; 5 packs left out: 37 80-83" in output
     assert runs.curve(tmp_path / "run") == runs.curve(without)
     runs.assert_same_weights(tmp_path / "run", without, 12)
 

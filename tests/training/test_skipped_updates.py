@@ -20,9 +20,9 @@ def tensors(folder, step) -> dict[str, torch.Tensor]:
     from megatron.core import dist_checkpointing
 
     path = str(folder / "checkpoints" / f"iter_{step:07d}")
-    found = dist_checkpointing.load_plain_tensors(path)
-    found = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    return found | {"updates": torch.tensor(_updates(dist_checkpointing.load_common_state_dict(path)))}
+    state = dist_checkpointing.load_plain_tensors(path)
+    state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return state | {"updates": torch.tensor(_updates(dist_checkpointing.load_common_state_dict(path)))}
 
 
 def _updates(node) -> list[int]:
@@ -55,13 +55,13 @@ def run_with(packs, flags, folder, processes, **how) -> subprocess.CompletedProc
     return runs.script(runs.WORKERS / "bad_packs.py", arguments, processes=processes, **how)
 
 
-@pytest.mark.parametrize(("precision", "what"), [("--no-bf16", "loss"), ("--bf16", "gradient")])
-def test_nothing_changes_and_the_pack_is_named(precision, what, small_corpus, tmp_path, monkeypatch, capsys):
-    spoil({37: what}, monkeypatch.setattr)
+@pytest.mark.parametrize(("precision", "quantity"), [("--no-bf16", "loss"), ("--bf16", "gradient")])
+def test_nothing_changes_and_the_pack_is_named(precision, quantity, small_corpus, tmp_path, monkeypatch, capsys):
+    spoil({37: quantity}, monkeypatch.setattr)
     main([*small_corpus.flags, *RUN, precision, "--save", str(tmp_path / "run")])
     assert_step_5_was_left_out(tmp_path / "run")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 5: ")]
-    assert line.startswith(f"step 5: {what} is NaN or infinite, from pack 37 of {small_corpus.prefix} on rank 0 (")
+    assert line.startswith(f"step 5: {quantity} is NaN or infinite, from pack 37 of {small_corpus.prefix} on rank 0 (")
     assert line.endswith("); step skipped, 1 so far")
 
 
@@ -83,9 +83,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_the_ranks_that_read_it_are_named(layout, small_corpus, tmp_path):
     processes, flags, ranks = LAYOUTS[layout]
-    said = run_with({37: "loss"}, [*small_corpus.flags, *RUN, *flags], tmp_path / "run", processes).stdout
+    output = run_with({37: "loss"}, [*small_corpus.flags, *RUN, *flags], tmp_path / "run", processes).stdout
     assert_step_5_was_left_out(tmp_path / "run")
-    [line] = [line for line in said.splitlines() if line.startswith("step 5: ")]
+    [line] = [line for line in output.splitlines() if line.startswith("step 5: ")]
     assert f"from pack 37 of {small_corpus.prefix} on {ranks} (" in line
 
 
@@ -109,11 +109,13 @@ def test_what_no_pack_gives_alone_points_to_the_hardware(small_corpus, monkeypat
         monkeypatch.undo()
         return before(*arguments)
 
-    before = nonfinite.find_nonfinite_packs
-    monkeypatch.setattr(nonfinite, "find_nonfinite_packs", healed)
+    before = nonfinite.diagnose_nonfinite_step
+    monkeypatch.setattr(nonfinite, "diagnose_nonfinite_step", healed)
     flags = [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"]
     line = refusal(main, flags)
-    assert "from none of its 8 packs when each is run separately, which points to the hardware; in the step itself the loss" in line
+    assert (
+        "from none of its 8 packs when each is run separately, which points to the hardware; in the step itself the loss" in line
+    )
     assert "of rank 0 (" in line and "allows 0; give the same command again, on other machines" in line
 
 
@@ -131,16 +133,16 @@ def test_a_gradient_alone_is_never_reduced(small_corpus, one_process, monkeypatc
 
     engine = Engine(build_plan(parse_config([*small_corpus.flags, *RUN, "--no-bf16"], "test")), one_process)
     groups = [group for chunk in engine.chunks for group in chunk.bucket_groups]
-    seen, sums, finalize = [], engine._run_micro_batches, engine.config.finalize_model_grads_func
+    sync_states, sums, finalize = [], engine._run_micro_batches, engine.config.finalize_model_grads_func
 
     def watched(*arguments, **named):
-        seen.append(([group.is_last_microbatch for group in groups], engine.config.finalize_model_grads_func))
+        sync_states.append(([group.is_last_microbatch for group in groups], engine.config.finalize_model_grads_func))
         return sums(*arguments, **named)
 
     monkeypatch.setattr(engine, "_run_micro_batches", watched)
     with engine.no_grad_reduction():
-        alone = [engine.local_grad_norm([sample], engine.plan.schedule.objective(1)) for sample in (0, 1, 0)]
-    assert seen == [([False] * len(groups), None)] * 3
-    assert alone[0] == alone[2] != alone[1] and min(min(alone)) > 0
+        results = [engine.local_loss_and_grad_norm([sample], engine.plan.schedule.objective(1)) for sample in (0, 1, 0)]
+    assert sync_states == [([False] * len(groups), None)] * 3
+    assert results[0] == results[2] != results[1] and min(min(results)) > 0
     assert engine.config.finalize_model_grads_func is finalize and all(group.is_last_microbatch for group in groups)
     assert engine.train_step(1).made

@@ -35,14 +35,14 @@ def folder_of(small_corpus, tmp_path_factory):
 
     root = tmp_path_factory.mktemp("starts")
 
-    def folder(what: str, layout: str, precision: str) -> Path:
-        return root / f"{what}_{layout}{precision}"
+    def folder(kind: str, layout: str, precision: str) -> Path:
+        return root / f"{kind}_{layout}{precision}"
 
-    def job(what: str, layout: str, precision: str, flags: list[str], **more) -> Job:
+    def job(kind: str, layout: str, precision: str, flags: list[str], **more) -> Job:
         flags = [*small_corpus.flags, *flags, *LAYOUTS[layout], precision]
-        return Job(folder(what, layout, precision), flags, processes=2, **more)
+        return Job(folder(kind, layout, precision), flags, processes=2, **more)
 
-    jobs = [job(what, *way, flags) for way in WAYS for what, flags in (("parent", PARENT), ("whole", TWO_STAGES))]
+    jobs = [job(kind, *way, flags) for way in WAYS for kind, flags in (("parent", PARENT), ("whole", TWO_STAGES))]
     runs.in_turn(jobs, root)
     jobs = []
     for way in WAYS:
@@ -66,21 +66,21 @@ def shards(folder: Path, step: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(("layout", "precision"), WAYS)
 def test_a_branch_is_bitwise_the_run_from_the_beginning(layout, precision, folder_of):
-    branch, whole = (folder_of(what, layout, precision) for what in ("branch", "whole"))
+    branch, reference = (folder_of(kind, layout, precision) for kind in ("branch", "whole"))
     assert [row["step"] for row in runs.metrics(branch)] == [9, 10, 11]
-    assert runs.curve(branch) == runs.curve(whole, after=8)
-    assert shards(branch, 11) == shards(whole, 11) != {}
+    assert runs.curve(branch) == runs.curve(reference, after=8)
+    assert shards(branch, 11) == shards(reference, 11) != {}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_off_a_parent_in_the_other_layout_it_is_the_same_up_to_rounding(layout, folder_of):
-    branch, whole = (folder_of(what, layout, "--no-bf16") for what in ("branch of the other", "whole"))
+    branch, reference = (folder_of(kind, layout, "--no-bf16") for kind in ("branch of the other", "whole"))
     for name in ("loss", "grad_norm"):
-        assert runs.largest_difference(name, branch, whole, after=8) < 1e-5
+        assert runs.largest_difference(name, branch, reference, after=8) < 1e-5
 
 
 @pytest.mark.parametrize(("layout", "precision"), WAYS)
 def test_with_a_parents_weights_it_is_a_new_run_given_those_weights(layout, precision, folder_of):
-    initialised, by_hand = (folder_of(what, layout, precision) for what in ("initialised", "by hand"))
+    initialised, by_hand = (folder_of(kind, layout, precision) for kind in ("initialised", "by hand"))
     assert runs.curve(initialised) == runs.curve(by_hand)
     assert shards(initialised, 4) == shards(by_hand, 4) != {}

@@ -11,8 +11,8 @@ def test_every_model_of_the_study_out_of_one_run(small_corpus, tmp_path):
     first = ["--train-iters", 42, "--lr-warmup-iters", 2, "--lr-wsd-decay-iters", 2, "--save-interval", 10, "--eval-interval", 0]
 
     def pretrain(save, *flags, config=None):
-        given = ["--config", tmp_path / config / "config.yaml"] if config else [*small_corpus.flags, *shape, *first]
-        main([str(flag) for flag in (*given, *flags, "--save", tmp_path / save)])
+        base_flags = ["--config", tmp_path / config / "config.yaml"] if config else [*small_corpus.flags, *shape, *first]
+        main([str(flag) for flag in (*base_flags, *flags, "--save", tmp_path / save)])
         return runs.metrics(tmp_path / save)
 
     def branch_of(run, at):

@@ -17,8 +17,8 @@ IN_USE = "another process is training in this directory; wait for it or choose a
 def test_one_of_those_that_come_at_once_has_the_folder(small_corpus, tmp_path):
     """Twenty races of four processes: into new folders and into those of a run."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run")]
-    said = runs.script(runs.WORKERS / "race_for_folder.py", [str(PROCESSES), str(RACES), *flags]).stdout
-    races = [json.loads(line) for line in said.splitlines()]
+    output = runs.script(runs.WORKERS / "race_for_folder.py", [str(PROCESSES), str(RACES), *flags]).stdout
+    races = [json.loads(line) for line in output.splitlines()]
     assert len(races) == RACES
     for answers in races:
         assert answers.count(None) == 1, answers

@@ -52,9 +52,9 @@ def test_runs_that_share_nothing_but_the_data_are_asked_the_same(small_corpus, t
     before = [runs.validations(tmp_path / name)[0] for name in ("one", "other")]
     after = [runs.validations(tmp_path / name)[-1] for name in ("one", "other")]
     for objective in ("clm", "mlm"):
-        here, there = (row["objectives"][objective] for row in before)
-        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
-        assert here["most_frequent"] == there["most_frequent"]
+        actual, expected = (row["objectives"][objective] for row in before)
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert actual["most_frequent"] == expected["most_frequent"]
         assert after[0]["objectives"][objective]["loss"] != after[1]["objectives"][objective]["loss"]
     assert len({row["held_out"] for row in (*before, *after)}) == 1  # the same text, and it says so
     for row in (*before, *after):

@@ -50,7 +50,9 @@ def test_an_objective_that_a_run_lacks_is_named(runs):
     write_rows(runs[1] / "validation.jsonl", rows)
     picture, shown = plot.draw_comparison(curves(runs), "step")
     assert len(picture.axes) == 1
-    assert shown == ("the held-out losses of 2 runs under mlm(mask=0.3); left out, as a run lacks it: clm (short), mntp (long)")
+    assert shown == (
+        "the held-out losses of 2 runs under mlm(mask=0.3); left out, as some runs lack it: clm (short), mntp (long)"
+    )
 
 
 def test_no_objective_in_common_is_one_line(runs, refusal, tmp_path):
@@ -72,7 +74,7 @@ def test_a_validation_without_a_target_has_no_point(runs):
 def test_a_run_without_validation_is_one_line(runs, refusal, tmp_path):
     (runs[1] / "validation.jsonl").unlink()
     line = refusal(plot.main, [*runs, "--output", tmp_path / "runs.png"])
-    assert f"{runs[1]}: holds no validation" in line
+    assert f"{runs[1]}: contains no validation" in line
 
 
 def test_five_objectives_are_two_rows_without_an_empty_frame(runs):

@@ -169,7 +169,7 @@ def test_a_run_without_validation_has_a_picture(tmp_path):
     ("text", "words"),
     [
         (None, "metrics.jsonl: no such file"),
-        ("", "holds no step yet"),
+        ("", "contains no step yet"),
         ("nonsense\n", "metrics.jsonl:1: not JSON"),
         ("[]\n", "metrics.jsonl:1: no field `step`"),
         ('{"step": 1, "loss": 1}\n', "metrics.jsonl:1: no field `objective`"),

@@ -145,7 +145,7 @@ def test_a_validation_that_diverged_has_no_point(loss, tmp_path, commands):
     for command in ("plot", "compare", "summary"):
         main, flags = commands[command]
         main([str(flag) for flag in flags])
-    assert [one.objective for one in run_summary.summarise(run).learnt] == ["mlm(mask=0.3)"]
+    assert [one.objective for one in run_summary.summarise(run).gains] == ["mlm(mask=0.3)"]
 
 
 @pytest.mark.parametrize("loss", ["1e99", "-1e99", "1e-320"])

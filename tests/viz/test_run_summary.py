@@ -13,7 +13,7 @@ def test_before_and_after_beside_the_most_frequent_token(tmp_path):
     found = run_summary.summarise(write_run(tmp_path / "run"))
     assert (found.first_validation, found.last_validation, found.step, found.train_iters) == (0, 40, 40, 40)
     assert (found.parameters, found.tokens, found.seconds) == (7_340_000, 40_000, 80.0)
-    clm, mlm = found.learnt
+    clm, mlm = found.gains
     assert (clm.objective, mlm.objective) == ("clm", "mlm(mask=0.3)")
     assert mlm.loss == pytest.approx((9, 5.4)) and mlm.accuracy == pytest.approx((0, 0.32))
     assert mlm.times_most_frequent == pytest.approx(6.4)
@@ -52,14 +52,14 @@ def test_held_out_text_without_a_target_is_left_out(tmp_path):
     for row in rows:
         row["objectives"]["clm"] = {"loss": None, "accuracy": None, "most_frequent": None}
     write_rows(run / "validation.jsonl", rows)
-    assert [one.objective for one in run_summary.summarise(run).learnt] == ["mlm(mask=0.3)"]
+    assert [one.objective for one in run_summary.summarise(run).gains] == ["mlm(mask=0.3)"]
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 0, "tokens": 0, "objectives": {}}]])
 def test_a_run_without_validation_is_one_line(tmp_path, refusal, rows):
     run = write_run(tmp_path / "run")
     write_rows(run / "validation.jsonl", rows)
-    assert "holds no validation" in refusal(run_summary.main, [run])
+    assert "contains no validation" in refusal(run_summary.main, [run])
 
 
 def test_a_folder_without_facts_is_one_line(tmp_path, refusal):

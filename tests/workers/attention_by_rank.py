@@ -14,14 +14,14 @@ if __name__ == "__main__":
     from megaenc.objectives import Attention
     from megaenc.training.command import main
 
-    dot_product, really_lacking = backends.compute_attention, backends.missing_requirement
+    real_attention, real_requirement = backends.compute_attention, backends.missing_requirement
 
-    def attend_by(name, q, k, v, packing, scale=None):
-        """Of which `flash` and `varlen` are stand-ins."""
+    def compute_attention(name, q, k, v, packing, scale=None):
+        """Compute every backend as `sdpa`, `flash` without masks on the last rank."""
         if name == "flash" and get_rank() == get_world_size() - 1:
-            packing = type(packing).of(packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device)
-        return dot_product("sdpa", q, k, v, packing, scale)
+            packing = type(packing).from_edges(packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device)
+        return real_attention("sdpa", q, k, v, packing, scale)
 
-    layer_spec.attend_by = selftest.attend_by = attend_by
-    selftest.lacking = lambda name, *others: "" if name in ("flash", "varlen") else really_lacking(name, *others)
+    layer_spec.compute_attention = selftest.compute_attention = compute_attention
+    selftest.missing_requirement = lambda name, *others: "" if name in ("flash", "varlen") else real_requirement(name, *others)
     main(sys.argv[1:])

@@ -19,7 +19,7 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
     from megaenc.model import encoder
     from megaenc.training import micro_batches
 
-    make, loss_of = micro_batches.build_micro_batch, encoder.summed_loss
+    make, loss_of = micro_batches.build_micro_batch, encoder.linear_cross_entropy
 
     def marked(data, samples, *arguments):
         batch = make(data, samples, *arguments)
@@ -36,7 +36,7 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
         return loss * (float("nan") if how == "loss" else how), correct
 
     put(micro_batches, "build_micro_batch", marked)
-    put(encoder, "summed_loss", spoiled)
+    put(encoder, "linear_cross_entropy", spoiled)
 
 
 if __name__ == "__main__":

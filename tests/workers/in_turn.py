@@ -30,7 +30,7 @@ def beginning_with(weights: str | None) -> Iterator[None]:
     from megaenc.model.encoder import named_global_parameters
     from megaenc.training import engine
 
-    given, build = torch.load(weights), engine.build_chunks
+    given, build = torch.load(weights), engine.build_model_chunks
 
     @torch.no_grad()
     def build_with_given_weights(*arguments, **options):
@@ -40,7 +40,7 @@ def beginning_with(weights: str | None) -> Iterator[None]:
                 parameter.copy_(given[name])
         return chunks
 
-    with mock.patch.object(engine, "build_chunks", build_with_given_weights):
+    with mock.patch.object(engine, "build_model_chunks", build_with_given_weights):
         yield
 
 

@@ -27,7 +27,7 @@ def main(folder: Path, flags: list[str]) -> None:
     torch.distributed.barrier()  # it takes no folder that holds something else
     for step in (1, plan.settings.train_iters):  # one of each phase
         objective = plan.schedule.objective(step)
-        for samples in engine.share.samples(plan.first_sample(step)):
+        for samples in engine.sampler.samples(plan.first_sample(step)):
             batch = build_micro_batch(plan.packs, samples, objective, plan.settings.seed, device.device)
             np.savez(
                 folder / f"batch_{samples.start}_rank{get_rank()}.npz",

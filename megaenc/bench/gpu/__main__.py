@@ -1,4 +1,4 @@
-"""The program of benchmarks/gpu.sh: what it needs is there, then it begins."""
+"""Entry point of benchmarks/gpu.sh, which checks for missing packages first."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ NEEDED = {
 if __name__ == "__main__":
     missing = [package for module, package in NEEDED.items() if not importlib.util.find_spec(module)]
     if missing:
-        print(f"error: not installed: {', '.join(missing)}; benchmarks/gpu.sh --help says how", file=sys.stderr)
+        print(f"error: not installed: {', '.join(missing)}; see benchmarks/gpu.sh --help", file=sys.stderr)
         sys.exit(2)
     from megaenc.bench.gpu.command import main
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by torch's profiler over two updates; and where the host waits for the accelerator meanwhile."""
+"""Breakdown of the step time by torch's profiler, and count of host synchronizations."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ from megaenc.training.engine import Engine
 from megaenc.training.micro_batches import MicroBatchSpec
 
 STEPS = 2
-MAX_KERNELS = 12  # kernels that are named
+MAX_KERNELS = 12  # kernels listed in the results
 MICRO_BATCHES = (1, 3)
 
 
 class ProfiledEngine(Engine):
-    """An engine that, while `windows` is a list, notes there when it computes the loss, clears gradients and updates weights.
+    """Engine that records time windows of loss, gradient clearing and optimizer step in `windows`, if that is a list.
 
-    Then the accelerator is waited for before and after, so that what ran in between can be told by its time.
+    It synchronizes the accelerator around each window, so that kernels can be assigned to windows by time.
     """
 
     windows: list[TimeWindow] | None = None
@@ -41,12 +41,12 @@ class ProfiledEngine(Engine):
         self._optimizer_step = self._window(kernel_groups.OPTIMIZER)(self._optimizer_step)
 
     def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: Objective) -> None:
-        """Run one micro-batch of the packs of each of `rows`, nothing else; the gradients stay."""
+        """Run forward and backward of one micro-batch per row of pack numbers and keep the gradients."""
         seed = self.plan.settings.seed
         self._run_micro_batches([MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
 
     def attention_flops(self, step: int) -> int:
-        """Return those of attention in update number `step`, as training counts them."""
+        """Return the FLOPs of attention in a step, as training counts them."""
         shape = self.plan.settings.shape
         packings = [spec.build(torch.device("cpu")).packing for spec in self._micro_batch_specs(step)]
         spans = [span for packing in packings for span in packing.spans()]
@@ -54,6 +54,7 @@ class ProfiledEngine(Engine):
 
     @contextlib.contextmanager
     def _window(self, group: str) -> Iterator[None]:
+        """Record the block as a time window of `group`."""
         if self.windows is None:
             yield
             return
@@ -65,8 +66,8 @@ class ProfiledEngine(Engine):
 
 
 def profile_steps(engine: ProfiledEngine, steps: Iterator[int], timed: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of each group in an update of what `timed` (a row of speed) says, and what to try next."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on the console when it starts and stops
+    """Profile some steps; return the seconds of each kernel group per step of `timed`, a row of speed, and a suggestion."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences start and stop messages
     host = engine.device.type == "cpu"
     engine.windows = windows = []
     with profile(activities=[ProfilerActivity.CPU if host else ProfilerActivity.CUDA]) as profiled:
@@ -78,7 +79,7 @@ def profile_steps(engine: ProfiledEngine, steps: Iterator[int], timed: dict[str,
 
 
 def iter_kernel_events(host: bool, profiled: profile) -> Iterator[KernelEvent]:
-    """Yield the kernels of the accelerator, or the host's operations, each without what it called."""
+    """Yield the accelerator's kernels, or the host's operations with their own time only."""
     first = profiled.profiler.kineto_results.trace_start_ns()
     for event in profiled.events():
         duration = event.self_cpu_time_total if host else event.time_range.elapsed_us()
@@ -87,9 +88,9 @@ def iter_kernel_events(host: bool, profiled: profile) -> Iterator[KernelEvent]:
 
 
 def summarize_events(events: list[KernelEvent], windows: list[TimeWindow], timed: dict[str, Any]) -> dict[str, Any]:
-    """Return what `profile_steps` does.
+    """Return the breakdown of a step from kernel events and time windows.
 
-    Idle is what remains of the update's time without the profiler, which itself makes the host slower.
+    Idle time is the rest of the step time measured without the profiler, which slows the host.
     """
     seconds = {group: value / STEPS for group, value in kernel_groups.sum_by_group(events, windows).items()}
     seconds[IDLE] = max(0.0, timed["seconds_per_update"] - sum(seconds.values()))
@@ -112,9 +113,9 @@ def summarize_events(events: list[KernelEvent], windows: list[TimeWindow], timed
 
 
 def count_synchronizations(engine: ProfiledEngine, objective: Objective) -> dict[str, Any]:
-    """Return how often an update's forward and backward wait once, and how often each micro-batch does; `places`: the latter's.
+    """Return the number of host synchronizations per step and per micro-batch, with the source lines of the latter.
 
-    Told by torch.cuda.set_sync_debug_mode, from the difference between updates of one and of three micro-batches.
+    Uses torch.cuda.set_sync_debug_mode on steps of one and of three micro-batches.
     """
     if engine.device.type == "cpu":
         return {"left out": "there is no accelerator"}
@@ -125,16 +126,16 @@ def count_synchronizations(engine: ProfiledEngine, objective: Objective) -> dict
 
 
 def _count_waits(engine: ProfiledEngine, objective: Objective, micro_batches: int) -> Counter[str]:
-    """Return how often it waits by place in the source, of which the last three parts of the path are shown."""
+    """Return the number of host synchronizations in a step by source line, with the last three parts of its path."""
     packs = engine.sampler.micro_batch_size
     rows = [range(number * packs, (number + 1) * packs) for number in range(micro_batches)]
     engine.zero_grad()
-    engine.forward_and_backward(rows, objective)  # what is made once is made here
+    engine.forward_and_backward(rows, objective)  # warm-up
     engine.zero_grad()
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")  # which warns of itself too
+        torch.cuda.set_sync_debug_mode("warn")  # warns about itself too
         try:
             engine.forward_and_backward(rows, objective)
         finally:

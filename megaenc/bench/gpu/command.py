@@ -1,4 +1,4 @@
-"""The phases of `benchmarks/gpu.sh`, one after the other, and what is written after each."""
+"""Phases of `benchmarks/gpu.sh` and the report that is written after each."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from megaenc import flags
 from megaenc.atomic_io import atomic_write, exit_on_sigterm
 from megaenc.bench import report
 from megaenc.bench.gpu import variants
-from megaenc.bench.gpu.presets import CLM, FULL, MLM, HF_TARGET, SMALL, TARGETS, BenchPreset
+from megaenc.bench.gpu.presets import CLM, FULL, HF_TARGET, MLM, SMALL, TARGETS, BenchPreset
 from megaenc.bench.gpu.table import format_table
 from megaenc.bench.gpu.worker import JobFailed
 from megaenc.bench.gpu.worker_pool import WorkerPool
@@ -25,62 +25,61 @@ from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_output_file, create_parent_dir
 
-DESCRIPTION = """Is what an accelerator computes right, and how fast is it? One accelerator, under nine minutes.
+DESCRIPTION = """Check the correctness and measure the speed of one accelerator, in under nine minutes.
 
-correctness: loss and gradients beside float32 on the host, both masks, heads 64 and 96 wide. parity: a short run beside the same
-run on the host. speed: the 1b, 610m and 210m models, MLM 40 % and CLM, packs of documents of 12 to 2,048 tokens, micro-batches
-that fill the card, where a step's time goes, where the host waits. peer: transformers on the 610m MLM work. compare: other
-kernels on it.
+correctness: loss and gradients against float32 on the host, for both masks and head dimensions 64 and 96. parity: a short run
+against the same run on the host. speed: the 1b, 610m and 210m models, MLM 40 % and CLM, documents of 12 to 2,048 tokens,
+micro-batches that fill the memory, with a breakdown of the step time and of host synchronizations. peer: transformers on the 610m
+MLM work. compare: other kernels on the same work.
 
-Each phase knows what time is left; what there is no time for is left out, with a line that says so. JSON and a Markdown table are
-written after each phase."""
+Jobs for which no time is left are skipped and reported. JSON and a Markdown table are written after each phase."""
 PHASES = ("correctness", "parity", "speed", "peer", "compare")
-# Memory in pieces that grow: micro-batches of varying sizes leave less of it unused. The second name is of older torch.
+# Expandable segments reduce fragmentation by micro-batches of varying sizes. The second name is for older torch.
 DEVICE_ENVIRONMENT = {name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
-# Of each loss of a short run, relative: rounding grows with the updates, a fault of a gradient grows past it.
+# Relative tolerance of each loss in a short run; wrong gradients exceed the accumulated rounding.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
 HOST_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
 @dataclass(frozen=True)
 class GpuBenchConfig:
-    """What is measured."""
+    """Flags of `benchmarks/gpu.sh`."""
 
     output: str = "gpu.json"
-    """JSON file for all figures; the table goes beside it, as .md, and what libraries say as .log"""
+    """JSON file for all results; the table is written next to it as .md, output of libraries as .log"""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: the first accelerator; cpu: this machine's processors"""
+    """auto: the first accelerator; cpu: this machine's CPU"""
     small: bool = False
-    """everything in miniature: a test of the benchmark, whose figures say nothing"""
+    """run everything in miniature, as a test of the benchmark; its speeds are meaningless"""
     phases: tuple[Literal["correctness", "parity", "speed", "peer", "compare"], ...] = PHASES
-    """which of them"""
+    """phases to run"""
     seconds: float = 510.0
-    """for all phases together"""
+    """time limit of all phases together"""
     models: tuple[str, ...] = ()
-    """of speed: 1b 610m 210m, all unless given"""
+    """models of the speed phase (default: 1b 610m 210m)"""
     kernels: tuple[str, ...] = ()
-    """FIELD=VALUE, as attention_backend=sdpa: by which kernels all of it is computed; the defaults unless given"""
+    """kernels of all phases as FIELD=VALUE, such as attention_backend=sdpa (default: those of a run)"""
     compare: tuple[str, ...] = ()
-    """what else is tried on the 610m MLM work: FIELD=VALUE or FIELD=VALUE,FIELD=VALUE, ...; unless given every other value of
-    each field that can be had here"""
+    """kernels of the compare phase as FIELD=VALUE or FIELD=VALUE,FIELD=VALUE (default: every other available value of each
+    field)"""
 
 
 def select_preset(config: GpuBenchConfig) -> BenchPreset:
-    """Return how much is done."""
+    """Return the full or, with --small, the miniature preset."""
     return SMALL if config.small else FULL
 
 
 def parse_kernel_flags(config: GpuBenchConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the fields of Kernels that are not to be the default, and those of what is compared. Raises InputError."""
+    """Return the KernelConfig fields of --kernels and of each --compare value; raise InputError."""
     kernels = variants.parse_kernels(config.kernels, "--kernels")
     return kernels, [kernels | variants.parse_kernels(words.split(","), "--compare") for words in config.compare]
 
 
 class Benchmark:
-    """What is found so far, and the time that is left. A phase of the name of each of ALL makes more of it."""
+    """Results so far and the remaining time, with a method `run_PHASE` for each phase."""
 
     def __init__(self, config: GpuBenchConfig, folder: Path, device: WorkerPool, host: WorkerPool) -> None:
-        """`device`, `host`: who does jobs on the accelerator and beside it."""
+        """Prepare empty results; `device` and `host` run the jobs on the accelerator and on the host."""
         self.config, self.preset, self.folder = config, select_preset(config), folder
         self.device, self.host, self.start = device, host, time.monotonic()
         self.kernels, self.compared_kernels = parse_kernel_flags(config)
@@ -93,17 +92,21 @@ class Benchmark:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds."""
+        """Return the seconds left for all phases."""
         return self.config.seconds - (time.monotonic() - self.start)
 
-    def run_phase(self, name: str, pool: WorkerPool, kind: str, min_seconds: float, max_seconds: float, /, **arguments: Any) -> bool:
-        """Let `crew` do a job if `least` seconds are left, within `most`; whether all of it was done. What it finds is kept."""
+    def run_phase(
+        self, name: str, pool: WorkerPool, kind: str, min_seconds: float, max_seconds: float, /, **arguments: Any
+    ) -> bool:
+        """Run a job if `min_seconds` are left, within `max_seconds`; store its results, return whether it completed."""
         clock, seconds_left, status = time.monotonic(), self.seconds_left, ""
         if seconds_left < min_seconds:
             status = f"left out: {seconds_left:.0f} s left, {min_seconds:.0f} needed"
         else:
             try:
-                for (*path, key), value in pool.run({"name": name, "kind": kind, "arguments": arguments}, max_seconds, seconds_left):
+                for (*path, key), value in pool.run(
+                    {"name": name, "kind": kind, "arguments": arguments}, max_seconds, seconds_left
+                ):
                     self.results_at(*path)[key] = value
             except JobFailed as failure:
                 status = f"cut short: {failure}"
@@ -115,18 +118,18 @@ class Benchmark:
 
     @property
     def full_batch_row(self) -> dict[str, Any] | None:
-        """The row of the speed of what the peer and other kernels are compared on, if there is one yet."""
+        """Return the speed row of the compared model's MLM with full micro-batches, if it was measured."""
         return self.results.get("speed", {}).get(self.preset.compared_model, {}).get(MLM)
 
     def results_at(self, *way: str) -> dict[str, Any]:
-        """Return what is found so far under these names, one inside the other."""
+        """Return the results under nested keys, created if missing."""
         part = self.results
         for name in way:
             part = part.setdefault(name, {})
         return part
 
     def write(self) -> None:
-        """Write JSON and the table, each whole or not at all."""
+        """Write the JSON file and the table atomically."""
         self.results["seconds"] = round(time.monotonic() - self.start, 1)
         report.write_report(self.config.output, json.loads(json.dumps(self.results), parse_constant=lambda _: None))
         atomic_write(Path(self.config.output).with_suffix(".md"), format_table(self.results) + "\n")
@@ -141,15 +144,15 @@ class Benchmark:
         if self.run_phase(
             "correctness, reference", self.host, "correctness.write_reference", 20, 60, setups=reference, **arguments
         ):
-            # On an accelerator about a hundred variants of kernels are compiled first, one after the other.
+            # An accelerator first compiles about a hundred kernel variants in sequence.
             self.run_phase(
                 "correctness", self.device, "correctness.compare_with_reference", 15, 120, setups=configured, **arguments
             )
 
     def run_parity(self) -> None:
-        """Compare a short run with the same on the host."""
+        """Compare the losses of a short run with those of the same run on the host."""
         preset, results = self.preset, self.results_at("parity")
-        # Without instructions for it, bfloat16 on the host takes minutes; float32 there is then what both are compared with.
+        # Without bfloat16 instructions the host takes minutes; then float32 is the reference of both.
         has_fast_bf16 = self.config.small or self.results["device"]["host_bf16"]
         for name, pool, kernels, kinds in (
             ("host", self.host, variants.reference_kernels(), TOLERANCE if has_fast_bf16 else ("float32",)),
@@ -163,21 +166,21 @@ class Benchmark:
         self.write()
 
     def run_speed(self) -> None:
-        """Time each model."""
+        """Measure the training speed of each model."""
         for model in self.config.models or self.preset.speed:
             arguments = self._speed_arguments(model, self.kernels) | {"name": model, "objectives": (MLM, CLM)}
             self.run_phase(f"speed, {model}", self.device, "speed.measure_speed", 30, 90, **arguments)
 
     def _speed_arguments(self, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
-        """Return what all timed updates of `model` have; float32 on a processor without instructions for bfloat16."""
+        """Return the job arguments that all speed measurements of `model` share; float32 if the device lacks bfloat16."""
         preset = self.preset
         setup = replace(preset.speed[model], bf16=self.results["device"]["bf16"], kernels=kernels)
         return {"setup": setup, "packs": preset.packs, "micro_batches": preset.micro_batches, "seconds": preset.seconds}
 
     def run_peer(self) -> None:
-        """Time transformers on the same work."""
+        """Measure the speed of transformers on the same work."""
         preset, results = self.preset, self.results_at("peer")
-        work = TrainingJob(
+        job = TrainingJob(
             **vars(self._speed_arguments(preset.compared_model, self.kernels)["setup"]),
             objective=MLM,
             documents=preset.documents,
@@ -190,7 +193,7 @@ class Benchmark:
         self.write()
 
     def run_compare(self) -> None:
-        """Time other kernels, all with the same micro-batches: half of what fills the card, for some need more memory."""
+        """Measure other kernels, all with half of the full micro-batch, since some need more memory."""
         model, base, full_row = self.preset.compared_model, self.kernels, self.full_batch_row
         candidates = self.compared_kernels
         if not candidates:
@@ -207,14 +210,14 @@ class Benchmark:
 
 
 def _configure_setup(setup: BenchSetup, numbers: str, kernels: dict[str, Any]) -> BenchSetup:
-    """Return the same in `numbers` of a kind and by `kernels`; by those in float32 that do not take 16-bit numbers only."""
+    """Return a setup with another dtype and kernels; in float32 without kernels that support 16-bit numbers only."""
     if numbers == "float32":
         kernels = {name: value for name, value in kernels.items() if isinstance(value, bool) or value == "sdpa"}
     return replace(setup, bf16=numbers == "bfloat16", kernels=kernels)
 
 
 def compare_runs(losses: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Compare the losses of short runs: each kind of number on the device with the host's, or with float32 where that is all."""
+    """Return a row per dtype that compares the device's losses with the host's in the same dtype, or else in float32."""
     rows = []
     for kind, allowed in TOLERANCE.items():
         own = losses.get(f"device {kind}")
@@ -227,7 +230,7 @@ def compare_runs(losses: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 def compute_ratios(rows: dict[str, dict[str, Any]], full_row: dict[str, Any] | None) -> dict[str, float]:
-    """Return times the tokens a second of each peer: as many documents an update, and with micro-batches that fill the card."""
+    """Return megaenc's speedups over each peer by name, with the same batch and with full micro-batches."""
     sides = rows | ({"megaenc, card filled": full_row} if full_row else {})
     rates = {name: row["tokens_per_second"] for name, row in sides.items()}
     ours = [name for name in rates if name.startswith("megaenc")]
@@ -235,12 +238,12 @@ def compute_ratios(rows: dict[str, dict[str, Any]], full_row: dict[str, Any] | N
 
 
 def defaults_unless_set(environment: dict[str, str]) -> dict[str, str]:
-    """Return `environment`, unless its user has set one of these variables."""
+    """Return `environment`, or nothing if the user has set one of its variables."""
     return {} if any(name in os.environ for name in environment) else environment
 
 
 def run_benchmark(config: GpuBenchConfig) -> dict[str, Any]:
-    """Run all phases. Raises InputError for wrong settings."""
+    """Run all phases and return the results; raise InputError for wrong flags."""
     report.check_positive(config, "seconds")
     models = select_preset(config).speed
     for name in config.models:
@@ -259,15 +262,15 @@ def run_benchmark(config: GpuBenchConfig) -> dict[str, Any]:
         device_pool = stack.enter_context(
             WorkerPool(HOST_ENVIRONMENT if is_host else defaults_unless_set(DEVICE_ENVIRONMENT), fresh=not is_host, log=log)
         )
-        # Where both are the host, one process does for both.
+        # With --device cpu, one pool serves as both.
         host_pool = device_pool if is_host else stack.enter_context(WorkerPool(HOST_ENVIRONMENT, fresh=False, log=log))
         benchmark = Benchmark(config, folder, device_pool, host_pool)
         if not benchmark.run_phase("machine", device_pool, "worker.describe_device", 0, 60):
             raise InputError(f"the device cannot be used: {benchmark.results['phases']['machine']['ended']}; see {log}")
         device_results = benchmark.results["device"]
         if not is_host and device_results["backend"] == "cpu":
-            raise InputError("no accelerator found; --device cpu --small tries the benchmark without one")
-        print_rank_0(f"{device_results['name']}, torch {device_results['torch']}; {config.seconds:.0f} s for all")
+            raise InputError("no accelerator found; test the benchmark without one with --device cpu --small")
+        print_rank_0(f"{device_results['name']}, torch {device_results['torch']}; {config.seconds:.0f} s for all phases")
         for name in PHASES:
             if name in config.phases:
                 getattr(benchmark, f"run_{name}")()
@@ -276,9 +279,9 @@ def run_benchmark(config: GpuBenchConfig) -> dict[str, Any]:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """`benchmarks/gpu.sh`."""
+    """Run the benchmark of `benchmarks/gpu.sh`."""
     silence_libraries()
     config = flags.parse(GpuBenchConfig, argv, prog="benchmarks/gpu.sh", description=DESCRIPTION)
     results = run_benchmark(config)
     print(format_table(results))
-    print_rank_0(f"{config.output}: written after {results['seconds']:.0f} s, with the table beside it")
+    print_rank_0(f"{config.output}: written after {results['seconds']:.0f} s, with the table next to it")

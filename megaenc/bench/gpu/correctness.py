@@ -1,8 +1,7 @@
-"""Loss and gradients of one micro-batch, and the losses of a short run, beside those of the host.
+"""Comparison of an accelerator's loss, gradients and short runs with the host's.
 
-The gradients' reference is float32 on the host: the same weights, rounded to bfloat16, and the same documents through torch's
-scaled dot product, document by document. Weights are larger than a new model's, which would look at all tokens alike and tell no
-mask from another.
+The reference of gradients is float32 on the host with the same bfloat16-rounded weights and documents, through torch's scaled dot
+product attention per document. Weights are larger than initial weights, whose nearly uniform attention would hide mask errors.
 """
 
 import dataclasses
@@ -21,14 +20,14 @@ from megaenc.training.engine import Engine
 from megaenc.training.micro_batches import MicroBatchSpec
 
 OBJECTIVES = (CLM, MLM)
-# Largest errors: of the loss, relative; of the gradient of the worst parameter, norm of the difference over norm.
+# Relative error of the loss, and relative norm error of the worst parameter's gradient.
 TOLERANCE = {"float32": {"loss": 1e-5, "gradient": 1e-3}, "bfloat16": {"loss": 1e-3, "gradient": 5e-2}}
-FP8_FACTOR = 5.0  # more than that is allowed where products are of 8-bit numbers
+FP8_FACTOR = 5.0  # factor of tolerances with 8-bit matrix products
 LossAndGradients = tuple[float, dict[str, torch.Tensor]]
 
 
 def build_engine(setup: BenchSetup, backend: Any) -> Engine:
-    """Return a model whose weights are numbers of bfloat16, whatever it computes in."""
+    """Return an engine with weights rounded to bfloat16 in any dtype."""
     engine = Engine(synthetic.build_plan(setup, *OBJECTIVES), backend)
     with torch.no_grad():
         for parameter in synthetic.unwrap_encoder(engine).parameters():
@@ -37,10 +36,10 @@ def build_engine(setup: BenchSetup, backend: Any) -> Engine:
 
 
 def compute_gradients(engine: Engine, setup: BenchSetup, text: str, packs: int) -> LossAndGradients:
-    """Return the mean loss over `packs` packs and, by parameter, the gradient of the summed one, float32 on the host."""
+    """Return the mean loss over packs 0..`packs` - 1 and the gradient of the summed loss by parameter, in float32 on the host."""
     objective, seed = setup.parse_objective(text), engine.plan.settings.seed
     with engine.no_grad_reduction():
-        loss, _ = engine.local_grad_norm(range(packs), objective)
+        loss, _ = engine.local_loss_and_grad_norm(range(packs), objective)
         parameters = synthetic.unwrap_encoder(engine).named_parameters()
         gradients = {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in parameters}
     batch = MicroBatchSpec(engine.plan.packs, tuple(range(packs)), objective, seed).build(torch.device("cpu"))
@@ -48,14 +47,14 @@ def compute_gradients(engine: Engine, setup: BenchSetup, text: str, packs: int) 
 
 
 def write_reference(setups: dict[str, BenchSetup], packs: int, folder: Path, deadline: float) -> Iterator[JobResult]:
-    """Write what the host finds to `folder`; `setups` by the width of a head, in float32."""
+    """Write the host's losses and gradients to `folder` for each setup, keyed by head dimension."""
     for file, _, _, _, result in _iter_gradients(setups, packs, folder):
         torch.save(result, file)
     yield ["correctness", "reference"], "float32 on the host"
 
 
 def compare_with_reference(setups: dict[str, BenchSetup], packs: int, folder: Path, deadline: float) -> Iterator[JobResult]:
-    """Yield rows for each of `setups` (by the width of a head and a word), in the numbers that it says."""
+    """Yield the rows that compare each setup, keyed "HEAD_DIM DTYPE", with the reference in `folder`."""
     rows: list[dict[str, Any]] = []
     for file, setup, text, engine, result in _iter_gradients(setups, packs, folder):
         comparison = compare_gradients(setup, text, result, torch.load(file, weights_only=True))
@@ -66,7 +65,7 @@ def compare_with_reference(setups: dict[str, BenchSetup], packs: int, folder: Pa
 def _iter_gradients(
     setups: dict[str, BenchSetup], packs: int, folder: Path
 ) -> Iterator[tuple[Path, BenchSetup, str, Engine, LossAndGradients]]:
-    """Yield the gradients for each model and objective, and the file of the reference's."""
+    """Yield reference file, setup, objective, engine and computed loss and gradients for each setup and objective."""
     backend = synthetic.init_process()
     for name, setup in setups.items():
         engine = build_engine(setup, backend)
@@ -76,7 +75,7 @@ def _iter_gradients(
 
 
 def compare_gradients(setup: BenchSetup, text: str, actual: LossAndGradients, expected: LossAndGradients) -> dict[str, Any]:
-    """Return what the errors are and whether they are small enough."""
+    """Return a row with the errors of loss and gradients and whether they are within tolerance."""
     kind = "bfloat16" if setup.bf16 else "float32"
     factor = FP8_FACTOR if setup.kernels.get("fp8_format") else 1.0
     allowed = {key: factor * tolerance for key, tolerance in TOLERANCE[kind].items()}
@@ -100,13 +99,13 @@ def compare_gradients(setup: BenchSetup, text: str, actual: LossAndGradients, ex
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the difference's norm over the norm, in float64; infinite where that is 0, since every parameter has a gradient."""
+    """Return the norm of the difference relative to the expected norm in float64; infinite for a zero expectation."""
     norm = float(torch.linalg.vector_norm(expected.double()))
     return float(torch.linalg.vector_norm(actual.double() - expected.double())) / norm if norm else float("inf")
 
 
 def run_losses(setups: dict[str, BenchSetup], packs: int, steps: int, deadline: float) -> Iterator[JobResult]:
-    """Yield the losses of `updates` updates, each of two micro-batches of `packs` packs: causal first, bidirectional then."""
+    """Yield the losses of short runs of two micro-batches of `packs` packs per step: CLM in the first half, then MLM."""
     for name, setup in setups.items():
         engine = Engine(synthetic.build_plan(setup, *OBJECTIVES), synthetic.init_process())
         losses: list[float] = []

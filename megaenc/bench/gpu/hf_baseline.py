@@ -1,8 +1,7 @@
-"""transformers beside this project on the same work: documents, weights, precision, documents of an update.
+"""Speed of transformers and megaenc on one accelerator with the same documents, weights, precision and batch size.
 
-The peer is that of `megaenc bench pretrain`: a plain loop, batches padded to their longest document, bfloat16 by autocast,
-torch's fused AdamW; once with documents as they come and, where there is time, once sorted by length. Its batch is the largest of
-those tried that fits; this project takes as many documents an update.
+transformers trains as in `megaenc bench pretrain`, with documents in random order and, time permitting, sorted by length, with the
+largest of the tried batch sizes that fits; megaenc uses the same number of documents per step.
 """
 
 import dataclasses
@@ -20,11 +19,11 @@ from megaenc.bench.gpu.worker import JobResult
 from megaenc.bench.pretrain import PADDED, SORTED, losses_match
 
 OURS = "megaenc, as many documents"
-MIN_BATCH = 4  # documents of an update: a peer that has no room for them is left out
+MIN_BATCH = 4  # documents per step, below which transformers is skipped
 
 
 def compare_with_hf(job: train_worker.TrainingJob, deadline: float) -> Iterator[JobResult]:
-    """Yield a row for each side, and how they compare. `work` has the largest batch to try."""
+    """Yield a row for each contender and whether their losses agree; the job has the largest batch to try."""
     if not importlib.util.find_spec("transformers") or not importlib.util.find_spec("safetensors"):
         yield ["peer", "left out"], "transformers or safetensors is not installed"
         return
@@ -42,7 +41,7 @@ def compare_with_hf(job: train_worker.TrainingJob, deadline: float) -> Iterator[
                 rows[name] = _measure_contender(job, name)
             except torch.OutOfMemoryError:
                 if name != PADDED or job.batch <= MIN_BATCH:
-                    yield ["peer", "left out", name], f"out of memory with {job.batch} documents an update"
+                    yield ["peer", "left out", name], f"out of memory with {job.batch} documents per step"
                     break
                 job = dataclasses.replace(job, batch=job.batch // 2)
             synthetic.free_memory()
@@ -53,9 +52,9 @@ def compare_with_hf(job: train_worker.TrainingJob, deadline: float) -> Iterator[
 
 
 def _find_largest_batch(job: train_worker.TrainingJob) -> tuple[train_worker.TrainingJob, dict[str, Any]]:
-    """Return `work` with the largest batch that fits the peer and its fastest attention, and the seconds of each.
+    """Return the job with transformers' largest batch that fits and its fastest attention, and the seconds of each trial.
 
-    Eager attention keeps all scores of all heads, which no accelerator's memory has room for: it is not tried.
+    Eager attention, which keeps all attention scores, does not fit any accelerator and is not tried.
     """
     kernels = ["sdpa"] + ["flash_attention_2"] * bool(torch.cuda.is_available() and importlib.util.find_spec("flash_attn"))
     trials: dict[str, Any] = {}
@@ -66,7 +65,7 @@ def _find_largest_batch(job: train_worker.TrainingJob) -> tuple[train_worker.Tra
                 trials[kernel] = train_worker.train_with_transformers(trial)["seconds"]
             except torch.OutOfMemoryError:
                 pass
-            except (ImportError, ValueError) as error:  # of flash-attn, which does not take every model
+            except (ImportError, ValueError) as error:  # flash-attn does not support every model
                 trials[f"{kernel} did not run"] = str(error)[:200]
             synthetic.free_memory()
         durations = {kernel: value for kernel, value in trials.items() if isinstance(value, float)}
@@ -77,7 +76,7 @@ def _find_largest_batch(job: train_worker.TrainingJob) -> tuple[train_worker.Tra
 
 
 def _measure_contender(job: train_worker.TrainingJob, name: str) -> dict[str, Any]:
-    """Return what the side `name` takes; this project has the documents of each batch end to end."""
+    """Return the speed, memory and loss of one contender."""
     synthetic.reset_peak_memory()
     job = dataclasses.replace(job, by_length=name == SORTED)
     if name == OURS:

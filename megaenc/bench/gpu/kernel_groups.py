@@ -1,4 +1,4 @@
-"""Kernels by what they are for, from their names, and from when they ran where a name does not tell."""
+"""Classification of kernels by purpose, from their names or the time window in which they ran."""
 
 import re
 from collections import namedtuple
@@ -19,10 +19,10 @@ SUGGESTIONS = {
     COMMUNICATION: "--overlap-grad-reduce and --overlap-param-gather",
     IDLE: "the host synchronisations that are listed; larger micro-batches, whose kernels take longer to run than to start",
 }
-"""What to try for each group."""
+"""Suggested optimization for each group."""
 GROUPS = tuple(SUGGESTIONS)
 
-# In this order: flash attention is made of cutlass too, and its backward's names hold those of forward.
+# The order matters: flash attention kernels are also named cutlass, and backward kernels contain forward names.
 _NAMES = (
     (ELEMENTWISE, r"rms_norm|rotary|swiglu"),
     (COMMUNICATION, r"nccl|rccl|msccl|gloo:|c10d::"),
@@ -52,18 +52,18 @@ _NAMES = (
 
 
 def classify_kernel(name: str) -> str:
-    """Return the group of a kernel, or of an operation on the host, called `name`."""
+    """Return the group of a kernel or host operation by its name."""
     return next((group for group, pattern in _NAMES if re.search(pattern, name)), ELEMENTWISE)
 
 
 KernelEvent = namedtuple("KernelEvent", "name start_ns seconds")
-"""A kernel that ran: when it began, in ns of the system's clock, and for how many seconds."""
+"""Executed kernel: name, start in ns of the system clock, and duration in seconds."""
 TimeWindow = namedtuple("TimeWindow", "group start_ns end_ns")
-"""What ran between two times, in ns, for one purpose."""
+"""Time window in ns in which the host worked for one group."""
 
 
 def sum_by_group(events: Iterable[KernelEvent], windows: Sequence[TimeWindow]) -> dict[str, float]:
-    """Return the seconds of each group; in a window all is of its group but matrix products, attention and communication."""
+    """Return the seconds of each group; other kernels than matrix products, attention, communication follow their window."""
     seconds = dict.fromkeys(GROUPS[:-1], 0.0)
     for event in events:
         group = classify_kernel(event.name)
@@ -74,8 +74,8 @@ def sum_by_group(events: Iterable[KernelEvent], windows: Sequence[TimeWindow]) -
 
 
 def suggest_optimization(seconds: dict[str, float]) -> str:
-    """Return what to try, from the group that takes most beside matrix products; attention counts as event."""
+    """Return the suggestion for the slowest group other than matrix products, counting attention as one group."""
     totals = {group: value for group, value in seconds.items() if group not in (MATMUL, FORWARD, BACKWARD)}
     totals["attention"] = seconds[FORWARD] + seconds[BACKWARD]
     largest = max(totals, key=totals.__getitem__)
-    return f"{largest} takes most beside matrix products: {SUGGESTIONS.get(largest, faster)}"
+    return f"{largest} takes most after matrix products: {SUGGESTIONS.get(largest, faster)}"

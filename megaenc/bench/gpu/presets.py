@@ -1,4 +1,4 @@
-"""How much each phase does: what one accelerator is given, and the same in miniature for a machine that has none."""
+"""Sizes of the GPU benchmark's phases: for one accelerator, and in miniature for a CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from megaenc.bench.synthetic_docs import BenchSetup
 from megaenc.model.config import PRESETS, ModelConfig
 
-TARGETS = {"1b": 0.55, "610m": 0.50, "210m": 0.40}  # of the device's dense bf16 peak, by executed operations
-HF_TARGET = 3.0  # times the padded peer's tokens a second
+TARGETS = {"1b": 0.55, "610m": 0.50, "210m": 0.40}  # model FLOPs utilization of the dense bf16 peak
+HF_TARGET = 3.0  # speedup over padded transformers
 CLM, MLM = "clm", "mlm(mask=0.4)"
 
 
 def _setups_by_head_dim(heads: int, groups: int, layers: int, vocab_size: int, seq_length: int) -> Mapping[str, BenchSetup]:
-    """Return a model for each width of a head.
+    """Return a model for each head dimension.
 
-    Its weights keep the size of what they multiply, so that scores tell tokens apart: see megaenc.bench.gpu.correctness.
+    Weights preserve the scale of activations, so that attention scores differ between tokens (see megaenc.bench.gpu.correctness).
     """
     setups = {}
     for width in (64, 96):
@@ -26,23 +26,23 @@ def _setups_by_head_dim(heads: int, groups: int, layers: int, vocab_size: int, s
 
 @dataclass(frozen=True)
 class BenchPreset:
-    """Of everything."""
+    """Sizes of all phases."""
 
-    correctness: Mapping[str, BenchSetup]  # by the width of a head
+    correctness: Mapping[str, BenchSetup]  # by head dimension
     parity: BenchSetup
-    parity_packs: int  # of a micro-batch; an update has two
-    steps: int  # of parity
+    parity_packs: int  # per micro-batch; two micro-batches per step
+    steps: int  # of the parity phase
     speed: Mapping[str, BenchSetup]
-    compared_model: str  # which of `speed` the peer and other kernels are compared on
-    micro_batches: int  # of an update
-    packs: int  # of a micro-batch; 0: what fills the card
-    seconds: float  # that an objective is timed
-    documents: int  # of the comparison with the peer
+    compared_model: str  # key of `speed` for the peer and compare phases
+    micro_batches: int  # per step
+    packs: int  # per micro-batch; 0 fills the device memory
+    seconds: float  # per objective
+    documents: int  # of the peer phase
     passes: int
 
 
 FULL = BenchPreset(
-    correctness=_setups_by_head_dim(6, 2, 2, vocab_size=2000, seq_length=2048),  # no multiple of 128: padding takes part
+    correctness=_setups_by_head_dim(6, 2, 2, vocab_size=2000, seq_length=2048),  # not a multiple of 128, to test padding
     parity=BenchSetup(shape=PRESETS["tiny"], vocab_size=2000, seq_length=256, learning_rate=2e-3),
     parity_packs=4,
     steps=20,

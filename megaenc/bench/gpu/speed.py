@@ -1,4 +1,4 @@
-"""How fast a model trains: updates of the run's own engine on packs of varying documents, micro-batches that fill the card."""
+"""Training speed of a model: steps of the training engine with micro-batches that fill the device memory."""
 
 import dataclasses
 import itertools
@@ -13,32 +13,32 @@ import torch
 from megaenc.backend import Backend
 from megaenc.bench import report
 from megaenc.bench.gpu import synthetic
-from megaenc.bench.gpu.breakdown import ProfiledEngine, profile_steps, count_synchronizations
+from megaenc.bench.gpu.breakdown import ProfiledEngine, count_synchronizations, profile_steps
 from megaenc.bench.gpu.worker import JobResult
 from megaenc.bench.synthetic_docs import BenchSetup
 from megaenc.bench.train_worker import measure_usage, peak_memory
 from megaenc.objectives import Objective
 from megaenc.training.engine import StepMetrics, TrainStepResult
 
-MEMORY_FRACTION = 0.92  # of the memory that is free, how much tensors may take; the rest is lost between them
-MAX_TENSOR_SIZE = 2**31 - 1  # numbers of one tensor: kernels that count in 32 bits go no further
+MEMORY_FRACTION = 0.92  # fraction of the free memory for tensors; the rest is fragmentation
+MAX_TENSOR_SIZE = 2**31 - 1  # elements of a tensor that 32-bit kernels can index
 
 
 @dataclass
 class SpeedMeasurement:
-    """Updates of an engine whose micro-batches may have to shrink."""
+    """Speed measurement of an engine that shrinks micro-batches when out of memory."""
 
     engine: ProfiledEngine
     setup: BenchSetup
     backend: Backend
-    packs: int  # of a micro-batch
-    micro_batches: int  # of an update
-    seconds: float  # of each objective
+    packs: int  # per micro-batch
+    micro_batches: int  # per step
+    seconds: float  # per objective
     deadline: float  # of time.monotonic
     steps: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def measure(self, objective: str) -> dict[str, Any]:
-        """Return a row for the table; `packs` are fewer from then on where the memory did not suffice."""
+        """Return the speed row of an objective; reduce `packs` for good when out of memory."""
         while True:
             try:
                 synthetic.configure_batches(self.engine, self.setup, objective, self.packs, self.micro_batches)
@@ -50,12 +50,13 @@ class SpeedMeasurement:
             self.packs = min(self.packs - 1, int(0.9 * self.packs))
 
     def _time_step(self) -> tuple[TrainStepResult, float]:
-        """Make one more; return it and its seconds."""
+        """Train one step; return its result and seconds."""
         with measure_usage(usage := {}):
             result = self.engine.train_step(next(self.steps))
         return result, usage["seconds"]
 
     def _measure_once(self) -> dict[str, Any]:
+        """Return the speed row of the configured objective and micro-batch."""
         _, first = self._time_step()
         synthetic.reset_peak_memory()
         timed, retries, elapsed = [], _allocation_retries(), 0.0
@@ -102,9 +103,9 @@ def measure_speed(
     deadline: float,
     is_profiled: bool = True,
 ) -> Iterator[JobResult]:
-    """Yield rows for the table, one after the other; nothing is begun after `deadline`.
+    """Yield the speed row of each objective, and with `is_profiled` its breakdown and host synchronizations.
 
-    `packs` of a micro-batch, 0: as many as fill the card. `looks`: also where a step's time goes, and where the host waits.
+    `packs` per micro-batch; 0 fills the device memory. Nothing starts after `deadline`.
     """
     backend = synthetic.init_process()
     engine = synthetic.build_random_engine(synthetic.build_plan(setup, *objectives), backend, ProfiledEngine)
@@ -125,14 +126,14 @@ def measure_speed(
 
 
 def _allocation_retries() -> int:
-    """Return how often so far this process gave unused memory back to find room, which costs a wait each time."""
+    """Return the number of allocator retries of this process, each of which synchronizes the device."""
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 def find_largest_batch(engine: ProfiledEngine, setup: BenchSetup, objectives: Sequence[str], steps: Iterator[int]) -> int:
-    """Return the packs of the largest micro-batch that the accelerator's memory holds; one without an accelerator."""
+    """Return the packs of the largest micro-batch that fits the device memory; 1 on a CPU."""
     synthetic.configure_batches(engine, setup, objectives[0], 1, 1)
-    engine.train_step(next(steps))  # the optimizer's state is made here
+    engine.train_step(next(steps))  # allocates the optimizer state
     if engine.device.type == "cpu":
         return 1
     free, _ = torch.cuda.mem_get_info()
@@ -151,14 +152,14 @@ def find_largest_batch(engine: ProfiledEngine, setup: BenchSetup, objectives: Se
 
 
 def _peak_batch_memory(engine: ProfiledEngine, objective: Objective, packs: int) -> float:
-    """Return the bytes of tensors at the worst moment of one micro-batch of `packs` packs."""
+    """Return the peak bytes of tensors in one micro-batch of `packs` packs."""
     synthetic.reset_peak_memory()
     with engine.no_grad_reduction():
-        engine.local_grad_norm(range(packs), objective)
+        engine.local_loss_and_grad_norm(range(packs), objective)
     return float(torch.cuda.max_memory_allocated())
 
 
 def _discard_batch(engine: ProfiledEngine) -> None:
-    """Give back what a micro-batch that did not fit has left."""
+    """Free the memory of a micro-batch that did not fit."""
     engine.zero_grad()
     synthetic.free_memory()

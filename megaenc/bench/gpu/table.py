@@ -1,4 +1,4 @@
-"""What was found, as Markdown: what has not been found yet, or never will be, is left out."""
+"""Results of the GPU benchmark as Markdown, without sections that have no results."""
 
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from megaenc.bench.gpu.variants import format_kernels
 GIB = 2**30
 Results = dict[str, Any]
 
-# Of each table the titles, and a row as str.format makes it of the row's fields.
+# Header of each table, and the format of a row from its fields.
 CORRECTNESS = (
     "| head | attention | numbers | loss | reference | loss off by | allowed | gradient | allowed | worst |  |",
     "| {head_dim} | {attention} | {numbers} | {loss:.6f} | {reference_loss:.6f} | {loss_error:.1e} | {allowed[loss]:.1e} "
@@ -29,19 +29,19 @@ PHASES = ("| phase | seconds |  |", "| {name} | {seconds:.0f} | {ended} |")
 
 
 class _CellFormatter(string.Formatter):
-    """Formats values with two more words: of a verdict, and of what is no number."""
+    """Formatter that prints booleans as verdicts, and None and NaN as NaN."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, bool):
             return "pass" if value else "**FAIL**"
-        return "no number" if value is None or value != value else super().format_field(value, format_spec)
+        return "NaN" if value is None or value != value else super().format_field(value, format_spec)
 
 
 _format_cells = _CellFormatter().vformat
 
 
 def format_table(results: Results) -> str:
-    """Return all of it, in sections."""
+    """Return all results as Markdown with one section per phase."""
     parts = [_format_header(results)]
     for name, (heading, section) in SECTIONS.items():
         if lines := list(section(results, results.get(name, {}))):
@@ -50,19 +50,20 @@ def format_table(results: Results) -> str:
 
 
 def _format_header(results: Results) -> str:
+    """Return the title and the description of the device."""
     device, machine = results.get("device", {}), results.get("machine", {})
     peak = device.get("peak_bf16")
     rate = f"; dense bf16 peak {peak / 1e12:,.0f} TFLOP/s" if peak else ""
-    small = "\n\n**In miniature: these figures say nothing about speed.**" if results["settings"]["small"] else ""
+    small = "\n\n**In miniature: these speeds are meaningless.**" if results["settings"]["small"] else ""
     return (
         f"# On {device.get('name', 'an unknown device')}\n\n{machine.get('time', '')}, torch {device.get('torch', '?')}, "
         f"CUDA {device.get('cuda')}, HIP {device.get('hip')}, {machine.get('cores', '?')} cores{rate}. "
-        f"Kernels asked for: {results['kernels']['text']}.{small}"
+        f"Requested kernels: {results['kernels']['text']}.{small}"
     )
 
 
 def _iter_table_lines(titles: str, form: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a table; none without rows."""
+    """Yield the lines of a Markdown table; none without rows."""
     for number, row in enumerate(rows):
         if not number:
             yield titles
@@ -71,13 +72,15 @@ def _iter_table_lines(titles: str, form: str, rows: Iterable[Mapping[str, Any]])
 
 
 def _correctness_section(results: Results, part: Results) -> Iterator[str]:
+    """Yield the lines about loss and gradients."""
     rows = part.get("rows", [])
     yield from _iter_table_lines(*CORRECTNESS, rows)
     if others := sorted({name for row in rows for name in row["not_compared"]}):
-        yield f"\nNot compared, being called otherwise with these kernels: {', '.join(others)}."
+        yield f"\nNot compared, since these kernels rename them: {', '.join(others)}."
 
 
 def _parity_section(results: Results, part: Results) -> Iterator[str]:
+    """Yield the lines about losses of short runs."""
     runs = {name: losses for name, losses in part.items() if name.startswith(("host ", "device "))}
     form = "| {update} | " + " | ".join(f"{{losses[{number}]:.5f}}" for number in range(len(runs))) + " |"
     steps = enumerate(zip(*runs.values(), strict=True), 1)
@@ -85,16 +88,18 @@ def _parity_section(results: Results, part: Results) -> Iterator[str]:
         f"| update | {' | '.join(runs)} |", form, ({"update": step, "losses": losses} for step, losses in steps)
     )
     for row in part.get("rows", ()):
-        yield _format_cells("\n{numbers} beside {beside}: off by {worst:.1e} at most, {allowed:.1e} allowed: {passed}", (), row)
+        yield _format_cells("\n{numbers} against {beside}: largest error {worst:.1e}, allowed {allowed:.1e}: {passed}", (), row)
 
 
 def _format_verdict(row: Results, target: float | None) -> str:
+    """Return whether a speed row reaches its MFU target, as text; empty without a target."""
     if target is None or row["mfu"] is None:
         return ""
     return "hit" if row["mfu"] >= target else f"**missed by {100 * (target - row['mfu']):.1f}**"
 
 
 def _speed_section(results: Results, part: Results) -> Iterator[str]:
+    """Yield the lines about training speed."""
     rows = {}
     for model, objective, row in ((model, *pair) for model, each in part.items() for pair in each.items() if "mfu" in pair[1]):
         target = results["targets"]["mfu"].get(model)
@@ -111,8 +116,8 @@ def _speed_section(results: Results, part: Results) -> Iterator[str]:
     yield from _iter_table_lines(*SPEED, rows.values())
     if rows:
         yield (
-            "\nTFLOP/s: executed, of matrix products and attention, a causal mask's hidden half left out. "
-            "Peak memory: of tensors. A micro-batch: packs in one row."
+            "\nTFLOP/s: matrix products and attention, without the masked half of causal attention. "
+            "Peak memory: of tensors. Micro-batch: packs x micro-batches per step."
         )
     for model, row in {model: row for (model, _), row in rows.items()}.items():
         used = row.get("fused") or {}
@@ -122,6 +127,7 @@ def _speed_section(results: Results, part: Results) -> Iterator[str]:
 
 
 def _breakdown_section(results: Results, part: Results) -> Iterator[str]:
+    """Yield the lines about the parts of a step."""
     columns = {(model, text): each for model, both in part.items() for text, each in both.items()}
     rows = {group: [f"{100 * each['shares'].get(group, 0):.1f}" for each in columns.values()] for group in GROUPS}
     for label, key in (("matrix products", "matrix_flops_per_second"), ("attention", "attention_flops_per_second")):
@@ -131,31 +137,33 @@ def _breakdown_section(results: Results, part: Results) -> Iterator[str]:
     yield from _iter_table_lines(f"|  | {' | '.join(map(' '.join, columns))} |", "| {line} |", lines)
     for (model, objective), each in columns.items():
         if not each["by_time_too"]:
-            yield f"\n{model} {objective}: the device's clock is not the host's, so groups are by names alone."
+            yield f"\n{model} {objective}: device and host clocks differ, so kernels are grouped by name only."
         kernels = ", ".join(f"`{name[:60]}`" for name in each["attention_kernels"])
-        yield f"\n{model} {objective}: attention by {kernels or 'no kernel of a known name'}."
+        yield f"\n{model} {objective}: attention by {kernels or 'unknown kernels'}."
         if "missed" in _format_verdict(results["speed"][model][objective], results["targets"]["mfu"].get(model)):
-            yield f"Missed its target. Next thing to try: {each['next']}."
+            yield f"Missed its target. Suggestion: {each['next']}."
 
 
 def _synchronization_section(results: Results, part: Results) -> Iterator[str]:
+    """Yield the lines about host synchronizations."""
     for model, each in part.items():
         if "left out" in each:
-            yield f"- {model}: not looked for, {each['left out']}"
+            yield f"- {model}: not measured, {each['left out']}"
             continue
         places = ", ".join(f"{place} ({count:g})" for place, count in each["places"].items()) or "none"
-        often = f"{each['of_a_micro_batch']:g} times in a micro-batch ({places})"
-        yield f"- {model}: {often}, {each['of_an_update']:g} times an update beside"
+        count = f"{each['of_a_micro_batch']:g} per micro-batch ({places})"
+        yield f"- {model}: {count}, {each['of_an_update']:g} more per step"
 
 
 def _hf_section(results: Results, part: Results) -> Iterator[str]:
+    """Yield the lines about the comparison with transformers."""
     if not part.get("rows"):
         return
     yield from _iter_table_lines(
         *PEER, (row | {"name": name, "gib": row["peak_memory"] / GIB} for name, row in part["rows"].items())
     )
     if "same_loss" in part:
-        yield _format_cells("\nThe same loss at the start: {same_loss}", (), part)
+        yield _format_cells("\nSame initial loss: {same_loss}", (), part)
     target = results["targets"]["peer"]
     for name, ratio in part.get("ratios", {}).items():
         verdict = f" (target {target:g}: {'hit' if ratio >= target else '**missed**'})" if name.endswith("padded") else ""
@@ -163,26 +171,27 @@ def _hf_section(results: Results, part: Results) -> Iterator[str]:
 
 
 def _phases_section(results: Results, part: Results) -> Iterator[str]:
+    """Yield the lines about phases, messages of libraries and skipped measurements."""
     yield from _iter_table_lines(*PHASES, ({"name": name, **phase} for name, phase in part.items()))
     lines: dict[str, list[str]] = {}
     for phase, messages in results.get("said", {}).items():
         for line in dict.fromkeys(messages):
             lines.setdefault(line, []).append(phase)
     for line, names in lines.items():
-        yield f"\nSaid in {', '.join(names)}: {line}"
+        yield f"\nMessage in {', '.join(names)}: {line}"
     speed = {f"speed, {name}": each for name, each in results.get("speed", {}).items()}
     for name, each in {**speed, "peer": results.get("peer", {}), "compare": results.get("compare", {})}.items():
         if skipped := each.get("left out"):
             text = skipped if isinstance(skipped, str) else ", ".join(f"{item}: {why}" for item, why in skipped.items())
-            yield f"\nLeft out of {name}: {text}"
+            yield f"\nSkipped in {name}: {text}"
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Results, Results], Iterator[str]]]] = {
-    "correctness": ("Correctness: one micro-batch beside float32 on the host", _correctness_section),
-    "parity": ("Parity: losses of a short run, CLM then MLM, on the device and on the host", _parity_section),
+    "correctness": ("Correctness: one micro-batch against float32 on the host", _correctness_section),
+    "parity": ("Parity: losses of a short run, CLM then MLM, on device and host", _parity_section),
     "speed": ("Speed", _speed_section),
-    "breakdown": ("Where a step goes, in percent of its time", _breakdown_section),
-    "synchronisations": ("Where the host waits for the device", _synchronization_section),
-    "peer": ("Beside transformers", _hf_section),
+    "breakdown": ("Breakdown of a step, in percent of its time", _breakdown_section),
+    "synchronisations": ("Host synchronizations", _synchronization_section),
+    "peer": ("Comparison with transformers", _hf_section),
     "phases": ("Phases", _phases_section),
 }

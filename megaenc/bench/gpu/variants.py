@@ -1,4 +1,4 @@
-"""Kernels by name: what a command line asks for, and which others are worth comparing with it."""
+"""Kernel variants: parsing of --kernels and --compare, and selection of variants worth comparing."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from megaenc.backend.parallel_config import KernelConfig
 from megaenc.errors import InputError
 
 PRIORITY_FIELDS = ("fused_kernels", "fp8_format")
-"""Fields whose change is compared first: more follows from it than from another attention."""
+"""Fields compared first, since they have the largest effect."""
 
 
 def parse_kernels(words: Sequence[str], flag: str) -> dict[str, Any]:
-    """Read FIELD=VALUE words, of the fields of Kernels. Raises InputError, naming `flag`."""
+    """Parse FIELD=VALUE words into fields of KernelConfig; raise InputError that names `flag`."""
     kernels: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
         name = name.replace("-", "_")
         if name not in FIELD_VALUES or not text:
-            raise InputError(f"{flag} {word}: expected FIELD=VALUE, FIELD being one of {', '.join(FIELD_VALUES)}")
+            raise InputError(f"{flag} {word}: expected FIELD=VALUE with FIELD one of {', '.join(FIELD_VALUES)}")
         allowed = {format_value(value): value for value in FIELD_VALUES[name]}
         if text.lower() not in allowed:
             raise InputError(f"{flag} {word}: expected one of {', '.join(allowed)}")
@@ -28,6 +28,7 @@ def parse_kernels(words: Sequence[str], flag: str) -> dict[str, Any]:
 
 
 def _allowed_values(hint: Any) -> tuple[Any, ...]:
+    """Return all values of a type hint of booleans, literals and None."""
     if hint is bool:
         return (True, False)
     return (
@@ -36,16 +37,16 @@ def _allowed_values(hint: Any) -> tuple[Any, ...]:
 
 
 FIELD_VALUES = {name: _allowed_values(hint) for name, hint in get_type_hints(KernelConfig).items()}
-"""The values that each field of Kernels may have."""
+"""Allowed values of each field of KernelConfig."""
 
 
 def reference_kernels() -> dict[str, Any]:
-    """Return torch's own operations, which run anywhere: what others are checked against."""
+    """Return the KernelConfig fields that select torch's own operations, the reference of all checks."""
     return {"attention_backend": "sdpa"} | {name: False for name, allowed in FIELD_VALUES.items() if allowed == (True, False)}
 
 
 def list_variants(base: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every change of one field from `base` over the defaults, what changes most first."""
+    """Return `base` with each possible change of one field, largest effect first."""
     usual = dataclasses.asdict(KernelConfig()) | base
     names = sorted(FIELD_VALUES, key=lambda name: name not in PRIORITY_FIELDS)
     return [base | {name: value} for name in names for value in FIELD_VALUES[name] if value != usual[name]]
@@ -54,26 +55,25 @@ def list_variants(base: dict[str, Any]) -> list[dict[str, Any]]:
 def candidate_variants(
     base: dict[str, Any], computed: dict[str, Any] | None, missing_requirements: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return those of `list_variants` to be tried, and by title why the rest is not.
+    """Return the variants of `base` to compare, and the reason by name for each that is skipped.
 
-    `computed`: what the defaults over `base` have come to, all fields, where that is measured already; `lacking`: by FIELD=VALUE,
-    what cannot be had.
+    `computed`: all fields of the kernels measured already, if any; `missing_requirements`: unavailable values by FIELD=VALUE.
     """
     skipped = {}
     for kernels in list_variants(base):
         reasons = [missing_requirements[word] for word in format_kernels(kernels).split() if word in missing_requirements]
         if computed == dataclasses.asdict(KernelConfig()) | kernels:
-            reasons = ["what is measured above"]
+            reasons = ["measured already"]
         if reasons:
             skipped[format_kernels(kernels)] = reasons[0]
     return [kernels for kernels in list_variants(base) if format_kernels(kernels) not in skipped], skipped
 
 
 def format_kernels(kernels: dict[str, Any]) -> str:
-    """Return `kernels` for a table."""
+    """Return kernels as FIELD=VALUE words, or "defaults"."""
     return " ".join(f"{name}={format_value(value)}" for name, value in kernels.items()) or "defaults"
 
 
 def format_value(value: Any) -> str:
-    """Return a value as the command line has it."""
+    """Return a value in command line notation."""
     return str(value).lower()

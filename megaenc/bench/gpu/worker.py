@@ -1,7 +1,7 @@
-"""What a process of the benchmark runs: one job after another.
+"""Jobs of the GPU benchmark as run in a worker process.
 
-A job names a generator of this folder as MODULE.FUNCTION, and its arguments. The process loads what all jobs need before it asks
-for the first, so that the next process is ready when the one before is done.
+A job names a generator of this package as MODULE.FUNCTION with its arguments. A worker imports shared libraries before its first
+job, so that it is ready when the previous one ends.
 """
 
 import importlib
@@ -12,15 +12,15 @@ from typing import Any
 from megaenc.console import capture_messages
 
 JobResult = tuple[list[str], Any]
-"""Names, one inside the other, and what is found under them."""
+"""Nested keys of the results, and the value to store there."""
 
 
 class JobFailed(Exception):
-    """A job did not come to its end; the message says why."""
+    """A job that did not complete; the message is the reason."""
 
 
 def describe_device(deadline: float) -> Iterator[JobResult]:
-    """Yield what figures depend on; `missing_requirement`: by FIELD=VALUE of Kernels, what cannot be had here and why."""
+    """Yield descriptions of machine and device, with unavailable kernels and reasons by FIELD=VALUE."""
     import torch
     from megatron.core.extensions import transformer_engine
 
@@ -52,9 +52,9 @@ def describe_device(deadline: float) -> Iterator[JobResult]:
 
 
 def run_job(job: dict[str, Any]) -> Iterator[JobResult]:
-    """Yield what a job finds, then what it has said; {} only loads what takes its time to import and touches no accelerator.
+    """Yield the results of a job, then its messages; an empty job only imports libraries without using the accelerator.
 
-    Raises JobFailed, which any process can unpickle.
+    Raises JobFailed, which every process can unpickle.
     """
     from megaenc.backend.megatron import import_megatron
 
@@ -69,12 +69,12 @@ def run_job(job: dict[str, Any]) -> Iterator[JobResult]:
     module, _, name = job["kind"].partition(".")
     try:
         function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module}"), name)
-        with capture_messages(messages.append):  # which kernels were found wrong, for one
+        with capture_messages(messages.append):  # such as kernels that failed their self-test
             yield from function(**job.get("arguments", {}), deadline=job["deadline"])
         yield ["said", job["name"]], messages
     except Exception as error:
         traceback.print_exc()
         raise JobFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
     finally:
-        if torch.distributed.is_initialized():  # a failed job is still in its process groups
+        if torch.distributed.is_initialized():  # left over by a failed job
             synthetic.destroy_process()

@@ -1,4 +1,4 @@
-"""Processes that do the jobs, one at a time: killed when a job takes too long, and replaced when one has failed."""
+"""Worker processes that run jobs one at a time, are killed after a timeout and replaced after a failure."""
 
 import time
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from megaenc.processes import Worker, WorkerDied, python_environment
 
 
 class WorkerPool:
-    """Use as a context manager.
+    """Context manager that runs jobs in worker processes.
 
-    `fresh`: each job has a process of its own, since what one does to an accelerator's memory the next would suffer from; the
-    process after it loads its libraries meanwhile. `log`: what they and their libraries say.
+    `fresh`: run each job in a new process, so that device memory starts empty; the next process imports its libraries meanwhile.
+    `log`: file for the workers' output.
     """
 
     def __init__(self, environment: dict[str, str], fresh: bool, log: Path) -> None:
@@ -31,16 +31,17 @@ class WorkerPool:
             worker.kill()
 
     def _start_worker(self) -> Worker:
+        """Start a worker that imports its libraries."""
         with open(self._log, "ab") as stream:
             worker = Worker(run_job, python_environment() | self._environment, stream)
-        worker.send({})  # to load its libraries
+        worker.send({})  # imports libraries
         return worker
 
     def run(self, job: dict[str, Any], seconds: float, seconds_left: float) -> Iterator[tuple[list[str], Any]]:
-        """What the job finds, as it finds it. Raises JobFailed.
+        """Yield the results of a job as they arrive; raise JobFailed.
 
-        It is told to end after 0.9 `seconds` and killed after `seconds`, counted from when its process is ready; and killed in
-        any case `left` seconds from now.
+        The job's deadline is 0.9 `seconds` and it is killed after `seconds`, counted from when its process is ready, and at the
+        latest `seconds_left` from now.
         """
         latest = time.monotonic() + seconds_left
         worker = self._working = self._ready or self._start_worker()
@@ -52,7 +53,7 @@ class WorkerPool:
             if self._fresh:
                 self._ready = self._start_worker()
             ends = min(latest, time.monotonic() + seconds)
-            worker.send(job | {"deadline": ends - 0.1 * seconds})  # by the clock that all processes of a machine have
+            worker.send(job | {"deadline": ends - 0.1 * seconds})  # time.monotonic is common to all processes of a machine
             try:
                 yield from worker.results(ends)
             except JobFailed:
@@ -69,6 +70,6 @@ class WorkerPool:
             self._working = None
 
     def _return_worker(self, worker: Worker) -> None:
-        """Leave a process that has ended its job to the next one, if that may be."""
+        """Keep a worker that ended its job for the next one, unless each job needs a new process."""
         if not self._fresh:
             self._ready, self._working = worker, None

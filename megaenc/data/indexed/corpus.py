@@ -30,7 +30,7 @@ class Corpus:
     """
 
     def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], metadata: CorpusMetadata | None):
-        """Build a corpus from its checked index; `open` does both."""
+        """Build a corpus from its checked index and metadata."""
         self.prefix = prefix
         self.metadata = metadata
         self.first_sequences = np.asarray(index.documents)  # memory-mapped, as are the lengths

@@ -170,8 +170,10 @@ def build_retrieval_examples(qrels: Qrels, queries: Mapping[str, str], documents
 
 
 def _find_data_file(folder: Path, name: str) -> Path | None:
+    """Return the path of NAME.jsonl, possibly compressed, in `folder`; None without one."""
     return _find_first_file(folder / f"{name}.jsonl{end}" for end in ("", ".gz", ".zst"))
 
 
 def _find_first_file(paths: Iterable[Path]) -> Path | None:
+    """Return the first path that is a file, or None."""
     return next((path for path in paths if path.is_file()), None)

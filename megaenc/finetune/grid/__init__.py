@@ -1,1 +1,1 @@
-"""`megaenc finetune grid`: models x data sets x learning rates x seeds, in a pool of processes or on Slurm."""
+"""Grids of fine-tuning runs over models, data sets, learning rates and seeds, in local processes or on Slurm."""

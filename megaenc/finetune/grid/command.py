@@ -1,4 +1,4 @@
-"""The grid of a study: every model on every data set with every learning rate and seed, each run in a process of its own."""
+"""Fine-tune every model on every data set with every learning rate and seed (`megaenc finetune grid`)."""
 
 import sys
 import time
@@ -25,20 +25,20 @@ from megaenc.processes import check_process_count
 
 @dataclass(frozen=True)
 class GridConfig:
-    """What `megaenc finetune grid` takes."""
+    """Options of `megaenc finetune grid`."""
 
     config: str = ""
-    """YAML file of flags; the command line wins over it"""
+    """YAML file of flags; flags on the command line override it"""
     model: tuple[str, ...] = ()
-    """Hugging Face folders; NAME=FOLDER names the results otherwise than the folder's last part"""
+    """Hugging Face folders of encoders or decoders; the last part names the results, NAME=FOLDER gives another name"""
     datasets: tuple[str, ...] = ()
-    """data sets by name or path, as --dataset of `megaenc finetune run`"""
+    """data sets by name or path, like --dataset of `megaenc finetune run`"""
     learning_rates: tuple[float, ...] = LEARNING_RATES
-    """each model is trained on each set with each of these"""
+    """peak learning rates; every model is fine-tuned on every data set with each"""
     seeds: int = 5
-    """and with each seed below this"""
+    """number of seeds, from 0, for each learning rate"""
     output: str = "results"
-    """folder of results; what is finished there is not done again"""
+    """folder of results; runs that are finished there are not repeated"""
     data: DatasetConfig = field(default_factory=DatasetConfig)
     local: LocalExecution = field(default_factory=LocalExecution)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -46,18 +46,18 @@ class GridConfig:
 
 
 class GridPlan(NamedTuple):
-    """What is to be done for a grid, and what has been."""
+    """The jobs of a grid by state."""
 
     jobs: list[FinetuneJob]
-    """Every training, in the order of the work."""
+    """All jobs, in order of execution."""
     pending: list[FinetuneJob]
-    """Those not finished, with the data sets that they have still to be evaluated on."""
+    """Unfinished jobs, with the data sets that they lack results for."""
     failed: list[tuple[FinetuneJob, Path]]
-    """Failed trainings that are not tried again, with the file that says why."""
+    """Failed jobs that are not to be repeated, with their failed.json."""
 
 
 def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
-    """Look at every model, data set and finished result. Raises InputError for what no run could be made of."""
+    """Build the jobs of a grid and check their results so far. Raises InputError for wrong flags, models or data sets."""
     settings.protocol.check()
     settings.slurm.check()
     for name in ("model", "datasets", "learning_rates"):
@@ -65,7 +65,7 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
             raise InputError(f"--{name.replace('_', '-')}: found none, expected at least one")
     check_minimums(settings, seeds=1)
     check_minimums(settings.local, jobs=0, jobs_per_gpu=1, hang_minutes=0)
-    if not settings.slurm.slurm:  # whose machines have other cores
+    if not settings.slurm.slurm:  # the cluster's machines may have more cores
         check_process_count("--jobs", settings.local.jobs)
         check_process_count("--jobs-per-gpu", settings.local.jobs_per_gpu)
         check_process_count("--threads", settings.protocol.threads)
@@ -73,14 +73,15 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
         check_learning_rate("--learning-rates", rate)
     check_parent_writable(Path(settings.output, "model"), "--output")
     rates, seeds = settings.learning_rates, range(settings.seeds)
-    jobs = build_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find_dataset)
+    output, protocol, data = settings.output, settings.protocol, settings.data
+    jobs = build_jobs(settings.model, settings.datasets, rates, seeds, output, protocol, data, find_dataset)
     states = [(job, *select_remaining_work(job, retry_failed=settings.local.retry_failed)) for job in jobs]
-    pending = [job_left for _, job_left, _ in states if job_left is not None]
+    pending = [unfinished for _, unfinished, _ in states if unfinished is not None]
     return GridPlan(jobs, pending, [(job, failure_file) for job, _, failure_file in states if failure_file is not None])
 
 
 def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
-    """Print how large the grid is, in results and trainings, and what of it is left."""
+    """Print the numbers of results and trainings of a grid, and of finished, failed and pending ones."""
     trainings, evaluations = len(plan.jobs), sum(len(job.evaluate_on) for job in plan.jobs)
     sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
     size = " x ".join(format_count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
@@ -91,14 +92,14 @@ def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Format `1 model`, `50 models`."""
+    """Format a number with its noun: `1 model`, `50 models`."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def print_grid_result(
     output: str, failed: Sequence[FailedJob], failed_before: Sequence[tuple[FinetuneJob, Path]], seconds: float
 ) -> None:
-    """Print what has no result and what to do about it. Ends with exit code 1 if there is any, 2 if all of it is wrong input."""
+    """Print the jobs without result; if there are any, exit with code 1, or 2 if all are due to wrong input."""
     by_reason: dict[str, list[FinetuneJob]] = defaultdict(list)
     for failure in failed:
         by_reason[failure.reason].append(failure.job)
@@ -107,18 +108,19 @@ def print_grid_result(
         print_rank_0(f"without result: {jobs[0].name}{more}: {reason}")
     for job, file in failed_before:
         print_rank_0(f"without result: {job.name}: failed before; {file} says why")
-    print_rank_0(f"done in {format_duration(seconds)}; see them with `megaenc finetune summary {output}`")
+    print_rank_0(f"done in {format_duration(seconds)}; print the results with `megaenc finetune summary {output}`")
     if failed or failed_before:
+        trainings = format_count(len(failed) + len(failed_before), "training")
         print_rank_0(
-            f"without result: {format_count(len(failed) + len(failed_before), 'training')}; the same command tries those that crashed again, "
-            "with --retry-failed those with a failed.json too"
+            f"without result: {trainings}; the same command repeats those that crashed, "
+            "with --retry-failed also those with a failed.json"
         )
         sys.exit(2 if not failed_before and all(failure.is_input_error for failure in failed) else 1)
 
 
 @handle_command_errors
 def grid_main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc finetune grid`."""
+    """Run `megaenc finetune grid`."""
     silence_libraries()
     settings = flags.parse_with_config(GridConfig, argv, prog="megaenc finetune grid", description=__doc__)
     from megaenc.finetune.datasets.registry import find_dataset
@@ -127,7 +129,7 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_grid(settings: GridConfig, find_dataset: DatasetFinder, run_function: str = RUN_FUNCTION) -> None:
-    """Plan, say, and do a grid here or on a cluster; ends with exit code 1 (wrong input: 2) if a run has no result."""
+    """Plan and run a grid locally or on Slurm; exit with code 1 (2 for wrong input) if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     messages: list[str] = []
     with capture_messages(messages.append):
@@ -143,7 +145,7 @@ def run_grid(settings: GridConfig, find_dataset: DatasetFinder, run_function: st
             try:
                 failed = execute_jobs(plan.pending, run_function, settings.local, messages)
             except (KeyboardInterrupt, SystemExit):
-                print_rank_0("what is finished is kept; the same command goes on with the rest")
+                print_rank_0("stopped; finished runs are kept, and the same command resumes the rest")
                 raise
             finally:
                 if any(path.is_file() for path in Path(settings.output).rglob("*")):

@@ -42,8 +42,8 @@ def execute_jobs(
 ) -> list[FailedJob]:
     """Run `jobs` in child processes, several at a time; return those without results, in order.
 
-    A crashed job is retried once, after the others; a job locked by another process is waited for. All processes are killed at the
-    end; finished results stay. Each message of the runs is printed once, unless it is in `printed_messages`.
+    A crashed job is retried once, after the others; a job locked by another process is waited for. All processes are killed at
+    the end; finished results stay. Each message of the runs is printed once, unless it is in `printed_messages`.
     """
     if not jobs:
         return []

@@ -1,6 +1,6 @@
-"""Imported by the fork server alone, before anything else: from here on it ends with the grid that started it.
+"""First import of the fork server, which makes it end with the grid that started it.
 
-The server has torch and transformers imported and no thread started; each run is a fork of it and begins in milliseconds.
+The server imports torch and transformers without starting a thread, so that each run is forked from it in milliseconds.
 """
 
 import os
@@ -12,5 +12,7 @@ from megaenc.processes import set_up_child
 PROCESS = os.getpid()
 
 set_up_child(os.getppid())
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the grid decides. Forks keep this.
+signal.signal(
+    signal.SIGINT, signal.SIG_IGN
+)  # Ctrl-C reaches the whole process group; only the grid handles it. Forks inherit this.
 silence_libraries()

@@ -1,4 +1,4 @@
-"""Fine-tuning runs: what each is asked for, what is left to do of it, its lock, and how far it is."""
+"""Fine-tuning jobs: their construction, remaining work, locks and progress."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +21,14 @@ from megaenc.finetune.model.fingerprint import (
 from megaenc.finetune.results import files as result_files
 
 TOKENIZED_CACHE = ".tokenised"
-"""Folder of tokenised data next to the results."""
+"""Name of the cache folder of tokenized data in the results folder."""
 DatasetFinder = Callable[..., Dataset]
-"""As `megaenc.finetune.datasets.registry.find_dataset`: takes what the command line calls a data set, and the fields of DataFlags."""
+"""Function like `megaenc.finetune.datasets.registry.find_dataset`."""
 
 
 @dataclass(frozen=True)
 class NamedSource:
-    """A model or data set: its name in results, and where it is: a folder, or what `datasets.find` takes."""
+    """Name of a model or data set in results, with its location: a folder, or an argument of `find_dataset`."""
 
     name: str
     location: str
@@ -36,25 +36,25 @@ class NamedSource:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """SHA-256 in hex of what a run reads."""
+    """SHA-256 in hex of everything a run reads."""
 
     model: str
     tokenizer: str
     train_on: str
     datasets: Mapping[str, str] = field(hash=False)
-    """By name, of each data set that is evaluated on."""
-    compute_model_stamp: str
-    """Changes when a file of the model does; not recorded."""
+    """Fingerprint of each evaluation data set, by name."""
+    model_stamp: str
+    """Digest of the model files' sizes and times, to detect changes during a grid; not recorded."""
 
     def for_dataset(self, dataset: str) -> dict[str, str]:
-        """What the results of one data set record."""
+        """Return the fingerprints recorded in the results of `dataset`, by role."""
         of_training = {"model": self.model, "tokenizer": self.tokenizer, "train_on": self.train_on}
         return of_training | {"dataset": self.datasets[dataset]}
 
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """One training, and the data sets that its model is evaluated on: several in retrieval, else the one it was trained on."""
+    """One training, and the data sets to evaluate it on: several in retrieval, else the training set's own splits."""
 
     model: NamedSource
     family: TaskFamily
@@ -63,27 +63,27 @@ class FinetuneJob:
     learning_rate: float
     seed: int
     output: str
-    """Folder of all results."""
+    """Root folder of the results."""
     protocol: FinetuneConfig
     data: DatasetConfig
     fingerprints: Fingerprints
 
     @property
     def name(self) -> str:
-        """For the eye: `toy sst2 2e-05 sd0`."""
+        """Return a display name: `toy sst2 2e-05 sd0`."""
         return f"{self.model.name} {self.train_on} {format_learning_rate(self.learning_rate)} sd{self.seed}"
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is in a stage; `total` is 0 where that is not known."""
+    """Progress of a run within a stage; `total` is 0 if unknown."""
 
     stage: Literal["loading", "training", "validation", "test"]
-    """In this order; retrieval goes through the last two once for each set that it is evaluated on."""
+    """Stages in order; retrieval repeats the last two for each evaluation set."""
     done: float = 0
     total: float = 0
     fields: Mapping[str, float | str] = field(default_factory=dict)
-    """Shown as they are: loss, data set."""
+    """Further values to display: loss, data set."""
 
 
 def build_jobs(
@@ -96,10 +96,10 @@ def build_jobs(
     data: DatasetConfig,
     find_dataset: DatasetFinder,
 ) -> list[FinetuneJob]:
-    """Return every training of a grid, or the one of a single run; retrieval sets with the same training pairs share one.
+    """Build the jobs of a grid: one training per model, training set, learning rate and seed.
 
-    Data set after data set, on each model after model, seed after seed with all rates: the cells of a summary fill one by one.
-    Models and data sets are looked at. Raises InputError for what no run could be made of.
+    Retrieval sets with the same training pairs share a training. Jobs are ordered by data set, model, seed and learning rate, so
+    that the cells of a summary fill one by one. Raises InputError for an unusable model or data set.
     """
     sources = [parse_model(name_or_path) for name_or_path in models]
     loaded_datasets = [(name_or_path, find_dataset(name_or_path, **asdict(data))) for name_or_path in datasets]
@@ -114,18 +114,18 @@ def build_jobs(
     trainings: dict[tuple[TaskFamily, str], list[tuple[str, Dataset]]] = defaultdict(list)
     for name_or_path, dataset in loaded_datasets:
         trainings[dataset.family, dataset.train_on].append((name_or_path, dataset))
-    weights_of = compute_model_fingerprints([model.location for model in sources], output)
+    weight_fingerprints = compute_model_fingerprints([model.location for model in sources], output)
     jobs = []
     for (family, train_on), members in trainings.items():
-        first = members[0][1]
+        first_dataset = members[0][1]
         for _, other in members:
-            if other.train_fingerprint != first.train_fingerprint:
-                raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {first.name} has")
+            if other.train_fingerprint != first_dataset.train_fingerprint:
+                raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {first_dataset.name} has")
         evaluate_on = tuple(NamedSource(dataset.name, name_or_path) for name_or_path, dataset in members)
-        by_name = {dataset.name: dataset.fingerprint for _, dataset in members}
-        for model, weights in zip(sources, weights_of, strict=True):
+        dataset_fingerprints = {dataset.name: dataset.fingerprint for _, dataset in members}
+        for model, weights in zip(sources, weight_fingerprints, strict=True):
             tokenizer, stamp = compute_tokenizer_fingerprint(model.location), compute_model_stamp(model.location)
-            fingerprints = Fingerprints(weights, tokenizer, first.train_fingerprint, by_name, stamp)
+            fingerprints = Fingerprints(weights, tokenizer, first_dataset.train_fingerprint, dataset_fingerprints, stamp)
             jobs += [
                 FinetuneJob(model, family, train_on, evaluate_on, rate, seed, output, protocol, data, fingerprints)
                 for seed in seeds
@@ -135,29 +135,29 @@ def build_jobs(
 
 
 def check_learning_rate(flag: str, rate: float) -> None:
-    """Raise InputError for a learning rate that trains nothing."""
+    """Raise InputError for a learning rate that is not positive and finite."""
     if not 0 < rate < float("inf"):
         raise InputError(f"{flag}: found {rate}, expected more than 0")
 
 
-def parse_model(text: str) -> NamedSource:
-    """Return the model `FOLDER`, named by its last part, or `NAME=FOLDER`. Raises InputError if none can be loaded from there."""
-    name, equals, folder = text.partition("=")
+def parse_model(name_or_path: str) -> NamedSource:
+    """Parse `FOLDER`, named by its last part, or `NAME=FOLDER`. Raises InputError if the folder holds no model."""
+    name, equals, folder = name_or_path.partition("=")
     if not equals or "/" in name:
-        name, folder = "", text
+        name, folder = "", name_or_path
     check_model_folder(folder)
     path = Path(folder).resolve()
     name = name or path.name
     if not name or name.startswith(".") or not name.isprintable():
-        raise InputError(f"--model {text}: found the name {name!r}, expected one for a folder; say NAME=FOLDER")
+        raise InputError(f"--model {name_or_path}: found the name {name!r}, expected one for a folder; say NAME=FOLDER")
     return NamedSource(name, str(path))
 
 
 def select_remaining_work(job: FinetuneJob, *, retry_failed: bool) -> tuple[FinetuneJob | None, Path | None]:
-    """Return `job` with the data sets that it has still to be evaluated on, or the file that says why it failed, or neither.
+    """Return `job` with the data sets that lack results, or the failed.json of a failed one; (None, None) if it is finished.
 
-    A training that failed has failed for every set: it is to be done only if it is tried `again`. Raises InputError for results
-    of another protocol.
+    A failed training has failed for all its data sets; it is selected only if `retry_failed`. Raises InputError for results of
+    another protocol.
     """
     states = [(dataset, result_files.read_job_state(job, dataset.name)) for dataset in job.evaluate_on]
     failed = next((dataset for dataset, state in states if state == "failed"), None)
@@ -168,15 +168,15 @@ def select_remaining_work(job: FinetuneJob, *, retry_failed: bool) -> tuple[Fine
 
 
 def is_run_locked(job: FinetuneJob) -> bool:
-    """Return whether some process is at this run."""
-    with try_lock_run(job) as mine:
-        return not mine
+    """Return whether another process holds the lock of this run."""
+    with try_lock_run(job) as is_own:
+        return not is_own
 
 
 def try_lock_run(job: FinetuneJob) -> AbstractContextManager[bool]:
-    """Try to have a training to oneself, whatever it is to be evaluated on (see `megaenc.atomic_io.try_lock`).
+    """Try to lock a training, whatever its evaluation sets (see `megaenc.atomic_io.try_lock`).
 
-    On a file system without locks the work may be done twice, with the same results, each written whole.
+    On a file system without locks the work may be done twice, with equal results, written atomically.
     """
     name = f"{job.family}_{job.train_on}_lr{format_learning_rate(job.learning_rate)}_sd{job.seed}"
     return try_lock(Path(job.output, job.model.name, ".locks", name))

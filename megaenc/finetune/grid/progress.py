@@ -1,4 +1,4 @@
-"""What a grid shows while it runs: a row for each running job and one for the whole, or plain lines where nobody watches."""
+"""Progress display of a grid: a row per running job and one for the grid, or plain lines without a terminal."""
 
 import time
 from collections.abc import Mapping
@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from megaenc.console import ProgressLine, ProgressRow, format_duration, format_number
 from megaenc.finetune.grid.jobs import FinetuneJob, RunProgress
 
-# How much of a run has gone by at the begin of each stage, and how much it takes: a rule of thumb for the time left.
+# Start and length of each stage as fractions of a run: a rule of thumb for the time left.
 _STAGES = {"loading": (0.0, 0.05), "training": (0.05, 0.65), "validation": (0.7, 0.15), "test": (0.85, 0.15)}
 
 
 def estimate_completion(progress: RunProgress) -> float:
-    """About how much of its run is done, from 0 to 1."""
+    """Estimate the completed fraction of a run, from 0 to 1."""
     begin, length = _STAGES[progress.stage]
     return begin + length * (min(progress.done / progress.total, 1) if progress.total else 0)
 
 
 class GridProgress(ProgressLine):
-    """How far a grid of `runs` is."""
+    """Progress display of a grid of `runs`."""
 
     def __init__(self, runs: int) -> None:
         super().__init__("grid", total=runs, row_widths=(10, 16))
-        self._stage_starts: dict[tuple[FinetuneJob, str], float] = {}  # the stages of the jobs under way
+        self._stage_starts: dict[tuple[FinetuneJob, str], float] = {}
 
     def show(self, running: Mapping[FinetuneJob, RunProgress], finished: int, failed: int) -> None:
-        """Say which runs are under way and how many of the grid have ended."""
+        """Display the running jobs, and the numbers of finished and failed ones."""
         now = time.monotonic()
         stages = {(job, progress.stage) for job, progress in running.items()}
         self._stage_starts = {stage: self._stage_starts.get(stage, now) for stage in stages}
@@ -40,7 +40,7 @@ class GridProgress(ProgressLine):
 
 
 def _format_row(job: FinetuneJob, progress: RunProgress, seconds: float) -> ProgressRow:
-    """The row of a run whose stage has taken `seconds` so far."""
+    """Build the display row of a run that has spent `seconds` in its stage."""
     parts = []
     if progress.total and 0 < progress.done < progress.total and seconds:
         parts.append(f"{format_duration((progress.total - progress.done) * seconds / progress.done)} left")

@@ -1,4 +1,4 @@
-"""The same grid on a cluster: an array of Slurm jobs through submitit, each task with a part of the runs."""
+"""Submission of a grid to Slurm through submitit, as a job array whose tasks run a part of the jobs each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,32 +15,32 @@ from megaenc.processes import python_environment, set_child_environment
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """How work is given to a cluster."""
+    """Options of submission to Slurm."""
 
     slurm: bool = False
-    """submit what is left as Slurm jobs instead of doing it here"""
+    """submit the pending work to Slurm instead of running it on this machine"""
     slurm_partition: str = ""
-    """partition; the cluster's own unless given"""
+    """partition; by default the cluster's default"""
     slurm_minutes: int = 240
-    """longest time of a job; one that runs into it is requeued and goes on"""
+    """time limit of a job in minutes; a job that reaches it is requeued and resumes"""
     slurm_gpus: int = 1
-    """GPUs of a job on each machine"""
+    """GPUs of a job on each node"""
     slurm_cpus: int = 8
-    """cores of a job on each machine"""
+    """CPU cores of a job on each node"""
     slurm_parallel: int = 256
-    """tasks of an array at a time at most"""
+    """maximum number of concurrent tasks of an array"""
     slurm_extra: tuple[str, ...] = ()
-    """more for sbatch, as key=value: account=abc qos=long constraint=MI250"""
+    """further options of sbatch as key=value: account=abc qos=long constraint=MI250"""
     slurm_cluster: Literal["slurm", "local", "debug"] = "slurm"
-    """submitit's executor; to try it without a cluster: `local` does the jobs on this machine in the background, all at once,
-    `debug` in this very process"""
+    """submitit's executor; for tests without a cluster, `local` runs all jobs on this machine in the background at once and
+    `debug` runs them in this process"""
 
     def check(self) -> None:
-        """Raise InputError for a number that is too small."""
+        """Raise InputError for a number below its minimum."""
         check_minimums(self, slurm_minutes=1, slurm_gpus=0, slurm_cpus=1, slurm_parallel=1)
 
     def build_submitit_parameters(self) -> dict[str, Any]:
-        """Return Slurm's parameters for submitit's executor; none for its own executors. Raises InputError."""
+        """Return Slurm's parameters for submitit's executor; empty for submitit's own executors. Raises InputError."""
         if self.slurm_cluster != "slurm":
             return {}
         for text in self.slurm_extra:
@@ -57,7 +57,7 @@ class ClusterConfig:
 
 
 def import_submitit() -> Any:
-    """Return the module submitit. Raises InputError if it is not installed."""
+    """Import and return submitit. Raises InputError if it is not installed."""
     try:
         import submitit
     except ImportError:
@@ -67,41 +67,43 @@ def import_submitit() -> Any:
 
 @dataclass(frozen=True)
 class SlurmConfig(ClusterConfig):
-    """How the grid is given to a cluster: as one array."""
+    """Options of submission of a grid to Slurm, as one job array."""
 
     jobs_per_task: int = 30
-    """runs of a task, one after another or as many at a time as --jobs and --jobs-per-gpu say"""
+    """runs of a task; --jobs and --jobs-per-gpu limit how many are concurrent"""
 
     def check(self) -> None:
-        """Raise InputError for a number that is too small."""
+        """Raise InputError for a number below its minimum."""
         super().check()
         check_minimums(self, jobs_per_task=1)
 
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """What a task does. It is pickled; `run` and this class go by their names."""
+    """One task of the job array; pickled, so its class and `run_function` are found by name."""
 
     jobs: tuple[FinetuneJob, ...]
     run_function: str
     local: LocalExecution
 
     def __call__(self) -> int:
-        """Do the runs that are not finished yet as a grid on this machine; return how many have no result."""
+        """Run the unfinished jobs on this machine; return the number of jobs without results."""
         from megaenc.console import silence_libraries
 
         silence_libraries()
         return len(execute_jobs(self.jobs, self.run_function, self.local))
 
     def checkpoint(self) -> Any:
-        """Return what submitit queues when the time of a task is over: the same again, which resumes."""
+        """Return the submission that submitit requeues at the time limit: the same task, which resumes."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
 
 
-def submit_jobs(jobs: Sequence[FinetuneJob], run_function: str, settings: SlurmConfig, local: LocalExecution, output: str) -> list[Any]:
-    """Submit `jobs` as one array and say its ids; return submitit's jobs. Raises InputError where that cannot be."""
+def submit_jobs(
+    jobs: Sequence[FinetuneJob], run_function: str, settings: SlurmConfig, local: LocalExecution, output: str
+) -> list[Any]:
+    """Submit `jobs` to Slurm as one array and print its ids; return submitit's jobs. Raises InputError if submission fails."""
     if not jobs:
         print_rank_0("nothing to submit")
         return []
@@ -117,8 +119,9 @@ def submit_jobs(jobs: Sequence[FinetuneJob], run_function: str, settings: SlurmC
     except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
         raise InputError(f"--slurm: could not be submitted: {error}") from None
     id_range = ids[0] if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
-    print_rank_0(f"submitted {len(jobs):,} runs as {len(tasks):,} tasks of up to {size}: {id_range}; what they say: {logs}")
+    print_rank_0(f"submitted {len(jobs):,} runs as {len(tasks):,} tasks of up to {size}: {id_range}; logs: {logs}")
     print_rank_0(
-        f"`squeue --me` shows them, `megaenc finetune summary {output}` what is finished; the same command again what is missing"
+        f"`squeue --me` lists them, `megaenc finetune summary {output}` prints finished results; run the same command again to "
+        "submit missing ones"
     )
     return submitted

@@ -128,7 +128,7 @@ class ForkedRun(ChildProcess):
 
     def poll(self, patience: float) -> JobOutcome | None:
         """Return the outcome if the process has ended, else None; kill it after `patience` seconds without message (0: never)."""
-        exit_code = self.exit_code()  # asked first: what it said before is in the connection
+        exit_code = self.exit_code()  # read before the messages, so that none is missed
         self._receive_messages()
         if exit_code is not None:
             self.kill()
@@ -148,6 +148,7 @@ class ForkedRun(ChildProcess):
         return messages
 
     def _receive_messages(self) -> None:
+        """Receive all pending messages: progress, printed lines and the outcome."""
         try:
             while self.connection in self.wait_handles and self.connection.poll():
                 message = self.connection.recv()
@@ -176,7 +177,9 @@ def log_path(job: FinetuneJob) -> Path:
     return result_files.job_folder(job, job.evaluate_on[0].name) / LOG_FILE
 
 
-def _run_child(run_function: str, job: FinetuneJob, environment: dict[str, str], retry_failed: bool, connection: Connection) -> None:
+def _run_child(
+    run_function: str, job: FinetuneJob, environment: dict[str, str], retry_failed: bool, connection: Connection
+) -> None:
     """Attempt the job in the child process and send its outcome through `connection`."""
     from megaenc.finetune.grid import fork_preload
 
@@ -195,9 +198,7 @@ def _attempt_job(run_function: str, job: FinetuneJob, retry_failed: bool, connec
     with try_lock_run(job) as is_locked:
         if not is_locked:
             return JobOutcome("busy")
-        pending, failed = select_remaining_work(
-            job, retry_failed=retry_failed
-        )  # another grid may have run it meanwhile
+        pending, failed = select_remaining_work(job, retry_failed=retry_failed)  # another grid may have run it meanwhile
         if pending is None:
             return _build_outcome(failed)
         if compute_model_stamp(job.model.location) != job.fingerprints.model_stamp:

@@ -69,6 +69,7 @@ def save_fingerprints(results: str) -> None:
 
 
 def _read_fingerprint_file(results: str) -> dict[str, str]:
+    """Read cached fingerprints by file key; empty without a readable file."""
     return {
         mark: digest for mark, digest in read_json_or_empty(Path(results, FINGERPRINT_FILE)).items() if isinstance(digest, str)
     }
@@ -93,6 +94,7 @@ def compute_tokenizer_fingerprint(folder: str) -> str:
 
 
 def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """List the files in `folder` that match one of `patterns`, sorted."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 

@@ -205,9 +205,11 @@ class AttentionProbe:
         return pack_texts(self._draw_texts(*(min(length, context) for length in (1, 3, 5, 7, 7)), *beyond), self.backbone.device)
 
     def _draw_texts(self, *lengths: int) -> list[np.ndarray]:
+        """Draw random texts of these lengths, int64[length] each, always the same."""
         random = np.random.default_rng(0)
         return [random.choice(self._usable, length) for length in lengths]
 
 
 def _is_different(one: Tensor, other: Tensor, close: float = _TOLERANCE) -> bool:
+    """Return whether the largest difference of two state tensors exceeds a relative tolerance, or one has NaN."""
     return not bool((one - other).abs().max() <= close * other.abs().max())  # nan is apart from all

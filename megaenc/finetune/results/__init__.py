@@ -1,1 +1,1 @@
-"""Result files, confidence intervals over seeds, and the summary tables."""
+"""Result files, intervals over seeds, and summary tables."""

@@ -1,4 +1,4 @@
-"""Statistics of a grid by the study's rules: mean and interval over seeds, the learning rate chosen on validation, averages."""
+"""Statistics of a grid by the study's rules: intervals over seeds, learning-rate selection on validation, averages."""
 
 import math
 import statistics
@@ -18,29 +18,29 @@ STUDY_DATASETS = {
     TaskFamily.QA: ("squad", "squad_v2", "record"),
     TaskFamily.IR: ("msmarco", "nq", "mldr_en"),
 }
-"""The data sets of each family that the study averages over; what was published holds others too."""
+"""Data sets of each family in the study's averages; its published results have more."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and half the width of its 95 % interval; nan for a single score."""
+    """A mean with half the width of its 95 % interval, NaN for a single score."""
 
     mean: float
     half: float
-    read_chosen_scores: int
+    count: int
 
 
 def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> Interval:
-    """Return the mean of at least one score with q * sd(ddof=1) / sqrt(n).
+    """Compute the mean of `scores` and q * sd(ddof=1) / sqrt(n), half the width of its 95 % interval.
 
-    q is 1.96, as in the study, or the 97.5 % point of Student's t with n - 1 degrees of freedom.
+    q is 1.96 ("normal", as in the study) or the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t").
     """
     mean, count = math.fsum(scores) / len(scores), len(scores)
     if count == 1:
         return Interval(mean, math.nan, 1)
     quantile = 1.96
     if kind == "t":
-        from scipy.stats import t  # takes a second to import
+        from scipy.stats import t  # slow to import
 
         quantile = float(t.ppf(0.975, count - 1))
     return Interval(mean, quantile * statistics.stdev(scores, mean) / math.sqrt(count), count)
@@ -48,7 +48,7 @@ def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> 
 
 @dataclass(frozen=True)
 class GridSpec:
-    """The rates of a planned grid, each with every one of its seeds."""
+    """Learning rates and seeds of a planned grid, in all combinations."""
 
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -56,7 +56,7 @@ class GridSpec:
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """The runs of a model on one data set: those of all rates and seeds that were asked for."""
+    """The runs of a model on one data set, with the learning rates and seeds of the grid."""
 
     model: str
     family: str
@@ -64,27 +64,27 @@ class ScoreCell:
     train_on: str
     runs: tuple[Result, ...]
     rates: tuple[float, ...]
-    """Every rate that was asked for, with or without runs."""
+    """All learning rates of the grid, with or without runs."""
     seeds: tuple[int, ...]
-    """Every seed that a rate needs before it can be chosen."""
+    """Seeds that a learning rate needs to be chosen."""
 
     def runs_at_rate(self, rate: float) -> list[Result]:
-        """Return the finished runs of a rate, by seed."""
+        """Return the finished runs of learning rate `rate`, sorted by seed."""
         return sorted((run for run in self.runs if run.learning_rate == rate and run.test is not None), key=lambda run: run.seed)
 
     @property
     def complete_rates(self) -> tuple[float, ...]:
-        """The rates with a finished run of every seed: only these can be chosen."""
+        """Return the learning rates with a finished run for every seed."""
         return tuple(rate for rate in self.rates if len(self.runs_at_rate(rate)) == len(self.seeds))
 
     @property
     def planned_run_count(self) -> int:
-        """How many runs were asked for."""
+        """Return the number of runs of the grid: learning rates times seeds."""
         return len(self.rates) * len(self.seeds)
 
     @property
     def chosen_rate(self) -> float | None:
-        """The complete rate with the best mean validation score, of equals the lower; None where none is complete."""
+        """Return the complete learning rate with the best mean validation score, the lower of equals; None without one."""
         means = {
             rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean for rate in self.complete_rates
         }
@@ -92,9 +92,9 @@ class ScoreCell:
 
 
 def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list[ScoreCell]:
-    """Group results by model, data set and set trained on, in the order in which they come up.
+    """Group results by model, data set and training set, in order of appearance.
 
-    Results outside the grid `asked` are left out. By default it is every rate and seed that any model has on that data set.
+    Results outside `grid` are dropped. By default the grid of a data set is all rates and seeds of any model on it.
     """
     runs_by_cell: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     rates_and_seeds: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(lambda: (set(), set()))
@@ -111,18 +111,18 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
 
 
 ScoreReader = Callable[[Result], float | None]
-"""Takes a number out of a run: the paper's score or a metric of test; None where the run has none such."""
+"""Function that returns a number of a run, such as a test metric, or None if the run lacks it."""
 
 
 def read_chosen_scores(cell: ScoreCell, read: ScoreReader) -> dict[int, float] | None:
-    """Return the numbers of the chosen rate by seed; None where no rate can be chosen or a number is missing."""
+    """Return the numbers read from the runs at the chosen rate, by seed; None without a chosen rate or if a number is missing."""
     return read_scores_by_rate(cell, read).get(cell.chosen_rate)
 
 
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
-    """Return the cells of a model that each average in `family` is over: the study's three where all are there, else all.
+    """Group a model's cells of a task family for averaging: the study's three data sets if all are there, else all.
 
-    There is one average; one for each set trained on where some set has been evaluated after several trainings.
+    There is one group, or one for each training set if `has_repeated_datasets`. Groups of one cell are dropped.
     """
     groups: dict[str, list[ScoreCell]] = defaultdict(list)
     is_repeated = has_repeated_datasets(members)
@@ -136,12 +136,12 @@ def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[S
 
 
 def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
-    """Return whether some set of a model's cells in a family has been evaluated after several trainings."""
+    """Return whether a data set was evaluated after several trainings."""
     return len({cell.dataset for cell in members}) < len(members)
 
 
 def average_by_seed(members: Sequence[ScoreCell], read: ScoreReader) -> dict[int, float] | None:
-    """Return the mean over data sets by seed, each at its own chosen rate; None where their scores are not of the same seeds."""
+    """Return the mean over data sets by seed, each at its own chosen rate; None if their seeds differ or a score is missing."""
     by_set = [read_chosen_scores(cell, read) for cell in members]
     if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
         return None
@@ -150,28 +150,28 @@ def average_by_seed(members: Sequence[ScoreCell], read: ScoreReader) -> dict[int
 
 @dataclass(frozen=True)
 class RateSensitivity:
-    """The mean score of a cell at each complete learning rate."""
+    """Mean scores of a cell by complete learning rate."""
 
     means: dict[float, float]
 
     @property
     def spread(self) -> float:
-        """Best mean less worst."""
+        """Return the best mean minus the worst."""
         return max(self.means.values()) - min(self.means.values())
 
     def count_near_best(self, within: float = 0.01) -> int:
-        """Return how many rates have a mean that is at most one point (of a hundred) below the best."""
+        """Return the number of rates with a mean at most `within` (default: one point of 100) below the best."""
         return sum(max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values())
 
 
 def read_scores_by_rate(cell: ScoreCell, read: ScoreReader) -> dict[float, dict[int, float]]:
-    """Return the numbers of the finished runs by rate and seed, without rates that lack a number in one of their runs."""
+    """Return the numbers of the finished runs by rate and seed, without rates that lack a number in a run."""
     scores = {rate: {run.seed: read(run) for run in cell.runs_at_rate(rate)} for rate in cell.rates}
     return {rate: of_seeds for rate, of_seeds in scores.items() if of_seeds and None not in of_seeds.values()}
 
 
 def compute_sensitivity(scores: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> RateSensitivity | None:
-    """Return the means of numbers by rate and seed at each rate that has all `seeds`; None where there is none."""
+    """Compute mean scores by learning rate from scores by rate and seed, for rates with all `seeds`; None without such a rate."""
     complete = {rate: of_seeds for rate, of_seeds in scores.items() if of_seeds.keys() >= set(seeds)}
     means = {rate: compute_interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in complete.items()}
     return RateSensitivity(means) if means else None

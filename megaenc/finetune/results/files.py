@@ -1,7 +1,7 @@
-"""The tree of results, written and read: MODEL/FAMILY/DATASET/lr2e-05_sd0/results.json, the study's own published layout.
+"""Reading and writing of the results tree: MODEL/FAMILY/DATASET/lr2e-05_sd0/results.json, the study's published layout.
 
-Retrieval names the set that was trained on too: MODEL/IR/EVALSET/TRAINSET_lr2e-05_sd0. A run that cannot be finished, as its rate
-makes the loss NaN, leaves `failed.json` there instead. Neither holds a time: the same run gives the same bytes.
+Retrieval adds the training set: MODEL/IR/EVALSET/TRAINSET_lr2e-05_sd0. A run with a NaN loss leaves failed.json instead. Neither
+file holds a time: equal runs give equal bytes.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
 
 _RUN_FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
-# Choices that stand for "what fits the model and the machine": whatever a run found to fit is what was asked for.
+# Values that a run replaces by one that fits the model and the machine.
 _AUTOMATIC_VALUES = {"max_length": 0, "precision": ""}
 _MISSING = object()
-_MAX_RESULT_BYTES = 2 << 30  # of a results.json, which holds the scores of each example
-# In a string the quotes of the keys would be escaped. Looking for brackets takes a fraction of the time of parsing.
+_MAX_RESULT_BYTES = 2 << 30  # a results.json holds the scores of each example
+# Much faster than parsing. Inside a string, the quotes of the keys would be escaped.
 _SCORE_LISTS = re.compile(rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})')
-# What a model that predicts the same for every example scores on test: for published results, which do not tell.
+# Test scores of constant predictions, to detect collapse in published results.
 _CONSTANT_PREDICTION_SCORES = {
     "sst2": ("constant prediction", 428 / 872, 444 / 872),
     "qqp": ("constant prediction", 25545 / 40430, 14885 / 40430),
@@ -46,21 +46,21 @@ _CONSTANT_PREDICTION_SCORES = {
 
 @dataclass(frozen=True)
 class SplitScores:
-    """The scores of a run on one split, without those of single examples. All are fractions."""
+    """Scores of a run on one split, as fractions, without those of single examples."""
 
     score: float
-    """The study's metric."""
+    """The study's score."""
     metrics: dict[str, float]
-    """The field's standard metrics by name."""
+    """Standard metrics by name."""
     collapsed: str | None
-    """Why the predictions are worthless, as "constant prediction positive"; None where they are not."""
+    """The reason if the predictions are worthless, such as "constant prediction positive", else None."""
     baseline: dict[str, float]
-    """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
+    """Score ("score") and metrics of the family's trivial baseline on the same examples."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run in a tree: its scores on both splits, or why it failed."""
+    """A run in a results tree: its scores on both splits, or the reason of its failure."""
 
     model: str
     family: str
@@ -75,12 +75,12 @@ class Result:
 
 
 def job_folder(job: "FinetuneJob", dataset: str) -> Path:
-    """Return where the results of `job` on `dataset` are."""
+    """Return the folder of the results of `job` on `dataset`."""
     return run_folder(Path(job.output, job.model.name), job.family, dataset, job.train_on, job.learning_rate, job.seed)
 
 
 def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int) -> Path:
-    """Return where the results of one run are in the `tree` of its model."""
+    """Return the folder of a run's results in the `tree` of its model."""
     run = f"lr{format_learning_rate(rate)}_sd{seed}"
     return tree / family / dataset / (f"{train_on}_{run}" if family == TaskFamily.IR else run)
 
@@ -95,9 +95,9 @@ def write_result(
     trained: str,
     seconds: Mapping[str, float],
 ) -> None:
-    """Write the scores of `validation` and `test`; `protocol` is the job's with what was found to fit.
+    """Write results.json and timing.json of `job` on `dataset`, and delete its failed.json.
 
-    `trained` is the digest of the trained weights; `seconds`, by stage, go into a file of their own.
+    `protocol` is the job's with automatic values resolved; `trained` is the digest of the trained weights; `seconds` is by stage.
     """
     place = job_folder(job, dataset)
     _write_json(place / TIMING, {name: round(value, 3) for name, value in seconds.items()})
@@ -107,13 +107,14 @@ def write_result(
 
 
 def write_failure(job: "FinetuneJob", reason: str, *, step: int, protocol: FinetuneConfig) -> None:
-    """Write that `job` cannot be finished, for each data set it was to be evaluated on."""
+    """Write failed.json of `job` for each of its evaluation data sets."""
     for dataset in job.evaluate_on:
         values = _build_identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
         _write_json(job_folder(job, dataset.name) / FAILED, values)
 
 
 def _build_identity(job: "FinetuneJob", dataset: str, protocol: FinetuneConfig) -> dict[str, Any]:
+    """Return the fields of a result file that identify its run."""
     return {
         "model": job.model.name,
         "family": str(job.family),
@@ -127,7 +128,7 @@ def _build_identity(job: "FinetuneJob", dataset: str, protocol: FinetuneConfig) 
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON without NaN, with a line for each field, and for each field of a split."""
+    """Write fields as JSON without NaN, one line per field, and per field of a split."""
     fields = {}
     for key, value in values.items():
         dump = functools.partial(json.dumps, allow_nan=False)
@@ -138,43 +139,44 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _format_object(fields: Mapping[str, str], indent: str) -> str:
+    """Format fields of JSON text as an object with one line per field."""
     lines = [f"{indent}  {json.dumps(key)}: {value}" for key, value in fields.items()]
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def remove_partial_files(job: "FinetuneJob") -> None:
-    """Remove what killed runs left half written. Only for the process that has locked the run."""
+    """Remove temporary files of killed runs; only for the process that holds the run's lock."""
     for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
         for file in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING):
             remove_path(file)
 
 
 def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "failed", "missing"]:
-    """Return whether `job` has been done on `dataset`; InputError names the field in which its protocol or data differ."""
+    """Return whether `job` has results on `dataset`. Raises InputError if their protocol or fingerprints differ."""
     for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
         path = job_folder(job, dataset) / name
         if (values := read_fields(path)) is None:
             continue
         for field, recorded_value, value in _compare_with_file(values, job.protocol, job.fingerprints.for_dataset(dataset)):
             if "." not in field:
-                raise InputError(f"{path}: field `{field}`: not there, so it cannot go on here; choose another --output")
+                raise InputError(f"{path}: field `{field}`: missing, so the run cannot be resumed; choose another --output")
             recorded = "none" if recorded_value is _MISSING else repr(recorded_value)
             raise InputError(
                 f"{path}: field `{field}`: found {recorded[:24]}, expected {repr(value)[:24]}; "
-                "give what it was made with, choose another --output or remove it"
+                "use the recorded value, choose another --output or remove the file"
             )
         return state
     return "missing"
 
 
 def find_protocol_difference(file: Path, protocol: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
-    """Return the first choice of the protocol, or fingerprint, in which a run's file differs, with both values.
+    """Return the first difference of protocol or fingerprints between a result file and the arguments, as text.
 
-    None where all agree, or the file does not say. Its scores, megabytes of them, are not read.
+    None if they agree or the file lacks them. Only the start of the file is read.
     """
     try:
         with open(file, "rb") as stream:
-            head, scores, _ = stream.read(8192).partition(b',\n  "validation"')  # it begins after some 1,200 bytes
+            head, scores, _ = stream.read(8192).partition(b',\n  "validation"')  # starts after some 1,200 bytes
         values = parse_json(head + b"}" if scores else head)
     except (OSError, ValueError):
         return None
@@ -189,7 +191,7 @@ def find_protocol_difference(file: Path, protocol: FinetuneConfig, fingerprints:
 def _compare_with_file(
     values: dict[str, Any], protocol: FinetuneConfig, fingerprints: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (`protocol.batch_size`, or `protocol` where the file has no such section; value there or _MISSING; value asked)."""
+    """Yield (field, recorded value or _MISSING, expected value) of each difference; field is like `protocol.batch_size`."""
     for section, expected in (("protocol", dataclasses.asdict(protocol)), ("fingerprints", fingerprints)):
         recorded = values.get(section)
         if not isinstance(recorded, dict):
@@ -202,9 +204,9 @@ def _compare_with_file(
 
 
 def read_result_tree(root: str | Path) -> list[Result]:
-    """Return every run below `root`, in the order of the names; other folders are passed by.
+    """Read all runs below `root`, in the order of their names; other folders are skipped.
 
-    Raises InputError for a file that no run wrote. Examples' own scores, gigabytes in the study's tree, are not parsed.
+    Raises InputError for a file that no run wrote. Scores of single examples, gigabytes in the study's tree, are not parsed.
     """
     results: dict[tuple, Result] = {}
     for path in _iterate_run_folders(Path(root)):
@@ -218,7 +220,7 @@ def read_result_tree(root: str | Path) -> list[Result]:
 
 
 def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
-    """Yield the folders `levels` below (MODEL/FAMILY/DATASET/RUN), in the order of their names."""
+    """Yield the folders `levels` below `path` (MODEL/FAMILY/DATASET/RUN), in the order of their names."""
     try:
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
@@ -234,7 +236,7 @@ def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
 
 
 def read_result(path: Path) -> Result | None:
-    """Return the run of one folder; None for a folder that is no run's. Raises InputError for a file that no run wrote."""
+    """Read the run in a folder; None if it is not a run's. Raises InputError for a file that no run wrote."""
     name = _RUN_FOLDER.fullmatch(path.name)
     try:
         rate = float(name["rate"]) if name else 0
@@ -252,9 +254,9 @@ def read_result(path: Path) -> Result | None:
 
 
 def read_fields(path: Path) -> dict[str, Any] | None:
-    """Return the fields of a file without the examples' own scores; None for no file.
+    """Read the fields of a result file without scores of single examples; None if it does not exist.
 
-    Raises InputError for a file that holds no JSON object, or a key twice.
+    Raises InputError if it holds no JSON object, or a key twice.
     """
     try:
         values = parse_json(drop_score_lists(_read_bytes(path)), unique_keys=True)
@@ -268,6 +270,7 @@ def read_fields(path: Path) -> dict[str, Any] | None:
 
 
 def _read_bytes(path: Path) -> bytes:
+    """Read a result file. Raises InputError if it cannot be read, FileNotFoundError if it does not exist."""
     try:
         return read_regular_file(path, _MAX_RESULT_BYTES)
     except FileNotFoundError:
@@ -277,7 +280,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def drop_score_lists(content: bytes) -> bytes:
-    """Replace each list of scores in `content` by "equal" or null, and each object of them by null."""
+    """Replace each list of scores in JSON text by "equal" (all equal) or null, and each object of lists by null."""
 
     def short(match: re.Match[bytes]) -> bytes:
         return match[1] + (b'"equal"' if match[2] is not None and _all_equal(match[2]) else b"null")
@@ -286,7 +289,7 @@ def drop_score_lists(content: bytes) -> bytes:
 
 
 def _all_equal(numbers: bytes) -> bool:
-    """Whether at least two numbers are one and the same. The first few nearly always tell that they are not."""
+    """Return whether `numbers`, comma-separated, are at least two and all equal."""
     few = numbers[:400].split(b",")[:-1]  # the last may be cut
     if len({float(number) for number in few}) > 1:
         return False
@@ -294,9 +297,9 @@ def _all_equal(numbers: bytes) -> bool:
 
 
 def read_example_scores(path: Path, metric: str | None) -> list[float]:
-    """Return the score of each example of `test`, by a metric or by the study's own; none if their mean is not the result's.
+    """Return the test scores of each example, by a metric or the study's score; empty if the file has none.
 
-    A standard metric may not be the mean of the examples' numbers: span F1, say. Raises InputError.
+    It is also empty if their mean is not the split's, as for span F1. Raises InputError.
     """
     try:
         test = parse_json(_read_bytes(path))["test"]
@@ -313,7 +316,7 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
 
 
 def _parse_split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> SplitScores:
-    """Return the scores of `validation` or `test`, each of them checked."""
+    """Parse and check the scores of `validation` or `test`."""
     split = values.get(name)
     if not isinstance(split, dict) or "score" not in split:
         raise _build_field_error(path, f"{name}.score", "none", "a number")
@@ -324,6 +327,7 @@ def _parse_split(path: Path, dataset: str, values: Mapping[str, Any], name: str)
 
 
 def _detect_collapse(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:
+    """Return the reason to consider a split collapsed, for published results without the field `collapsed`."""
     if split.get("scores_i") == "equal" and score < 1:
         return "every example scores the same"
     why, *scores = _CONSTANT_PREDICTION_SCORES.get(dataset, (None,))
@@ -331,7 +335,7 @@ def _detect_collapse(dataset: str, score: float, name: str, split: dict[str, Any
 
 
 def _check_fractions(path: Path, field: str, values: Any) -> dict[str, float]:
-    """Return scores by name. Raises InputError for NaN and all else that is no number from 0 to 1, rounding errors aside."""
+    """Return scores by name as floats. Raises InputError for a value outside 0 to 1, rounding errors aside, or NaN."""
     if values is not None and not isinstance(values, dict):
         raise _build_field_error(path, field, f"a {type(values).__name__}", "an object")
     for name, value in (values or {}).items():
@@ -343,11 +347,12 @@ def _check_fractions(path: Path, field: str, values: Any) -> dict[str, float]:
 
 
 def _check_text(path: Path, field: str, value: Any) -> str:
-    """Return a text in one line. Raises InputError for another kind."""
+    """Return a text as one line. Raises InputError for another type."""
     if not isinstance(value, str):
         raise _build_field_error(path, field, f"a {type(value).__name__}", "a text")
     return " ".join(value.encode("utf-8", "replace").decode().split())
 
 
 def _build_field_error(path: Path, field: str, actual: str, expected: str) -> InputError:
+    """Build the InputError of a wrong field."""
     return InputError(f"{path}: field `{field}`: found {actual}, expected {expected}; remove the file")

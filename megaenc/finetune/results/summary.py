@@ -1,4 +1,4 @@
-"""What a grid has shown: mean and interval of every model on every data set, averages, how much the learning rate matters."""
+"""Print means with intervals of every model on every data set, averages and learning-rate sensitivity of a grid."""
 
 import contextlib
 import csv
@@ -31,47 +31,47 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class GridSummaryConfig:
-    """What `megaenc finetune summary` takes."""
+    """Options of `megaenc finetune summary`."""
 
     results: Annotated[str, Positional, arg(metavar="RESULTS")]
-    """folder of results, the --output of a grid; what the study has published can be read too"""
+    """folder of results (--output of a grid), or the study's published results"""
     metrics: Literal["paper", "standard", "both"] = "both"
-    """the paper's scores, those that are standard in the field, or both; learning rates are chosen by the paper's"""
+    """the paper's scores, standard metrics, or both; the paper's scores choose the learning rate in any case"""
     interval: IntervalKind = "normal"
-    """half width: 1.96 standard errors, as in the paper, or Student's t, which is honest about five seeds"""
+    """half width of the 95 % intervals: 1.96 standard errors, as in the paper, or Student's t, which suits few seeds"""
     output: str = ""
-    """also write all numbers to this file, as .json, .csv or .md"""
+    """file to write all numbers to as well; its suffix gives the format: .json, .csv or .md"""
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """A number of a table: a metric of a model on a data set, or on the average of a family, in percent."""
+    """A metric of a model on a data set, or on the average of a family, in percent."""
 
     model: str
     family: str
     dataset: str
     train_on: str
-    """What was trained on; empty in averages over sets with a training each."""
+    """Training set; empty in averages over several training sets."""
     metric: str
     learning_rate: float | None
-    """None in averages, where each data set has its own, and where none can be chosen."""
+    """Chosen learning rate; None in averages, and if none can be chosen."""
     mean: float | None
-    """None where the grid has not got so far."""
+    """None if the grid is not finished."""
     half: float | None
-    """None for a single seed too."""
+    """Half width of the interval; None also for a single seed."""
     baseline: float | None
-    """What this metric is without any model: majority class, a word's usual tag, never answering, a random ranking. None where
-    the results do not say."""
+    """The metric of a trivial predictor: majority class, most frequent tag of a word, never answering, random ranking. None if
+    the results lack it."""
     seeds: int
     runs: str
-    """Finished of those that there are or should be, `30/30`."""
+    """Finished of planned runs, `30/30`."""
     collapsed: str
-    """What the runs of the chosen rate have in common that makes their mean worthless, and how many do."""
+    """Number of collapsed runs at the chosen rate with their reason, `2 of 5: REASON`."""
 
 
 @dataclass(frozen=True)
 class RateRow:
-    """How the paper's score of a model on a data set depends on the learning rate, in percent."""
+    """Mean scores of a model on a data set by learning rate, in percent."""
 
     model: str
     family: str
@@ -81,36 +81,35 @@ class RateRow:
     means: dict[float, float]
     spread: float
     near_best: int
-    """How many rates are within one point of the best."""
+    """Number of rates within one point of the best."""
     incomplete: tuple[float, ...]
-    """Rates without a result of every seed; they cannot be chosen."""
+    """Rates that lack results of a seed, so that they cannot be chosen."""
 
 
 @dataclass(frozen=True)
 class GridSummary:
-    """Everything that is printed."""
+    """The tables and unusable runs of a results tree."""
 
     rows: list[SummaryRow]
     rates: list[RateRow]
     collapsed: list[Result]
     failed: list[Result]
     repeated_families: set[tuple[str, str]]
-    """Models and families with a set that was evaluated after several trainings."""
+    """(model, family) pairs with a data set evaluated after several trainings."""
 
-    def format_dataset(self, of: SummaryRow | RateRow | Result) -> str:
-        """Return the data set, with the set trained on where that tells rows apart."""
-        return (
-            f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.repeated_families and of.train_on else of.dataset
-        )
+    def format_dataset(self, row: SummaryRow | RateRow | Result) -> str:
+        """Return the data set's name, with the training set if a data set was evaluated after several trainings."""
+        is_repeated = (row.model, row.family) in self.repeated_families
+        return f"{row.dataset} after {row.train_on}" if is_repeated and row.train_on else row.dataset
 
     @property
     def learning_rates(self) -> list[float]:
-        """The learning rates of all models and data sets."""
+        """Return the learning rates of all models and data sets, in ascending order."""
         return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
 
 
 def build_summary(results: Sequence[Result], metrics: str = "both", kind: IntervalKind = "normal") -> GridSummary:
-    """Make the tables of a tree: families in the study's order, models and data sets in the order of their names."""
+    """Build the tables of a results tree: families in the study's order, models and data sets by name."""
     order = list(TaskFamily)
     by_model: dict[tuple[TaskFamily, str], list[ScoreCell]] = defaultdict(list)
     for cell in aggregate.group_cells(results):
@@ -128,7 +127,7 @@ def build_summary(results: Sequence[Result], metrics: str = "both", kind: Interv
 
 
 def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[tuple[str, ScoreReader]]:
-    """Return the numbers that every finished run of `members` has, by name; in percent later."""
+    """Return (name, reader) of the metrics that every finished run of `members` has, for an option of --metrics."""
     readers: list[tuple[str, ScoreReader]] = [(PAPER_METRIC, lambda run: run.test.score)] if metrics_option != "standard" else []
     if metrics_option != "paper":
         finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
@@ -138,6 +137,7 @@ def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[t
 
 
 def _build_row(members: Sequence[ScoreCell], name: str, read: ScoreReader, kind: IntervalKind) -> SummaryRow:
+    """Build a row: a metric of one cell, or of the average over several."""
     first, dataset, rate, runs, collapsed = members[0], f"average of {len(members)}", None, "", ""
     if len(members) == 1:
         dataset, rate = first.dataset, first.chosen_rate
@@ -159,6 +159,7 @@ def _build_row(members: Sequence[ScoreCell], name: str, read: ScoreReader, kind:
 
 
 def _build_rate_row(cell: ScoreCell) -> RateRow | None:
+    """Build the row of a cell's mean scores by learning rate; None without a finished run."""
     incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete_rates)
     cell_key = (cell.model, cell.family, cell.dataset, cell.train_on)
     sensitivity = aggregate.compute_sensitivity(aggregate.read_scores_by_rate(cell, lambda run: run.test.score), cell.seeds)
@@ -169,14 +170,14 @@ def _build_rate_row(cell: ScoreCell) -> RateRow | None:
 
 
 def format_interval(mean: float | None, half: float | None = None) -> str:
-    """Format `91.65 (0.45)`, as the study prints it; a dash where there is none."""
+    """Format `91.65 (0.45)`, like the study's tables; a dash without a mean."""
     if mean is None:
         return "-"
     return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
 
 
 def build_tables(summary: GridSummary) -> list[Any]:
-    """Return rich's tables of scores and of learning rates. They fit 80 columns; long names are folded."""
+    """Build rich's tables of scores and of learning rates, 80 columns wide; long names are folded."""
     rendered_tables = []
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
@@ -217,6 +218,7 @@ def build_tables(summary: GridSummary) -> list[Any]:
 
 
 def _build_empty_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
+    """Build a table with left-aligned columns `names` and right-aligned columns `numbers`."""
     from rich import box
     from rich.table import Table
 
@@ -233,15 +235,17 @@ def _format_rate(row: SummaryRow) -> str:
 
 
 def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, str]]:
-    """Yield ("collapsed" or "failed", result, why) of each run that is worthless or has no result."""
+    """Yield ("collapsed" or "failed", result, reason) of each collapsed or failed run."""
     yield from (("collapsed", result, result.test.collapsed) for result in summary.collapsed)
     yield from (("failed", result, result.failure) for result in summary.failed)
 
 
 def format_notes(summary: GridSummary) -> list[str]:
-    """Return a line for each model and data set with collapsed or failed runs: which, and why."""
+    """Return a line for each model and data set with collapsed or failed runs, with their reason and rates."""
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
-    for kind, result, why in _iterate_unusable_runs(summary):  # those that failed did so in different steps
+    for kind, result, why in _iterate_unusable_runs(
+        summary
+    ):  # failures differ in their step, so they are grouped without the reason
         groups[kind, result.model, summary.format_dataset(result), why if kind == "collapsed" else ""].append((result, why))
     lines = []
     for (kind, model, place, _), runs in groups.items():
@@ -251,7 +255,7 @@ def format_notes(summary: GridSummary) -> list[str]:
 
 
 def format_summary(summary: GridSummary, suffix: str) -> str:
-    """Return all numbers as .json, .csv (the scores alone) or .md."""
+    """Format all numbers as .json, .csv (scores only) or .md."""
     if suffix == ".json":
         values: dict[str, list] = {"rows": [vars(row) for row in summary.rows], "rates": [], "collapsed": [], "failed": []}
         for row in summary.rates:
@@ -285,7 +289,7 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
 
 @handle_command_errors
 def summary_main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc finetune summary`."""
+    """Run `megaenc finetune summary`."""
     silence_libraries()
     settings = flags.parse(GridSummaryConfig, argv, prog="megaenc finetune summary", description=__doc__)
     output = Path(settings.output)
@@ -298,18 +302,18 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         summary = build_summary(results, settings.metrics, settings.interval)
         if settings.output:
             atomic_write(output, format_summary(summary, output.suffix))
-    # Columns that the table of rates takes with names of 16 letters, which are folded where they are longer.
+    # The width of the rate table; names longer than 16 letters are folded.
     width = max(_WIDTH, 42 + 6 * len(summary.learning_rates))
-    plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
+    plain = {"markup": False, "emoji": False, "highlight": False}  # names may look like rich's markup
     console = build_rich_console(**plain, width=None if sys.stdout.isatty() else width)
     for table in build_tables(summary):
         console.print(table)
     for line in format_notes(summary):
         print_rank_0(line)
     if any(row.collapsed for row in summary.rows):
-        print_rank_0("! marks a mean of which a run has collapsed: its predictions are worthless, whatever its score")
+        print_rank_0("! marks a mean over a collapsed run, whose predictions are worthless whatever its score")
     if settings.metrics == "standard" and not any(run.test is not None and run.test.metrics for run in results):
-        print_rank_0("these files hold the paper's scores alone: --metrics paper shows them")
+        print_rank_0("these files hold only the paper's scores; use --metrics paper")
     print_rank_0(f"{len(results) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
     if settings.output:
         print_rank_0(f"written: {settings.output}")

@@ -149,6 +149,7 @@ def _filter_gold_answers(golds: Sequence[str]) -> Sequence[str]:
 
 
 def _compute_word_f1(gold: list[str], predicted: list[str]) -> float:
+    """Compute the F1 of two lists of words, counted with repetition."""
     if not gold or not predicted:
         return float(gold == predicted)
     shared = (Counter(gold) & Counter(predicted)).total()

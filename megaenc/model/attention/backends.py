@@ -63,7 +63,7 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 Kernel = Callable[..., Tensor]
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale, causal) -> like q; causal aligns the last tokens."""
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale, causal) -> like q; causal aligns the last token."""
 
 
 def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
@@ -73,7 +73,7 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
 
 
 def flash_attn_module(device: torch.device) -> str:
-    """Return the name of the flash-attn module for `device`: version 3 on a Hopper GPU, else version 2; empty if not installed."""
+    """Return the name of the flash-attn module for `device`: version 3 on a Hopper GPU, else 2; empty if not installed."""
     # AMD GPUs have other capabilities under the same numbers.
     if util.find_spec(_FLASH_ATTN_3) and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER:
         return _FLASH_ATTN_3
@@ -132,7 +132,7 @@ def _attend_per_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequenc
 
 
 def _scaled_dot_product(q, k, v, scale, causal=False):
-    """Return torch's scaled dot-product attention; if causal, the last query attends to all keys, each earlier one to one less."""
+    """Return torch's scaled dot-product attention; a causal mask aligns the last query with the last key."""
     rows, columns = q.size(2), k.size(2)
     mask = None
     if causal and rows < columns:  # torch's own causal mask aligns the first query with the first key

@@ -63,30 +63,30 @@ def check_backend(
     seq_length: int = 0,
     packs: int = 1,
 ) -> SelfTestResult:
-    """Try the backend `name` (of attention_backends.ORDER) on `device` under each of `masks`; whatever it raises is a verdict.
+    """Test the backend `name` on `device` under each of `masks`; an exception is a failed test.
 
-    `heads` of queries and `groups` of keys and values are this process's; `packs` of `seq_length` tokens make a micro-batch.
+    `heads` (query) and `groups` (key/value) are this rank's; a micro-batch has `packs` of `seq_length` tokens.
     """
     worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")
-    if missing := missing_requirement(name, device, dtype):
-        return dataclasses.replace(worst, available=False, error=None, reason=missing)
+    if reason := missing_requirement(name, device, dtype):
+        return dataclasses.replace(worst, available=False, error=None, reason=reason)
     masks = list(masks)
-    if name == "cudnn" and (too_much := _check_mask_memory(packs, seq_length, dtype, masks)):
-        return dataclasses.replace(worst, error=None, reason=too_much)
-    for row, queries, keys in _trial_packs(device, heads, groups, seq_length):
-        allowed = error_tolerance(dtype, max(row.lengths) + head_dim, device)
-        inputs = [x.to(dtype) for x in _draw_inputs(sum(row.lengths), queries, keys, head_dim)]
+    if name == "cudnn" and (reason := _check_mask_memory(packs, seq_length, dtype, masks)):
+        return dataclasses.replace(worst, error=None, reason=reason)
+    for pack, queries, keys in _trial_packs(device, heads, groups, seq_length):
+        tolerance = error_tolerance(dtype, max(pack.lengths) + head_dim, device)
+        inputs = [x.to(dtype) for x in _draw_inputs(sum(pack.lengths), queries, keys, head_dim)]
         for mask in masks:
-            where = f"under {mask} attention with heads {head_dim} wide"
+            condition = f"under {mask} attention with heads {head_dim} wide"
             try:
-                for what, error in _compare_with_reference(name, row, inputs, mask, device):
-                    if not error <= allowed:
-                        found = "no numbers" if math.isnan(error) else f"off by {error:.2g}, where {allowed:.2g} is allowed,"
-                        return SelfTestResult(name, True, error, allowed, f"{what} {found} {where}")
+                for label, error in _compare_with_reference(name, pack, inputs, mask, device):
+                    if not error <= tolerance:
+                        failure = "NaN" if math.isnan(error) else f"off by {error:.2g} (tolerance {tolerance:.2g})"
+                        return SelfTestResult(name, True, error, tolerance, f"{label} {failure} {condition}")
                     if error >= worst.error:
-                        worst = SelfTestResult(name, True, error, allowed, "")
-            except Exception as error:  # whatever a kernel may raise
-                return SelfTestResult(name, True, None, allowed, f"{type(error).__name__} {where}: {format_error(error)}")
+                        worst = SelfTestResult(name, True, error, tolerance, "")
+            except Exception as error:  # kernels raise errors of many types
+                return SelfTestResult(name, True, None, tolerance, f"{type(error).__name__} {condition}: {format_error(error)}")
     return worst
 
 
@@ -113,10 +113,10 @@ def _check_mask_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: l
 
 
 def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
-    """Return the largest `max_relative_error` of a right backend in `dtype`, which sums up to `terms` numbers in float32.
+    """Return the largest acceptable `max_relative_error` of a backend in `dtype` that sums `terms` numbers in float32.
 
-    16 times the unit of rounding: a right kernel comes to 10 units here where heads are 8 wide and to 5 where they are 64 or 96;
-    a scale that is 15 % off to 70 units of bfloat16.
+    16 times the unit of rounding: a correct kernel reaches 10 units with heads 8 wide and 5 with heads 64 or 96 wide; a scale
+    that is 15 % off reaches 70 units of bfloat16.
     """
     unit = torch.finfo(dtype).eps / 2
     if dtype == torch.float32 and uses_tf32(device):
@@ -135,18 +135,18 @@ def max_relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _compare_with_reference(
-    name: str, row: TrialPack, inputs: list[Tensor], mask: Attention, device: torch.device
+    name: str, pack: TrialPack, inputs: list[Tensor], mask: Attention, device: torch.device
 ) -> Iterator[tuple[str, float]]:
-    """Yield what is compared and its relative error."""
-    packing = PackedSequences.from_edges(row.edges, mask, device, np.array(row.prefixes) if mask == Attention.PREFIX else None)
-    expected = reference_attention(*(x.float() for x in inputs), packing.spans())
-    found = _run_backend(name, inputs, packing, device)
-    for what, here, there in zip(_RESULT_NAMES, found, expected, strict=True):
-        yield what, max_relative_error(here, there)
-    louder = _run_backend(name, [torch.where(row.loud, x * _LOUD_FACTOR, x) for x in inputs], packing, device)
-    quiet = ~row.loud.flatten()
-    for what, here, there in zip(_RESULT_NAMES, louder, found, strict=True):
-        yield f"{what}, when other documents change,", max_relative_error(here[quiet], there[quiet])
+    """Yield (label, maximum relative error) of each result, and of its change if other documents change."""
+    packing = PackedSequences.from_edges(pack.edges, mask, device, np.array(pack.prefixes) if mask == Attention.PREFIX else None)
+    references = reference_attention(*(x.float() for x in inputs), packing.spans())
+    results = _run_backend(name, inputs, packing, device)
+    for label, actual, expected in zip(_RESULT_NAMES, results, references, strict=True):
+        yield label, max_relative_error(actual, expected)
+    loud_results = _run_backend(name, [torch.where(pack.loud, x * _LOUD_FACTOR, x) for x in inputs], packing, device)
+    quiet = ~pack.loud.flatten()
+    for label, actual, expected in zip(_RESULT_NAMES, loud_results, results, strict=True):
+        yield f"{label}, when other documents change,", max_relative_error(actual[quiet], expected[quiet])
 
 
 def _run_backend(name: str, inputs: list[Tensor], packing: PackedSequences, device: torch.device) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT
 
 _BLOCK = 4096
-_PROGRAMS = 1024  # of `amax`: each goes through many blocks, so that few write to the one result
+_PROGRAMS = 1024  # of `amax`: each processes many blocks, so that few write to the one result
 _TILE = 64
 
 
@@ -22,11 +22,11 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple[Tensor, Tensor]:
-    """Return `x` quantized to `dtype`, and its inverse scale; see `Float8Recipe.quantize`; `max_bits`: `max_value_bits(dtype)`."""
+    """Return `x` quantized to `dtype` and its inverse scale; see `Float8Recipe.quantize`; `max_bits`: as of `max_value_bits`."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
-    _quantize_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, top, out, inverse, x.numel(), MOST=most, BLOCK=_BLOCK)
+    _quantize_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, top, out, inverse, x.numel(), MAX_BITS=max_bits, BLOCK=_BLOCK)
     return out, inverse
 
 
@@ -42,6 +42,7 @@ def transpose(x: Tensor) -> Tensor:
 
 @triton.jit
 def _amax_kernel(x, top, numbers, BLOCK: tl.constexpr):
+    """Update `top` with the largest magnitude of every num_programs-th block."""
     # As integers, the bits of magnitudes are ordered like the magnitudes, with NaN last.
     most = tl.zeros([BLOCK], dtype=tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -53,10 +54,11 @@ def _amax_kernel(x, top, numbers, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _quantize_kernel(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_kernel(x, top, out, inverse, numbers, MAX_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantize one block per program with the scale for `top`; the first program writes the inverse scale."""
     # The bits of 2^-100, infinity and NaN, as in Float8Recipe.quantize.
     bits = tl.load(top)
-    exponent = (MOST - tl.maximum(bits, 226492416)) >> 23
+    exponent = (MAX_BITS - tl.maximum(bits, 226492416)) >> 23
     if tl.program_id(0) == 0:
         back = tl.where(bits < 2139095040, (127 - exponent) << 23, 2143289344)
         tl.store(inverse, back.to(tl.float32, bitcast=True))
@@ -68,6 +70,7 @@ def _quantize_kernel(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["rows"])  # tokens: one variant for any number of them, which the self-test has run
 def _transpose_kernel(x, out, rows, columns, width, TILE: tl.constexpr):
+    """Transpose one tile per program, as bytes, with zeros beyond the last row."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megaenc.backend import Backend, KernelConfig
 from megaenc.errors import InputError, format_error
 from megaenc.model import transformer_engine
-from megaenc.model.fp8.tensor import TEST_ROWS, Float8Recipe, select_float8_recipe, rounding_error
+from megaenc.model.fp8.tensor import TEST_ROWS, Float8Recipe, rounding_error, select_float8_recipe
 
 
 def check_linear_layers(kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
@@ -30,10 +30,10 @@ def check_linear_layers(kernels: KernelConfig, backend: Backend, widths: Iterabl
 
 
 def check_float8_linear(fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
-    """Raise InputError unless layers of `widths` (output, input) compute here what float32 does, but for rounding.
+    """Raise InputError unless float8 layers of `widths` (output, input) match float32 up to rounding on this machine.
 
-    The tolerance, a norm relative to the result's: `rounding_error` of both matrices as of independent errors, and 2^-7 for results in
-    bfloat16 and sums that are added up fast.
+    The tolerance of the relative norm is the `rounding_error` of both matrices, taken as independent, plus 2^-7 for results in
+    bfloat16 and fast accumulation.
     """
     names = "output", "gradient of the input", "gradient of the weight"
     kind, generator = select_float8_recipe(fp8_format, backend), torch.Generator().manual_seed(0)
@@ -47,7 +47,9 @@ def check_float8_linear(fp8_format: str, backend: Backend, widths: Iterable[tupl
         expected = x.float() @ weight.float().t(), gradient.float() @ weight.float(), gradient.float().t() @ x.float()
         try:
             results = _run_float8_linear(kind, x, weight, gradient)
-            errors = [float((actual.float() - right).norm() / right.norm()) for actual, right in zip(results, expected, strict=True)]
+            errors = [
+                float((actual.float() - right).norm() / right.norm()) for actual, right in zip(results, expected, strict=True)
+            ]
         except RuntimeError as error:  # the library has no kernel for these sizes or this device
             raise InputError(
                 f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: "
@@ -70,10 +72,10 @@ def _run_float8_linear(kind: Float8Recipe, x: Tensor, weight: Tensor, gradient: 
 
 
 class _Float8LinearMixin:
-    """What both classes do otherwise; `select_float8_recipe` comes out of the recipe of the layer."""
+    """Override of the matrix products of megatron-core's linear layers with float8; `float8` comes from the layer spec."""
 
-    def __init__(self, *sizes: int, float8: Float8Recipe, **others):
-        super().__init__(*sizes, **others)
+    def __init__(self, *sizes: int, float8: Float8Recipe, **options):
+        super().__init__(*sizes, **options)
         self.float8 = float8
 
     def _forward_impl(self, input, weight, bias, *, allreduce_dgrad, sequence_parallel, **_):

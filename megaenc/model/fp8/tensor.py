@@ -87,27 +87,30 @@ def rounding_error(dtype: torch.dtype) -> float:
 
 @functools.cache
 def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
-    """Return what `--fp8-format` is here, by our kernels if they do bit by bit what torch's do; InputError if none."""
-    forward, wide = _types(fp8_format, backend)
+    """Return the float8 types of `--fp8-format` on this machine, with Triton kernels if they match torch bit by bit.
+
+    Raises InputError if the machine has no float8 matrix products.
+    """
+    forward, wide = _select_types(fp8_format, backend)
     plain = Float8Recipe(forward, wide if fp8_format == "hybrid" else forward)
     if backend.is_cpu:
         return plain
     own = Float8Recipe(plain.forward, plain.gradient, triton=True)
-    if why := _find_difference(own, plain, backend.device):
-        print_rank_0(f"--fp8-format {fp8_format}: Triton's kernels are not used to scale ({why}); torch's are, which take longer")
+    if reason := _find_difference(own, plain, backend.device):
+        print_rank_0(f"--fp8-format {fp8_format}: Triton kernels are not used to quantize ({reason}); torch's slower ones are")
         return plain
     return own
 
 
-def _types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]:
-    """e4m3 and e5m2 as this machine has them."""
-    open_compute, amds_first = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+def _select_types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]:
+    """Return this machine's types with 4 and 5 bits of exponent. Raises InputError if it has no float8 matrix products."""
+    open_compute, mi300 = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
     if backend.is_cpu or (backend.name == "cuda" and torch.cuda.get_device_capability(backend.device) >= (8, 9)):
         return open_compute
     if backend.name == "rocm":
         architecture = torch.cuda.get_device_properties(backend.device).gcnArchName.split(":")[0]
         if architecture.startswith("gfx94"):
-            return amds_first
+            return mi300
         if architecture.startswith(("gfx95", "gfx12")):
             return open_compute
     raise InputError(
@@ -117,20 +120,20 @@ def _types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]
 
 
 def _find_difference(own: Float8Recipe, plain: Float8Recipe, device: torch.device) -> str:
-    """Return what `own` does otherwise than `plain`; nothing where all is equal, bit by bit."""
+    """Return a description of the first bitwise difference between both implementations, or an error; empty if none."""
     try:
         generator = torch.Generator(device).manual_seed(0)
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(TEST_ROWS, 3 * 208, dtype=dtype, device=device, generator=generator).exp_()[:, 208:416]
             tops = own.amax(x), plain.amax(x)
             if not torch.equal(*tops):
-                return f"the largest of {dtype} differs"
+                return f"the largest magnitude of {dtype} differs"
             for to in {own.forward, own.gradient}:
                 (mine, inverse), (theirs, expected) = (kind.quantize(x, tops[1], to) for kind in (own, plain))
                 if not (torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) and torch.equal(inverse, expected)):
-                    return f"{dtype} rounds to {to} otherwise"
+                    return f"{dtype} is rounded to {to} differently"
                 if not torch.equal(own.transpose(theirs).view(torch.uint8), plain.transpose(theirs).view(torch.uint8)):
-                    return f"{to} is turned otherwise"
-    except Exception as error:  # of a compiler, whatever it raises: without it all goes on, slower
+                    return f"{to} is transposed differently"
+    except Exception as error:  # compilers raise errors of many types
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""

@@ -1,38 +1,38 @@
-"""What the loss asks of logits, in one pass over them, and their gradient in their own place, in a second."""
+"""Triton cross-entropy: softmax statistics in one pass over the logits, and their in-place gradient in a second one."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, next_power_of_2, column_block_constants
+from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, column_block_constants, next_power_of_2
 
 LOWEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).min)
-NOBODY: tl.constexpr = tl.constexpr(2**31 - 1)
+NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
 def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, columns, width, COLUMNS: tl.constexpr):
-    """One program takes a row, a block at a time: what it has added up shrinks where a higher score comes."""
+    """Compute the statistics of one row per program, block by block, rescaling the sum when a higher score occurs."""
     row = tl.program_id(0).to(tl.int64)
-    here = logits + row * stride
+    row_logits = logits + row * stride
     highest = LOWEST
     total = 0.0
     token = 0
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        # Loaded to the padding's end, which is a round number: many at a time, whatever the size of the vocabulary.
-        scores = tl.load(here + column, mask=column < width, other=0.0).to(tl.float32)
+        # Loaded including the padding, to a round number: vectorized for every vocabulary size.
+        scores = tl.load(row_logits + column, mask=column < width, other=0.0).to(tl.float32)
         scores = tl.where(column < columns, scores, float("-inf"))
         top = tl.max(scores, axis=0)
-        likeliest = tl.min(tl.where(scores == top, column, NOBODY), axis=0)
+        likeliest = tl.min(tl.where(scores == top, column, NO_TOKEN), axis=0)
         token = tl.where(top > highest, likeliest, token)
         before = highest
         highest = tl.maximum(highest, top)
         total = total * tl.exp(before - highest) + tl.sum(tl.exp(scores - highest), axis=0)
     at = tl.load(labels + row) - first
     own = (at >= 0) & (at < columns)
-    target = tl.load(here + at, mask=own, other=0.0).to(tl.float32)
+    target = tl.load(row_logits + at, mask=own, other=0.0).to(tl.float32)
     tl.store(out + row, highest)
     tl.store(out + rows + row, total)
     tl.store(out + 2 * rows + row, target)
@@ -41,22 +41,24 @@ def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, co
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
 def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr):
+    """Overwrite a block of COLUMNS logits of one row per program by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    here = logits + row * stride + column
-    scores = tl.load(here, mask=column < width, other=0.0).to(tl.float32)
+    pointers = logits + row * stride + column
+    scores = tl.load(pointers, mask=column < width, other=0.0).to(tl.float32)
     scores = tl.where(column < columns, scores, float("-inf"))
-    chance = tl.exp(scores - tl.load(top + row)) / tl.load(total + row)
+    probability = tl.exp(scores - tl.load(top + row)) / tl.load(total + row)
     at = tl.load(labels + row) - first
-    error = tl.where((column == at) & (column < columns), chance - 1.0, chance)
-    tl.store(here, error.to(logits.dtype.element_ty), mask=column < width)
+    error = tl.where((column == at) & (column < columns), probability - 1.0, probability)
+    tl.store(pointers, error.to(logits.dtype.element_ty), mask=column < width)
 
 
 def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
-    """Return float32[4, n] of this rank's share of the vocabulary: ids from `first` on, columns from `columns` on being padding.
+    """Return float32[4, n], the softmax statistics of n rows over this rank's share of the vocabulary.
 
-    Of each row the highest score, the sum of exp(score - highest), the label's score (0 if another rank's) and the likeliest
-    token, the lowest of equals, exact below 2^24; of padding alone float32's lowest number, 0, 0 and `first`.
+    Highest score, sum of exp(score - highest), the label's score (0 if another rank's) and the likeliest token, the lowest id on
+    a tie, exact below 2^24; for a share of only padding float32's lowest number, 0, 0 and `first`. The share begins at token id
+    `first`; columns from `columns` on are padding.
     """
     rows, width = logits_nV.shape
     out_4n = torch.empty(4, rows, dtype=torch.float32, device=logits_nV.device)
@@ -70,7 +72,10 @@ def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns:
 
 
 def logits_to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
-    """Overwrite logits by the loss's gradient: exp(score - top) / sum of all ranks, less 1 at the label; 0 in padding."""
+    """Overwrite logits by the loss's gradient, exp(score - top) / sum minus 1 at the label, 0 in padding, and return them.
+
+    top_n, sum_n: of the whole vocabulary; `first`, `columns`: as of `softmax_statistics`.
+    """
     rows, width = logits_nV.shape
     if rows:
         constants = column_block_constants(width)

@@ -1,4 +1,4 @@
-"""RMSNorm in one pass over memory each way: the gradient of the weight comes with that of the input."""
+"""Triton RMSNorm with one pass over memory in forward and one in backward, for both gradients."""
 
 import torch
 import triton
@@ -6,11 +6,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, resident_programs, flatten_rows, row_tile_constants
+from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, flatten_rows, resident_programs, row_tile_constants
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def rms_norm_forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Normalize a tile of ROWS rows per program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < width)
@@ -25,7 +26,7 @@ def rms_norm_backward_kernel(
     gradient, x, weight, to_x, to_weight, rows, gradient_stride, x_stride, width, epsilon,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a tile of rows and every so manieth after it; its sum for the weight is a row of `to_weight`."""
+    """Compute input gradients of every num_programs-th tile of rows, and the tile sums of the weight gradient in `to_weight`."""
     column = tl.arange(0, COLUMNS)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -45,11 +46,13 @@ def rms_norm_backward_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x [..., H] / rms(x) * weight [H] in the numbers of `x`, computed in float32; only both are kept for backward."""
-    return _RMSNorm.apply(x, weight, epsilon)
+    """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32; only inputs are saved for backward."""
+    return _TritonRMSNorm.apply(x, weight, epsilon)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _TritonRMSNorm(torch.autograd.Function):
+    """RMSNorm with the Triton kernels, which saves only its inputs."""
+
     @staticmethod
     def forward(ctx, x, weight, epsilon):
         rows_RH = flatten_rows(x)
@@ -74,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
         rows, width = rows_RH.shape
         constants = row_tile_constants(width)
         programs = min(triton.cdiv(rows, constants["ROWS"]), resident_programs(rows_RH.device))
-        # One sum a program, in an order that is the same every time: atomic additions would not be.
+        # One sum per program, in a deterministic order, unlike atomic additions.
         to_weight_PH = torch.empty(programs, width, dtype=torch.float32, device=rows_RH.device)
         strides = gradient_RH.stride(0), rows_RH.stride(0)
         rms_norm_backward_kernel[(programs,)](

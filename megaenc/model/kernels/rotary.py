@@ -1,4 +1,4 @@
-"""Rotary positions in one pass: each head's halves are read once, turned in float32 and written once."""
+"""Triton rotary positions in one pass: each head is read once, rotated in float32 and written once."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, next_power_of_2, row
 def rotary_kernel(
     x, cos, sin, out, token_stride, head_stride, heads, half, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One program takes ROWS heads of a token, which share their angles."""
+    """Rotate ROWS heads of one token, which share their angles, per program."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -20,16 +20,16 @@ def rotary_kernel(
     angle = token * half + column
     along = tl.load(cos + angle, mask=column < half, other=0.0)
     across = tl.load(sin + angle, mask=column < half, other=0.0) * SIGN
-    here = x + token * token_stride + head * head_stride + column
-    first = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(here + half, mask=inside, other=0.0).to(tl.float32)
-    there = out + (token * heads + head) * (2 * half) + column
-    tl.store(there, (first * along - second * across).to(out.dtype.element_ty), mask=inside)
-    tl.store(there + half, (second * along + first * across).to(out.dtype.element_ty), mask=inside)
+    source = x + token * token_stride + head * head_stride + column
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    target = out + (token * heads + head) * (2 * half) + column
+    tl.store(target, (first * along - second * across).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + half, (second * along + first * across).to(out.dtype.element_ty), mask=inside)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Turn x [S, 1, heads, dim] by `sign` times the angles of cos and sin, contiguous float32[S, 1, 1, dim / 2]."""
+    """Return x [S, 1, heads, dim] rotated by `sign` times the angles of cos and sin, contiguous float32[S, 1, 1, dim / 2]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, _, heads, width = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""SwiGLU in one pass each way; backward computes silu(gate) again."""
+"""Triton SwiGLU in one pass each for forward and backward, which recomputes silu(gate)."""
 
 import torch
 import triton
@@ -6,11 +6,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaenc.model.kernels.launch import flatten_rows, column_block_constants
+from megaenc.model.kernels.launch import column_block_constants, flatten_rows
 
 
 @triton.jit
 def swiglu_forward_kernel(x, out, x_stride, width, COLUMNS: tl.constexpr):
+    """Compute SwiGLU of a block of COLUMNS columns of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -21,6 +22,7 @@ def swiglu_forward_kernel(x, out, x_stride, width, COLUMNS: tl.constexpr):
 
 @triton.jit
 def swiglu_backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, COLUMNS: tl.constexpr):
+    """Compute the gradient of SwiGLU's input for a block of COLUMNS columns of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -30,17 +32,19 @@ def swiglu_backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, 
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
     to_gate = above * up * (sigmoid + silu * (1.0 - sigmoid))
-    here = to_x + row * (2 * width) + column
-    tl.store(here, to_gate.to(to_x.dtype.element_ty), mask=inside)
-    tl.store(here + width, (above * silu).to(to_x.dtype.element_ty), mask=inside)
+    target = to_x + row * (2 * width) + column
+    tl.store(target, to_gate.to(to_x.dtype.element_ty), mask=inside)
+    tl.store(target + width, (above * silu).to(to_x.dtype.element_ty), mask=inside)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x [..., 2 F], its halves: [..., F], in the numbers of `x`, computed in float32."""
-    return _SwiGLU.apply(x)
+    """Return silu(gate) * up [..., F] of the halves of x [..., 2 F], in the dtype of `x`, computed in float32."""
+    return _TritonSwiGLU.apply(x)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _TritonSwiGLU(torch.autograd.Function):
+    """SwiGLU with the Triton kernels, which saves only its input."""
+
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)

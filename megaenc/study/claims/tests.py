@@ -128,9 +128,13 @@ def judge_gap_narrowing(models: ModelSelector, draws: int) -> PendingVerdict:
     if len(contrasts := _mlm_minus_clm(models, TaskFamily.IR)) < 2:
         return PendingVerdict()
     if not is_size_order_known(models.model_keys, models.evidence.scope.sizes):
-        return PendingVerdict(requirement="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes")
+        return PendingVerdict(
+            requirement="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes"
+        )
     borrowed, usable = between_run_variance(contrasts), drop_collapsed(contrasts)
-    draft = PendingVerdict(adjust_comparisons([compare_contrasts([contrast], borrowed) for contrast in contrasts]), contrasts=contrasts)
+    draft = PendingVerdict(
+        adjust_comparisons([compare_contrasts([contrast], borrowed) for contrast in contrasts]), contrasts=contrasts
+    )
     if len(usable) < 2:
         return draft
     gap, middle = compare_contrasts(usable, borrowed), (len(usable) - 1) / 2
@@ -260,18 +264,19 @@ def _scaled_rate_variances(grids: Mapping[int, Sequence[np.ndarray]]) -> tuple[d
 def judge_clm_quarter(models: ModelSelector, draws: int) -> PendingVerdict:
     """Judge claim 4: CLM for about a quarter of the steps, then MLM, is above MLM only at the same budget."""
 
-    def budget(one: ModelKey) -> tuple[str, int, float]:
-        return one.size, one.steps, one.mask_ratio or 0.0
+    def budget_key(key: ModelKey) -> tuple[str, int, float]:
+        """Return the properties that both sides share: size, steps and mask ratio."""
+        return key.size, key.steps, key.mask_ratio or 0.0
 
     shares = [one for one in models.model_keys if one.decayed and not one.cpt_mlm_steps and one.mlm_steps]
     nearest: dict[tuple, float] = {}
     for one in shares:
         if one.clm_steps:
-            nearest[budget(one)] = min(nearest.get(budget(one), 1.0), one.clm_share, key=lambda share: abs(share - 0.25))
+            nearest[budget_key(one)] = min(nearest.get(budget_key(one), 1.0), one.clm_share, key=lambda share: abs(share - 0.25))
     pairs = models.match_pairs(
-        lambda one: QUARTER_RANGE[0] <= one.clm_share <= QUARTER_RANGE[1] and one.clm_share == nearest[budget(one)],
+        lambda one: QUARTER_RANGE[0] <= one.clm_share <= QUARTER_RANGE[1] and one.clm_share == nearest[budget_key(one)],
         lambda one: not one.clm_steps,
-        budget,
+        budget_key,
         shares,
     )
     places = [(f"{size}, {steps:,} steps, {format_percent(ratio)}", pair) for (size, steps, ratio), pair in sorted(pairs.items())]

@@ -76,7 +76,8 @@ _CLAIMS: dict[str, tuple[str, str, str, Callable[[ModelSelector, int], PendingVe
     "4": (
         "25 % CLM, then MLM, beats MLM alone",
         "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
-        f"a decayed model with {QUARTER_RANGE[0]:.0%} to {QUARTER_RANGE[1]:.0%} CLM before MLM, and MLM alone of that size, ratio and steps",
+        f"a decayed model with {QUARTER_RANGE[0]:.0%} to {QUARTER_RANGE[1]:.0%} CLM before MLM, "
+        "and MLM alone of the same size, ratio and steps",
         claim_tests.judge_clm_quarter,
     ),
     "5": (

@@ -1,7 +1,7 @@
-"""Lay what a study has measured open: tables, figures, a verdict on each claim, and one page with all of it.
+"""Report the results of a study: tables, figures, a verdict on each claim, and one HTML page with all of them.
 
-From a folder of results, with the manifest that they were made by where there is one; from the study's own result files; or, with
---published, from its printed tables alone. Published values stand beside and behind those of the same models.
+Reads a results directory of `megaenc` (with the manifest, if there is one) or of the study itself; with --published, it reports
+the study's published tables only. Published values are shown next to those of the same models.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,44 +43,46 @@ SCORES = "scores.csv"
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """What `megaenc study report` takes."""
+    """Options of `megaenc study report`."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
-    """the study's manifest, which says what its models are; without it they are known by the names that the study gave its own"""
+    """manifest of the study, which defines its models; without it, models are recognised by the names of the original study"""
     results: str = ""
-    """folder of results: of `megaenc study run`, of `megaenc finetune grid`, or as the study has published them"""
+    """results directory of `megaenc study run`, of `megaenc finetune grid`, or as published by the study"""
     runs: str = ""
-    """folder of the pretraining runs, for curves of losses and for what was spent"""
+    """directory of the pretraining run directories, for loss curves, FLOPs, tokens and hours"""
     output: str = "report"
-    """folder to write to; an earlier report there is replaced"""
+    """directory to write to; an earlier report in it is replaced"""
     published: bool = False
-    """report the study's printed tables, without any results"""
+    """report the study's published tables, without any other results"""
     interval: IntervalKind = "normal"
-    """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is right for few seeds too"""
+    """95 % intervals of tables and figures: normal (1.96 standard errors, as in the paper) or t (Student's, also right for few
+    seeds)"""
     about: tuple[str, ...] = ()
-    """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results says such too"""
+    """facts to add to the page as NAME=TEXT, such as hardware='one H100' commit=1a2b3c; those in study.json next to the results
+    are added too"""
 
 
-_PUBLISHED = (
-    "What was printed in the appendix of “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994)."
-)
+_PUBLISHED = "Results from the appendix of “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994)."
 _OURS = (
-    "Laid over “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994): its tables, figures and "
-    "claims, with the numbers of this study."
+    "Results of this study, in the tables and figures of “Should We Still Pretrain Encoders with Masked Language Modeling?” "
+    "(arXiv 2507.00994), and tests of its claims."
 )
 
 
 def build_report(config: ReportConfig) -> ReportPage:
-    """Read everything that the flags name. Raises InputError for what cannot be used."""
+    """Read the manifest, results and runs that the options name and build the report. Raises InputError for invalid input."""
     if config.published:
         conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
         if conflicting:
-            raise InputError(f"--published: found beside {conflicting[0]}, expected alone: it reports the printed tables")
+            raise InputError(
+                f"--published: found together with {conflicting[0]}; it reports the published tables only: leave one out"
+            )
         title, lead, evidence, published_evidence = "The published tables", _PUBLISHED, published(), None
         facts, standard, runs, flops = methods.published_facts(), [], {}, published_flops_by_model(evidence)
     else:
         if not config.results:
-            raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
+            raise InputError("--results: missing, expected a results directory (or --published for the study's published tables)")
         scope, title = _read_scope(config.manifest)
         results, published_evidence, lead = read_result_tree(config.results), published(), _OURS
         models = list(dict.fromkeys(one.model for one in results))
@@ -99,7 +101,7 @@ def build_report(config: ReportConfig) -> ReportPage:
             ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published_evidence)}"),
         ]
     figures = build_figures(evidence, runs, flops, published_evidence)
-    with ProgressLine("judging", total=None, closing=False) as progress:
+    with ProgressLine("testing claims", total=None, closing=False) as progress:
         progress.update(0)
         verdicts = judge(evidence)
         tables = [
@@ -107,15 +109,13 @@ def build_report(config: ReportConfig) -> ReportPage:
             *build_standard_metric_tables(evidence, standard),
             *build_diagnostic_tables(evidence),
         ]
-    printed, scores = (
-        judge(published_evidence) if published_evidence is not None else [],
-        format_scores_csv([evidence, *standard]),
-    )
-    return ReportPage(title, lead, verdicts, printed, figures, tables, scores, facts, describe_missing_scores(evidence))
+    published_verdicts = judge(published_evidence) if published_evidence is not None else []
+    scores, missing = format_scores_csv([evidence, *standard]), describe_missing_scores(evidence)
+    return ReportPage(title, lead, verdicts, published_verdicts, figures, tables, scores, facts, missing)
 
 
 def _read_scope(path: str) -> tuple[StudyScope, str]:
-    """Return what a manifest set out to measure, and its title."""
+    """Read the planned models, data sets and grid of the manifest at `path`, and its title; empty if there is no path."""
     if not path:
         return StudyScope(), "Results of a study"
     from megaenc.study.manifest.schema import read_manifest
@@ -125,46 +125,47 @@ def _read_scope(path: str) -> tuple[StudyScope, str]:
 
 
 def _check_results(evidence: Evidence, results: Sequence[Result], models: Sequence[str], config: ReportConfig) -> None:
-    """Raise InputError if the results are of another study or grid than the manifest's, or if none makes a score."""
+    """Raise InputError if no result belongs to the manifest's models and grid, or if there is no score yet."""
     place, names, grid = f"--results {config.results}", list(evidence.scope.model_keys), evidence.scope.grid
     if names and not any(model in names for model in models):
         actual, expected = ", ".join(models[:3]), ", ".join(names[:3])
         raise InputError(f"{place}: found models {actual}, expected those of {config.manifest}: {expected}, ...")
     if grid is not None and not evidence.grids:
         actual = _format_grid({one.learning_rate for one in results}, {one.seed for one in results})
-        expected_grid = f"some of what {config.manifest} asks for: {_format_grid(grid.rates, grid.seeds)}"
-        raise InputError(f"{place}: found {actual}, expected {expected_grid}")
+        expected = f"some of the grid of {config.manifest}: {_format_grid(grid.rates, grid.seeds)}"
+        raise InputError(f"{place}: found {actual}, expected {expected}")
     if not evidence.scores:
-        expected_grid = f"expected at least one: {describe_missing_scores(evidence)}"
-        raise InputError(f"{config.results}: no model has a learning rate with every seed finished yet; {expected_grid}")
+        expected = f"expected at least one: {describe_missing_scores(evidence)}"
+        raise InputError(f"{config.results}: no model has a learning rate with every seed finished yet; {expected}")
 
 
 def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
+    """Format learning rates and seeds, each sorted, for a message."""
     return f"rates {', '.join(map(format_learning_rate, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
 
 
 def write_report(report: ReportPage, output: Path) -> None:
-    """Write tables and figures, then the page, each file whole; remove files that only an earlier report has written.
+    """Write tables, figures and the page atomically into `output`, and remove files that only an earlier report wrote.
 
-    FILES lists the files of a report before they are written, so that an attempt that is killed leaves none unlisted.
-    Raises InputError for a folder that cannot be written or that holds something that is no report.
+    FILES lists all files before they are written, so that a killed attempt leaves none unlisted. Raises InputError for a
+    directory that cannot be written or that contains anything but a report.
     """
     earlier = output_dir.check_report_dir(output)
     texts = {f"{TABLES}/{table.key}.{suffix}": (table, form) for table in report.tables for suffix, form in WRITERS.items()}
-    drawn: dict[str, FigureSpec] = {}
+    figures: dict[str, FigureSpec] = {}
     for one in report.figures:
-        both = {one.figure.key: one.figure, f"{one.figure.key}-published": one.published}
-        drawn |= {f"{FIGURES}/{name}": picture for name, picture in both.items() if picture and picture.panels}
-    names = [*texts, f"{TABLES}/{SCORES}", *(f"{name}.{suffix}" for name in drawn for suffix in ("png", "svg"))]
+        pair = {one.figure.key: one.figure, f"{one.figure.key}-published": one.published}
+        figures |= {f"{FIGURES}/{name}": spec for name, spec in pair.items() if spec and spec.panels}
+    names = [*texts, f"{TABLES}/{SCORES}", *(f"{name}.{suffix}" for name in figures for suffix in ("png", "svg"))]
     output_dir.prepare_report_dir(output, earlier, names)
     for name, (table, form) in texts.items():
         atomic_write(output / name, form(table))
-    with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
-        for at, (name, picture) in enumerate(drawn.items()):
+    with ProgressLine("drawing", total=len(figures), closing=False) as progress:
+        for at, (name, spec) in enumerate(figures.items()):
             progress.update(at)
             with atomic_files(output / f"{name}.png") as [temporary]:
-                picture.figure.savefig(temporary, format="png", metadata={"Software": None})
-            atomic_write(output / f"{name}.svg", picture.svg)
+                spec.figure.savefig(temporary, format="png", metadata={"Software": None})
+            atomic_write(output / f"{name}.svg", spec.svg)
     atomic_write(output / TABLES / SCORES, report.scores)
     atomic_write(output / PAGE, render_page(report))
     output_dir.remove_stale_files(output, earlier, names)
@@ -172,7 +173,7 @@ def write_report(report: ReportPage, output: Path) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc study report`."""
+    """Run the command `megaenc study report`."""
     silence_libraries()
     config = flags.parse(ReportConfig, argv, prog="megaenc study report", description=__doc__)
     output = Path(config.output)
@@ -184,7 +185,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_rank_0(f"{one.claim}{one.part} {one.title}: {one.verdict}")
     if report.missing_scores:
         print_rank_0(report.missing_scores)
-    drawn = sum(bool(one.figure.panels) for one in report.figures)
-    print_rank_0(
-        f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}"
-    )
+    count = sum(bool(one.figure.panels) for one in report.figures)
+    tables = f"{len(report.tables)} tables in {output / TABLES}"
+    print_rank_0(f"{tables}, {count} figures in {output / FIGURES}, page: {output / PAGE}")

@@ -119,6 +119,7 @@ def describe_intervals(evidence: Evidence, published: Evidence | None = None) ->
     """Describe the kind and coverage of the intervals, and those of `published` values shown next to them if they differ."""
 
     def describe(counts: Sequence[int], kind: IntervalKind) -> str:
+        """Describe intervals of this kind over these numbers of seeds."""
         over = f"over {' or '.join(map(str, counts)) if len(counts) < 3 else f'{counts[0]} to {counts[-1]}'} fine-tuning seeds"
         if kind == "t":
             return f"95 % by Student's t {over}"

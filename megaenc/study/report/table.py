@@ -100,12 +100,21 @@ def table_to_markdown(table: Table) -> str:
     fitted = list(zip(table.columns, widths, strict=True))
     rule = ["-" * (width - 1) + ":" if column.number else "-" * width for column, width in fitted]
 
-    def line(cells: Iterable[str]) -> str:
+    def format_row(cells: Iterable[str]) -> str:
+        """Format cells as a padded Markdown row."""
         pairs = zip(cells, fitted, strict=True)
         padded = (cell.rjust(width) if column.number else cell.ljust(width) for cell, (column, width) in pairs)
         return "| " + " | ".join(padded) + " |"
 
-    lines = [f"### {markdown.escape(table.title)}", "", table.note, "", line(names), line(rule), *map(line, rows)]
+    lines = [
+        f"### {markdown.escape(table.title)}",
+        "",
+        table.note,
+        "",
+        format_row(names),
+        format_row(rule),
+        *map(format_row, rows),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -129,7 +138,8 @@ def _format_latex_block(table: Table, groups: list[str]) -> str:
     """Format the ungrouped columns and those of `groups` as a LaTeX tabular."""
     numbered_columns = [(at, column) for at, column in enumerate(table.columns) if not column.group or column.group in groups]
 
-    def line(cells: Iterable[str]) -> str:
+    def format_row(cells: Iterable[str]) -> str:
+        """Format cells as a LaTeX row."""
         return " & ".join(cells) + r" \\"
 
     lines = [f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for _, column in numbered_columns)}}}", "\\toprule"]
@@ -138,13 +148,13 @@ def _format_latex_block(table: Table, groups: list[str]) -> str:
         ends = list(itertools.accumulate((table.groups[group] for group in groups), initial=heads))
         headings = [f"\\multicolumn{{{table.groups[group]}}}{{c}}{{{_escape_latex(group)}}}" for group in groups]
         rules = [f"\\cmidrule(lr){{{start + 1}-{end}}}" for start, end in itertools.pairwise(ends)]
-        lines += [line([""] * heads + headings), " ".join(rules)]
-    lines += [line(_escape_latex(column.name) for _, column in numbered_columns), "\\midrule"]
+        lines += [format_row([""] * heads + headings), " ".join(rules)]
+    lines += [format_row(_escape_latex(column.name) for _, column in numbered_columns), "\\midrule"]
     for at, row in enumerate(table.rows):
         if row.rule and at:
             lines.append("\\addlinespace")
         cells = [_escape_latex(format_cell(row.cells[number])) for number, _ in numbered_columns]
-        lines.append(line(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells))
+        lines.append(format_row(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells))
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"])
 
 

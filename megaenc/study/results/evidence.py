@@ -131,6 +131,7 @@ class Evidence:
 
     @functools.cached_property
     def _score_index(self) -> dict[tuple[ModelKey | str, str, str], Score]:
+        """Return the scores by (model, data set, family), and by family "" the first of each data set."""
         index: dict[tuple[ModelKey | str, str, str], Score] = {}
         for score in self.scores:
             for family in (score.family, ""):
@@ -160,7 +161,9 @@ class Evidence:
 
     def group_by_setup(self, model_keys: Iterable[ModelKey] | None = None) -> Groups:
         """Return these models (default: all evaluated ones) by setup, as megaenc.study.results.groups.group_by_setup."""
-        return group_by_setup(self.model_keys() if model_keys is None else model_keys, self.planned_model_keys(), self.scope.sizes)
+        return group_by_setup(
+            self.model_keys() if model_keys is None else model_keys, self.planned_model_keys(), self.scope.sizes
+        )
 
     def sort_sizes(self, model_keys: Iterable[ModelKey]) -> list[str]:
         """Return the sizes of these models, smallest first if the manifest or their names tell."""
@@ -249,6 +252,7 @@ def _build_score(
     """
 
     def read_metric(run: Result) -> float | None:
+        """Return a run's value of the metric, or None."""
         return run.test.score if metric == PAPER_SCORE else run.test.metrics.get(metric)
 
     if not (by_seed := average_by_seed(over, read_metric)):

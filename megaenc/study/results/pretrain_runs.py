@@ -103,13 +103,14 @@ def published_model_flops(model_key: ModelKey) -> float | None:
     if (shape := PRESETS.get(model_key.size.lower())) is None or model_key.schedule:
         return None
 
-    def step(share: float, causal: bool) -> float:
+    def step_flops(share: float, causal: bool) -> float:
+        """Return the FLOPs of a step in which this share of the tokens is predicted."""
         spans = [(start, start if causal else start + _CHUNK, start + _CHUNK) for start in range(0, _LENGTH, _CHUNK)]
         return _PACKS * shape.training_flops(_IDS, round(share * _LENGTH), spans)
 
     masked = model_key.mlm_steps + model_key.cpt_mlm_steps
-    flops = model_key.clm_steps * step(1.0, causal=True)
-    return flops + (masked * step(model_key.mask_ratio, causal=False) if masked and model_key.mask_ratio else 0.0)
+    flops = model_key.clm_steps * step_flops(1.0, causal=True)
+    return flops + (masked * step_flops(model_key.mask_ratio, causal=False) if masked and model_key.mask_ratio else 0.0)
 
 
 def resolve_model_keys(names: list[str], manifest_keys: Mapping[str, ModelKey]) -> dict[str, ModelKey]:

@@ -1,9 +1,9 @@
-"""Do a study: pretraining, exports with certificate, fine-tuning, each stage when what it needs is done.
+"""Run a study: pretraining, exports with certificate and fine-tuning, each stage once the stages that it needs are done.
 
 megaenc study run configs/study/mini.yaml --output study
 megaenc study status configs/study/mini.yaml --output study
 
-What is finished is not done again: the same command goes on after a kill, a failure, or with more models in the manifest.
+Rerun the same command to resume after a kill or a failure, or with more models in the manifest; finished stages are kept.
 """
 
 import fnmatch
@@ -37,45 +37,45 @@ from megaenc.study.run.stage import CorpusStage, StageRunner, check_stages, fini
 
 @dataclass(frozen=True)
 class StudyRunConfig:
-    """What `megaenc study run` takes."""
+    """Flags of `megaenc study run`."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
-    """The study as a YAML file: configs/study/*.yaml."""
+    """The study as a YAML file, such as configs/study/mini.yaml."""
     output: str = ""
-    """Folder of the study: runs, exports, results and logs."""
+    """Study directory for runs, exports, results and logs."""
     data: str = ""
-    """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
+    """Directory that relative data paths of the manifest start from; default: the manifest's own."""
     data_path: tuple[str, ...] = ()
-    """Corpus to pretrain on as --data-path of `megaenc pretrain`, where the manifest makes none; it wins over the manifest's."""
+    """Pretraining corpus, as --data-path of `megaenc pretrain`, if the manifest builds none; overrides the manifest's."""
     tokenizer: str = ""
-    """Tokenizer that this corpus was made with: a folder or a name."""
+    """Tokenizer of this corpus: a directory or a name."""
     jobs: int = 0
-    """Stages at a time; 0: one for each GPU, without one a stage on every core."""
+    """Stages in parallel; 0: one per GPU, or without GPUs one per core."""
     processes: int = 0
-    """Processes of one pretraining run, each on a GPU of its own; 0: the manifest's `hardware: devices`."""
+    """Processes per pretraining run, each on its own GPU; 0: `hardware: devices` of the manifest."""
     only: tuple[str, ...] = ()
-    """Names of models or checkpoints, or stages as pretrain/NAME; * and ? stand for others. What they need is done too."""
+    """Models, checkpoints or stages (pretrain/NAME) to run, with all that they need; * and ? are wildcards."""
     dry_run: bool = False
-    """Say what would be done, and do nothing."""
+    """Print the state and the remaining commands of each stage, and do nothing."""
     slurm: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command `megaenc study run`; ends with exit code 1 if something could not be done."""
+    """Run the command `megaenc study run`; exit with code 1 if a stage failed."""
     silence_libraries()
     settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
     study, cluster = resolve_study_dir(settings.output, "run"), settings.slurm
     for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
         if value < 0:
             raise InputError(f"{flag}: found {value}, expected 0 or more")
-        if not cluster.slurm:  # whose machines have other cores
+        if not cluster.slurm:  # other machines may have more cores
             check_process_count(flag, value)
     _check_cluster(cluster, settings.jobs)
     manifest = read_manifest(settings.manifest, settings.data or None)
-    text = _resolve_data_flags(manifest, settings)
+    data_flags = _resolve_data_flags(manifest, settings)
     stages = build_graph(
-        manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, data_flags=text
+        manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, data_flags=data_flags
     ).stages
     chosen = select_stages(stages, settings.only)
     check_stages(chosen, stages, study)
@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     _check_data(chosen, settings.manifest)
     lock = study / ".locks" / "study"
-    with exit_on_sigterm(), create_parent_with_rollback(lock, "--output"), try_lock(lock) as mine:
-        if not mine:
-            raise InputError(f"--output {study}: another `megaenc study run` is at this folder; wait for it or stop it")
+    with exit_on_sigterm(), create_parent_with_rollback(lock, "--output"), try_lock(lock) as is_locked:
+        if not is_locked:
+            raise InputError(f"--output {study}: another `megaenc study run` uses this directory; wait for it or stop it")
         if cluster.slurm:
             submit_stages(chosen, study, cluster)
         else:
@@ -94,132 +94,135 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check_cluster(cluster: ClusterConfig, jobs: int) -> None:
-    """Raise InputError for numbers that cannot be, and for flags that would change nothing."""
+    """Raise InputError for impossible numbers, and for flags that would have no effect."""
     cluster.check()
     if cluster.slurm and jobs:
-        instead = "--slurm-parallel says how many tasks of a grid go at a time"
-        raise InputError(f"--jobs: found beside --slurm, expected nothing: {instead}")
-    for one in fields(cluster):
-        if not cluster.slurm and getattr(cluster, one.name) != one.default:
-            raise InputError(f"--{one.name.replace('_', '-')}: found without --slurm, expected --slurm beside it")
+        raise InputError("--jobs: found together with --slurm, expected --slurm-parallel, the number of parallel tasks of a grid")
+    for option in fields(cluster):
+        if not cluster.slurm and getattr(cluster, option.name) != option.default:
+            raise InputError(f"--{option.name.replace('_', '-')}: found without --slurm, expected --slurm as well")
 
 
 def _resolve_data_flags(manifest: Manifest, settings: StudyRunConfig) -> dict[str, Any]:
-    """Return data_path and tokenizer that the flags give pretraining.
+    """Return data_path and tokenizer for pretraining from the command line.
 
-    Raises InputError for what the manifest has no use for, and where neither says what is trained on.
+    Raises InputError if the manifest builds its own, or if neither the manifest nor the command line names them.
     """
-    given = {name: value for name in ("data_path", "tokenizer") if (value := getattr(settings, name))}
+    data_flags = {name: value for name in ("data_path", "tokenizer") if (value := getattr(settings, name))}
     for name in ("data_path", "tokenizer"):
         flag = f"--{name.replace('_', '-')}"
         if manifest.corpus.is_built_by_study:
-            if name in given:
-                raise InputError(f"{flag}: found here, and {settings.manifest} makes its own corpus; expected one")
-        elif name not in given and (without := [model.name for model in manifest.models if not model.flags.get(name)]):
+            if name in data_flags:
+                raise InputError(f"{flag}: found here, but {settings.manifest} builds its own corpus; expected only one of them")
+        elif name not in data_flags and (missing := [model.name for model in manifest.models if not model.flags.get(name)]):
             raise InputError(
-                f"{flag}: missing, and {settings.manifest} says no `{name}` for {without[0]}; expected a "
+                f"{flag}: missing, and {settings.manifest} has no `{name}` for {missing[0]}; expected a "
                 "corpus of `megaenc preprocess` and its tokenizer, or a `corpus` of text in the manifest"
             )
-    return resolve_flag_paths(given, Path.cwd())
+    return resolve_flag_paths(data_flags, Path.cwd())
 
 
 def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
-    """Raise InputError for text, a corpus or a tokenizer that `stages` are yet to read and that is missing."""
-    left = [stage for stage in stages if not stage.is_done()]
-    for path in [path for stage in left if isinstance(stage, CorpusStage) for path in stage.text]:
+    """Raise InputError for missing text, corpus or tokenizer that a remaining stage reads."""
+    remaining = [stage for stage in stages if not stage.is_done()]
+    for path in [path for stage in remaining if isinstance(stage, CorpusStage) for path in stage.text]:
         if not path.exists():
-            raise InputError(f"{manifest}: corpus: field `text`: {path}: no such file or folder; expected text (see --data)")
-    to_train = [stage.flags for stage in left if isinstance(stage, PretrainStage) and not stage.has_study_corpus]
-    for data_path in dict.fromkeys(tuple(map(str, each["data_path"])) for each in to_train):
+            raise InputError(f"{manifest}: corpus: field `text`: {path}: no such file or directory; expected text (see --data)")
+    to_train = [stage.flags for stage in remaining if isinstance(stage, PretrainStage) and not stage.has_study_corpus]
+    for data_path in dict.fromkeys(tuple(map(str, train_flags["data_path"])) for train_flags in to_train):
         for _, prefix in parse_data_path(data_path):
             if not Path(f"{prefix}.idx").exists():
                 expected = "the prefix of a corpus of `megaenc preprocess`"
                 raise InputError(f"--data-path {prefix}: no {prefix}.idx; expected {expected}")
-    for tokenizer in dict.fromkeys(str(each["tokenizer"]) for each in to_train):
+    for tokenizer in dict.fromkeys(str(train_flags["tokenizer"]) for train_flags in to_train):
         from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
         load_tokenizer(tokenizer)
 
 
 def _print_dry_run(stages: Sequence[StageRunner]) -> None:
-    """Say the state of each stage, with a command, as a person would type it, to a line."""
+    """Print the state of each stage, and its remaining commands one per line as they can be typed."""
     done, start = finished_stages(stages), python_command("-m")
     for stage in stages:
         if stage.id in done:
             print_rank_0(f"{stage.id}: done")
         elif stage.is_done():
-            print_rank_0(f"{stage.id}: is there, and would be compared with {' and '.join(stage.needs)}")
+            print_rank_0(f"{stage.id}: exists, and would be compared with {' and '.join(stage.needs)}")
         else:
             part, total = stage.progress()
-            begun = f" ({part:,.0f} of {total:,.0f} {stage.unit} are done)" if part else ""
+            progress = f" ({part:,.0f} of {total:,.0f} {stage.unit} are done)" if part else ""
             for command in stage.remaining_commands():
                 program, *words = command[len(start) :]
                 typed = "torchrun" if program == "torch.distributed.run" else program
-                print_rank_0(f"{stage.id}: would run{begun}: {shlex.join([typed, *words])}")
+                print_rank_0(f"{stage.id}: would run{progress}: {shlex.join([typed, *words])}")
 
 
 def _run_locally(stages: Sequence[StageRunner], study: Path, settings: StudyRunConfig) -> None:
-    """Do `stages` on this machine and say how it went."""
-    slots, began = device_slots(settings.jobs), time.monotonic()
-    left = len(stages) - len(finished_stages(stages))
-    print_rank_0(f"{study}: {len(stages):,} stages, {len(stages) - left:,} done, {left:,} to do, {len(slots)} at a time")
+    """Run `stages` on this machine and print the summary."""
+    slots, start_time = device_slots(settings.jobs), time.monotonic()
+    remaining = len(stages) - len(finished_stages(stages))
+    print_rank_0(
+        f"{study}: {len(stages):,} stages, {len(stages) - remaining:,} done, {remaining:,} to do, {len(slots)} in parallel"
+    )
     try:
         failed = execute_stages(stages, study, slots)
     except (KeyboardInterrupt, SystemExit):
-        print_rank_0("what is finished is kept; the same command goes on with the rest")
+        print_rank_0("finished stages are kept; rerun the same command to resume")
         raise
-    print_summary(stages, study, failed, time.monotonic() - began, settings)
+    print_summary(stages, study, failed, time.monotonic() - start_time, settings)
 
 
 def print_summary(
     stages: Sequence[StageRunner], study: Path, failed: Mapping[str, str], seconds: float, settings: StudyRunConfig
 ) -> None:
-    """Say what is missing and what to do next. Ends with exit code 1 if something is."""
+    """Print failures and the next command. Exits with code 1 if a stage failed or could not run."""
     done = finished_stages(stages).difference(failed)
     for stage in stages:
         if isinstance(stage, FinetuneStage) and stage.is_done() and (count := stage.count_failed_runs()):
-            print_rank_0(f"{stage.id}: {count} runs without a score: their rate made the loss no number")
-    for id, why in failed.items():
-        print_rank_0(f"failed: {id}: {why}")
+            print_rank_0(f"{stage.id}: {count} runs have no score: their learning rate made the loss NaN")
+    for id, reason in failed.items():
+        print_rank_0(f"failed: {id}: {reason}")
     if waiting := [stage.id for stage in stages if stage.id not in done and stage.id not in failed]:
-        print_rank_0(f"not done, as they need what failed: {', '.join(waiting)}")
+        print_rank_0(f"not run, because a stage that they need failed: {', '.join(waiting)}")
     print_rank_0(f"{len(done):,} of {len(stages):,} stages are done, in {format_duration(seconds)} this time")
     if failed or waiting:
-        print_rank_0("the same command tries again what failed, and goes on")
+        print_rank_0("rerun the same command to retry failed stages and continue")
         sys.exit(1)
-    where = ["--results", study / "results", "--runs", study / "runs", "--output", study / "report"]
-    print_rank_0(f"read them with `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *where]))}`")
+    paths = ["--results", study / "results", "--runs", study / "runs", "--output", study / "report"]
+    print_rank_0(f"for a report, run `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *paths]))}`")
 
 
 def resolve_study_dir(output: str, command: str) -> Path:
-    """Return the study's folder as an absolute path, which jobs elsewhere need. Raises InputError for a file or no path."""
+    """Return the study directory as an absolute path, which other machines need. Raises InputError for a file or no path."""
     if not output:
-        raise InputError(f"--output: missing, expected the folder of the study; see megaenc study {command} --help")
+        raise InputError(f"--output: missing, expected the study directory; see megaenc study {command} --help")
     study = Path(output).absolute()
     try:
         nearest = next(folder for folder in (study, *study.parents) if folder.exists())
     except OSError as error:
-        raise InputError(f"--output {output}: {error.strerror}; expected the folder of the study") from None
+        raise InputError(f"--output {output}: {error.strerror}; expected the study directory") from None
     if not nearest.is_dir():
-        raise InputError(f"--output {output}: {nearest} is a file; expected the folder of the study")
+        raise InputError(f"--output {output}: {nearest} is a file; expected the study directory")
     return study
 
 
 def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
-    """Return the stages that `only` names, and what they need; all if it is empty. Raises InputError for an unknown name."""
-    wanted: list[str] = [] if only else list(stages)
+    """Return the stages that `only` names with all that they need; all if empty. Raises InputError for an unknown name."""
+    ids: list[str] = [] if only else list(stages)
     names = {id: id.rpartition("/")[2] for id in stages}
     for pattern in only:
-        found = [id for id, name in names.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name))]
-        if not found:
+        matches = [id for id, name in names.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name))]
+        if not matches:
             near = closest_match(pattern, [*names.values(), *names])
-            raise InputError(f"--only: found {pattern}, {f'did you mean {near}?' if near else 'expected a name of the plan'}")
-        wanted += found
-    return with_dependencies(stages, wanted)
+            raise InputError(
+                f"--only: found {pattern}, {f'did you mean {near}?' if near else 'expected a name in `megaenc study plan`'}"
+            )
+        ids += matches
+    return with_dependencies(stages, ids)
 
 
 def device_slots(jobs: int) -> list[str]:
-    """Return a slot for each of `jobs` processes: the device that it sees, "" without any; 0: as many as devices or cores."""
+    """Return a slot for each of `jobs` processes: the device that it sees, or "" without GPUs; 0: one per device or core."""
     devices = select_visible_devices(len(accelerator_names()))[1]
     count = jobs or len(devices) or usable_core_count()
     return [devices[number % len(devices)] if devices else "" for number in range(count)]

@@ -1,4 +1,4 @@
-"""Where, when and with what a study was done, written beside its results by whoever does a part of it; the report says it."""
+"""Provenance of a study: hardware, dates, commit and libraries, recorded in study.json and shown by the report."""
 
 import contextlib
 import json
@@ -19,39 +19,39 @@ from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.processes import accelerator_names, read_processor_name, usable_core_count
 
 PROVENANCE_FILE = "study.json"
-"""In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""
+"""File in the study directory: an object whose values are texts, or lists of texts in chronological order."""
 
 _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
 def record_environment(study: Path) -> None:
-    """Add to study.json what is not in it yet: this machine, today, this code. What else stands there is kept.
+    """Add this machine, today's date and this code to study.json, unless they are in it; other entries are kept.
 
-    A file that somebody has made unreadable is left alone, and said by the report.
+    An unreadable file is left as it is; the report names it.
     """
     if _add_environment(study / PROVENANCE_FILE):
-        # Jobs of a cluster begin at the same time; one that hangs must not hold up the others for a note.
+        # Jobs of a cluster start at the same time; one that hangs must not block the others.
         with wait_for_lock(study / ".locks" / "record", seconds=10) as mine:
             if mine and (values := _add_environment(study / PROVENANCE_FILE)):
                 atomic_write(study / PROVENANCE_FILE, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 def _add_environment(file: Path) -> dict:
-    """Return what `file` holds with today's facts behind it; nothing where none is missing or the file is not readable."""
+    """Return the entries of `file` with the current environment added; empty if nothing is new or the file is unreadable."""
     values = read_json_or_empty(file)
     if not values and file.exists():
         return {}
-    found = dict(values)
+    extended = dict(values)
     for name, text in current_environment().items():
-        before = found.get(name, [])
+        before = extended.get(name, [])
         before = before if isinstance(before, list) else [before]
         if text and text not in before:
-            found[name] = [*before, text]
-    return found if found != values else {}
+            extended[name] = [*before, text]
+    return extended if extended != values else {}
 
 
 def read_provenance(file: Path) -> dict[str, str]:
-    """Return what stands in such a file, lists as one text; nothing without a file. InputError for anything but an object."""
+    """Return the entries of such a file, lists joined to one text; empty without a file. Raises InputError if it is no object."""
     if not file.is_file():
         return {}
     values = read_json_object(file, "an object of texts")
@@ -60,7 +60,7 @@ def read_provenance(file: Path) -> dict[str, str]:
 
 
 def current_environment() -> dict[str, str]:
-    """Return hardware, date (UTC), commit and libraries, as they are now."""
+    """Return the current hardware, date (UTC), commit and library versions."""
     libraries = [f"Python {platform.python_version()}"]
     for name in _LIBRARIES:
         try:
@@ -73,10 +73,10 @@ def current_environment() -> dict[str, str]:
 
 @cache
 def _describe_hardware() -> str:
-    """Return accelerators by name, processor, cores and memory."""
+    """Return accelerator names, processor, number of cores and memory."""
     cores, memory = usable_core_count(), psutil.virtual_memory().total / 2**30
     names: list[str] = []
-    with contextlib.suppress(InputError):  # whoever needs them says so
+    with contextlib.suppress(InputError):  # a stage that needs them reports the error
         names = accelerator_names()
     several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     return ", ".join(
@@ -86,7 +86,7 @@ def _describe_hardware() -> str:
 
 @cache
 def _describe_commit() -> str:
-    """Return that of the checkout that this code is run from, and whether files differ from it; "" for an installed package."""
+    """Return the commit of the checkout, and whether files differ; for an installed package, its version."""
     root = Path(megaenc.__file__).parents[1]
 
     def git(*words: str) -> str:

@@ -62,7 +62,9 @@ class ModelSelector:
     def final_pairs(self) -> dict[str, ModelPairs]:
         """Return the decayed MLM-only and CLM-only models of each size, smallest first, at their longest common budget."""
         ends = (lambda one: one.decayed and self.is_mlm_only(one), lambda one: one.decayed and is_clm_only(one))
-        longest = dict(sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys)))  # the last of each size is the longest
+        longest = dict(
+            sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys))
+        )  # the last of each size is the longest
         pairs = self.match_pairs(*ends)
         order = self.evidence.sort_sizes(self.model_keys)
         return {size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs}

@@ -86,6 +86,7 @@ def compare_contrasts(
     where = contrasts[0].where if len(locations) == 1 else f"{len(locations)} pairs"
 
     def build_comparison(result: TestResult, effect: float = math.nan, **more) -> Comparison:
+        """Build the comparison with labels and sides of the contrasts."""
         p = math.nan if collapsed else result.p
         more = {"pretraining_runs": min(len(contrast.pretraining_seeds) for _, contrast in pool), "collapsed": collapsed} | more
         label = f"{where} ({' and '.join(collapsed)} collapsed)" if collapsed else where
@@ -159,7 +160,9 @@ def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
 def _sum_contrasts(contrasts: WeightedContrasts, seeds: Seeds, with_examples: bool = True) -> ScoreRows | None:
     """Sum contrasts that have these pretraining seeds (or, if empty, one run each); None without a common fine-tuning seed."""
     if not seeds:
-        return _sum_run_contrasts([(weight, contrast, contrast.pretraining_seeds[0]) for weight, contrast in contrasts], with_examples)
+        return _sum_run_contrasts(
+            [(weight, contrast, contrast.pretraining_seeds[0]) for weight, contrast in contrasts], with_examples
+        )
     runs = [_sum_run_contrasts([(weight, contrast, seed) for weight, contrast in contrasts], with_examples) for seed in seeds]
     if None in runs:
         return None
@@ -208,7 +211,9 @@ def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
 
 def _test_published(pool: WeightedContrasts, margin: float) -> tuple[TestResult, float]:
     """Test a weighted sum of contrasts of published means; return the result and its effect size."""
-    terms = _merge_terms([(weight * part, score) for weight, contrast in pool for part, score in contrast.terms[contrast.pretraining_seeds[0]]])
+    terms = _merge_terms(
+        [(weight * part, score) for weight, contrast in pool for part, score in contrast.terms[contrast.pretraining_seeds[0]]]
+    )
     weights = [weight for weight, _ in terms]
     half_widths = [math.nan if score.half_width is None else max(score.half_width, _PRINTED_DIGIT) for _, score in terms]
     result = inference.welch_from_intervals([score.mean for _, score in terms], half_widths, weights, margin=margin)

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megaenc.atomic_io import atomic_write, remove_path, fsync_path
+from megaenc.atomic_io import atomic_write, fsync_path, remove_path
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError, LocalInputError, first_error_line
 from megaenc.training.checkpoint.loader import CheckpointLoader, sharded_state_dict
@@ -207,7 +207,7 @@ class CheckpointManager(CheckpointLoader):
         except InputError as error:
             if get_rank() == 0 and not isinstance(error, LocalInputError):
                 shutil.rmtree(attempt, ignore_errors=True)
-            raise type(error)(f"{error}; step {step} is not saved, {self._describe_previous(step)}") from None
+            raise type(error)(f"{error}; step {step} is not saved, {self._describe_last_checkpoint(step)}") from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
         """Write the unsharded model `module` without optimizer as the checkpoint of step 0, freeing its weights on the way."""
@@ -243,7 +243,7 @@ class CheckpointManager(CheckpointLoader):
         if self._attempt:
             shutil.rmtree(self._attempt, ignore_errors=True)
 
-    def _describe_previous(self, step: int) -> str:
+    def _describe_last_checkpoint(self, step: int) -> str:
         """Return the end of the message that `step` is not saved: the last step that is, and how to resume."""
         earlier = [other for other in self.steps() if other < step]
         if not earlier:
@@ -257,7 +257,7 @@ class CheckpointManager(CheckpointLoader):
             attempt.mkdir(parents=True)
         except OSError as error:
             raise InputError(
-                f"{format_write_error(self.folder, error)}; step {step} is not saved, {self._describe_previous(step)}"
+                f"{format_write_error(self.folder, error)}; step {step} is not saved, {self._describe_last_checkpoint(step)}"
             ) from None
         return attempt
 

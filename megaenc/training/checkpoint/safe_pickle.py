@@ -80,7 +80,7 @@ def _type_name(value: Any) -> str:
 class _PlainUnpickler(pickle._Unpickler):  # not the C one, with which a pickle can change attributes of a class
     """Unpickler of plain values that accepts only the protocol and the opcodes that a save writes.
 
-    No opcode imports anything, and memory is bounded by a constant times the size of the pickle (see `_spend`).
+    No opcode imports anything, and memory is bounded by a constant times the size of the pickle (see `_count_items`).
     """
 
     PROTOCOL = 2
@@ -93,7 +93,7 @@ class _PlainUnpickler(pickle._Unpickler):  # not the C one, with which a pickle 
         super().__init__(io.BytesIO(content[len(header) :]))
         self._budget = len(content)
 
-    def _spend(self, items: int) -> None:
+    def _count_items(self, items: int) -> None:
         """Count copied items and raise ValueError if they exceed the bytes of the pickle, as they never do in a save's."""
         self._budget -= items
         if self._budget < 0:
@@ -164,7 +164,7 @@ class _MetadataUnpickler(_PlainUnpickler):
             raise _RefusedPickleError(
                 "builtins.getattr" if function is _get_enum_member else f"{_type_name(function)} as no save does"
             )
-        self._spend(len(arguments[0]) if function is torch.Size else 1)
+        self._count_items(len(arguments[0]) if function is torch.Size else 1)
         self.stack[-1] = function(*arguments)
 
     def load_build(self) -> None:
@@ -172,7 +172,7 @@ class _MetadataUnpickler(_PlainUnpickler):
         state, value = self.stack[-1], self.stack[-2]
         if type(value) not in _CLASSES or type(state) is not (tuple if type(value) is dcp.TensorProperties else dict):
             raise _RefusedPickleError(f"a change of {_type_name(value)}")
-        self._spend(len(state))
+        self._count_items(len(state))
         if type(state) is dict and not all(type(name) is str and not name.startswith("__") for name in state):
             raise _RefusedPickleError(f"a change of a method of {type(value).__name__}")
         super().load_build()

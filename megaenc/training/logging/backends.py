@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases, each fed by a thread of its own; whatever one raises is reported once, and the run continues.
+"""Logging backends for TensorBoard and Weights & Biases, fed by background threads whose errors do not stop the run.
 
-`log(group, row)` shows a row under names that begin with `group`/; `drop_rows_after(step)`, called before the first row too, lets later steps
-that were shown count no more.
+`log(group, row)` logs a row under names that begin with `group`/. `drop_rows_after(step)`, also called before the first row,
+invalidates rows of later steps.
 """
 
 import json
@@ -27,35 +27,34 @@ from megaenc.training.run_dir import RunDir
 from megaenc.training.run_init import identity_digest
 
 WANDB_ID = "wandb_run_id"
-"""File of the run folder: under which id Weights & Biases knows the run, so that it goes on there."""
+"""File of the run directory with the id of the run at Weights & Biases, under which it is resumed."""
 
 TENSORBOARD_RUN = "megaenc_run"
-"""File of TensorBoard's folder: which run writes there."""
+"""File of the TensorBoard directory with the digest of the run that writes to it."""
 
 
-def open_loggers(plan: Plan, folder: RunDir | None) -> list["BackgroundLogger"]:
-    """Open those that `plan` asks for, on rank 0; `folder` keeps the id of the run at Weights & Biases."""
+def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]:
+    """Open on rank 0 the loggers that the flags of `plan` request; return [] on other ranks."""
     monitoring, save = plan.settings.monitoring, plan.settings.output.save
     if get_rank():
         return []
-    # Every flag and what was found out about data and tokenizer, JSON-ready.
     config = json.loads(json.dumps(flags.flatten(plan.settings) | plan.run_metadata))
-    makers = {}
+    builders = {}
     if monitoring.tensorboard_dir:
-        makers["TensorBoard"] = lambda: TensorBoardLogger(monitoring.tensorboard_dir, identity_digest(plan.identity), config)
+        builders["TensorBoard"] = lambda: TensorBoardLogger(monitoring.tensorboard_dir, identity_digest(plan.identity), config)
     if monitoring.wandb_project:
-        makers["Weights & Biases"] = lambda: WandbLogger(monitoring, save, _read_wandb_id(folder), config)
-    return [BackgroundLogger(name, make) for name, make in makers.items()]
+        builders["Weights & Biases"] = lambda: WandbLogger(monitoring, save, _read_wandb_id(run_dir), config)
+    return [BackgroundLogger(name, build) for name, build in builders.items()]
 
 
 class TensorBoardLogger:
-    """Event files in `folder`, of one run. Numbers are float64, as in metrics.jsonl; the usual scalars (float32) would round."""
+    """TensorBoard event files of one run, with float64 numbers as in metrics.jsonl."""
 
     def __init__(self, folder: str, run: str, config: dict[str, Any]):
-        """`run` tells it from others: what another has written there is not to be hidden by a cut. InputError if one has."""
+        """Claim `folder` for the run with the digest `run`; InputError if another run has written to it."""
         marker = Path(folder) / TENSORBOARD_RUN
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != run:
-            raise InputError(f"--tensorboard-dir {folder}: holds the events of another run, expected a folder of its own")
+            raise InputError(f"--tensorboard-dir {folder}: holds the events of another run, expected a separate directory")
         marker.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(marker, run + "\n")
         self._folder, self._config = folder, config
@@ -63,35 +62,40 @@ class TensorBoardLogger:
         self._texts: dict[str, str] = {}
 
     def drop_rows_after(self, step: int) -> None:
+        """Start a new event file in which rows of older files after `step` are purged."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer:
             self._writer.close()
-        self._writer = SummaryWriter(self._folder, purge_step=step + 1)  # readers leave out what older files say from there on
+        self._writer = SummaryWriter(self._folder, purge_step=step + 1)
         self._texts = {}
         lines = yaml.safe_dump(self._config, sort_keys=False).splitlines()
-        self._writer.add_text("config", "\n".join("    " + line for line in lines), step + 1)  # Markdown: as it stands
+        self._writer.add_text("config", "\n".join("    " + line for line in lines), step + 1)  # indented: code in Markdown
 
     def log(self, group: str, row: dict[str, Any]) -> None:
+        """Write the numbers and the changed texts of `row`, named after `group`."""
         step = row["step"]
         for name, value in flatten_row(row, group).items():
             if not isinstance(value, str):
                 self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
-            elif self._texts.get(name) != value:  # where it changes
+            elif self._texts.get(name) != value:
                 self._texts[name] = value
                 self._writer.add_text(name, value, step)
 
     def flush(self) -> None:
+        """Write buffered events to the disk."""
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
 class WandbLogger:
-    """A run of `--wandb-project`, drawn over `step`. Without a key or a network it is kept in its folder, for `wandb sync`."""
+    """A run at Weights & Biases; without API key or network it is logged offline, for `wandb sync`."""
 
     def __init__(self, monitoring: MonitoringConfig, save: str, run_id: str, config: dict[str, Any], patience: int = 30):
+        """Start or resume the run `run_id`; offline without API key or if the server does not answer in `patience` seconds."""
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -99,7 +103,7 @@ class WandbLogger:
         folder = Path(monitoring.wandb_save_dir or save)
         folder.mkdir(parents=True, exist_ok=True)
 
-        def start(mode: str | None):
+        def init_run(mode: str | None):
             return wandb.init(
                 project=monitoring.wandb_project,
                 entity=monitoring.wandb_entity or None,
@@ -113,97 +117,101 @@ class WandbLogger:
             )
 
         if os.environ.get("WANDB_MODE"):
-            self._run = start(os.environ["WANDB_MODE"])
-        elif not wandb.api.api_key:  # it would ask for one, and wait
-            self._run = start("offline")
-            print_rank_0(f"Weights & Biases: no key (wandb login), so kept in {folder / 'wandb'}; `wandb sync` sends it")
+            self._run = init_run(os.environ["WANDB_MODE"])
+        elif not wandb.api.api_key:  # init would prompt for one
+            self._run = init_run("offline")
+            print_rank_0(f"Weights & Biases: no API key (wandb login); logging to {folder / 'wandb'}, `wandb sync` uploads it")
         else:
             try:
-                self._run = start(None)
+                self._run = init_run(None)
             except Exception as error:
-                wandb.teardown()  # its server still holds the id
-                self._run = start("offline")
-                print_rank_0(f"Weights & Biases: {format_error(error)}; kept in {folder / 'wandb'}, `wandb sync` sends it")
+                wandb.teardown()  # releases the id
+                self._run = init_run("offline")
+                print_rank_0(f"Weights & Biases: {format_error(error)}; logging to {folder / 'wandb'}, `wandb sync` uploads it")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, group: str, row: dict[str, Any]) -> None:
+        """Log the numbers and texts of `row`, named after `group`."""
         self._run.log({"step": row["step"], **flatten_row(row, group)})
 
     def drop_rows_after(self, step: int) -> None:
-        """Do nothing: steps that are made again stand there twice, and the later row counts."""
+        """Do nothing, because a later row of the same step overrides the earlier one."""
 
     def flush(self) -> None:
-        """Do nothing: its own process writes, a moment later."""
+        """Do nothing, because a separate process of wandb writes."""
 
     def close(self) -> None:
+        """Finish the run."""
         self._run.finish()
 
 
 class BackgroundLogger:
-    """A board that a thread of its own opens and feeds: neither its import nor its network holds the run up."""
+    """A logger that a background thread builds and calls, so that neither imports nor network delay the run."""
 
-    def __init__(self, name: str, make: Callable[[], Any]):
-        self._name, self._make, self._todo = name, make, queue.SimpleQueue()
-        self._opened = threading.Event()
+    def __init__(self, name: str, build: Callable[[], Any]):
+        self._name, self._build, self._calls = name, build, queue.SimpleQueue()
+        self._is_open = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, method: str, *arguments: Any) -> None:
-        """Call `method` of the board, some time."""
-        self._todo.put((method, arguments, threading.Event()))
+        """Queue a call of `method` of the logger."""
+        self._calls.put((method, arguments, threading.Event()))
 
     def flush(self, seconds: float = 5.0) -> None:
-        """Wait until everything so far is on the disk, but not for a board that is still looking for its network."""
-        done = threading.Event()
-        if self._opened.is_set():
-            self._todo.put(("flush", (), done))
-            done.wait(seconds)
+        """Wait up to `seconds` until queued rows are on the disk; return at once if the logger is not open yet."""
+        is_done = threading.Event()
+        if self._is_open.is_set():
+            self._calls.put(("flush", (), is_done))
+            is_done.wait(seconds)
 
     def close(self, seconds: float = 90.0) -> None:
-        """Let the board end; one that does not in `seconds` is left to itself."""
+        """Close the logger, waiting at most `seconds`."""
         self.submit("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
-            print_rank_0(f"{self._name}: not done after {seconds:.0f} seconds, left to itself")
+            print_rank_0(f"{self._name}: not closed after {seconds:.0f} seconds, its last rows may be lost")
 
     def _work(self) -> None:
-        board, method = None, ""
+        """Build the logger and make the queued calls until it is closed; drop it after an error."""
+        logger, method = None, ""
         try:
-            board = self._make()
-            self._opened.set()
+            logger = self._build()
+            self._is_open.set()
         except Exception as error:
-            self._give_up(error)
+            self._report(error)
         while method != "close":
-            method, arguments, done = self._todo.get()
+            method, arguments, is_done = self._calls.get()
             try:
-                if board:
-                    getattr(board, method)(*arguments)
+                if logger:
+                    getattr(logger, method)(*arguments)
             except Exception as error:
-                self._give_up(error)
-                board = None
-            done.set()
+                self._report(error)
+                logger = None
+            is_done.set()
 
-    def _give_up(self, error: Exception) -> None:
-        print_rank_0(f"{self._name}: {format_error(error)}; the run goes on without it")
+    def _report(self, error: Exception) -> None:
+        """Print that the run continues without this logger because of `error`."""
+        print_rank_0(f"{self._name}: {format_error(error)}; the run continues without it")
 
 
 def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
-    """The numbers and texts of `row` but for its step, by names like validation/mlm/loss; what JSON has as null is left out."""
-    found: dict[str, float | str] = {}
+    """Return the finite numbers and the texts of a nested `row`, except its step, by names such as validation/mlm/loss."""
+    values: dict[str, float | str] = {}
     for name, value in row.items():
         path = group if name == "objectives" else f"{group}/{name}"
         if isinstance(value, dict):
-            found |= flatten_row(value, path)
+            values |= flatten_row(value, path)
         elif name != "step" and isinstance(value, (int, float, str)) and not (isinstance(value, float) and not isfinite(value)):
-            found[path] = value
-    return found
+            values[path] = value
+    return values
 
 
-def _read_wandb_id(folder: RunDir | None) -> str:
-    """Return the one that is kept in `folder`, or a new one, which then is."""
-    if not folder:
+def _read_wandb_id(run_dir: RunDir | None) -> str:
+    """Return the Weights & Biases id in the run directory, created if missing; a random id without a run directory."""
+    if not run_dir:
         return secrets.token_hex(4)
-    file = folder.path / WANDB_ID
+    file = run_dir.path / WANDB_ID
     if not file.exists():
         atomic_write(file, secrets.token_hex(4) + "\n")
     return file.read_text(encoding="utf-8").strip()

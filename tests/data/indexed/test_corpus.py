@@ -7,30 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from corpus_helpers import DOCUMENTS, VOCABULARY, write_corpus
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
-# Four documents: one sequence, three sequences, none at all, one sequence.
-DOCUMENTS = [[[5, 6, 7]], [[10, 11], [12], [13, 14, 15]], [], [[20, 21]]]
-VOCABULARY = Vocabulary(size=32, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
-
-def write_corpus(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint16) -> str:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for sequences in documents:
-        for sequence in sequences:
-            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
-def write_sidecar(prefix: str, **changes) -> None:
+def write_metadata(prefix: str, **changes) -> None:
     sidecar = {
         "format": 1,
         "tokenizer": {"name": "demo", "fingerprint": VOCABULARY.fingerprint, "eos_id": 0, "mask_id": 1},
@@ -79,7 +63,7 @@ def test_tokens_stay_valid_after_the_corpus_is_gone(prefix):
 
 
 def test_opens_with_its_sidecar(prefix):
-    write_sidecar(prefix)
+    write_metadata(prefix)
     corpus = Corpus.open(prefix)
     corpus.check_vocabulary(VOCABULARY)
     assert corpus.tokens(0, 0, 3).tolist() == [5, 6, 7]
@@ -145,13 +129,13 @@ def test_damaged_idx(prefix, offset, value, complaint):
     [("documents", 5), ("sequences", 4), ("tokens", 12), ("dtype", "int32"), ("bin_bytes", 24), ("idx_bytes", 1)],
 )
 def test_sidecar_of_another_corpus(prefix, field, value):
-    write_sidecar(prefix, **{field: value})
+    write_metadata(prefix, **{field: value})
     with pytest.raises(InputError, match=rf"\.json: field `{field}`: found {value}, expected"):
         Corpus.open(prefix)
 
 
 def test_corpus_made_with_another_tokenizer(prefix):
-    write_sidecar(prefix, tokenizer={"name": "other", "fingerprint": "a" * 64, "eos_id": 0, "mask_id": 1})
+    write_metadata(prefix, tokenizer={"name": "other", "fingerprint": "a" * 64, "eos_id": 0, "mask_id": 1})
     with pytest.raises(
         InputError, match=r"made with another tokenizer: found `other` \(aaaaaaaaaaaa\), expected .*\(ffffffffffff\)"
     ):
@@ -162,7 +146,7 @@ def test_ids_beyond_the_vocabulary(prefix):
     small = Vocabulary(size=21, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint=VOCABULARY.fingerprint)
     with pytest.raises(InputError, match="holds token id 21, expected 0 to 20"):
         Corpus.open(prefix).check_vocabulary(small)
-    write_sidecar(prefix)
+    write_metadata(prefix)
     with pytest.raises(InputError, match=r"field `vocab_size`: found 32, expected at most .* 21"):
         Corpus.open(prefix).check_vocabulary(small)
 

@@ -161,7 +161,7 @@ def test_an_estimate_of_a_damaged_index_is_one_line(damage, prefix):
         line = one_line("estimate", prefix)
         assert "demo.idx" in line or "demo.bin" in line
     else:  # an estimate needs no data
-        assert "not known" in build_length_model(DATA(prefix), ()).source
+        assert "unknown" in build_length_model(DATA(prefix), ()).source
 
 
 @pytest.mark.parametrize("reader", READERS)

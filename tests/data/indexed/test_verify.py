@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_corpus import DOCUMENTS, VOCABULARY, write_corpus
+from corpus_helpers import DOCUMENTS, VOCABULARY, write_corpus
 
 from megaenc.data.indexed import verify
 from megaenc.data.indexed.corpus import Corpus

@@ -5,7 +5,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from test_corpus import VOCABULARY, write_corpus
+from corpus_helpers import VOCABULARY, write_corpus
 
 from megaenc.data.packing.builder import RunData
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, RandomLengthPackedDataset
@@ -33,7 +33,7 @@ def open_data(*data_path, split="80,20,0", packing="concat", seq_length=32, seed
 
 def test_one_corpus_is_a_blend_of_one(corpora):
     data = open_data(corpora[0])
-    (train,), (held_out,) = data.train.parts, data.held_out.parts
+    (train,), (held_out,) = data.train.datasets, data.held_out.datasets
     assert isinstance(train, ConcatPackedDataset) and isinstance(held_out, ConcatPackedDataset)
     assert train.tokens_per_epoch == 80 * 9 and held_out.tokens_per_epoch == 20 * 9
     for sample in (0, 5, 31):
@@ -44,7 +44,7 @@ def test_one_corpus_is_a_blend_of_one(corpora):
 
 def test_a_blend_keeps_to_its_weights_and_says_how_often_each_corpus_is_read(corpora):
     data = open_data("0.25", corpora[0], "0.75", corpora[1])
-    assert len(data.train.parts) == 2 and data.shares == (Fraction(1, 4), Fraction(3, 4))
+    assert len(data.train.datasets) == 2 and data.shares == (Fraction(1, 4), Fraction(3, 4))
     rows = data.corpus_usage(1000)
     assert [(row.prefix, row.packs) for row in rows] == [(corpora[0], 250), (corpora[1], 750)]
     # 250 packs of 32 tokens out of 80 documents of 9; 750 out of 40 of 40.
@@ -60,7 +60,7 @@ def test_without_weights_the_sizes_decide(corpora):
 def test_held_out_text_does_not_depend_on_packing_or_seed(corpora):
     plain = open_data("1", corpora[0], "2", corpora[1])
     other = open_data("1", corpora[0], "2", corpora[1], packing="random-length", seed=5)
-    assert isinstance(other.train.parts[0], RandomLengthPackedDataset)
+    assert isinstance(other.train.datasets[0], RandomLengthPackedDataset)
     for sample in range(20):
         assert np.array_equal(plain.held_out[sample].tokens, other.held_out[sample].tokens)
         assert np.array_equal(plain.held_out[sample].edges, other.held_out[sample].edges)
@@ -69,7 +69,7 @@ def test_held_out_text_does_not_depend_on_packing_or_seed(corpora):
 
 def test_sentences_need_a_corpus_of_sentences(corpora):
     data = open_data(corpora[2], packing="sentences")
-    assert isinstance(data.train.parts[0], SentencePackedDataset)
+    assert isinstance(data.train.datasets[0], SentencePackedDataset)
     # 32 tokens are two sentences of 11 and 10 tokens of a third, whose last token is dropped.
     assert data.corpus_usage(5)[0].dropped == pytest.approx(1 / 33, abs=0.01)
     with pytest.raises(InputError, match="holds whole documents, expected one that was preprocessed with --split-sentences"):

@@ -325,8 +325,8 @@ def changing(monkeypatch, change):
     ("change", "message"),
     [
         (lambda data: data + b'{"text": "more"}\n', r"found 1,\d{3} bytes, expected 1,\d{3}; start again"),
-        (lambda data: data.replace(b"fox", b"cat"), "found another time of its last change"),
-        (lambda data: data.replace(b"}", b"?"), "found another time of its last change"),
+        (lambda data: data.replace(b"fox", b"cat"), "found another modification time"),
+        (lambda data: data.replace(b"}", b"?"), "found another modification time"),
         (lambda data: data[:300], "changed while it was read"),
         (lambda data: b"", "changed while it was read"),
     ],

@@ -275,9 +275,7 @@ def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, expected_conte
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(
-        InputError, match=rf"part-00001-text\.{suffix}: sha256 is .* remove .*part-00001\.json and start"
-    ) as error:
+    with pytest.raises(InputError, match=rf"part-00001-text\.{suffix}: sha256 is .* remove .*part-00001\.json and run") as error:
         preprocess(settings)
     assert "\n" not in str(error.value) and not (tmp_path / "out_text_document.json").exists()
     (tmp_path / "out_parts" / "part-00001.json").unlink()

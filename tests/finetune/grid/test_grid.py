@@ -345,7 +345,7 @@ def test_a_stopped_grid_keeps_what_is_finished(tmp_path, number, code):
     os.killpg(grid_of_fakes.pid, number) if number == signal.SIGINT else grid_of_fakes.send_signal(number)
     said = grid_of_fakes.communicate(timeout=60)[0]
     assert grid_of_fakes.returncode == code, said
-    assert "what is finished is kept" in said and "Traceback" not in said
+    assert "finished runs are kept" in said and "Traceback" not in said
     assert until_gone(tmp_path / "out")
     assert len(list((tmp_path / "out").rglob("results.json"))) == 3
 

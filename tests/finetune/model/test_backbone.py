@@ -228,7 +228,7 @@ def _torn(folder):
         (_another_kind, r"weights are missing \(embeddings\..*, \.\.\.\), expected those of a bert model"),
         (_encoder_and_decoder, "found a t5 model, expected an encoder or a decoder"),
         (_unknown, "config.json: field `model_type`: found 'unheard_of'"),
-        (_torn, "model.safetensors: no whole safetensors file"),
+        (_torn, "model.safetensors: not a complete safetensors file"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path, harm, message):

@@ -15,7 +15,7 @@ PRINTED = [0.9102, 0.9154, 0.9137, 0.9200, 0.9233]  # 610M MLM-40 on MS MARCO: 9
 
 def test_the_interval_that_the_study_printed():
     found = aggregate.compute_interval(PRINTED)
-    assert f"{100 * found.mean:.2f} ({100 * found.half:.2f})" == "91.65 (0.45)" and found.scores == 5
+    assert f"{100 * found.mean:.2f} ({100 * found.half:.2f})" == "91.65 (0.45)" and found.count == 5
     assert f"{100 * aggregate.compute_interval(PRINTED, 't').half:.2f}" == "0.64"
 
 

@@ -150,8 +150,8 @@ def test_padded_documents_come_in_few_shapes(shapes):
 def test_padding_is_worked_out_once_for_all_layers(attention, shapes, monkeypatch):
     from megaenc.model.attention.padded import PaddedBatches
 
-    times, of = [], PaddedBatches.of
-    monkeypatch.setattr(PaddedBatches, "of", lambda *arguments: times.append(1) or of(*arguments))
+    times, from_packed = [], PaddedBatches.from_packed
+    monkeypatch.setattr(PaddedBatches, "from_packed", lambda *arguments: times.append(1) or from_packed(*arguments))
     inputs, packed = numbers(4, 2, 8), packing(attention)
     for _ in range(3):
         computed("cudnn", *inputs, packed)

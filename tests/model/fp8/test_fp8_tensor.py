@@ -248,14 +248,14 @@ def machine(monkeypatch, name, **has):
     ids=lambda value: value.get("called") if isinstance(value, dict) else None,
 )
 def test_each_machine_has_its_types_or_one_line_says_that_it_has_none(name, has, expected, monkeypatch):
-    from megaenc.model.fp8.tensor import _types
+    from megaenc.model.fp8.tensor import _select_types
 
     backend = machine(monkeypatch, name, **has)
     if expected:
-        assert _types("hybrid", backend) == expected
+        assert _select_types("hybrid", backend) == expected
     else:
         with pytest.raises(InputError, match=rf"--fp8-format e4m3: {has['called']} has no float8 matrix products"):
-            _types("e4m3", backend)
+            _select_types("e4m3", backend)
 
 
 def test_gradients_have_the_wide_type_in_the_hybrid_format_alone():
@@ -280,7 +280,7 @@ def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatc
     monkeypatch.setattr(module, "_find_difference", lambda own, plain, device: "it rounds otherwise" if own.triton else "")
     module.select_float8_recipe.cache_clear()
     assert not module.select_float8_recipe("hybrid", backend).triton
-    said = "--fp8-format hybrid: Triton's kernels are not used to scale (it rounds otherwise); torch's are, which take longer\n"
+    said = "--fp8-format hybrid: Triton kernels are not used to quantize (it rounds otherwise); torch's slower ones are\n"
     assert capsys.readouterr().out == said
     module.select_float8_recipe.cache_clear()
 

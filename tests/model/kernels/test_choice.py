@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from megaenc.model.kernels import selftest
-from megaenc.model.kernels.selftest import CHECKS, SelfTestResult, LayerWidths
+from megaenc.model.kernels.selftest import CHECKS, LayerWidths, SelfTestResult
 
 WIDTHS = LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
 
@@ -29,7 +29,7 @@ def test_each_check_is_a_choice():
 
 def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
     def gather(everywhere, here):
-        everywhere[:] = [here, {**here, "rotary": "the gradient of x is 0.5 off, allowed 0.0078"}]
+        everywhere[:] = [here, {**here, "rotary": "the gradient of x is off by 0.5 (tolerance 0.0078)"}]
 
     two = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2, all_gather_object=gather)
     monkeypatch.setattr(selftest, "dist", two)
@@ -37,7 +37,7 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
     verdicts = [SelfTestResult(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS]
     assert selftest._agree_across_ranks(verdicts) == {"norm": True, "rotary": False, "swiglu": True, "loss": False, "sum": True}
     assert capsys.readouterr().out.splitlines() == [
-        "fused kernels: torch's own rotary instead (the gradient of x is 0.5 off, allowed 0.0078)",
+        "fused kernels: torch's own rotary instead (the gradient of x is off by 0.5 (tolerance 0.0078))",
         "fused kernels: torch's own loss instead (CompilationError: at 3:1)",
     ]
 

@@ -52,8 +52,8 @@ def test_a_rate_that_fails_is_no_steadiness():
     """MLM fails with every seed at the highest rate: it counts as the trivial baseline, and not as if it had not been tried."""
     clm = grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.03})
     mlm = grid({1e-4: 0.0, 2e-4: 0.01})
-    failed = {"rates_failed": {5e-4: frozenset(range(5))}}
-    found = by_claim(rated((mlm, clm), of_sides=({"floor": 0.5, **failed}, {"floor": 0.5})))["3"]
+    failed = {"failed_seeds": {5e-4: frozenset(range(5))}}
+    found = by_claim(rated((mlm, clm), of_sides=({"baseline": 0.5, **failed}, {"baseline": 0.5})))["3"]
     assert found.verdict == "holds" and found.overall.difference > 10
     assert "failed runs count as the trivial baseline: 5 of MLM 15 %" in found.reason
     unknown = by_claim(rated((mlm, clm), of_sides=(failed, {})))["3"]  # results that do not say what the baseline gets

@@ -16,10 +16,10 @@ def settings(folder, *entries):
 
 
 def test_the_one_without_flags_of_its_own_keeps_the_columns(tmp_path):
-    apart = PLAIN | {"name": "no-decay", "pretrain": {"weight_decay": 0.0}}
-    for order in ([PLAIN, apart], [apart, PLAIN]):
-        found = settings(tmp_path, *order)
-        assert (found["toy-mlm40-400"].schedule, found["no-decay"].schedule) == ("", "mlm(mask=0.4) with weight_decay=0")
+    variant = PLAIN | {"name": "no-decay", "pretrain": {"weight_decay": 0.0}}
+    for order in ([PLAIN, variant], [variant, PLAIN]):
+        keys = settings(tmp_path, *order)
+        assert (keys["toy-mlm40-400"].schedule, keys["no-decay"].schedule) == ("", "mlm(mask=0.4) with weight_decay=0")
 
 
 def test_alone_it_has_them_whatever_its_flags(tmp_path):
@@ -28,15 +28,15 @@ def test_alone_it_has_them_whatever_its_flags(tmp_path):
 
 
 def test_of_two_peak_rates_neither_stands_for_the_columns(tmp_path):
-    found = settings(tmp_path, PLAIN | {"peak_rate": [1e-3, 5e-4]})
-    assert [one.schedule for one in found.values()] == ["mlm(mask=0.4) with lr=0.001", "mlm(mask=0.4) with lr=0.0005"]
+    keys = settings(tmp_path, PLAIN | {"peak_rate": [1e-3, 5e-4]})
+    assert [one.schedule for one in keys.values()] == ["mlm(mask=0.4) with lr=0.001", "mlm(mask=0.4) with lr=0.0005"]
 
 
 def test_so_do_checkpoints_on_the_way_of_runs_of_different_lengths(tmp_path):
     longer = {"size": "toy", "steps": 600, "mask": 0.4, "checkpoints": [100], "peak_rate": 1e-3}
-    found = settings(tmp_path, PLAIN | {"checkpoints": [100]}, longer)
-    assert found["toy-mlm40-600-lr1e-03-100"].schedule.endswith("with lr=0.001")
-    assert found["toy-mlm40-400-100"].schedule == ""
+    keys = settings(tmp_path, PLAIN | {"checkpoints": [100]}, longer)
+    assert keys["toy-mlm40-600-lr1e-03-100"].schedule.endswith("with lr=0.001")
+    assert keys["toy-mlm40-400-100"].schedule == ""
     same = settings(tmp_path, PLAIN | {"checkpoints": [100]}, longer | {"peak_rate": []})
     assert not any(one.schedule for one in same.values()), "the same weights under two names"
 
@@ -45,17 +45,17 @@ def test_what_continues_one_of_them_is_apart_too(tmp_path):
     turns = {"size": "toy", "steps": 400, "name": "turns", "schedule": "2x(clm:50,mlm:150)"}
     usual = {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4}
     continued = {"after": ["toy-clm-100-mlm40-400", "turns"], "steps": 100, "mask": 0.4}
-    found = list(settings(tmp_path, usual, turns, continued).values())
-    assert len(set(found)) == 4 and [bool(one.schedule) for one in found] == [False, True, False, True]
+    keys = list(settings(tmp_path, usual, turns, continued).values())
+    assert len(set(keys)) == 4 and [bool(one.schedule) for one in keys] == [False, True, False, True]
 
 
 def test_a_report_has_the_scores_of_each(tmp_path):
-    found = settings(tmp_path, PLAIN | {"name": "zero"}, PLAIN | {"name": "apart", "pretrain": {"weight_decay": 0.0}})
+    keys = settings(tmp_path, PLAIN | {"name": "zero"}, PLAIN | {"name": "apart", "pretrain": {"weight_decay": 0.0}})
     for name, score in (("zero", 0.9), ("apart", 0.3)):
         for seed in (0, 1):
             split = {"score": score + 0.01 * seed, "metrics": {}, "baseline": {}, "collapsed": None, "scores_i": [0.1]}
             folder = result_files.run_folder(tmp_path / "results" / name, "SC", "demo_sc", "demo_sc", 1e-3, seed)
             folder.mkdir(parents=True)
             (folder / "results.json").write_text(json.dumps({"validation": split, "test": split}))
-    evidence = read_evidence(tmp_path / "results", found)
-    assert {name: round(evidence.find(one, "demo_sc").mean, 3) for name, one in found.items()} == {"zero": 0.905, "apart": 0.305}
+    evidence = read_evidence(tmp_path / "results", keys)
+    assert {name: round(evidence.find(one, "demo_sc").mean, 3) for name, one in keys.items()} == {"zero": 0.905, "apart": 0.305}

@@ -47,11 +47,14 @@ def data(tmp_path):
 def test_names_are_those_that_fine_tuning_uses(dataset, train_on, data):
     flags = DatasetConfig(train_on=train_on)
     (planned,) = plan_training_sets(GridConfig(datasets=(dataset,), data=flags), data)
-    found = registry.find_dataset(
+    training_sets = registry.find_dataset(
         resolve_dataset_path(dataset, data), train_on=resolve_dataset_path(train_on, data) if train_on else ""
     )
-    assert (planned.datasets, planned.train_on) == ((found.name,), found.train_on)
-    assert planned.family in ("", found.family) and dataset_result_name(resolve_dataset_path(dataset, data)) == found.name
+    assert (planned.datasets, planned.train_on) == ((training_sets.name,), training_sets.train_on)
+    assert (
+        planned.family in ("", training_sets.family)
+        and dataset_result_name(resolve_dataset_path(dataset, data)) == training_sets.name
+    )
 
 
 def test_a_revision_of_the_hub_is_no_part_of_the_name(data):
@@ -61,8 +64,8 @@ def test_a_revision_of_the_hub_is_no_part_of_the_name(data):
 
 def test_a_demo_set_can_be_trained_for_on_other_pairs(data):
     flags = DatasetConfig(train_on="sets/two")
-    found = plan_training_sets(GridConfig(datasets=("demo_sc", "demo_ir"), data=flags), data)
-    assert [(one.datasets, one.family, one.train_on) for one in found] == [
+    training_sets = plan_training_sets(GridConfig(datasets=("demo_sc", "demo_ir"), data=flags), data)
+    assert [(one.datasets, one.family, one.train_on) for one in training_sets] == [
         (("demo_sc",), "SC", "demo_sc"),
         (("demo_ir",), "IR", "two"),
     ]

@@ -90,12 +90,12 @@ def test_an_odd_value_at_any_key_is_one_line_or_a_plan(odd, tmp_path):
         node[at[-1]] = copy.deepcopy(ODD[odd])
         (tmp_path / "study.yaml").write_text(yaml.safe_dump(values))
         try:
-            graph, said = planned(tmp_path / "study.yaml")
+            graph, output_lines = planned(tmp_path / "study.yaml")
         except InputError as error:
             refused += 1
             assert len(str(error)) < 1500 and "study.yaml" in str(error), (at, str(error))
         else:
-            assert all(line.isprintable() for line in said), at
+            assert all(line.isprintable() for line in output_lines), at
             for stage in graph.stages.values():
                 assert re.fullmatch(r"[A-Za-z0-9][\w.-]{0,250}", stage.name), (at, stage.name)
     assert refused > 10
@@ -157,5 +157,5 @@ def test_a_long_chain_of_branches_is_planned(tmp_path):
     """Each share of CLM is a branch of the next larger one; none is reached by recursion."""
     shares = [number / 1000 for number in range(300)]
     manifest = manifests.write(tmp_path, models=[TOY | {"steps": 100_000, "clm_share": shares}], finetune=None)
-    graph, said = planned(manifest)
-    assert len(graph.runs) == 300 and len(said) > 300
+    graph, output_lines = planned(manifest)
+    assert len(graph.runs) == 300 and len(output_lines) > 300

@@ -28,7 +28,7 @@ def test_the_paper_in_numbers():
     graph = of_file("paper")
     cost = compute_study_cost(graph)
     assert (len(graph.runs), len(graph.exports), cost.finetune_runs) == (38, 50, 15_000)
-    assert {group: (shared.steps, alone.steps) for group, (shared, alone) in cost.groups.items()} == {
+    assert {group: (shared.steps, unshared.steps) for group, (shared, unshared) in cost.groups.items()} == {
         "base": (630_000, 630_000),
         "pfs": (250_000, (5 * 12 + 5 * 22 + 3 * 42 + 4 * 42) * 1000),
         "cpt": (52_000, 2 * (2 + 12 + 22) * 1000),
@@ -49,10 +49,10 @@ def test_the_differences_from_the_paper_are_explained_by_the_graph():
     }
 
 
-def pack_flops(flags, vocab_size, predicted, seen):
+def pack_flops(flags, vocab_size, predicted, attended):
     """Operations of a pack of which a share is predicted, and a share of the squared lengths seen both ways."""
     length, squares = flags.data.seq_length, expected_length_model(flags).squares
-    return ObjectiveWork("", length, predicted * length, squares, seen * squares).flops(flags.shape, vocab_size)
+    return ObjectiveWork("", length, predicted * length, squares, attended * squares).flops(flags.shape, vocab_size)
 
 
 def test_operations_are_those_that_training_counts():
@@ -60,22 +60,22 @@ def test_operations_are_those_that_training_counts():
     flags = build_run_config({"model": "610m", "packing": "random-length", "seq_length": 2048})
     rng = np.random.default_rng(0)
     cuts = [int(cut) for cut in rng.integers(12, 2048 - 12 + 1, 4000)]
-    for seen, predicted in ((0.0, 1.0), (1.0, 0.4)):
-        spans = [[(0, round(seen * cut), cut), (cut, cut + round(seen * (2048 - cut)), 2048)] for cut in cuts]
+    for attended, predicted in ((0.0, 1.0), (1.0, 0.4)):
+        spans = [[(0, round(attended * cut), cut), (cut, cut + round(attended * (2048 - cut)), 2048)] for cut in cuts]
         counted = [get_preset("610m").training_flops(128_256, round(predicted * 2048), span) for span in spans]
-        assert pack_flops(flags, 128_256, predicted, seen) == pytest.approx(np.mean(counted), rel=2e-3)
-    whole = build_run_config({"model": "610m", "seq_length": 512})
+        assert pack_flops(flags, 128_256, predicted, attended) == pytest.approx(np.mean(counted), rel=2e-3)
+    config = build_run_config({"model": "610m", "seq_length": 512})
     counted = get_preset("610m").training_flops(1000, 512, [(0, 512, 512)])
-    assert pack_flops(whole, 1000, 1.0, 1.0) == pytest.approx(counted)
+    assert pack_flops(config, 1000, 1.0, 1.0) == pytest.approx(counted)
 
 
 def test_a_phase_is_counted_with_its_own_objective(tmp_path):
-    found = graph(tmp_path)
-    run = found.runs["toy-clm-100-mlm40-400"]
+    plan = graph(tmp_path)
+    run = plan.runs["toy-clm-100-mlm40-400"]
     flags = run.model.config
     clm, mlm = (8 * pack_flops(flags, 1024, *part) for part in ((1.0, 0.0), (0.4, 1.0)))
-    assert compute_training_cost(found.manifest, run.model, 0, 400).flops == pytest.approx(100 * clm + 300 * mlm)
-    assert compute_training_cost(found.manifest, run.model, 60, 110).flops == pytest.approx(40 * clm + 10 * mlm)
+    assert compute_training_cost(plan.manifest, run.model, 0, 400).flops == pytest.approx(100 * clm + 300 * mlm)
+    assert compute_training_cost(plan.manifest, run.model, 60, 110).flops == pytest.approx(40 * clm + 10 * mlm)
     assert clm > mlm  # a head over every position
 
 
@@ -103,9 +103,9 @@ def test_hours_bytes_and_waits(tmp_path):
 
 def test_bf16_keeps_master_weights_and_exports_half(tmp_path):
     sizes = {"toy": manifests.BASE["sizes"]["toy"] | {"bf16": True}}
-    found = graph(tmp_path, sizes=sizes, **manifests.models({"size": "toy", "steps": 400, "mask": 0.4}))
+    plan = graph(tmp_path, sizes=sizes, **manifests.models({"size": "toy", "steps": 400, "mask": 0.4}))
     parameters = ModelConfig(2, 64, 128, 2, 1).parameter_count(1024)
-    assert list(compute_study_cost(found).disk.values())[:2] == [14 * parameters, 2 * parameters]
+    assert list(compute_study_cost(plan).disk.values())[:2] == [14 * parameters, 2 * parameters]
 
 
 def test_without_a_rate_no_hours_are_made_up(tmp_path):

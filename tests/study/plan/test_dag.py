@@ -20,8 +20,8 @@ def graph(folder, **changes):
     return build_graph(read_manifest(manifests.write(folder, **changes)))
 
 
-def starts(found):
-    return {name: (run.start, run.parent, run.branch_step, run.steps) for name, run in found.runs.items()}
+def starts(plan):
+    return {name: (run.start, run.parent, run.branch_step, run.steps) for name, run in plan.runs.items()}
 
 
 def test_every_shared_beginning_is_trained_once(tmp_path):
@@ -55,25 +55,24 @@ def test_the_papers_shared_steps():
 
 
 def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_path):
-    found = graph(
+    plan = graph(
         tmp_path,
         **manifests.models(*manifests.BASE["models"], {"size": "toy", "steps": 300, "mask": 0.4, "checkpoints": [50, 200]}),
     )
     done = set()
-    for stage in found.stages.values():
+    for stage in plan.stages.values():
         assert set(stage.needs) <= done, stage.id
         done.add(stage.id)
-    for run in found.runs.values():
+    for run in plan.runs.values():
         if run.branch_step:
             assert (
-                run.branch_step in found.runs[run.parent].checkpoint_steps
-                and run.branch_step > found.runs[run.parent].branch_step
+                run.branch_step in plan.runs[run.parent].checkpoint_steps and run.branch_step > plan.runs[run.parent].branch_step
             )
-    for export in found.exports.values():
-        run = found.runs[export.run]
+    for export in plan.exports.values():
+        run = plan.runs[export.run]
         assert export.step in (*run.checkpoint_steps, run.model.steps) and export.step > run.branch_step
-    assert found.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"  # whose first 280 steps it shares
-    assert found.runs["toy-mlm40-400"].checkpoint_steps == (50, 80, 200, 280)
+    assert plan.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"  # whose first 280 steps it shares
+    assert plan.runs["toy-mlm40-400"].checkpoint_steps == (50, 80, 200, 280)
 
 
 def test_a_model_branches_off_a_branch(tmp_path):
@@ -101,8 +100,8 @@ def test_how_a_flag_is_spelled_changes_nothing(tmp_path, change):
     """YAML reads 2e-3 as text; 1.0 is what clip_grad is anyway."""
     pretrain = manifests.BASE["pretrain"] | {"lr": "2e-3"}
     entries = [{"size": "toy", "steps": 400, "mask": 0.4}, {"size": "toy", "steps": 300, "mask": 0.4, "name": "other"} | change]
-    found = starts(graph(tmp_path, pretrain=pretrain, **manifests.models(*entries)))
-    assert [start for start, *_ in found.values()] == ["new", "branch"]
+    plan = starts(graph(tmp_path, pretrain=pretrain, **manifests.models(*entries)))
+    assert [start for start, *_ in plan.values()] == ["new", "branch"]
 
 
 @pytest.mark.parametrize(
@@ -138,31 +137,33 @@ def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
         branches = [run for run in runs.values() if run.start == "branch"]
         assert len(branches) > 4
         for run in branches:
-            here, there = run.model, runs[run.parent].model
-            schedules = [Schedule.build(model.schedule, model.steps, vocabulary, 1) for model in (here, there)]
+            child, parent = run.model, runs[run.parent].model
+            schedules = [Schedule.build(model.schedule, model.steps, vocabulary, 1) for model in (child, parent)]
             assert first_differing_step(*schedules, run.branch_step) is None
-            rates = [WSDSchedule(1.0, model.warmup, model.decay, model.steps) for model in (here, there)]
+            rates = [WSDSchedule(1.0, model.warmup, model.decay, model.steps) for model in (child, parent)]
             assert all(
                 rates[0](step) == rates[1](step)
-                for step in {1, min(here.warmup, run.branch_step) or 1, run.branch_step // 2 + 1, run.branch_step}
+                for step in {1, min(child.warmup, run.branch_step) or 1, run.branch_step // 2 + 1, run.branch_step}
             )
-            assert first_differing_step(*schedules, run.branch_step + 1) or run.branch_step == here.last_undecayed_step
+            assert first_differing_step(*schedules, run.branch_step + 1) or run.branch_step == child.last_undecayed_step
 
 
 @pytest.mark.parametrize(("file", "processes"), [("paper", 192), ("open", 192), ("peak-rate", 192), ("small", 1), ("mini", 1)])
 def test_the_real_settings_take_every_run(file, processes):
     runs = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml"), Path("out")).runs.values()
     for run in runs:
-        given = run.flags
-        shape = get_preset(given.get("model", "tiny"))
-        settings = flags.replace_fields(PretrainConfig(shape=shape), given, source="plan")
+        flag_values = run.flags
+        shape = get_preset(flag_values.get("model", "tiny"))
+        settings = flags.replace_fields(PretrainConfig(shape=shape), flag_values, source="plan")
         settings.check(processes)
         assert settings.total_iters == run.model.steps and settings.objective_schedule == run.model.schedule
         assert settings.optimizer.lr_warmup_iters == run.model.warmup
         assert settings.output.save_steps == run.checkpoint_steps and settings.output.save == f"out/runs/{run.name}"
         assert bool(settings.start.branch_from) == (run.start == "branch")
         assert (settings.start.skip_samples == "parent") == (run.start == "weights")
-    assert settings == flags.replace_fields(parse_config(format_flags(given), "pretrain"), {"model": settings.model}, source="x")
+    assert settings == flags.replace_fields(
+        parse_config(format_flags(flag_values), "pretrain"), {"model": settings.model}, source="x"
+    )
 
 
 def test_flags_that_the_study_decides_are_flags_of_pretrain():
@@ -175,13 +176,13 @@ def test_a_plan_needs_no_torch():
 
 
 def test_the_corpus_is_made_first_and_every_run_reads_it(tmp_path):
-    found = graph(tmp_path, corpus={"text": ["a.jsonl", "b"], "vocab_size": 2048})
-    (tokenizer, learn), (index, read) = found.corpus.commands.items()
+    plan = graph(tmp_path, corpus={"text": ["a.jsonl", "b"], "vocab_size": 2048})
+    (tokenizer, learn), (index, read) = plan.corpus.commands.items()
     assert (learn[0], read[0]) == ("tokenizer", "preprocess")
     assert learn[1:4] == ("--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
-    given = found.runs["toy-clm-400"].flags
-    assert f"{given['data_path'][0]}.idx" == str(index) and given["tokenizer"] == str(tokenizer)
-    assert found.runs["toy-clm-400"].needs == ("corpus",)
+    flag_values = plan.runs["toy-clm-400"].flags
+    assert f"{flag_values['data_path'][0]}.idx" == str(index) and flag_values["tokenizer"] == str(tokenizer)
+    assert plan.runs["toy-clm-400"].needs == ("corpus",)
     assert [words[0] for words in graph(tmp_path).corpus.commands.values()] == ["demo", "tokenizer", "preprocess"]
 
 
@@ -196,8 +197,8 @@ def test_fine_tuning_counts_retrieval_once(tmp_path):
 def test_local_data_sets_are_found_from_the_folder_of_data(tmp_path):
     (tmp_path / "qa").mkdir()
     settings = {"datasets": ["squad=qa", "qa"], "learning_rates": [1e-4], "seeds": 1}
-    found = build_graph(read_manifest(manifests.write(tmp_path, finetune=settings), tmp_path / "."))
-    (grid, *_) = found.grids.values()
+    plan = build_graph(read_manifest(manifests.write(tmp_path, finetune=settings), tmp_path / "."))
+    (grid, *_) = plan.grids.values()
     assert grid.flags["datasets"] == (f"squad={tmp_path / 'qa'}", str(tmp_path / "qa"))
 
 
@@ -205,6 +206,6 @@ def test_so_are_corpora_and_a_tokenizer_that_is_a_folder(tmp_path):
     (tmp_path / "tok").mkdir()
     for tokenizer, expected in (("tok", str(tmp_path / "tok")), ("EuroBERT/EuroBERT-210m", "EuroBERT/EuroBERT-210m")):
         pretrain = manifests.BASE["pretrain"] | {"data_path": ["1/3", "a/x", "0.5", "/b"], "tokenizer": tokenizer}
-        found = build_graph(read_manifest(manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}), tmp_path))
-        (run, *_) = found.runs.values()
+        plan = build_graph(read_manifest(manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}), tmp_path))
+        (run, *_) = plan.runs.values()
         assert (run.flags["data_path"], run.flags["tokenizer"]) == (["1/3", str(tmp_path / "a/x"), "0.5", "/b"], expected)

@@ -37,9 +37,9 @@ toy:
 
 def test_no_line_to_a_branch_crosses_a_bar():
     for file in ("paper", "open"):
-        found = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml"))
-        rows = layout_rows(found)
-        assert sorted(row.run.name for row in rows) == sorted(found.runs)
+        plan = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml"))
+        rows = layout_rows(plan)
+        assert sorted(row.run.name for row in rows) == sorted(plan.runs)
         for number, row in enumerate(rows):
             if row.parent is not None:
                 assert rows[row.parent].run.name == row.run.parent and rows[row.parent].start < row.start <= rows[row.parent].end
@@ -54,10 +54,10 @@ def test_a_continued_run_is_drawn_after_its_parents_end(tmp_path):
 
 
 def test_the_picture_names_every_run_once_and_every_objective(tmp_path):
-    found = graph(tmp_path)
-    drawn = draw_graph(found, "a study")
+    plan = graph(tmp_path)
+    drawn = draw_graph(plan, "a study")
     texts = [text.get_text() for text in drawn.axes[0].texts]
-    assert sorted(texts) == sorted(found.runs)
+    assert sorted(texts) == sorted(plan.runs)
     (legend,) = drawn.legends
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels[:2] == ["CLM", "MLM 40 %"] and len(labels) == 4  # and both ways to begin

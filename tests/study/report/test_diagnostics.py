@@ -44,7 +44,7 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
     """A model that two of six rates break is no steadier than one that they cost four points."""
     rates = {rate: {0: 0.9 - loss, 1: 0.9 - loss} for rate, loss in ((1e-5, 0.005), (2e-5, 0.0), (5e-5, 0.02))}
     failed = {1e-4: frozenset({0, 1}), 2e-4: frozenset({1})}
-    given = {"rates": {**rates, 2e-4: {0: 0.9}}, "rates_failed": failed, "runs": 10, "planned": 10}
+    given = {"rate_scores": {**rates, 2e-4: {0: 0.9}}, "failed_seeds": failed, "ended_runs": 10, "planned_runs": 10}
     known = score(ONE, {0: 0.9, 1: 0.9}, baseline=0.5, **given)
     assert rate_sensitivity(known).means == pytest.approx({1e-5: 0.895, 2e-5: 0.9, 5e-5: 0.88, 1e-4: 0.5, 2e-4: 0.7})
     table = build_rate_table(Evidence([known]))
@@ -59,15 +59,17 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
 def test_a_model_that_always_collapses_is_not_called_steady():
     rates = {1e-5: {0: 0.5, 1: 0.5}, 1e-4: {0: 0.5, 1: 0.5}}
     table = build_rate_table(
-        Evidence([score(ONE, {0: 0.5, 1: 0.5}, rate_scores=rates, collapsed_runs=4, ended_runs=4, planned_runs=4, collapsed_at_rate=2)])
+        Evidence(
+            [score(ONE, {0: 0.5, 1: 0.5}, rate_scores=rates, collapsed_runs=4, ended_runs=4, planned_runs=4, collapsed_at_rate=2)]
+        )
     )
-    assert table.rows[0].cells == ("clm", "0.00 (2/2) †4/4") and "looks as if no rate mattered" in table.note
+    assert table.rows[0].cells == ("clm", "0.00 (2/2) †4/4") and "if all collapse, the spread is small too" in table.note
 
 
 def test_the_rates_of_a_grid_that_is_not_done_are_marked():
     rates = {1e-5: {0: 0.80, 1: 0.82}, 1e-4: {0: 0.90, 1: 0.90}}
     table = build_rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, rate_scores=rates, ended_runs=4, planned_runs=12)]))
-    assert table.rows[0].cells == ("clm", "9.00 (1/2) [4/12]") and "only k of n fine-tunings" in table.note
+    assert table.rows[0].cells == ("clm", "9.00 (1/2) [4/12]") and "only k of n fine-tuning runs" in table.note
 
 
 def run(place, rate, seed, collapsed=None, score=0.9, train="", baseline=0.5):

@@ -68,7 +68,7 @@ def test_efficiency_by_step_and_by_operations(ours, runs):
     assert points(picture, 0, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
     by_flops = objectives.build_flop_efficiency_figure(ours, flops_by_model(runs, settings()))
     assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e12, 150e12]
-    assert "Models of a manifest always need it" in objectives.build_flop_efficiency_figure(ours, {}).caption
+    assert "directory of the pretraining runs with --runs" in objectives.build_flop_efficiency_figure(ours, {}).caption
 
 
 def test_shares_of_each_budget():
@@ -106,7 +106,7 @@ def test_losses_of_the_runs(runs):
     assert [(point.x, point.mean) for point in curve.points] == [(row["step"], row["objectives"]["clm"]["loss"]) for row in rows]
     few = build_loss_figure({name: runs[name] for name in list(runs)[:2]})
     assert [line.name for line in few.panels[0].lines] == list(runs)[:2]
-    assert build_loss_figure({}).caption == "No runs were given: --runs names their folder."
+    assert build_loss_figure({}).caption == "No runs were given; pass their directory with --runs."
 
 
 def test_published_values_lie_behind_the_same_models_and_beside_others(ours, runs):

@@ -93,9 +93,7 @@ def text() -> str:
     figures = [ReportFigure(picture, picture), ReportFigure(FigureSpec("losses", "Losses", "No runs were given."))]
     facts = [("Hardware", EVIL), ("Commit", "1a2b3c")]
     return render_page(
-        ReportPage(
-            f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, f"No run yet: {EVIL}."
-        )
+        ReportPage(f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, f"No run yet: {EVIL}.")
     )
 
 

@@ -86,12 +86,12 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     )
     (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
-    every = report_command.figures_of
-    monkeypatch.setattr(report_command, "figures_of", lambda *given: [every(*given)[0], every(*given)[-1]])
+    every = report_command.build_figures
+    monkeypatch.setattr(report_command, "build_figures", lambda *given: [every(*given)[0], every(*given)[-1]])
     flags = [f"{study}/study.yaml", "--results", f"{study}/results", "--runs", f"{study}/runs", "--output", str(output)]
     report_command.main([*flags, "--about", "date=2026-11-22"])
     said = capsys.readouterr().out.splitlines()
-    assert said[-1].endswith(f"2 figures in {output}/figures, the page: {output}/index.html")
+    assert said[-1].endswith(f"2 figures in {output}/figures, page: {output}/index.html")
     assert said[-10].startswith("1a MLM is above CLM on SC: ")
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert {"tables/base.csv", "tables/pfs.tex", "tables/pfs-standard.md", "tables/variance.csv", "tables/scores.csv"} <= files
@@ -199,7 +199,7 @@ def old_report(tmp_path_factory):
     """A report of the published tables, without figures, with a list that names more than it wrote."""
     folder = tmp_path_factory.mktemp("old") / "report"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_command, "figures_of", lambda *given: [])
+        patch.setattr(report_command, "build_figures", lambda *given: [])
         report_command.main(["--published", "--output", str(folder)])
     (folder / "tables/stale.csv").write_text("stale")
     hostile = (
@@ -217,7 +217,7 @@ def old_report(tmp_path_factory):
 
 @pytest.mark.parametrize("changed", LINKS)
 def test_nothing_outside_of_the_report_is_changed(changed, old_report, tmp_path, monkeypatch, refusal):
-    monkeypatch.setattr(report_command, "figures_of", lambda *given: [])
+    monkeypatch.setattr(report_command, "build_figures", lambda *given: [])
     report, outside = tmp_path / "report", tmp_path / "outside"
     shutil.copytree(old_report, report)
     shutil.copytree(old_report / "tables", outside)
@@ -229,7 +229,7 @@ def test_nothing_outside_of_the_report_is_changed(changed, old_report, tmp_path,
 
 
 def test_a_list_that_names_other_files_removes_none_of_them(old_report, tmp_path, monkeypatch):
-    monkeypatch.setattr(report_command, "figures_of", lambda *given: [])
+    monkeypatch.setattr(report_command, "build_figures", lambda *given: [])
     report, outside = tmp_path / "report", tmp_path / "outside"
     shutil.copytree(old_report, report)
     outside.mkdir()
@@ -286,7 +286,9 @@ def test_wrong_input_is_one_line(study, tmp_path, refusal):
         return refusal(report_command.main, flags)
 
     assert "--results: missing, expected a results directory (or --published" in said("--output", tmp_path / "r")
-    assert "--published: found beside results, expected alone" in said("--published", "--results", study)
+    assert "--published: found together with results; it reports the published tables only" in said(
+        "--published", "--results", study
+    )
     assert "holds no results" in said("--results", tmp_path, "--output", tmp_path / "r")
     assert "--about hardware: expected NAME=TEXT" in said("--results", study / "results", "--about", "hardware")
     (tmp_path / "notes.txt").touch()
@@ -297,5 +299,5 @@ def test_wrong_input_is_one_line(study, tmp_path, refusal):
     assert "found models mini-clm-150-mlm40-300" in line and "expected those of" in line and "tiny-mlm40-300" in line
     (tmp_path / "rates.yaml").write_text(MANIFEST.replace("[2e-4, 1e-3]", "[3e-4]"))
     line = said(tmp_path / "rates.yaml", "--results", study / "results", "--output", tmp_path / "r")
-    assert "found rates 2e-04, 1e-03 with seeds 0, 1, 2, expected some of what" in line and "asks for: rates 3e-04 with" in line
+    assert "found rates 2e-04, 1e-03 with seeds 0, 1, 2, expected some of the grid of" in line and ": rates 3e-04 with" in line
     assert not (tmp_path / "r").exists()

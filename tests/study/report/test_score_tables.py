@@ -73,13 +73,15 @@ def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
     seeds = {seed: 0.55 for seed in range(3)}
     collapsed = Score("a", one, "TC", "ner", 0.55, 0.0, seeds, collapsed_at_rate=3, ended_runs=6, planned_runs=6)
     begun = Score("b", other, "TC", "ner", 0.6, 0.01, seeds, collapsed_at_rate=1, ended_runs=4, planned_runs=6)
-    average = Score("b", other, "TC", "average", 0.6, 0.01, seeds, collapsed_at_rate=1, ended_runs=4, planned_runs=6, members=(begun, begun))
+    average = Score(
+        "b", other, "TC", "average", 0.6, 0.01, seeds, collapsed_at_rate=1, ended_runs=4, planned_runs=6, members=(begun, begun)
+    )
     [table] = build_score_tables(Evidence([collapsed, begun, average]))
     assert [row.cells[3:] for row in table.rows] == [
         ("60.00 (1.00) †1/3 [4/6]", "60.00 (1.00) †1/6 [4/6]"),
         ("55.00 (0.00) †3/3", None),
     ]
-    assert "k have collapsed to worthless predictions" in table.note and "only k of n fine-tunings" in table.note
+    assert "runs of a cell have collapsed to worthless predictions" in table.note and "only k of n fine-tuning runs" in table.note
     assert "55.00 (0.00) †3/3" in table_to_csv(table) and "55.00 (0.00) †3/3" in table_to_markdown(table)
     assert r"55.00 (0.00) $\dagger$3/3" in table_to_latex(table)
     lines = list(csv.DictReader(io.StringIO(format_scores_csv([Evidence([collapsed, begun])]))))

@@ -126,7 +126,10 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
     (place / "lr1e-04_sd0").mkdir()
     (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
     score = read_evidence(tmp_path, {}).scores[0]
-    assert (score.collapsed_runs, score.ended_runs, score.learning_rate) == (2, 3, 2e-5) and set(score.rate_scores) == {2e-5, 5e-5}
+    assert (score.collapsed_runs, score.ended_runs, score.learning_rate) == (2, 3, 2e-5) and set(score.rate_scores) == {
+        2e-5,
+        5e-5,
+    }
     assert score.collapsed_at_rate == 0 and score.failed_seeds == {1e-4: {0}} and score.baseline is None
 
 
@@ -164,7 +167,7 @@ def test_a_manifest_says_what_should_be_there(tmp_path):
     found = build_evidence(read_result_tree(tmp_path), plan.get, scope=scope)
     [score] = found.scores
     assert (score.learning_rate, score.ended_runs, score.planned_runs, sorted(score.seed_scores)) == (2e-5, 3, 4, [0, 1])
-    assert found.group_by_setup() == {"pfs": [plan["mine"]]} and found.mask_ratio == 0.2
+    assert found.group_by_setup() == {"pfs": [plan["mine"]]} and found.reference_mask_ratio == 0.2
     assert list(read_evidence(tmp_path, plan).group_by_setup()) == ["base"]
     assert describe_missing_scores(found) == "No run yet: other, third."
 

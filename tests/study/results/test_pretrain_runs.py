@@ -74,14 +74,14 @@ def test_a_folder_without_runs_is_one_line(tmp_path):
     with pytest.raises(InputError, match="holds no run with a step"):  # one that has done nothing spoils nothing
         read_runs(tmp_path)
     (write_run(tmp_path / "run") / "run.json").write_text("{")
-    with pytest.raises(InputError, match=r"run/run.json: .*expected what a run wrote there"):
+    with pytest.raises(InputError, match=r"run/run.json: .*expected a file written by a run"):
         read_runs(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ("[]", "run.json: found list; expected what a run wrote there"),
+        ("[]", "run.json: found list; expected a file written by a run"),
         ('{"identity": 3}', "field `identity`: found a int"),
         ('{"start": "x"}', "found a str"),
     ],

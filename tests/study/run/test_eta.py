@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import manifests
-from fake_nodes import Fake
+from fake_stages import FakeStage
 
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
@@ -12,20 +12,20 @@ from megaenc.study.run.stage_log import EtaEstimator
 
 
 def test_time_left_follows_what_was_measured(tmp_path):
-    nodes = [Fake(f"pretrain/{number}", tmp_path, work=number, planned_seconds=1.0 * number) for number in (1, 2, 4)]
+    nodes = [FakeStage(f"pretrain/{number}", tmp_path, work=number, planned_seconds=1.0 * number) for number in (1, 2, 4)]
     remaining = EtaEstimator(nodes, tmp_path)
     assert remaining.remaining_seconds(1) == 7 and remaining.remaining_seconds(7) == 4
     remaining.record_duration(nodes[0], 10.0)
     assert remaining.remaining_seconds(1) == 60 and remaining.remaining_seconds(2) == 40
     remaining.record_progress(nodes[2], 0.75)
     assert remaining.remaining_seconds(1) == 30
-    unknown = [*nodes, Fake("export/x", tmp_path, planned_seconds=None)]
+    unknown = [*nodes, FakeStage("export/x", tmp_path, planned_seconds=None)]
     assert EtaEstimator(unknown, tmp_path).remaining_seconds(1) is None
 
 
 def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
     """Ten hours and a kill, of which no end is known; the six minutes that were left are not what such a run takes."""
-    nodes = [Fake("pretrain/a", tmp_path), Fake("pretrain/b", tmp_path, planned_seconds=36_000.0)]
+    nodes = [FakeStage("pretrain/a", tmp_path), FakeStage("pretrain/b", tmp_path, planned_seconds=36_000.0)]
     log = stage_log.log_path(tmp_path, "pretrain/a")
     log.parent.mkdir(parents=True)
     begin, end = "==> 2026-01-01T10:00:00Z $ x\n", "<== 2026-01-01T10:06:00Z finished\n"
@@ -34,11 +34,11 @@ def test_what_was_killed_on_the_way_says_nothing_of_the_whole(tmp_path):
     assert EtaEstimator(nodes, tmp_path).remaining_seconds(1) == 36_000
     log.write_text("==> 2026-01-01T00:00:00Z $ x\n<== 2026-01-01T09:54:00Z stopped\n" + begin + end)
     assert EtaEstimator(nodes, tmp_path).remaining_seconds(1) == 36_000
-    assert EtaEstimator([nodes[0], replace(nodes[1], work=0.5)], tmp_path).seconds(1) == 18_000
+    assert EtaEstimator([nodes[0], replace(nodes[1], work=0.5)], tmp_path).remaining_seconds(1) == 18_000
 
 
 def test_a_part_of_a_stage_is_credited_with_a_part_of_its_work(tmp_path):
-    nodes = [Fake("pretrain/a", tmp_path), Fake("pretrain/b", tmp_path)]
+    nodes = [FakeStage("pretrain/a", tmp_path), FakeStage("pretrain/b", tmp_path)]
     remaining = EtaEstimator(nodes, tmp_path)
     remaining.record_duration(nodes[0], 360.0, 0.01)
     assert remaining.remaining_seconds(1) == 36_000

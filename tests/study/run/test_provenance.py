@@ -29,16 +29,16 @@ def test_what_is_new_comes_behind_what_was_true_before(at, tmp_path):
     assert (tmp_path / "study.json").read_bytes() == written, "the same machine on the same day adds nothing"
     at(date="2026-11-23", hardware="4 x H100")
     provenance.record_environment(tmp_path)
-    found = provenance.read_provenance(tmp_path / "study.json")
-    assert (found["date"], found["hardware"]) == ("2026-11-22, then 2026-11-23", "2 cores of one, then 4 x H100")
-    assert found["commit"] == "1a2b3c"
+    entries = provenance.read_provenance(tmp_path / "study.json")
+    assert (entries["date"], entries["hardware"]) == ("2026-11-22, then 2026-11-23", "2 cores of one, then 4 x H100")
+    assert entries["commit"] == "1a2b3c"
 
 
 def test_what_somebody_has_written_there_stays(at, tmp_path):
     (tmp_path / "study.json").write_text('{"electricity": "hydro", "hardware": "the big one"}')
     provenance.record_environment(tmp_path)
-    found = provenance.read_provenance(tmp_path / "study.json")
-    assert (found["electricity"], found["hardware"]) == ("hydro", "the big one, then 2 cores of one")
+    entries = provenance.read_provenance(tmp_path / "study.json")
+    assert (entries["electricity"], entries["hardware"]) == ("hydro", "the big one, then 2 cores of one")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", ""])
@@ -52,9 +52,13 @@ def test_a_broken_file_is_left_alone_and_named_by_the_report(text, at, tmp_path)
 
 
 def test_this_machine_has_cores_memory_and_versions():
-    found = provenance.current_environment()
-    assert " of " in found["hardware"] and found["hardware"].endswith("GiB of memory")
-    assert "torch 2." in found["libraries"] and "megatron-core 0." in found["libraries"] and "missing" not in found["libraries"]
+    entries = provenance.current_environment()
+    assert " of " in entries["hardware"] and entries["hardware"].endswith("GiB of memory")
+    assert (
+        "torch 2." in entries["libraries"]
+        and "megatron-core 0." in entries["libraries"]
+        and "missing" not in entries["libraries"]
+    )
 
 
 def test_the_commit_is_that_of_the_checkout_the_code_is_in(monkeypatch, tmp_path):

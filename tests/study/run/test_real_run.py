@@ -17,11 +17,11 @@ def test_a_run_can_be_drawn_and_summed_up(small_corpus, tmp_path):
     phases = plot.split_phases(plot.read_steps(run))
     assert [(phase.objective, phase.start, phase.end) for phase in phases] == [("clm", 0, 2), ("mlm", 2, 4)]
 
-    found = run_summary.summarise(run)
-    assert (found.step, found.train_iters, found.first_validation, found.last_validation) == (4, 4, 0, 4)
-    assert [one.objective for one in found.learnt] == ["clm", "mlm"]
+    summary = run_summary.summarise(run)
+    assert (summary.step, summary.train_iters, summary.first_validation, summary.last_validation) == (4, 4, 0, 4)
+    assert [one.objective for one in summary.gains] == ["clm", "mlm"]
     first, *_, last = runs.validations(run)
-    mlm = found.learnt[1]
+    mlm = summary.gains[1]
     assert mlm.loss == (first["objectives"]["mlm"]["loss"], last["objectives"]["mlm"]["loss"])
     plot.write_plot([run, shutil.copytree(run, tmp_path / "again")], tmp_path / "runs.png", "predicted_tokens")
-    assert found.seconds == pytest.approx(sum(row["step_seconds"] for row in runs.metrics(run)))
+    assert summary.seconds == pytest.approx(sum(row["step_seconds"] for row in runs.metrics(run)))

@@ -14,9 +14,9 @@ from megaenc.study.run.executor import with_dependencies
 
 def test_only_takes_what_is_needed_along(tmp_path):
     nodes = build_graph(read_manifest(manifests.write(tmp_path)), tmp_path / "study").stages
-    found = [node.id for node in select_stages(nodes, ["toy-clm-dec400-mlm40-420"])]
+    ids = [node.id for node in select_stages(nodes, ["toy-clm-dec400-mlm40-420"])]
     name = "toy-clm-dec400-mlm40-420"
-    assert found == ["corpus", "pretrain/toy-clm-400", f"pretrain/{name}", f"export/{name}", f"finetune/{name}"]
+    assert ids == ["corpus", "pretrain/toy-clm-400", f"pretrain/{name}", f"export/{name}", f"finetune/{name}"]
     assert [node.id for node in select_stages(nodes, ["pretrain/toy-clm-4*"])] == ["corpus", "pretrain/toy-clm-400"]
     assert select_stages(nodes, []) == list(nodes.values()) == with_dependencies(nodes, nodes)
     with pytest.raises(InputError, match="--only: found toy-clm-40, did you mean toy-clm-400"):
@@ -69,8 +69,8 @@ def test_a_manifest_without_a_corpus_is_told_what_to_train_on(tmp_path, capsys, 
     assert sum("megaenc pretrain" in line or "torchrun" in line for line in lines) == 38
     where = f" --data-path 0.3 {tmp_path / 'a'} 0.7 /b --tokenizer {tmp_path / 'words'}"
     assert all(where in line for line in lines if line.startswith("pretrain/"))
-    made = manifests.write(tmp_path)
-    assert "--data-path: found here, and" in said(capsys, made, *study, "--data-path", "text")
+    manifest = manifests.write(tmp_path)
+    assert "--data-path: found here, but" in said(capsys, manifest, *study, "--data-path", "text")
 
 
 def test_a_manifests_own_text_begins_where_its_data_do(tmp_path, capsys):
@@ -78,11 +78,11 @@ def test_a_manifests_own_text_begins_where_its_data_do(tmp_path, capsys):
     path = manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024})
     command = [str(path), "--output", str(tmp_path / "study"), "--dry-run", "--only", "pretrain/toy-clm-400"]
     main(command)
-    said = capsys.readouterr().out
-    assert f" --data-path {tmp_path / 'text'} " in said and " --tokenizer org/name " in said
+    output = capsys.readouterr().out
+    assert f" --data-path {tmp_path / 'text'} " in output and " --tokenizer org/name " in output
     main([*command, "--data-path", "/elsewhere/text"])
-    said = capsys.readouterr().out
-    assert " --data-path /elsewhere/text " in said and " --tokenizer org/name " in said
+    output = capsys.readouterr().out
+    assert " --data-path /elsewhere/text " in output and " --tokenizer org/name " in output
 
 
 def test_paths_of_commands_are_absolute(tmp_path, capsys, monkeypatch):
@@ -92,13 +92,13 @@ def test_paths_of_commands_are_absolute(tmp_path, capsys, monkeypatch):
     grid = {**manifests.BASE["finetune"], "datasets": ["mine=sc"], "task": "SC"}
     name = manifests.write(tmp_path, finetune=grid, corpus={"text": ["t.jsonl"], "vocab_size": 1024}).name
     main([name, "--output", "study", "--data", "sets", "--dry-run", "--only", "toy-clm-400"])
-    said = capsys.readouterr().out
-    assert f" --input {tmp_path}/sets/t.jsonl " in said and f"mine={tmp_path}/sets/sc" in said
+    output = capsys.readouterr().out
+    assert f" --input {tmp_path}/sets/t.jsonl " in output and f"mine={tmp_path}/sets/sc" in output
 
 
 def test_flags_that_would_change_nothing_are_refused(tmp_path, capsys):
     words = [manifests.write(tmp_path), "--output", tmp_path / "study"]
-    assert "--jobs: found beside --slurm" in said(capsys, *words, "--slurm", "--jobs", "2")
+    assert "--jobs: found together with --slurm" in said(capsys, *words, "--slurm", "--jobs", "2")
     assert "--slurm-gpus: found without --slurm" in said(capsys, *words, "--slurm-gpus", "2")
     assert "--jobs: found 100,000, expected at most " in said(capsys, *words, "--jobs", "100000")
     assert "--processes: found 100,000, expected at most " in said(capsys, *words, "--processes", "100000")

@@ -3,9 +3,9 @@
 import json
 import shutil
 
-import made_stages
 import pytest
-from made_stages import GRID, STUDY, TWO, make
+import stage_artifacts
+from stage_artifacts import GRID, STUDY, TWO, make
 
 from megaenc.errors import InputError
 from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages
@@ -16,76 +16,76 @@ CHANGED = [{**TWO[0], "pretrain": {"weight_decay": 0.0}}, TWO[1]]
 @pytest.fixture
 def study(tmp_path):
     """A finished study of two models."""
-    found = made_stages.stages(tmp_path, models=TWO, finetune=GRID)
-    make(*found.values())
+    stages = stage_artifacts.build_stages(tmp_path, models=TWO, finetune=GRID)
+    make(*stages.values())
     return tmp_path
 
 
 def nodes(folder, **changes):
-    return made_stages.stages(folder, **{"models": TWO, "finetune": GRID, **changes})
+    return stage_artifacts.build_stages(folder, **{"models": TWO, "finetune": GRID, **changes})
 
 
 def test_a_finished_study_is_done_and_fits(study):
-    found = nodes(study)
-    check_stages(found.values(), found, study / STUDY)
-    assert finished_stages(found.values()) == set(found) and len(found) == 7
+    stages = nodes(study)
+    check_stages(stages.values(), stages, study / STUDY)
+    assert finished_stages(stages.values()) == set(stages) and len(stages) == 7
 
 
 def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):
-    found = nodes(study, models=CHANGED)
+    stages = nodes(study, models=CHANGED)
     with pytest.raises(StaleArtifactError) as refused:
-        check_stages(found.values(), found, study / STUDY)
-    made = "runs/base runs/more hf/base hf/more results/base results/more"
+        check_stages(stages.values(), stages, study / STUDY)
+    directories = "runs/base runs/more hf/base hf/more results/base results/more"
     assert "runs/base: made from another manifest: weight_decay is 0.1 there, 0.0 here" in str(refused.value)
-    assert f"remove all that depends on it ({made}), or choose" in str(refused.value)
+    assert f"remove all that depends on it ({directories}), or choose" in str(refused.value)
 
 
 def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
     """The run was removed, as it was said; export, results and what continues it were forgotten."""
     shutil.rmtree(study / STUDY / "runs" / "base")
-    found = nodes(study, models=CHANGED)
-    check_stages(found.values(), found, study / STUDY)  # there is nothing to compare them with
-    assert finished_stages(found.values()) == {"corpus"}
-    make(found["pretrain/base"])
-    assert finished_stages(found.values()) == set(found)
+    stages = nodes(study, models=CHANGED)
+    check_stages(stages.values(), stages, study / STUDY)  # there is nothing to compare them with
+    assert finished_stages(stages.values()) == {"corpus"}
+    make(stages["pretrain/base"])
+    assert finished_stages(stages.values()) == set(stages)
     for id, expected in (("pretrain/more", "began with another base than"), ("export/base", "made from another base than")):
         with pytest.raises(StaleArtifactError, match=expected):
-            found[id].check()
-    make(found["export/base"])
-    found["export/base"].check()
+            stages[id].check()
+    make(stages["export/base"])
+    stages["export/base"].check()
 
 
 def test_the_same_run_made_again_is_the_same(study):
     shutil.rmtree(study / STUDY / "runs" / "base")
-    found = nodes(study)
-    make(found["pretrain/base"])
-    check_stages(found.values(), found, study / STUDY)
+    stages = nodes(study)
+    make(stages["pretrain/base"])
+    check_stages(stages.values(), stages, study / STUDY)
 
 
 def test_results_of_another_export_are_not_this_models(study):
-    found = nodes(study)
-    made_stages.make_export(found["export/more"], weights="others")
+    stages = nodes(study)
+    stage_artifacts.make_export(stages["export/more"], weights="others")
     with pytest.raises(
         StaleArtifactError, match=r"results/more: made with other settings: finetune: model is \w{12} there, \w{12} here"
     ):
-        found["finetune/more"].check()
+        stages["finetune/more"].check()
 
 
 def test_an_export_that_does_not_say_of_which_run_it_is(study):
-    found = nodes(study)
-    certificate = found["export/base"].folder / "conversion.json"
+    stages = nodes(study)
+    certificate = stages["export/base"].folder / "conversion.json"
     certificate.write_text(json.dumps({"run": "base", "step": 100}))
     with pytest.raises(StaleArtifactError, match="made from another base"):
-        found["export/base"].check()
+        stages["export/base"].check()
     shutil.rmtree(study / STUDY / "runs" / "base")
     with pytest.raises(StaleArtifactError, match="made from another base"):
-        found["export/base"].check()
+        stages["export/base"].check()
 
 
 def test_every_result_is_compared_and_not_the_first_alone(study):
     two_seeds = {**GRID, "seeds": 2}
-    found = nodes(study, finetune=two_seeds)
-    grid = found["finetune/base"]
+    stages = nodes(study, finetune=two_seeds)
+    grid = stages["finetune/base"]
     assert not grid.is_done()
     make(grid)
     grid.check()
@@ -101,8 +101,8 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
     data.mkdir()
     (data / "train.jsonl").write_text('{"text": "one", "label": 0}\n{"text": "two", "label": 1}\n' * 20)
     local = {**GRID, "datasets": ["mine=sc"], "task": "SC"}
-    found = nodes(tmp_path, finetune=local)
-    make(*found.values())
+    stages = nodes(tmp_path, finetune=local)
+    make(*stages.values())
     nodes(tmp_path, finetune=local)["finetune/base"].check()
     with (data / "train.jsonl").open("a") as stream:
         stream.write('{"text": "three", "label": 1}\n')
@@ -137,20 +137,20 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
 
 
 def test_a_run_on_another_corpus_is_told(study):
-    beside = study / STUDY / "corpus" / "corpus_text_document.json"
+    metadata_file = study / STUDY / "corpus" / "corpus_text_document.json"
     say = {"format": 1, "vocab_size": 1024, "eod": 0, "append_eod": True, "documents": 1, "sequences": 1, "tokens": 1}
     say |= {"empty_documents": 0, "skipped_lines": 0, "dtype": "uint16", "bin_bytes": 1, "idx_bytes": 1, "sources": []}
     say |= {"megaenc": "0.1.0", "tokenizer": {"name": "t", "fingerprint": "t1", "eos_id": 0, "mask_id": 1}}
     run = nodes(study)["pretrain/base"]
     shutil.rmtree(run.folder)
-    made_stages.make_run(run, 100, {"data": "d1", "tokenizer": "t1"})
+    stage_artifacts.make_run(run, 100, {"data": "d1", "tokenizer": "t1"})
     for data, tokenizer, expected in (
         ("d1", "t1", None),
         ("d2", "t1", "another data than"),
         ("d1", "t2", "another tokenizer than"),
     ):
         of = {"tokenizer": say["tokenizer"] | {"fingerprint": tokenizer}, "sha256": {"bin": data, "idx": "i"}}
-        beside.write_text(json.dumps(say | of))
+        metadata_file.write_text(json.dumps(say | of))
         if expected is None:
             run.check()
             continue

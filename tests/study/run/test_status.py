@@ -5,11 +5,11 @@ import pty
 import subprocess
 import sys
 
-import made_stages
 import manifests
 import pytest
 import runs
-from fake_nodes import WELL, Fake
+import stage_artifacts
+from fake_stages import SUCCEED, FakeStage
 
 from megaenc.study.run import stage_log
 from megaenc.study.run.executor import execute_stages
@@ -17,13 +17,13 @@ from megaenc.study.run.status import build_table, find_mismatches, format_headli
 
 
 def test_a_table_of_every_state(tmp_path):
-    done = Fake("pretrain/a", tmp_path, script="sleep 1.2; " + WELL)
+    done = FakeStage("pretrain/a", tmp_path, script="sleep 1.2; " + SUCCEED)
     nodes = [
         done,
-        Fake("pretrain/b", tmp_path, script="echo loading; echo 'ValueError: too small'; exit 1"),
-        Fake("export/a", tmp_path, ("pretrain/a",)),
-        Fake("export/b", tmp_path, ("pretrain/b",)),
-        Fake("finetune/a", tmp_path, ("export/a",)),
+        FakeStage("pretrain/b", tmp_path, script="echo loading; echo 'ValueError: too small'; exit 1"),
+        FakeStage("export/a", tmp_path, ("pretrain/a",)),
+        FakeStage("export/b", tmp_path, ("pretrain/b",)),
+        FakeStage("finetune/a", tmp_path, ("export/a",)),
     ]
     execute_stages(nodes[:2], tmp_path, ["", ""])
     stage_log.log_start(stage_log.log_path(tmp_path, "export/a"), ["convert"])
@@ -37,8 +37,8 @@ def test_a_table_of_every_state(tmp_path):
         "finetune/a": "waiting",
     }
     log = tmp_path / "logs" / "pretrain" / "b.log"
-    assert table["pretrain/b"].why == f"exit code 1: ValueError: too small ({log})"
-    assert table["export/b"].why == "needs pretrain/b, which failed" and table["finetune/a"].why == "needs export/a"
+    assert table["pretrain/b"].reason == f"exit code 1: ValueError: too small ({log})"
+    assert table["export/b"].reason == "needs pretrain/b, which failed" and table["finetune/a"].reason == "needs export/a"
     assert table["pretrain/a"].seconds >= 1 and table["pretrain/a"].progress == "1 of 1 parts"
     assert (
         format_headline(list(table.values()), 75.0) == "5 stages: 1 done, 1 running, 2 waiting, 1 failed; 20 %, about 1:15 left"
@@ -59,19 +59,19 @@ def test_to_look_at_a_lock_changes_nothing(tmp_path):
 
 def test_what_does_not_fit_has_failed_and_what_is_to_be_compared_waits(tmp_path):
     nodes = [
-        Fake("pretrain/a", tmp_path),
-        Fake("export/a", tmp_path, ("pretrain/a",)),
-        Fake("pretrain/b", tmp_path, wrong="runs/b: made from another manifest"),
+        FakeStage("pretrain/a", tmp_path),
+        FakeStage("export/a", tmp_path, ("pretrain/a",)),
+        FakeStage("pretrain/b", tmp_path, wrong="runs/b: made from another manifest"),
     ]
     for node in nodes[1:]:
         node.made.touch()
-    table = {row.stage: (row.state, row.why) for row in build_table(nodes, tmp_path, find_mismatches(nodes))}
+    table = {row.stage: (row.state, row.reason) for row in build_table(nodes, tmp_path, find_mismatches(nodes))}
     assert table["export/a"] == ("waiting", "needs pretrain/a")
     assert table["pretrain/b"] == ("failed", "runs/b: made from another manifest")
 
 
 def test_what_was_killed_or_stopped_waits(tmp_path):
-    node = Fake("pretrain/a", tmp_path)
+    node = FakeStage("pretrain/a", tmp_path)
     log = stage_log.log_path(tmp_path, node.id)
     stage_log.log_start(log, node.next_command())
     assert build_table([node], tmp_path)[0].state == "waiting"
@@ -125,27 +125,27 @@ def test_on_a_terminal_it_is_live_until_all_is_done(tmp_path):
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from pathlib import Path
-from fake_nodes import Fake
+from fake_stages import FakeStage
 from megaenc.study.run import status
 study = Path({str(tmp_path)!r})
-nodes = [Fake("pretrain/a", study), Fake("export/a", study, ("pretrain/a",))]
+nodes = [FakeStage("pretrain/a", study), FakeStage("export/a", study, ("pretrain/a",))]
 nodes[0].made.touch()
 status.time.sleep = lambda seconds: nodes[1].made.touch()
-status._watch(nodes, study)
+status._show_live(nodes, study)
 """
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=theirs, env=runs.surroundings() | {"COLUMNS": "120", "TERM": "xterm"}
     )
     os.close(theirs)
-    shown = b""
+    screen = b""
     try:
         while piece := os.read(ours, 65536):
-            shown += piece
+            screen += piece
     except OSError:  # the terminal's end
         pass
     assert process.wait(60) == 0
-    assert b"2 stages: 1 done, 1 waiting; 50 %" in shown and b"2 stages: 2 done; 100 %" in shown
+    assert b"2 stages: 1 done, 1 waiting; 50 %" in screen and b"2 stages: 2 done; 100 %" in screen
 
 
 DAMAGED = [
@@ -183,9 +183,9 @@ DAMAGED = [
 
 @pytest.mark.parametrize(("file", "content", "words"), DAMAGED)
 def test_damaged_files_are_told_in_the_row_of_their_stage(file, content, words, tmp_path, capsys):
-    changes = {"models": made_stages.TWO, "finetune": made_stages.GRID}
-    nodes = made_stages.stages(tmp_path, **changes)
-    made_stages.make(*nodes.values())
+    changes = {"models": stage_artifacts.TWO, "finetune": stage_artifacts.GRID}
+    nodes = stage_artifacts.build_stages(tmp_path, **changes)
+    stage_artifacts.make(*nodes.values())
     path = tmp_path / "study" / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

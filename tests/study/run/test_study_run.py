@@ -12,40 +12,40 @@ from pathlib import Path
 import pytest
 import runs
 import yaml
-from fake_nodes import WELL, Fake, calls
+from fake_stages import SUCCEED, FakeStage, calls
 
 from megaenc.errors import InputError
 from megaenc.study.run import stage_log
 from megaenc.study.run.command import main
 from megaenc.study.run.executor import execute_stages, stage_environment
 from megaenc.study.run.stage import finished_stages
-from megaenc.training.dry_run import format_run_footer
+from megaenc.torchelastic import EXIT_CODE_FILE
 from megaenc.training.run_init import identity_digest
 
 
 def test_each_begins_when_what_it_needs_is_done(tmp_path):
-    late = "sleep 0.5; " + WELL
+    late = "sleep 0.5; " + SUCCEED
     nodes = [
-        Fake("corpus", tmp_path),
-        Fake("pretrain/a", tmp_path, ("corpus",), late),
-        Fake("pretrain/b", tmp_path, ("pretrain/a",)),
-        Fake("pretrain/c", tmp_path, ("corpus",)),
+        FakeStage("corpus", tmp_path),
+        FakeStage("pretrain/a", tmp_path, ("corpus",), late),
+        FakeStage("pretrain/b", tmp_path, ("pretrain/a",)),
+        FakeStage("pretrain/c", tmp_path, ("corpus",)),
     ]
     assert execute_stages(nodes, tmp_path, ["", ""]) == {}
-    said = calls(tmp_path)
-    assert said[:2] == ["begin corpus", "end corpus"]
-    assert said.index("begin pretrain/b") > said.index("end pretrain/a") > said.index("end pretrain/c")
-    assert len(said) == 8
-    assert execute_stages(nodes, tmp_path, ["", ""]) == {} and calls(tmp_path) == said
+    output = calls(tmp_path)
+    assert output[:2] == ["begin corpus", "end corpus"]
+    assert output.index("begin pretrain/b") > output.index("end pretrain/a") > output.index("end pretrain/c")
+    assert len(output) == 8
+    assert execute_stages(nodes, tmp_path, ["", ""]) == {} and calls(tmp_path) == output
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_so_many_at_a_time(tmp_path, count):
     """Each waits until as many as there are places have begun, and sees how many there are at most."""
-    here = f"$(ls {tmp_path}/*.on 2>/dev/null | wc -l)"
-    meet = f"n=0; while [ {here} -lt {count} ] && [ $n -lt 600 ]; do n=$((n+1)); sleep 0.05; done"
-    script = f"touch $MADE.on; {meet}; echo {here} >> {tmp_path}/most; sleep 0.3; rm $MADE.on; " + WELL
-    nodes = [Fake(f"export/{number}", tmp_path, script=script) for number in range(2 * count)]
+    running_count = f"$(ls {tmp_path}/*.on 2>/dev/null | wc -l)"
+    meet = f"n=0; while [ {running_count} -lt {count} ] && [ $n -lt 600 ]; do n=$((n+1)); sleep 0.05; done"
+    script = f"touch $MADE.on; {meet}; echo {running_count} >> {tmp_path}/most; sleep 0.3; rm $MADE.on; " + SUCCEED
+    nodes = [FakeStage(f"export/{number}", tmp_path, script=script) for number in range(2 * count)]
     assert execute_stages(nodes, tmp_path, [""] * count) == {}
     assert max(map(int, (tmp_path / "most").read_text().split())) == count
     assert len(calls(tmp_path)) == 4 * count
@@ -53,57 +53,57 @@ def test_so_many_at_a_time(tmp_path, count):
 
 def test_the_one_with_most_behind_it_goes_first(tmp_path):
     nodes = [
-        Fake("export/short", tmp_path),
-        Fake("pretrain/long", tmp_path, planned_seconds=50.0),
-        Fake("pretrain/root", tmp_path, planned_seconds=1.0),
-        Fake("pretrain/child", tmp_path, ("pretrain/root",), planned_seconds=100.0),
+        FakeStage("export/short", tmp_path),
+        FakeStage("pretrain/long", tmp_path, planned_seconds=50.0),
+        FakeStage("pretrain/root", tmp_path, planned_seconds=1.0),
+        FakeStage("pretrain/child", tmp_path, ("pretrain/root",), planned_seconds=100.0),
     ]
     execute_stages(nodes, tmp_path, [""])
-    begun = [line.split("/")[1] for line in calls(tmp_path) if line.startswith("begin")]
-    assert begun == ["root", "child", "long", "short"]
+    order = [line.split("/")[1] for line in calls(tmp_path) if line.startswith("begin")]
+    assert order == ["root", "child", "long", "short"]
 
 
 def test_a_crash_is_tried_once_more(tmp_path, capsys):
-    crash_first = "[ -e $MADE.once ] || { touch $MADE.once; echo KeyError: why >&2; kill -9 $$; }; " + WELL
-    assert execute_stages([Fake("export/a", tmp_path, script=crash_first)], tmp_path, [""]) == {}
-    said = capsys.readouterr().out
-    assert "export/a: killed by SIGKILL" in said and "KeyError: why; trying once more" in said
+    crash_first = "[ -e $MADE.once ] || { touch $MADE.once; echo KeyError: why >&2; kill -9 $$; }; " + SUCCEED
+    assert execute_stages([FakeStage("export/a", tmp_path, script=crash_first)], tmp_path, [""]) == {}
+    output = capsys.readouterr().out
+    assert "export/a: killed by SIGKILL" in output and "KeyError: why; trying once more" in output
     first, second = stage_log.read_attempts(stage_log.log_path(tmp_path, "export/a"))
     assert first.is_failed and first.message == "KeyError: why" and not second.is_failed
 
 
 def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path):
-    broken = Fake("pretrain/a", tmp_path, script="echo no room; exit 7")
+    broken = FakeStage("pretrain/a", tmp_path, script="echo no room; exit 7")
     nodes = [
         broken,
-        Fake("export/a", tmp_path, ("pretrain/a",)),
-        Fake("finetune/a", tmp_path, ("export/a",)),
-        Fake("pretrain/b", tmp_path, script="sleep 0.3; " + WELL),
-        Fake("export/b", tmp_path, ("pretrain/b",)),
+        FakeStage("export/a", tmp_path, ("pretrain/a",)),
+        FakeStage("finetune/a", tmp_path, ("export/a",)),
+        FakeStage("pretrain/b", tmp_path, script="sleep 0.3; " + SUCCEED),
+        FakeStage("export/b", tmp_path, ("pretrain/b",)),
     ]
     failed = execute_stages(nodes, tmp_path, ["", ""])
     assert failed == {"pretrain/a": f"exit code 7: no room ({tmp_path / 'logs' / 'pretrain' / 'a.log'})"}
     assert [line for line in calls(tmp_path) if "/a" in line] == ["begin pretrain/a"] * 2
     assert nodes[-1].is_done()
-    assert execute_stages([replace(broken, script=WELL), *nodes[1:]], tmp_path, ["", ""]) == {}
+    assert execute_stages([replace(broken, script=SUCCEED), *nodes[1:]], tmp_path, ["", ""]) == {}
     assert all(node.is_done() for node in nodes)
 
 
 def test_wrong_input_is_not_tried_again(tmp_path):
     script = "echo training; echo 'error: --lr: found 0' >&2; exit 2"
-    failed = execute_stages([Fake("pretrain/a", tmp_path, script=script)], tmp_path, [""])
+    failed = execute_stages([FakeStage("pretrain/a", tmp_path, script=script)], tmp_path, [""])
     assert failed["pretrain/a"].startswith("error: --lr: found 0 (") and len(calls(tmp_path)) == 1
 
 
 def test_what_ends_well_without_its_work_has_failed(tmp_path):
-    assert "its output is missing" in execute_stages([Fake("export/a", tmp_path, script="true")], tmp_path, [""])["export/a"]
+    assert "its output is missing" in execute_stages([FakeStage("export/a", tmp_path, script="true")], tmp_path, [""])["export/a"]
 
 
 @pytest.mark.multiprocess
 def test_a_run_of_several_processes_waits_for_as_many_places(tmp_path):
     show = "echo $CUDA_VISIBLE_DEVICES > $MADE"
-    wide = Fake("pretrain/a", tmp_path, script=show, processes=2, planned_seconds=1.0)
-    narrow = Fake("export/b", tmp_path, script="sleep 0.4; " + show, planned_seconds=5.0)
+    wide = FakeStage("pretrain/a", tmp_path, script=show, processes=2, planned_seconds=1.0)
+    narrow = FakeStage("export/b", tmp_path, script="sleep 0.4; " + show, planned_seconds=5.0)
     assert execute_stages([narrow, wide], tmp_path, ["0", "1"]) == {}
     assert wide.made.read_text() in ("1,0\n", "0,1\n") and narrow.made.read_text() == "0\n"
     two_a_device = replace(wide, study=tmp_path / "shared")
@@ -117,13 +117,14 @@ WORKER = """
 import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from fake_nodes import WELL, Fake
+from fake_stages import SUCCEED, FakeStage
 from megaenc.atomic_io import exit_on_sigterm
-from megaenc.study.run.executor import execute
+from megaenc.study.run.executor import execute_stages
 study = Path({study!r})
 saves = "trap 'touch $MADE.saved; exit 75' TERM; echo $$ > $MADE.pid; n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done; "
 with exit_on_sigterm():
-    execute([Fake("pretrain/a", study), Fake("pretrain/b", study, ("pretrain/a",), saves + WELL)], study, [""])
+    stages = [FakeStage("pretrain/a", study), FakeStage("pretrain/b", study, ("pretrain/a",), saves + SUCCEED)]
+    execute_stages(stages, study, [""])
 """
 
 
@@ -173,7 +174,7 @@ def test_whoever_reads_may_leave(tmp_path):
 
 def test_what_is_said_to_nobody_ends_nothing(tmp_path):
     code = WORKER.format(tests=str(Path(__file__).parents[1]), study=str(tmp_path)).replace("{saves}", "")
-    code = code.replace("saves + WELL", "'sleep 0.2; ' + WELL")
+    code = code.replace("saves + SUCCEED", "'sleep 0.2; ' + SUCCEED")
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(
@@ -185,11 +186,11 @@ def test_what_is_said_to_nobody_ends_nothing(tmp_path):
 
 
 def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, capsys):
-    stale = Fake("export/a", tmp_path, ("pretrain/a",), wrong="hf/a: made of another a")
-    right = Fake("export/b", tmp_path, ("pretrain/a",))
-    nodes = [Fake("pretrain/a", tmp_path), stale, right, Fake("finetune/a", tmp_path, ("export/a",))]
-    for made in (stale.made, right.made, nodes[-1].made):
-        made.touch()
+    stale = FakeStage("export/a", tmp_path, ("pretrain/a",), wrong="hf/a: made of another a")
+    right = FakeStage("export/b", tmp_path, ("pretrain/a",))
+    nodes = [FakeStage("pretrain/a", tmp_path), stale, right, FakeStage("finetune/a", tmp_path, ("export/a",))]
+    for output in (stale.made, right.made, nodes[-1].made):
+        output.touch()
     assert finished_stages(nodes) == set()
     assert execute_stages(nodes, tmp_path, [""]) == {"export/a": "hf/a: made of another a"}
     assert calls(tmp_path) == ["begin pretrain/a", "end pretrain/a"]
@@ -199,12 +200,12 @@ def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, c
 
 @pytest.mark.multiprocess
 def test_a_stop_under_torchrun_is_no_crash(tmp_path):
-    """torchrun makes a 1 of the exit code; the run itself says that it was told to."""
-    told = format_run_footer(15, 300, 2.5, "runs/a", "SIGTERM")
-    script = f"echo '{told}'; echo 'SignalException: Process 7 got signal: 15'; exit 1"
-    node = Fake("pretrain/a", tmp_path, script=script, processes=2)
-    [why] = execute_stages([node], tmp_path, ["", ""]).values()
-    assert why.startswith("was told to stop, and has saved (") and calls(tmp_path) == ["begin pretrain/a"]
+    """torchrun exits with 1 whatever its workers do; they record their own exit code."""
+    script = f"echo 75 > ${EXIT_CODE_FILE}; echo 'SignalException: Process 7 got signal: 15'; exit 1"
+    stage = FakeStage("pretrain/a", tmp_path, script=script, processes=2)
+    [reason] = execute_stages([stage], tmp_path, ["", ""]).values()
+    assert reason.startswith("stopped by a signal, after saving (") and calls(tmp_path) == ["begin pretrain/a"]
+    assert [file.name for file in (tmp_path / "logs" / "pretrain").iterdir()] == ["a.log"]
     assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome == stage_log.STOPPED
     assert float(stage_environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60  # seconds, where its own are 30
 
@@ -212,7 +213,7 @@ def test_a_stop_under_torchrun_is_no_crash(tmp_path):
 @pytest.mark.multiprocess
 def test_a_wrong_input_under_torchrun_is_not_tried_again(tmp_path):
     script = f"echo 2 > ${EXIT_CODE_FILE}; echo 'error: --lr: found 0' >&2; echo 'exitcode: 2' >&2; exit 1"
-    [reason] = execute_stages([Fake("pretrain/a", tmp_path, script=script, processes=2)], tmp_path, ["", ""]).values()
+    [reason] = execute_stages([FakeStage("pretrain/a", tmp_path, script=script, processes=2)], tmp_path, ["", ""]).values()
     assert reason.startswith("error: --lr: found 0 (") and len(calls(tmp_path)) == 1
 
 
@@ -220,7 +221,7 @@ def test_a_code_that_an_attempt_before_has_recorded_is_not_taken(tmp_path):
     log = stage_log.log_path(tmp_path, "pretrain/a")
     log.parent.mkdir(parents=True)
     stage_log.exit_code_file(log).write_text("75")
-    [reason] = execute_stages([Fake("pretrain/a", tmp_path, script="exit 7")], tmp_path, [""]).values()
+    [reason] = execute_stages([FakeStage("pretrain/a", tmp_path, script="exit 7")], tmp_path, [""]).values()
     assert reason.startswith("exit code 7: ") and len(calls(tmp_path)) == 2
 
 
@@ -231,13 +232,13 @@ def test_killed_it_takes_them_along_and_goes_on(tmp_path):
     wait_until(lambda: not is_alive(int(pid.read_text())))
     assert not (tmp_path / "pretrain_b.made.saved").exists() and not stage_log.is_locked(tmp_path, "pretrain/b")
     assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/b"))[-1].outcome == ""
-    again = [Fake("pretrain/a", tmp_path), Fake("pretrain/b", tmp_path, ("pretrain/a",))]
+    again = [FakeStage("pretrain/a", tmp_path), FakeStage("pretrain/b", tmp_path, ("pretrain/a",))]
     assert execute_stages(again, tmp_path, [""]) == {}
     assert calls(tmp_path).count("begin pretrain/a") == 1
 
 
 def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
-    node, child = Fake("pretrain/a", tmp_path), Fake("export/a", tmp_path, ("pretrain/a",))
+    node, child = FakeStage("pretrain/a", tmp_path), FakeStage("export/a", tmp_path, ("pretrain/a",))
     hold = f"import time; from pathlib import Path; from megaenc.study.run import stage_log; study = Path({str(tmp_path)!r})\n"
     hold += "with stage_log.lock(study, 'pretrain/a'):\n    (study / 'held').touch(); time.sleep(2); "
     hold += f"Path({str(node.made)!r}).touch()"
@@ -291,12 +292,12 @@ def test_a_real_study_killed_on_the_way_and_finished(tmp_path, capsys):
     wait_until((study / "runs" / "toy-clm-6" / "metrics.jsonl").exists, killed, 300)
     with pytest.raises(SystemExit) as refused:
         main([str(manifest), "--output", str(study)])
-    assert refused.value.code == 2 and "another `megaenc study run` is at this folder" in capsys.readouterr().err
+    assert refused.value.code == 2 and "another `megaenc study run` uses this directory" in capsys.readouterr().err
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
     tokenizer = (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
-    said = runs.run(command, timeout=900).stdout
-    assert "5 stages, 1 done, 4 to do, 2 at a time" in said and "5 of 5 stages are done" in said
+    output = runs.run(command, timeout=900).stdout
+    assert "5 stages, 1 done, 4 to do, 2 in parallel" in output and "5 of 5 stages are done" in output
     assert (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == tokenizer
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-6")] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-3-mlm40-6")] == [4, 5, 6]

@@ -12,7 +12,7 @@ import manifests
 import pytest
 import runs
 import submitit
-from fake_nodes import WELL, Fake, calls
+from fake_stages import SUCCEED, FakeStage, calls
 
 from megaenc.errors import InputError
 from megaenc.finetune.grid.slurm import ClusterConfig
@@ -42,8 +42,8 @@ def sbatch(monkeypatch):
 
 def a_study(folder: Path) -> list:
     nodes = build_graph(read_manifest(manifests.write(folder)), folder / "study", processes=4, grid_jobs=0).stages
-    wanted = ["corpus", "pretrain/toy-clm-400", "export/toy-clm-400", "finetune/toy-clm-400"]
-    return [nodes[id] for id in wanted]
+    ids = ["corpus", "pretrain/toy-clm-400", "export/toy-clm-400", "finetune/toy-clm-400"]
+    return [nodes[id] for id in ids]
 
 
 def test_each_job_waits_for_those_that_it_needs(tmp_path, sbatch):
@@ -75,9 +75,9 @@ def test_a_grid_is_an_array_of_its_data_sets(tmp_path, sbatch):
 
 def test_what_is_done_or_queued_is_not_submitted_again(tmp_path, sbatch, monkeypatch, capsys):
     a, b, c = (
-        Fake("pretrain/a", tmp_path),
-        Fake("pretrain/b", tmp_path, ("pretrain/a",)),
-        Fake("export/b", tmp_path, ("pretrain/b",)),
+        FakeStage("pretrain/a", tmp_path),
+        FakeStage("pretrain/b", tmp_path, ("pretrain/a",)),
+        FakeStage("export/b", tmp_path, ("pretrain/b",)),
     )
     a.made.touch()
     monkeypatch.setattr(slurm, "read_queue", lambda study: {"pretrain/b": "7"})
@@ -88,18 +88,20 @@ def test_what_is_done_or_queued_is_not_submitted_again(tmp_path, sbatch, monkeyp
 
 def test_the_queue_is_read_by_the_names_of_jobs(tmp_path, monkeypatch):
     names = [job_name(tmp_path, "pretrain/a"), job_name(tmp_path, "finetune/a"), job_name(tmp_path / "x", "export/a")]
-    said = "".join(f"{number} {name}\n" for number, name in enumerate(names, 17))
-    monkeypatch.setattr("subprocess.run", lambda *a, **k: subprocess.CompletedProcess(a, 0, said, ""))
+    queue_output = "".join(f"{number} {name}\n" for number, name in enumerate(names, 17))
+    monkeypatch.setattr("subprocess.run", lambda *a, **k: subprocess.CompletedProcess(a, 0, queue_output, ""))
     assert read_queue(tmp_path) == {"pretrain/a": "17", "finetune/a": "18"}
 
 
 def test_without_a_cluster_it_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="--slurm: squeue failed"):
-        submit_stages([Fake("pretrain/a", tmp_path)], tmp_path, ClusterConfig())
+        submit_stages([FakeStage("pretrain/a", tmp_path)], tmp_path, ClusterConfig())
     with pytest.raises(InputError, match="has 6 processes \\(--processes\\), expected a divisor"):
-        count_machines(ClusterConfig(slurm_gpus=4), Fake("pretrain/a", tmp_path, processes=6))
-    assert count_machines(ClusterConfig(slurm_gpus=0), Fake("pretrain/a", tmp_path, processes=6)) == 1  # all on the cores of one
+        count_machines(ClusterConfig(slurm_gpus=4), FakeStage("pretrain/a", tmp_path, processes=6))
+    assert (
+        count_machines(ClusterConfig(slurm_gpus=0), FakeStage("pretrain/a", tmp_path, processes=6)) == 1
+    )  # all on the cores of one
     with pytest.raises(InputError, match="--slurm-cpus: found 0, expected at least 1"):
         ClusterConfig(slurm_cpus=0).check()
 
@@ -108,11 +110,11 @@ def test_without_a_cluster_it_is_one_line(tmp_path, monkeypatch):
 def test_submitits_own_executors_do_a_study(tmp_path, monkeypatch, capsys, kind):
     monkeypatch.setenv("PYTHONPATH", f"{runs.ROOT}:{HERE}")
     nodes = [
-        Fake("corpus", tmp_path),
-        Fake("pretrain/a", tmp_path, ("corpus",)),
-        Fake("pretrain/b", tmp_path, ("corpus",), script="echo no room; exit 3"),
-        Fake("export/b", tmp_path, ("pretrain/b",)),
-        Fake("export/a", tmp_path, ("pretrain/a",)),
+        FakeStage("corpus", tmp_path),
+        FakeStage("pretrain/a", tmp_path, ("corpus",)),
+        FakeStage("pretrain/b", tmp_path, ("corpus",), script="echo no room; exit 3"),
+        FakeStage("export/b", tmp_path, ("pretrain/b",)),
+        FakeStage("export/a", tmp_path, ("pretrain/a",)),
     ]
     jobs = submit_stages(nodes, tmp_path, ClusterConfig(slurm_cluster=kind))
     for job in jobs["export/a"]:
@@ -132,9 +134,9 @@ def test_when_its_time_is_over_a_job_saves_and_is_queued_as_it_is(tmp_path):
 import signal, sys, pickle
 sys.path.insert(0, {str(HERE)!r})
 from pathlib import Path
-from fake_nodes import Fake
+from fake_stages import FakeStage
 from megaenc.study.run.slurm import StageTask
-task = StageTask(Fake("pretrain/a", Path({str(tmp_path)!r}), script={SAVES!r}), Path({str(tmp_path)!r}))
+task = StageTask(FakeStage("pretrain/a", Path({str(tmp_path)!r}), script={SAVES!r}), Path({str(tmp_path)!r}))
 def over(number, frame):
     again = task.checkpoint().function
     print("again", again == task == pickle.loads(pickle.dumps(task)), flush=True)
@@ -152,25 +154,25 @@ task()
     assert "again True" in out and process.returncode == 255
     assert (tmp_path / "pretrain_a.made.saved").exists()
     assert stage_log.read_attempts(stage_log.log_path(tmp_path, "pretrain/a"))[-1].outcome == stage_log.STOPPED
-    StageTask(Fake("pretrain/a", tmp_path, script=WELL), tmp_path)()
+    StageTask(FakeStage("pretrain/a", tmp_path, script=SUCCEED), tmp_path)()
     assert calls(tmp_path) == ["begin pretrain/a"] * 2 + ["end pretrain/a"]
 
 
 def test_a_job_that_fails_says_so_to_the_queue(tmp_path):
-    task = StageTask(Fake("export/a", tmp_path, script="echo 'error: --load: nothing there'; exit 2"), tmp_path)
+    task = StageTask(FakeStage("export/a", tmp_path, script="echo 'error: --load: nothing there'; exit 2"), tmp_path)
     with pytest.raises(RuntimeError, match="error: --load: nothing there"):
         pickle.loads(pickle.dumps(task))()
 
 
 def test_a_job_compares_what_is_there_with_what_was_made_again(tmp_path):
-    stale = Fake("export/a", tmp_path, wrong="hf/a: made of another a")
+    stale = FakeStage("export/a", tmp_path, wrong="hf/a: made of another a")
     stale.made.touch()
     with pytest.raises(InputError, match="hf/a: made of another a"):
         StageTask(stale, tmp_path)()
 
 
 def test_what_waits_to_be_compared_is_submitted(tmp_path, sbatch):
-    parent, child = Fake("pretrain/a", tmp_path), Fake("export/a", tmp_path, ("pretrain/a",))
+    parent, child = FakeStage("pretrain/a", tmp_path), FakeStage("export/a", tmp_path, ("pretrain/a",))
     child.made.touch()
     assert list(submit_stages([parent, child], tmp_path, ClusterConfig())) == ["pretrain/a", "export/a"]
 

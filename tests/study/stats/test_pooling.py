@@ -26,7 +26,9 @@ def test_each_line_has_all_its_pretraining_seeds():
     assert both.comparisons[0].test == alone.comparisons[0].test and both.comparisons[0].pretraining_runs == 5
     single = both.comparisons[1]  # its fine-tunings agree: what another run would give is taken from the other size
     assert (
-        single.has_borrowed_variance and single.verdict == "not resolved" and single.high - single.low > 2 * alone.overall.high - alone.overall.low
+        single.has_borrowed_variance
+        and single.verdict == "not resolved"
+        and single.high - single.low > 2 * alone.overall.high - alone.overall.low
     )
     assert both.overall.difference == pytest.approx(np.mean([one.difference for one in both.comparisons]))
     assert both.overall.seeds_needed is None and both.overall.pretraining_runs == 1 and both.overall.has_borrowed_variance
@@ -71,7 +73,7 @@ def test_seeds_that_have_nothing_in_common():
         for score in mini(5).scores
     ]
     found = by_claim(Evidence(scores))["1a"]
-    assert found.verdict == "not resolved" and "No seed that all of the models were fine-tuned with" in found.reason
+    assert found.verdict == "not resolved" and "No fine-tuning seed that all of these models have" in found.reason
 
 
 def test_a_set_may_be_called_average():

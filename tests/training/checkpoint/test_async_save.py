@@ -50,16 +50,16 @@ def assert_same_checkpoints(folder: Path, other: Path, steps: list[int]) -> None
     """The same files, the same bytes in all shards, and the same tensors at the same places in them."""
     for step in steps:
         paths = [CheckpointManager(run / "checkpoints").path(step) for run in (folder, other)]
-        here, there = (json.loads((path / "state.json").read_text()) for path in paths)
-        assert sorted(here["files"]) == sorted({*os.listdir(paths[0])} - {"state.json"})
-        assert sorted(here["files"]) == sorted(there["files"])
+        actual, expected = (json.loads((path / "state.json").read_text()) for path in paths)
+        assert sorted(actual["files"]) == sorted({*os.listdir(paths[0])} - {"state.json"})
+        assert sorted(actual["files"]) == sorted(expected["files"])
         one, two = (FileSystemReader(path).read_metadata() for path in paths)
         assert one.state_dict_metadata == two.state_dict_metadata
         assert one.storage_data == two.storage_data
-        for files in (here["files"], there["files"]):
+        for files in (actual["files"], expected["files"]):
             del files[".metadata"]  # it names its folder
-        del here["sha256"], there["sha256"]
-        assert here == there
+        del actual["sha256"], expected["sha256"]
+        assert actual == expected
 
 
 @pytest.mark.multiprocess
@@ -67,8 +67,8 @@ def test_each_checkpoint_is_that_of_its_step(waiting, small_corpus, processes, t
     """Written when two more updates have changed the weights; a save that is due waits for the one before."""
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *EVERY, *LAYOUTS[processes], "--async-save", "--save", str(folder)]
-    said = runs.script(SLOW, [*LATE, *flags], processes=processes).stdout
-    written = re.findall(r"shards of step (\d+) are written after update (\d+)", said)
+    output = runs.script(SLOW, [*LATE, *flags], processes=processes).stdout
+    written = re.findall(r"shards of step (\d+) are written after update (\d+)", output)
     assert written == [("4", "6"), ("8", "10"), ("12", "14"), ("16", "18"), ("20", "20")]
     checkpoints = CheckpointManager(folder / "checkpoints")
     assert checkpoints.steps() == [4, 8, 12, 16, 20]
@@ -181,15 +181,15 @@ def engine(one_process, small_corpus):
 def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, monkeypatch):
     from megaenc.training.checkpoint import manager
 
-    checkpoints, digest, begun = CheckpointManager(tmp_path), manager.digest, []
-    monkeypatch.setattr(manager, "digest", lambda file: (begun.append(file), time.sleep(0.3), digest(file))[-1])
+    checkpoints, file_digest, hashed_files = CheckpointManager(tmp_path), manager.file_digest, []
+    monkeypatch.setattr(manager, "file_digest", lambda file: (hashed_files.append(file), time.sleep(0.3), file_digest(file))[-1])
     engine.train_step(1)
     with pytest.raises(error, match="of another kind"), checkpoints.finished():
         checkpoints.save(engine, 1, {}, block=False)
         checkpoints.finish_save(block=False)
         assert checkpoints.steps() == []
         raise error("of another kind")
-    assert len(begun) == 2
+    assert len(hashed_files) == 2
     assert checkpoints.verify(1)["step"] == 1
     assert [path.name for path in tmp_path.glob(".*")] == []
 
@@ -201,7 +201,7 @@ def test_the_tracker_names_a_checkpoint_that_is_there(engine, tmp_path, monkeypa
     write, named = manager.atomic_write, []
 
     def watched(path: Path, content: str) -> None:
-        if path.name == manager.TRACKER:
+        if path.name == manager.TRACKER_FILE:
             named.append((content, (tmp_path / f"iter_{int(content):07d}" / "state.json").exists()))
         write(path, content)
 

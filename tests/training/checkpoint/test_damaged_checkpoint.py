@@ -87,10 +87,14 @@ def test_training_goes_on_from_the_one_before_and_ends_the_same(small_corpus, sa
     flip_a_bit(damaged)
     cut.write_bytes(cut.read_bytes()[:100])
     more = ["--tensor-model-parallel-size", "2", "--exit-interval", "12"]
-    said = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), *more], processes=2).stdout.splitlines()
-    assert [line for line in said if str(damaged) in line and "its content changed" in line and "trying the checkpoint of step 8" in line]
-    assert [line for line in said if f"{cut}: found 100 bytes" in line and "trying the checkpoint of step 4" in line]
-    assert "resuming after step 4" in "\n".join(said)
+    output = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), *more], processes=2).stdout.splitlines()
+    assert [
+        line
+        for line in output
+        if str(damaged) in line and "its content changed" in line and "trying the checkpoint of step 8" in line
+    ]
+    assert [line for line in output if f"{cut}: found 100 bytes" in line and "trying the checkpoint of step 4" in line]
+    assert "resuming after step 4" in "\n".join(output)
     assert [row["step"] for row in runs.metrics(copy)] == list(range(1, 13))
     assert [row["step"] for row in runs.validations(copy)] == [0, 10]
     runs.assert_same_curve(copy, saved_run)
@@ -104,9 +108,9 @@ def test_a_flipped_bit_in_what_the_run_has_come_to_is_damage(field, small_corpus
     content = file.read_bytes()
     assert field in content
     file.write_bytes(content.replace(field, field[:-1] + bytes([field[-1] ^ 1])))
-    said = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), "--exit-interval", "12"]).stdout
-    assert f"{file}: its content changed; the checkpoint is damaged: trying" in said
-    assert "resuming after step 8" in said
+    output = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), "--exit-interval", "12"]).stdout
+    assert f"{file}: its content changed; the checkpoint is damaged: trying" in output
+    assert "resuming after step 8" in output
     runs.assert_same_curve(copy, saved_run)
 
 
@@ -132,10 +136,10 @@ def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, 
     no_folder(copy, 4)
     with pytest.raises(SystemExit) as stop:
         main(flags(small_corpus, copy))
-    said = capfd.readouterr()
+    output = capfd.readouterr()
     assert stop.value.code == 2
-    assert f"{checkpoint(copy, 12) / '.metadata'}: its content changed" in said.out
-    assert said.err == (
+    assert f"{checkpoint(copy, 12) / '.metadata'}: its content changed" in output.out
+    assert output.err == (
         f"error: {checkpoint(copy, 8) / 'state.json'}: No such file or directory; the checkpoint is incomplete; "
         f"no other is left; delete {copy / 'checkpoints'} to start over\n"
     )
@@ -166,8 +170,8 @@ def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy):
     tracker = copy / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "12\n"
     tracker.unlink()
-    left = copy / "checkpoints" / ".iter_0000016.0123456789abcdef"
-    left.mkdir()
+    leftover = copy / "checkpoints" / ".iter_0000016.0123456789abcdef"
+    leftover.mkdir()
     assert "resuming after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
-    assert not left.exists()
+    assert not leftover.exists()
     assert tracker.read_text() == "20\n"

@@ -121,16 +121,16 @@ def test_no_extra_state_of_a_layer_is_unpickled(content, small_corpus, copy, tmp
 
 def test_what_is_loaded_is_what_was_checked(small_corpus, saved_run, copy, traces, monkeypatch):
     """Files that are swapped between check and load change nothing, and none of them is unpickled."""
-    check = CheckpointLoader.check
+    verify = CheckpointLoader.verify
 
     def swap_after(self, step, identity=None):
-        state = check(self, step, identity)
+        state = verify(self, step, identity)
         for name in (".metadata", "common.pt"):
             hostile = saved({"optimizer": Hostile(traces)}) if name == "common.pt" else pickle.dumps(Hostile(traces))
             (self.path(step) / name).write_bytes(hostile)
         return state
 
-    monkeypatch.setattr(CheckpointLoader, "check", swap_after)
+    monkeypatch.setattr(CheckpointLoader, "verify", swap_after)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(copy)])
     assert [row["step"] for row in runs.metrics(copy)] == list(range(1, 21))
@@ -182,7 +182,7 @@ CHANGES_A_METHOD = b"\x80\x04" + DCP + b"\x8c\x08Metadata\x93)\x81}\x8c\x0d__red
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         (".metadata", b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.", "would call os.system"),
         (".metadata", b"cos\nsystem\n(S'true'\ntR.", "not written by a save .*expected a pickle of protocol 4"),
@@ -198,9 +198,9 @@ CHANGES_A_METHOD = b"\x80\x04" + DCP + b"\x8c\x08Metadata\x93)\x81}\x8c\x0d__red
         ("metadata.json", b'{"sharded_backend": "zarr"}', "not written by a save"),
     ],
 )
-def test_what_else_is_no_checkpoint_is_refused(name, content, said, copy):
+def test_what_else_is_no_checkpoint_is_refused(name, content, message, copy):
     forge(checkpoint_of(copy) / name, content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         rewrite_pickles(checkpoint_of(copy))
 
 
@@ -214,14 +214,14 @@ def test_no_small_file_takes_much_memory_to_check(saved_run, tmp_path):
 
 def test_a_save_that_no_load_would_accept_stops_the_run_at_once(small_corpus, tmp_path, monkeypatch):
     """An optimizer of another library may keep a tensor where its own keeps a number."""
-    sharded = manager.sharded_state
+    sharded = manager.sharded_state_dict
 
     def with_a_tensor(engine, is_loading):
         state = sharded(engine, is_loading)
         state["optimizer"]["common_step"] = torch.tensor(3.0)
         return state
 
-    monkeypatch.setattr(manager, "sharded_state", with_a_tensor)
+    monkeypatch.setattr(manager, "sharded_state_dict", with_a_tensor)
     try:
         with pytest.raises(RuntimeError, match=r"the saved checkpoint cannot be loaded: _RefusedPickleError: torch._utils"):
             main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--save", str(tmp_path / "run")])

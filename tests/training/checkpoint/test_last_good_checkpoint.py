@@ -45,9 +45,9 @@ def test_damage_is_one_line_and_the_steps_are_made_again(damage, small_corpus, s
     shard = sorted(checkpoint(copy, 12).glob("*.distcp"))[0]
     damage(shard)
     main(flags(small_corpus, copy, "--exit-interval", "12"))
-    said = capfd.readouterr()
-    [line] = [line for line in said.out.splitlines() if str(shard) in line]
-    assert line.endswith("trying the checkpoint of step 8") and said.err == ""
+    output = capfd.readouterr()
+    [line] = [line for line in output.out.splitlines() if str(shard) in line]
+    assert line.endswith("trying the checkpoint of step 8") and output.err == ""
     assert [content(checkpoint(copy, step)) for step in (4, 8)] == good
     assert shards(copy, 12) == shards(saved_run, 12)  # in the place of the damaged one
 

@@ -30,16 +30,16 @@ def folders(small_corpus, tmp_path_factory):
     root, flags = tmp_path_factory.mktemp("reshard"), [*small_corpus.flags, *RUN]
     names = {layout: f"layout{number}" for number, layout in enumerate(LAYOUTS)}
     saved = {layout: root / name for layout, name in names.items()}
-    found = {way: root / f"{names[way[0]]}_{names[way[1]]}" for way in WAYS} | {None: root / "whole"}
-    jobs = [Job(found[None], flags)]
+    run_dirs = {way: root / f"{names[way[0]]}_{names[way[1]]}" for way in WAYS} | {None: root / "whole"}
+    jobs = [Job(run_dirs[None], flags)]
     for layout, (processes, more) in LAYOUTS.items():
         jobs.append(Job(saved[layout], [*flags, *more, "--exit-interval", str(STOP)], processes))
     for before, after in WAYS:
         processes, more = LAYOUTS[after]
-        jobs.append(Job(found[before, after], [*flags, *more], processes, copy_of=saved[before]))
-    said = runs.in_turn(jobs, root).stdout
-    assert said.count(f"resuming after step {STOP}") == len(WAYS)
-    return found
+        jobs.append(Job(run_dirs[before, after], [*flags, *more], processes, copy_of=saved[before]))
+    output = runs.in_turn(jobs, root).stdout
+    assert output.count(f"resuming after step {STOP}") == len(WAYS)
+    return run_dirs
 
 
 def test_all_25_ways_follow_the_run_that_never_stopped(folders):
@@ -52,16 +52,16 @@ def test_all_25_ways_follow_the_run_that_never_stopped(folders):
     for (before, after), (loss, norm) in differences.items():
         print(f"{before:28}{after:28}{loss:10.1e}{norm:12.1e}")
     assert len(differences) == 25
-    far = {way: found for way, found in differences.items() if max(found) > 1e-4}
+    far = {way: distances for way, distances in differences.items() if max(distances) > 1e-4}
     assert not far
 
 
 def test_nothing_but_the_layout_differs(folders):
     """Each has made every step once, and has saved the stop and the end."""
     for way in WAYS:
-        here, there = (
+        actual, expected = (
             [(row["step"], row["objective"], row["learning_rate"], row["tokens"], row["predicted_tokens"]) for row in rows]
             for rows in (runs.metrics(folders[way]), runs.metrics(folders[None]))
         )
-        assert here == there, way
+        assert actual == expected, way
         assert CheckpointLoader(folders[way] / "checkpoints").steps() == [STOP, 12], way

@@ -15,8 +15,8 @@ SECONDS = 6  # a step takes a hundredth of it
 
 def processes_of(folder):
     """Command lines of processes that work for the run in `folder`."""
-    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return [line for line in found if str(folder) in line]
+    command_lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in command_lines if str(folder) in line]
 
 
 def hang(small_corpus, folder, fault):
@@ -88,19 +88,19 @@ with watchdog.Watchdog({SECONDS / 60}, None) as dog:
 def test_a_first_step_has_time_and_a_second_one_has_not():
     result = runs.run([sys.executable, "-c", ALONE], expect=EXIT_HUNG, timeout=60)
     assert result.stdout == "the first step was let be\n"
-    said = (
+    pattern = (
         r"error: no progress for \d+ seconds: rank 0 in <module> \(<string>:11\), step 2; stacks of all threads in standard error"
     )
-    assert re.search(said, result.stderr), result.stderr
+    assert re.search(pattern, result.stderr), result.stderr
     assert 'File "<string>", line 11 in <module>' in result.stderr
 
 
 def test_the_line_names_the_odd_rank_first_and_who_is_silent(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "12")
     waiting = {"at": "all_reduce (distributed_c10d.py:3252)", "doing": "step 7", "quiet": 600.0, "stacks": "runs/a/stacks"}
-    found = {rank: waiting for rank in range(12) if rank not in (3, 9)}
-    found[3] = waiting | {"at": "read (packs.py:80)", "quiet": 601.3}
-    assert _format_hang(found) == (
+    reports = {rank: waiting for rank in range(12) if rank not in (3, 9)}
+    reports[3] = waiting | {"at": "read (packs.py:80)", "quiet": 601.3}
+    assert _format_hang(reports) == (
         "error: no progress for 10 minutes: rank 9 silent (stacks follow on standard error, unless the process is gone); "
         "rank 3 in read (packs.py:80), step 7; ranks 0-2, 4-8, 10-11 in all_reduce (distributed_c10d.py:3252), step 7; "
         "stacks of all threads in runs/a/stacks"
@@ -119,5 +119,5 @@ def test_what_no_rank_has_told_is_unknown(value):
 
 
 def test_what_a_rank_tells_is_kept_but_for_what_steers_a_terminal():
-    told = {"doing": "step 5", "at": "\x1b[2Jread (a.py:1)", "quiet": 3.5, "stacks": "/runs/a"}
-    assert _parse_report(json.dumps(told).encode()) == told | {"at": r"\x1b[2Jread (a.py:1)"}
+    report = {"doing": "step 5", "at": "\x1b[2Jread (a.py:1)", "quiet": 3.5, "stacks": "/runs/a"}
+    assert _parse_report(json.dumps(report).encode()) == report | {"at": r"\x1b[2Jread (a.py:1)"}

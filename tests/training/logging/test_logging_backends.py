@@ -30,10 +30,10 @@ def shown_run(small_corpus, tmp_path_factory):
 
 
 def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
-    events, shown = tensorboard_shows(shown_run / "events")
-    assert shown == numbers(shown_run)
-    assert {"train/loss", "train/tokens", "validation/mlm/loss"} <= shown.keys()
-    assert list(shown["train/loss"]) == list(range(1, 21))
+    events, logged = tensorboard_shows(shown_run / "events")
+    assert logged == numbers(shown_run)
+    assert {"train/loss", "train/tokens", "validation/mlm/loss"} <= logged.keys()
+    assert list(logged["train/loss"]) == list(range(1, 21))
     objective = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("train/objective/text_summary")]
     assert objective == [(1, b"clm"), (11, b"mlm")]
     assert b"global_batch_size: 8" in events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
@@ -48,8 +48,8 @@ def test_steps_that_are_made_again_within_a_run_replace_those_before(tmp_path):
     for step in range(4, 7):
         board.log("train", {"step": step, "loss": 10.0 * step})
     board.close()
-    _, shown = tensorboard_shows(tmp_path)
-    assert shown == {"train/loss": {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: 50.0, 6: 60.0}}
+    _, logged = tensorboard_shows(tmp_path)
+    assert logged == {"train/loss": {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: 50.0, 6: 60.0}}
 
 
 def test_wandb_goes_on_in_one_run_and_the_later_row_is_that_of_the_folder(shown_run):
@@ -71,7 +71,7 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
     wandb.teardown()  # its own process may be writing still; without one at the end of a run, it ends with that
     [(_, config, rows)] = wandb_records(tmp_path)
     assert (config["seed"], rows) == (1, [{"step": 3, "train/loss": 0.1}])
-    assert f"kept in {tmp_path / 'wandb'}, `wandb sync` sends it" in capfd.readouterr().out
+    assert f"logging to {tmp_path / 'wandb'}, `wandb sync` uploads it" in capfd.readouterr().out
 
 
 def test_the_events_of_another_run_are_left_alone(tmp_path):
@@ -91,7 +91,7 @@ def test_a_board_that_fails_is_one_line_and_the_run_goes_on(tmp_path, capfd):
     board.close()
     out = capfd.readouterr().out
     assert out.count("\n") == 1
-    assert out.startswith("TensorBoard: ") and "the run goes on without it" in out
+    assert out.startswith("TensorBoard: ") and "the run continues without it" in out
 
 
 def test_a_board_that_hangs_holds_nothing_up(capfd):
@@ -105,12 +105,12 @@ def test_a_board_that_hangs_holds_nothing_up(capfd):
     board = BackgroundLogger("slow", Hanging)
     began = time.monotonic()
     board.submit("drop_rows_after", -1)
-    while not board._opened.is_set():
+    while not board._is_open.is_set():
         time.sleep(0.01)
     board.flush(seconds=0.1)
     board.close(seconds=0.1)
     assert time.monotonic() - began < 30
-    assert "slow: not done after 0 seconds, left to itself" in capfd.readouterr().out
+    assert "slow: not closed after 0 seconds, its last rows may be lost" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

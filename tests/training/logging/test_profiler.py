@@ -32,11 +32,11 @@ def operations(trace) -> Counter:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(profiled_run):
-    folder, said, _ = profiled_run
+    folder, output, _ = profiled_run
     assert sorted(path.name for path in (folder / "profile").iterdir()) == [
         "rank_0_steps_3-4.json.gz", "rank_0_steps_3-4.txt", "rank_1_steps_5-6.json.gz", "rank_1_steps_5-6.txt",
     ]  # fmt: skip
-    assert "rank_0_steps_3-4.json.gz is the trace" in said
+    assert "rank_0_steps_3-4.json.gz is the trace" in output
     for name in ("rank_0_steps_3-4", "rank_1_steps_5-6"):
         counted = operations(folder / "profile" / f"{name}.json.gz")
         assert counted["aten::_fused_adamw_"] == 2, "two updates"
@@ -47,8 +47,8 @@ def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(profiled_run):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_behind_the_chosen_steps_it_says_so_and_goes_on(profiled_run):
-    folder, _, said = profiled_run
-    assert "--profile: steps 3 to 6 lie behind, so nothing is profiled" in said
+    folder, _, output = profiled_run
+    assert "--profile: steps 3 to 6 are over, nothing is profiled" in output
     assert runs.metrics(folder)[-1]["step"] == 12
 
 

@@ -34,12 +34,12 @@ def test_the_slow_rank_is_named(slow, layout, processes, place, small_corpus, tm
     flags += ["--log-straggler", "--straggler-interval", "4", *layout]
     result = runs.script(runs.WORKERS / "slow_rank.py", [slow, *flags], processes=processes)
     rank, where, _ = slow.split(":")
-    found = reports(tmp_path / "run")
-    assert [(report["step"], report["steps"]) for report in found] == [(4, 3), (8, 4), (12, 4), (16, 4), (20, 4)]
+    straggler_reports = reports(tmp_path / "run")
+    assert [(report["step"], report["steps"]) for report in straggler_reports] == [(4, 3), (8, 4), (12, 4), (16, 4), (20, 4)]
     # A busy machine may slow another rank, or this one's probe, for an interval or two; not for most of them.
-    assert mode(report["slowest_rank"] for report in found) == int(rank)
-    assert mode(report["ranks"][0]["slow_in"] for report in found) == where
-    assert median(report["slowest_ratio"] for report in found) > 1.5
+    assert mode(report["slowest_rank"] for report in straggler_reports) == int(rank)
+    assert mode(report["ranks"][0]["slow_in"] for report in straggler_reports) == where
+    assert median(report["slowest_ratio"] for report in straggler_reports) > 1.5
     lines = [line for line in result.stdout.splitlines() if line.startswith(f"straggler: rank {rank} on ")]
     assert len(lines) == 1 and place in lines[0] and ", most of it in " in lines[0], result.stdout
 
@@ -73,9 +73,9 @@ def test_stages_may_hold_more_and_are_compared_among_themselves():
 
 
 def test_a_slow_device_is_found_by_the_probe_where_all_of_its_group_are_slow():
-    found = compare_ranks([rank(0, compute=6.0), rank(1, compute=6.0, probed=0.2), rank(2), rank(3)])
-    assert [each["rank"] for each in found["ranks"]][:2] == [1, 0]
-    assert (found["slowest_ratio"], found["ranks"][0]["slow_in"]) == (2.0, "the probe")
+    comparison = compare_ranks([rank(0, compute=6.0), rank(1, compute=6.0, probed=0.2), rank(2), rank(3)])
+    assert [each["rank"] for each in comparison["ranks"]][:2] == [1, 0]
+    assert (comparison["slowest_ratio"], comparison["ranks"][0]["slow_in"]) == (2.0, "the probe")
 
 
 def test_twice_as_slow_in_a_small_part_is_not_slow():
@@ -103,8 +103,8 @@ def test_forward_passes_of_training_alone_are_timed(monkeypatch):
         chunk(torch.ones(1, 2))
     with torch.no_grad():
         chunk(torch.ones(1, 2))
-    assert timed.take() == pytest.approx(0.003)
-    assert timed.take() == 0
+    assert timed.pop_seconds() == pytest.approx(0.003)
+    assert timed.pop_seconds() == 0
 
 
 def test_the_probe_needs_nobody():

@@ -117,9 +117,13 @@ def build_family_figure(
             shift = dodge * (at - (len(series) - 1) / 2)
             places = [(x + shift, dataset, model_key) for x, model_key in sorted(models, key=lambda place: place[0])]
             seed_lines: list[FigureLine] = []
-            for seed in sorted({model_key.seed for _, model_key in models}):  # only the first pretraining seed gets a line and a legend entry
+            for seed in sorted(
+                {model_key.seed for _, model_key in models}
+            ):  # only the first pretraining seed gets a line and a legend entry
                 if points := build_points(evidence, family, [place for place in places if place[-1].seed == seed]):
-                    seed_lines.append(FigureLine(name, *style, points, joined and not seed_lines, bool(seed_lines), not seed_lines))
+                    seed_lines.append(
+                        FigureLine(name, *style, points, joined and not seed_lines, bool(seed_lines), not seed_lines)
+                    )
             lines += seed_lines
             if published is not None and (points := build_points(published, family, places)):
                 lines.append(FigureLine(published_label(name), *style, points, joined, light=True))

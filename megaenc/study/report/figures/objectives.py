@@ -1,4 +1,4 @@
-"""The figures of scores: objectives, mask ratios, checkpoints on the way, CLM shares, continued pretraining, other schedules."""
+"""Score figures: objectives, mask ratios, intermediate checkpoints, CLM shares, continued pretraining, other schedules."""
 
 import itertools
 from collections import defaultdict
@@ -36,7 +36,7 @@ from megaenc.viz.style import assign_styles, format_count
 
 
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Draw the base models of CLM and of MLM at the usual mask ratio, by size, or by data set if there is one size."""
+    """Build the figure of CLM and MLM base models (reference mask ratio) by size, or by data set if there is one size."""
     key, title = "objectives", "CLM and MLM"
     base, mask = evidence.group_by_setup().get("base", []), evidence.reference_mask_ratio
     models = {
@@ -61,12 +61,13 @@ def build_objectives_figure(evidence: Evidence, published: Evidence | None = Non
 def _build_dataset_panels(
     evidence: Evidence, published: Evidence | None, models: dict[str, list[ModelKey]]
 ) -> tuple[FigurePanel, ...]:
+    """Build a panel per task family with the scores of `models`, by legend name, on each of its data sets."""
     panels = []
     for family, names in datasets_by_family(evidence.datasets()).items():
         lines = []
         for source, (at, (name, members)) in itertools.product((evidence, published), enumerate(models.items())):
-            for setting in members if source is not None else ():
-                places = [(place + 0.14 * (at - 0.5), dataset, setting) for place, dataset in enumerate(names)]
+            for key in members if source is not None else ():
+                places = [(place + 0.14 * (at - 0.5), dataset, key) for place, dataset in enumerate(names)]
                 if points := build_points(source, family, places):
                     light = source is published
                     label = published_label(name) if light else name
@@ -79,7 +80,7 @@ def _build_dataset_panels(
 
 
 def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Draw MLM base models of each size over their mask ratios."""
+    """Build the figure of MLM base models of each size over their mask ratios."""
     key, title = "mask-ratios", "Mask ratios"
     base = [one for one in evidence.group_by_setup().get("base", []) if objective_name(one) == "MLM"]
     if len({one.mask_ratio for one in base}) < 2:
@@ -92,7 +93,7 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
 
 
 def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Draw MLM alone and CLM then MLM over mask ratios, at each size and budget that has two ratios of both."""
+    """Build the figure of MLM-only and CLM-then-MLM models over mask ratios, for sizes and budgets with two ratios of both."""
     key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, float], list[ModelKey]] = defaultdict(list)
     for one in evidence.model_keys():
@@ -117,22 +118,24 @@ def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | 
 
 
 def _place_by_mask_ratio(models: Iterable[ModelKey]) -> list[tuple[float, ModelKey]]:
+    """Return (mask ratio in percent, model) of each model."""
     return [(100 * one.mask_ratio, one) for one in models]
 
 
 def _build_mask_ratio_axis(series: FigureSeries) -> dict[str, Any]:
-    """Return an axis of the mask ratios of all models, on which series are a sixtieth apart."""
+    """Return FigurePanel's x-axis fields, and the dodge between series, for the mask ratios of all models."""
     ratios = sorted({one.mask_ratio for *_, places in series for _, one in places})
     ticks = {100 * ratio: format_percent(ratio) for ratio in ratios}
     return {"dodge": 100 * (ratios[-1] - ratios[0]) / 60, "ticks": ticks, "x_label": "tokens hidden"}
 
 
 def _list_styles(count: int) -> list[tuple[str, str]]:
+    """Return `count` (colour, marker) pairs."""
     return list(assign_styles([f"{at}" for at in range(count)]).values())
 
 
 def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Draw checkpoints on the way over their steps."""
+    """Build the figure of intermediate checkpoints over their training steps."""
     places = {one: float(one.steps) for one in evidence.model_keys() if not one.decayed}
     steps = sorted(set(places.values()))
     axis = {
@@ -146,14 +149,14 @@ def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None 
 def build_flop_efficiency_figure(
     evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None
 ) -> FigureSpec:
-    """Draw the same over the operations that they took; `flops` by setting, those that it lacks are left out."""
+    """Build the figure of intermediate checkpoints over their training FLOPs, given in `flops`; others are left out."""
     key, title = "efficiency-flops", "Data efficiency by FLOP"
-    settings = [one for one in evidence.model_keys() if not one.decayed]
-    places = {one: flops[one] for one in settings if one in flops}
-    if len(set(places.values())) < 2 and len({one.steps for one in settings}) > 1:
+    checkpoints = [one for one in evidence.model_keys() if not one.decayed]
+    places = {one: flops[one] for one in checkpoints if one in flops}
+    if len(set(places.values())) < 2 and len({one.steps for one in checkpoints}) > 1:
         why = (
-            "The operations of its runs are not known: --runs names the folder of the pretraining runs, which say them. Models "
-            "of a manifest always need it; only those of the study are counted from their shapes without."
+            "The FLOPs of the runs are unknown; pass the directory of the pretraining runs with --runs. Only the FLOPs of the "
+            "published study's models are computed from their shapes."
         )
         return FigureSpec(key, title, why)
     axis = {"x_label": "FLOPs of the matrix products", "unit": "operations"}
@@ -163,8 +166,9 @@ def build_flop_efficiency_figure(
 def _build_efficiency_figure(
     key: str, title: str, evidence: Evidence, published: Evidence | None, places: Mapping[ModelKey, float], **axis
 ) -> FigureSpec:
+    """Build the figure of intermediate checkpoints at the given x positions, a line per objective, mask ratio and size."""
     if len(set(places.values())) < 2:
-        return FigureSpec(key, title, "Fewer than two checkpoints on the way have scores.")
+        return FigureSpec(key, title, "Fewer than two intermediate checkpoints have scores.")
     sizes, masks = evidence.sort_sizes(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
     groups: dict[tuple[str, float | None, str], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one, at in places.items():
@@ -178,12 +182,12 @@ def _build_efficiency_figure(
             label, marker = f"{label}, {size}", _list_styles(len(sizes))[sizes.index(size)][1]
         series.append((label, (colour, marker), groups[kind]))
     log = max(places.values()) >= 8 * min(places.values())
-    caption = "Checkpoints before any decay of the learning rate."
+    caption = "Intermediate checkpoints, before the learning rate decays."
     return build_family_figure(key, title, caption, evidence, series, published, log=log, **axis)
 
 
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Draw models from scratch at the usual mask ratio over their CLM shares, at each budget with a two-stage model."""
+    """Build the figure of models from scratch (reference mask ratio) over their CLM share, for budgets with a two-stage model."""
     key, title, mask = "clm-shares", "CLM share at each budget", evidence.reference_mask_ratio
     budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one in evidence.model_keys():
@@ -193,33 +197,33 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
         if not any(objective_name(one) == "CLM + MLM" for _, one in members) or len({share for share, _ in members}) < 2:
             del budgets[where]
     if not budgets:
-        return FigureSpec(key, title, "No two-stage model (CLM, then MLM) has a score beside a model of the same budget.")
+        return FigureSpec(key, title, "No two-stage model (CLM, then MLM) and another model of the same budget have scores.")
     names = _name_budgets(evidence, budgets)
     style = assign_styles(list(names.values()))
     series = [(name, style[name], budgets[where]) for where, name in names.items()]
     ticks = {float(share): f"{share} %" for share in (0, 25, 50, 75, 100)}
-    axis = {"dodge": 1.2, "ticks": ticks, "x_label": "share of the steps that are CLM, before MLM"}
-    caption = f"From MLM alone to CLM alone; MLM hides {format_percent(mask)} of the tokens."
+    axis = {"dodge": 1.2, "ticks": ticks, "x_label": "share of CLM steps, before MLM"}
+    caption = f"From MLM only to CLM only; MLM hides {format_percent(mask)} of the tokens."
     return build_family_figure(key, title, caption, evidence, series, published, **axis)
 
 
 def _name_budgets(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> dict[tuple[str, int], str]:
-    """Return sizes and steps in their order, each with a name that tells them apart."""
+    """Return a distinct legend name for each (size, steps), in order of size and steps."""
     sizes = evidence.sort_sizes(ModelKey(size) for size, _ in budgets)
     order = sorted(budgets, key=lambda where: (sizes.index(where[0]), where[1]))
     return {(size, steps): f"{format_steps(steps)} steps" + (f", {size}" if len(sizes) > 1 else "") for size, steps in order}
 
 
 def build_continued_pretraining_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Draw finished models, at 0 more steps, and those that went on from them with MLM, by its length."""
-    key, title, settings = "continued-pretraining", "Continued pretraining by length", evidence.model_keys()
+    """Build the figure of continued MLM pretraining by its length; finished models are at 0."""
+    key, title, model_keys = "continued-pretraining", "Continued pretraining by length", evidence.model_keys()
     groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
-    for one in settings:
+    for one in model_keys:
         if one.cpt_mlm_steps and one.decayed and not one.schedule:
             parent = parent_key(one)
-            members = groups[replace(parent, seed=1), one.mask_ratio]  # seeds of one model make one line
+            members = groups[replace(parent, seed=1), one.mask_ratio]  # one line for all seeds of a model
             members.append(one)
-            if parent in settings and parent not in members:
+            if parent in model_keys and parent not in members:
                 members.append(parent)
     if not groups:
         return FigureSpec(key, title, "No model of continued pretraining has a score yet.")
@@ -227,26 +231,26 @@ def build_continued_pretraining_figure(evidence: Evidence, published: Evidence |
     order = sorted(groups, key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]))
     kinds = [objective_name(parent) for parent, _ in order]
     names = [f"from {kind}" for kind in kinds]
-    looks = [OBJECTIVE_STYLES.get(kind) for kind in kinds]
-    if len(set(kinds)) < len(kinds):  # an objective alone does not say which
+    line_styles = [OBJECTIVE_STYLES.get(kind) for kind in kinds]
+    if len(set(kinds)) < len(kinds):  # the objective is not unique
         for at, (parent, mask) in enumerate(order):
             names[at] += f" {format_steps(parent.steps)}" + (f", {parent.size}" if len(sizes) > 1 else "")
             names[at] += f", {format_percent(mask)} hidden" if len(masks) > 1 else ""
-        looks = [assign_styles(names)[name] for name in names]
+        line_styles = [assign_styles(names)[name] for name in names]
     places = ([(one.cpt_mlm_steps, one) for one in groups[where]] for where in order)
-    series = list(zip(names, looks, places, strict=True))
+    series = list(zip(names, line_styles, places, strict=True))
     lengths = sorted({one.cpt_mlm_steps for members in groups.values() for one in members})
     ticks = {float(steps): format_steps(steps) for steps in lengths}
     axis = {"dodge": lengths[-1] / 70, "ticks": ticks, "x_label": "MLM steps after the finished model"}
-    return build_family_figure(key, title, "At 0 the finished, decayed models.", evidence, series, published, **axis)
+    return build_family_figure(key, title, "Finished, decayed models are at 0.", evidence, series, published, **axis)
 
 
 _REFERENCE_STYLES = {"MLM": (ORANGE, "s"), "CLM": (BLUE, "o"), "MLM on CLM": (BLUE, "v"), "MLM on MLM": (ORANGE, "D")}
-"""Models without a schedule of their own, in the figure of other schedules."""
+"""Styles of CLM and MLM models in the figure of other schedules."""
 
 
 def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
-    """Draw models of other schedules next to CLM and MLM of as many steps, by size and steps; None if there is no such model."""
+    """Build the figure of models with other schedules next to CLM and MLM models of the same size and steps; None without any."""
     names = {one.model_key: one.model for one in evidence.scores if one.model_key is not None}
     groups: dict[tuple[str, int], list[ModelKey]] = defaultdict(list)
     for one in names:
@@ -260,7 +264,7 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
         alike = [one for one in names if (one.size, one.steps) == where]
         labelled_models = [(label, one) for label in _REFERENCE_STYLES for one in alike if _reference_label(one, mask) == label]
         labelled_models += [(names[one], one) for one in groups[where]]
-        labels = list(dict.fromkeys(label for label, _ in labelled_models))  # several seeds of one model stand above each other
+        labels = list(dict.fromkeys(label for label, _ in labelled_models))  # seeds of a model share a position
         for label, one in labelled_models:
             placed[label].append((at + 0.8 * ((labels.index(label) + 0.5) / len(labels) - 0.5), one))
     order = [*(name for name in _REFERENCE_STYLES if name in placed), *(name for name in placed if name not in _REFERENCE_STYLES)]
@@ -268,13 +272,13 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
     series = [(name, _REFERENCE_STYLES.get(name) or next(free), placed[name]) for name in order]
     ticks = {float(at): name for at, name in enumerate(budgets.values())}
     hidden = "" if mask is None else f" ({format_percent(mask)} hidden)"
-    caption = f"Each model of another schedule, and CLM and MLM{hidden} after as many steps where there are such."
+    caption = f"Each model with another schedule, and CLM and MLM{hidden} models of as many steps, if there are any."
     axis = {"ticks": ticks, "x_label": "optimizer steps in all", "joined": False}
     return build_family_figure("other-schedules", "Other schedules", caption, evidence, series, **axis)
 
 
-def _reference_label(setting: ModelKey, mask: float | None) -> str:
-    """Return which of _LOOKS a finished model is, or something else."""
-    if setting.schedule or not setting.decayed or setting.mask_ratio not in (None, mask):
+def _reference_label(key: ModelKey, mask: float | None) -> str:
+    """Return a finished model's label in _REFERENCE_STYLES; other text if it has none."""
+    if key.schedule or not key.decayed or key.mask_ratio not in (None, mask):
         return ""
-    return f"MLM on {objective_name(setting)}" if setting.cpt_mlm_steps else objective_name(setting)
+    return f"MLM on {objective_name(key)}" if key.cpt_mlm_steps else objective_name(key)

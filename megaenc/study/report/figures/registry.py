@@ -1,4 +1,4 @@
-"""All figures of a report, in the order in which they are shown, with those of learning rates and of losses."""
+"""List of all figures of a report, in order, and the figures of learning rates and of held-out losses."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ from megaenc.viz.style import assign_styles
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """A figure, and the published numbers drawn the same way where they cannot lie in it."""
+    """Figure of the report, with a second one of the published results if they are not part of the first."""
 
     figure: FigureSpec
     published: FigureSpec | None = None
@@ -42,45 +42,46 @@ class ReportFigure:
 def build_figures(
     evidence: Evidence, runs: Mapping[str, TrainedRun], flops: Mapping[ModelKey, float], published: Evidence | None = None
 ) -> list[ReportFigure]:
-    """Return every figure; `flops` by setting, `published` what to lay behind or next to the scores."""
+    """Build all figures of the report, with `published` results in or next to them; `flops`: training FLOPs by model."""
     published_flops = published_flops_by_model(published) if published else {}
 
-    def by_flops(of: Evidence, behind: Evidence | None = None) -> FigureSpec:
-        return objectives.build_flop_efficiency_figure(of, flops if of is evidence else published_flops, behind)
+    def build_flop_figure(scores: Evidence, published: Evidence | None = None) -> FigureSpec:
+        """Build the figure of FLOP efficiency with the FLOPs that belong to `scores`."""
+        return objectives.build_flop_efficiency_figure(scores, flops if scores is evidence else published_flops, published)
 
-    def with_published(*builders: Callable[..., FigureSpec]) -> list[ReportFigure]:
+    def build_with_published(*builders: Callable[..., FigureSpec]) -> list[ReportFigure]:
+        """Call each builder for the evidence, and for the published results if they do not fit into the same figure."""
         figures = []
         for build in builders:
             ours, theirs = build(evidence, published), build(published) if published else None
-            figures.append(
-                ReportFigure(ours, theirs if theirs and theirs.panels and not has_published_lines(ours.panels) else None)
-            )
+            is_separate = theirs and theirs.panels and not has_published_lines(ours.panels)
+            figures.append(ReportFigure(ours, theirs if is_separate else None))
         return figures
 
     others = objectives.build_schedule_figure(evidence)
     return [
-        *with_published(
+        *build_with_published(
             objectives.build_objectives_figure,
             objectives.build_mask_ratio_figure,
             objectives.build_two_stage_mask_ratio_figure,
             objectives.build_step_efficiency_figure,
-            by_flops,
+            build_flop_figure,
         ),
         ReportFigure(build_rate_figure(evidence)),
-        *with_published(objectives.build_clm_share_figure, objectives.build_continued_pretraining_figure),
+        *build_with_published(objectives.build_clm_share_figure, objectives.build_continued_pretraining_figure),
         *([ReportFigure(others)] if others else []),
         ReportFigure(build_loss_figure(runs)),
     ]
 
 
 def published_flops_by_model(evidence: Evidence) -> dict[ModelKey, float]:
-    """Return the operations of the study's own models, from their shapes."""
-    counted = {setting: published_model_flops(setting) for setting in evidence.model_keys()}
-    return {setting: count for setting, count in counted.items() if count}
+    """Return the training FLOPs of the published models among the evaluated ones, computed from their shapes."""
+    flops = {key: published_model_flops(key) for key in evidence.model_keys()}
+    return {key: count for key, count in flops.items() if count}
 
 
-_MAX_NAMED_RUNS = 6  # runs that a legend can name
-_MAX_POINTS = 60  # points of a line that the eye can use
+_MAX_NAMED_RUNS = 6  # in the legend
+_MAX_POINTS = 60  # per line
 _RUN_KIND_STYLES = {
     "MLM": ("MLM", ORANGE),
     "CLM": ("CLM", BLUE),
@@ -91,33 +92,35 @@ _RUN_KIND_STYLES = {
 
 
 def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
-    """Draw held-out losses over the steps of every run; a branch begins where it left its parent."""
+    """Build the figure of the held-out losses of all pretraining runs over their steps, a panel per objective."""
     key, title = "losses", "Held-out loss of the runs"
     curves = {name: run_curves for name, run in runs.items() if (run_curves := held_out_curves(run.validations))}
     if not curves:
-        why = "No run has a validation." if runs else "No runs were given: --runs names their folder."
+        why = "No run has a validation." if runs else "No runs were given; pass their directory with --runs."
         return FigureSpec(key, title, why)
-    looks = assign_styles(list(curves)) if len(curves) <= _MAX_NAMED_RUNS else {}
+    run_styles = assign_styles(list(curves)) if len(curves) <= _MAX_NAMED_RUNS else {}
     panels = []
-    for under in dict.fromkeys(of for each in curves.values() for of in each):
+    for under in dict.fromkeys(of for objective_curves in curves.values() for of in objective_curves):
         lines = []
         for kind, (label, colour) in _RUN_KIND_STYLES.items():
-            for name in [name for name, each in curves.items() if runs[name].kind == kind and under in each]:
+            for name in [
+                name for name, objective_curves in curves.items() if runs[name].kind == kind and under in objective_curves
+            ]:
                 x, values = curves[name][under]
                 thinned = range(0, len(x), -(-len(x) // _MAX_POINTS))
                 points = tuple(FigurePoint(x[at], values[at]) for at in sorted({*thinned, len(x) - 1}))
-                of_run, marker = looks.get(name, (colour, "."))
-                lines.append(FigureLine(name if looks else label, of_run, "" if len(points) > 12 else marker, points))
+                run_colour, marker = run_styles.get(name, (colour, "."))
+                lines.append(FigureLine(name if run_styles else label, run_colour, "" if len(points) > 12 else marker, points))
         panels.append(FigurePanel(f"under {under}", tuple(lines), "step", "loss (nats a predicted token)", unit="steps"))
     caption = (
-        "Loss on text that no run was trained on, under each objective, whatever the run was trained with at the time. A branch "
-        "begins at the step where it left its parent; what went on from a finished model counts its own steps."
+        "Loss on held-out text under each objective, independent of the training objective at that step. A branch begins at "
+        "its parent's step; continued pretraining counts its own steps."
     )
     return FigureSpec(key, title, caption, tuple(panels))
 
 
 def build_rate_figure(evidence: Evidence) -> FigureSpec:
-    """Draw points lost against each model's own best rate: a light line a model, a strong one for the mean of an objective."""
+    """Build the figure of points lost at each learning rate against a model's best rate, per model and as mean per objective."""
     key, title = "learning-rates", "Sensitivity to the learning rate"
     panels = []
     for family, dataset in headline_datasets(evidence).items():
@@ -126,7 +129,7 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
             finished = one.model_key is not None and one.model_key.decayed
             if (one.family, one.dataset) == (family, dataset) and finished and (sensitivity := rate_sensitivity(one)) is not None:
                 kind = objective_name(one.model_key)
-                if kind == "CLM" and one.model_key.cpt_mlm_steps:  # MLM on a CLM model is both, one after the other
+                if kind == "CLM" and one.model_key.cpt_mlm_steps:  # continued MLM on a CLM model
                     kind = "CLM + MLM"
                 best = max(sensitivity.means.values())
                 lost = {rate: 100 * (mean - best) for rate, mean in sorted(sensitivity.means.items())}
@@ -148,18 +151,18 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
             axis = {"x_label": "learning rate of the fine-tuning", "y_label": "points below own best", "log": True}
             panels.append(FigurePanel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis))
     if not panels:
-        why = "No model has results of every seed at two learning rates; published tables have chosen rates alone."
+        why = "No model has results of every seed at two learning rates; published tables have only chosen rates."
         return FigureSpec(key, title, why)
     caption = (
-        "Mean over the seeds at each rate less that of the model's best rate, on test: light lines are finished models, strong "
-        "ones the mean of those of an objective. The flatter, the less it matters which rate is taken."
+        "Mean test score over the seeds at each rate, less that at the model's best rate. Light lines are finished models, "
+        "strong ones the mean of an objective. The flatter a line, the less the choice of the rate matters."
     )
     if any(one.collapsed_runs for one in evidence.scores):
-        caption += " What collapses to worthless predictions at every rate is flat too: the table of collapsed runs names it."
+        caption += " Models that collapse at every rate are flat too; see the table of collapsed runs."
     if any(one.failed_seeds for one in evidence.scores):
         caption += (
-            " Runs whose loss became no number count as the score that needs no model, where results say that; else their rate "
-            "is left out of their model's line."
+            " Runs with a NaN loss count as the trivial baseline if the results contain it; else the rate is left out of the "
+            "model's line."
         )
     return FigureSpec(key, title, caption, tuple(panels))
 

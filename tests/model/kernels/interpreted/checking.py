@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaenc.model.kernels import cross_entropy, norm, rotary, selftest, swiglu
-from megaenc.model.kernels.selftest import TOLERANCE, CHECKS, LayerWidths, check_kernel
+from megaenc.model.kernels.selftest import CHECKS, TOLERANCE, LayerWidths, check_kernel
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 HOST, WIDTHS = torch.device("cpu"), LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
@@ -34,16 +34,16 @@ MISTAKES = [
     ("rotary", rotary, "SIGN=sign", "SIGN=1", "the gradient of x"),
     ("rotary", rotary, "head * head_stride", "head * 2 * half", "the output"),
     ("swiglu", swiglu, "sigmoid + silu * (1.0 - sigmoid)", "sigmoid", "the gradient of x"),
-    ("swiglu", swiglu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "the gradient of x is nan off"),
+    ("swiglu", swiglu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "the gradient of x is off by nan"),
     ("loss", cross_entropy, PADDED, PADDED.replace("columns", "columns + 1"), "the loss"),
     ("loss", cross_entropy, "total * tl.exp(before - highest)", "total", "the loss"),
-    ("loss", cross_entropy, "tl.min(tl.where(scores == top, column, NOBODY)", "tl.max(column * (scores == top)", "the guess"),
-    ("loss", cross_entropy, "chance - 1.0", "chance", "the gradient of logits"),
+    ("loss", cross_entropy, "tl.min(tl.where(scores == top, column, NO_TOKEN)", "tl.max(column * (scores == top)", "the pred"),
+    ("loss", cross_entropy, "probability - 1.0", "probability", "the gradient of logits"),
 ]  # fmt: skip
 
 
 def plant(module, right, wrong, tmp_path, monkeypatch):
-    """Put `wrong` where `passed` stands in the text of `module`."""
+    """Put `wrong` where `right` stands in the text of `module`."""
     text = Path(module.__file__).read_text(encoding="utf-8")
     assert text.count(right) == 1
     file = tmp_path / "mistaken.py"
@@ -74,7 +74,7 @@ def test_what_cannot_run_is_not_available(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("no such device\nand much more")
 
-    monkeypatch.setattr(swiglu, "_SwiGLU", type("Broken", (), {"apply": refuse}))
+    monkeypatch.setattr(swiglu, "_TritonSwiGLU", type("Broken", (), {"apply": refuse}))
     verdict = check_kernel("swiglu", HOST, torch.float32, WIDTHS)
     assert (verdict.available, verdict.error, verdict.reason) == (False, None, "RuntimeError: no such device")
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from megaenc.model.functional import Rotation
-from megaenc.model.kernels.cross_entropy import softmax_statistics, logits_to_gradient_
+from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
 from megaenc.model.kernels.norm import rms_norm
 from megaenc.model.kernels.selftest import FusedKernels
 from megaenc.model.kernels.swiglu import swiglu
-from megaenc.model.linear_cross_entropy import combine_statistics, rows_per_chunk, linear_cross_entropy
+from megaenc.model.linear_cross_entropy import combine_statistics, linear_cross_entropy, rows_per_chunk
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

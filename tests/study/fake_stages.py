@@ -1,59 +1,61 @@
-"""Stages that are a line of shell each, for the executor."""
+"""Stages that run a line of shell, for tests of the executor."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc.errors import InputError
 
-WELL = "touch $MADE"
+SUCCEED = "touch $MADE"
 
 
 @dataclass(frozen=True)
-class Fake:
-    """It is done when its file is there. What it begins is written to `calls`, one line each."""
+class FakeStage:
+    """Stage that is done when its file exists; the start and the end of its command are appended to `calls`."""
 
     id: str
     study: Path
     needs: tuple[str, ...] = ()
-    script: str = WELL
+    script: str = SUCCEED
     processes: int = 1
     work: float = 1.0
     planned_seconds: float | None = 10.0
     unit: str = "parts"
     wrong: str = ""
-    """what `check` finds"""
+    """message that `check` raises"""
 
     @property
     def made(self) -> Path:
+        """Return the output file."""
         return self.study / f"{self.id.replace('/', '_')}.made"
 
     @property
     def folder(self) -> Path:
+        """Return the output file."""
         return self.made
 
     def prepare(self) -> None:
-        pass
+        """Do nothing."""
 
     def next_command(self) -> list[str]:
+        """Return the shell command."""
         names = f"MADE={self.made} CALLS={self.study / 'calls'}"
         return ["sh", "-c", f"{names}; echo begin {self.id} >> $CALLS; {self.script}\necho end {self.id} >> $CALLS"]
 
     def is_done(self) -> bool:
+        """Return whether the output file exists."""
         return self.made.exists()
 
     def progress(self) -> tuple[float, float]:
+        """Return 1 of 1 if it is done, otherwise 0 of 1."""
         return float(self.is_done()), 1
 
     def check(self) -> None:
+        """Raise InputError if `wrong` is set."""
         if self.wrong:
             raise InputError(self.wrong)
 
 
 def calls(study: Path) -> list[str]:
-    """What began and what came to its end, in order."""
+    """Return the starts and ends of commands, in order."""
     file = study / "calls"
     return file.read_text().splitlines() if file.exists() else []
-
-
-def by_id(*nodes: Fake) -> dict[str, Fake]:
-    return {node.id: node for node in nodes}
