@@ -1,9 +1,9 @@
-"""What watching a run and saving it cost in step time: short runs with and without, in turns, on this machine's processors.
+"""Measure the cost of monitoring and checkpointing in step time, with short runs on this machine's CPU.
 
     python benchmarks/monitoring.py --output monitoring.json
 
-TimedRun is the whole loop: from the beginning of one update to the beginning of the next, with rows, boards and saves in between.
-The small preset on the demo corpus, unless --data-path and --tokenizer are given; about eight minutes on two idle cores.
+Step times are from the start of one step to the start of the next, including logging and saving. Trains the small preset on the
+demo corpus unless --data-path and --tokenizer are set; takes about eight minutes on two idle cores.
 """
 
 import json
@@ -138,8 +138,8 @@ def run_rounds(settings: MonitoringBenchConfig) -> dict[str, list[TimedRun]]:
 def summarize_runs(settings: MonitoringBenchConfig, runs_by_arm: dict[str, list[TimedRun]]) -> dict:
     """Return the step time of each arm and its excess over the baseline of the same round, in percent.
 
-    Step times are medians of a run, which exclude a single save; `mean_seconds` includes it. `monitor_percent` is the share of the
-    metrics logger, a robust lower bound of the cost of monitoring.
+    Step times are medians of a run, which exclude a single save; `mean_seconds` includes it. `monitor_percent` is the share of
+    the metrics logger, a robust lower bound of the cost of monitoring.
     """
     arms, base = {}, [median(run.steps) for run in next(iter(runs_by_arm.values()))]
     for arm, runs in runs_by_arm.items():

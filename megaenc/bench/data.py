@@ -142,8 +142,8 @@ def _check_same_ids(turns: dict[str, list[dict[str, Any]]]) -> None:
     for backend, (*_, result) in turns.items():
         if result["sha256"] != reference["sha256"]:
             raise InputError(
-                f"{backend}: found {result['documents']:,} documents, {result['tokens']:,} tokens, sha256 {result['sha256'][:12]}; "
-                f"expected the ids of {first}: {reference['documents']:,}, {reference['tokens']:,}, {reference['sha256'][:12]}"
+                f"{backend}: found {result['documents']:,} documents, {result['tokens']:,} tokens, "
+                f"sha256 {result['sha256'][:12]}; expected the ids of {first}: {reference['documents']:,}, {reference['tokens']:,}, {reference['sha256'][:12]}"
             )
 
 

@@ -79,7 +79,7 @@ class PretrainBenchConfig:
         if objective.shift != (objective.attention == Attention.CAUSAL) or objective.attention == Attention.PREFIX:
             raise InputError(f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)")
 
-    def job(self, weights: str) -> TrainingJob:
+    def build_job(self, weights: str) -> TrainingJob:
         """Return the training job that all contenders share, with initial weights at the path `weights`."""
         names = ("vocab_size", "objective", "documents", "shortest", "batch", "passes", "bf16")
         same = {name: getattr(self, name) for name in names}

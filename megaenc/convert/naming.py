@@ -63,7 +63,7 @@ def _model_part(run: RunCheckpoint) -> str:
     """Return the name of the source model or the preset, or the model's size such as `1.2b`."""
     if run.origin:
         return _slugify(Path(run.origin.run).name)
-    name, parameters = run.settings.model_name, run.model.parameters(run.vocab_size)
+    name, parameters = run.settings.model_name, run.model.parameter_count(run.vocab_size)
     return name if name in PRESETS else f"{parameters / 1e9:.3g}b" if parameters >= 10**9 else f"{parameters / 1e6:.3g}m"
 
 

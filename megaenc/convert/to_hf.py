@@ -190,7 +190,7 @@ class Exporter:
             settings.total_iters,
             settings.tokens_after(step),
             run.start,
-            parameters=run.model.parameters(run.vocab_size),
+            parameters=run.model.parameter_count(run.vocab_size),
             data=str(run.identity.get("data", "")),
             tokenizer=str(run.identity.get("tokenizer", "")),
             metrics=read_last_metrics(run.folder, step),

@@ -35,8 +35,8 @@ def test_documents_follow_from_the_seed_in_any_order():
     assert [len(ordered[number].tokens) for number in range(6)] == sorted(lengths)
     objective = SMALL.build_job("").parse_objective("mlm(mask=0.4)")
     for place, number in enumerate(documents.order_by_length()):
-        (here, asked), (there, expected) = ordered.targets(objective, place), documents.targets(objective, number)
-        assert here.sample == there.sample and all(map(np.array_equal, asked[:3], expected[:3]))
+        (first, requested), (second, expected) = ordered.targets(objective, place), documents.targets(objective, number)
+        assert first.sample == second.sample and all(map(np.array_equal, requested[:3], expected[:3]))
     assert np.array_equal(documents[7].tokens, documents[1].tokens), "numbers go on from the beginning"
 
 
@@ -48,9 +48,9 @@ def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
     assert inputs["attention_mask"].sum(1).tolist() == documents.document_lengths[2:4].tolist()
     for row, number in enumerate((2, 3)):
         tokens, labels = documents[number].tokens, inputs["labels"][row].numpy()
-        asked = np.flatnonzero(labels != train_worker.IGNORED)
-        assert np.array_equal(labels[asked], tokens[asked])
-        assert not causal or np.array_equal(asked, np.arange(1, len(tokens))), "every token but the first has one before it"
+        requested = np.flatnonzero(labels != train_worker.IGNORED)
+        assert np.array_equal(labels[requested], tokens[requested])
+        assert not causal or np.array_equal(requested, np.arange(1, len(tokens))), "every token but the first has one before it"
     assert predicted == int((inputs["labels"] != train_worker.IGNORED).sum()) > 0
 
 
@@ -61,25 +61,25 @@ def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
     settings = dataclasses.replace(SMALL, objective=objective, tensor_model_parallel_size=2)
     sides = pretrain.build_contenders(settings, str(tmp_path / "weights.safetensors"))
     (tmp_path / "turn.py").write_text(TURN)
-    found = {}
+    results = {}
     for name, side in {"weights": (train_worker.write_weights, sides[pretrain.OURS][1]), **sides}.items():
         (tmp_path / "side").write_bytes(pickle.dumps(side))
         processes = side[1].tensor_model_parallel_size
         runs.script(tmp_path / "turn.py", [str(tmp_path / "side"), str(tmp_path / "result")], processes=processes)
-        found[name] = json.loads((tmp_path / "result").read_text())
-    del found["weights"]
-    assert list(found) == [pretrain.OURS, pretrain.TENSOR_PARALLEL, pretrain.PADDED, pretrain.SORTED]
-    losses = [each["loss"] for each in found.values()]
+        results[name] = json.loads((tmp_path / "result").read_text())
+    del results["weights"]
+    assert list(results) == [pretrain.OURS, pretrain.TENSOR_PARALLEL, pretrain.PADDED, pretrain.SORTED]
+    losses = [each["loss"] for each in results.values()]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
-    assert len({each["predicted"] for each in found.values()}) == 1
-    assert all(each["seconds"] > 0 and each["cpu_seconds"] > 0 and each["peak_memory"] > 0 for each in found.values())
+    assert len({each["predicted"] for each in results.values()}) == 1
+    assert all(each["seconds"] > 0 and each["cpu_seconds"] > 0 and each["peak_memory"] > 0 for each in results.values())
 
 
 @pytest.mark.slow
 def test_a_turn_has_processes_of_its_own(tmp_path):
     work = dataclasses.replace(SMALL.build_job(str(tmp_path / "weights.safetensors")), tensor_model_parallel_size=2)
-    found = train_worker.run_in_processes(train_worker.train_with_megaenc, work)
-    assert found["seconds"] > 0 and found["predicted"] > 0
+    results = train_worker.run_in_processes(train_worker.train_with_megaenc, work)
+    assert results["seconds"] > 0 and results["predicted"] > 0
     with pytest.raises(RuntimeError, match=r"train_with_transformers: FileNotFoundError: .*weights"):
         train_worker.run_in_processes(
             train_worker.train_with_transformers, dataclasses.replace(work, tensor_model_parallel_size=1)
@@ -97,26 +97,26 @@ def test_figures_by_hand():
     def turn(seconds):
         return {"seconds": seconds, "cpu_seconds": 2 * seconds, "peak_memory": 2**30, "loss": 6.0, "predicted": 50}
 
-    made = {
+    result = {
         pretrain.OURS: [turn(2.0), turn(4.0)],
         pretrain.PADDED: [turn(8.0), turn(8.0)],
         pretrain.SORTED: [turn(3.0), turn(6.0)],
     }
-    found = pretrain.summarize_turns(SMALL, "sdpa", made, rate=1e9)
+    results = pretrain.summarize_turns(SMALL, "sdpa", result, rate=1e9)
     documents = SMALL.build_job("").read_documents()
-    assert found["tokens"] == documents.tokens
-    assert found["sides"][pretrain.OURS]["tokens_per_second"] == pytest.approx(
+    assert results["tokens"] == documents.tokens
+    assert results["sides"][pretrain.OURS]["tokens_per_second"] == pytest.approx(
         {"median": documents.tokens * 3 / 8, "lowest": documents.tokens / 4, "highest": documents.tokens / 2}
     )
-    assert (found["ratio_padded"], found["ratio_sorted"]) == (3.0, 1.5)
+    assert (results["ratio_padded"], results["ratio_sorted"]) == (3.0, 1.5)
     spans = documents.spans(Attention.BIDIRECTIONAL)
-    assert found["gemm_share"] == pytest.approx(get_preset("tiny").training_flops(300, 50, spans) / 3.0 / 1e9)
-    assert "3.00 times padded transformers" in pretrain.format_table(found)
-    assert json.loads(json.dumps(found))["ratio_padded"] == 3.0
+    assert results["gemm_share"] == pytest.approx(get_preset("tiny").training_flops(300, 50, spans) / 3.0 / 1e9)
+    assert "3.00 times padded transformers" in pretrain.format_table(results)
+    assert json.loads(json.dumps(results))["ratio_padded"] == 3.0
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("flags", "complaint"),
     [
         (["--documents", "7"], "--documents: found 7, expected a multiple of --batch 8"),
         (["--longest", "4"], "--longest: found 4, expected 12 or more"),
@@ -126,5 +126,5 @@ def test_figures_by_hand():
         (["--output", "/proc/none/bench.json"], "--output /proc/none/bench.json: "),
     ],
 )
-def test_wrong_settings_are_one_line(given, complaint, refusal):
-    assert complaint in refusal(pretrain.main, given)
+def test_wrong_settings_are_one_line(flags, complaint, refusal):
+    assert complaint in refusal(pretrain.main, flags)

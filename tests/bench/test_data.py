@@ -11,35 +11,35 @@ from megaenc.processes import Worker
 
 
 @pytest.fixture(scope="module")
-def made(small_corpus, tmp_path_factory):
+def report(small_corpus, tmp_path_factory):
     """What a small benchmark writes."""
     output = tmp_path_factory.mktemp("bench") / "bench.json"
-    given = ["--input", small_corpus.text, "--tokenizer", small_corpus.tokenizer, "--output", output]
-    data.main([*map(str, given), "--megabytes", "0.2", "--rounds", "2", "--workers", "2"])
+    flags = ["--input", small_corpus.text, "--tokenizer", small_corpus.tokenizer, "--output", output]
+    data.main([*map(str, flags), "--megabytes", "0.2", "--rounds", "2", "--workers", "2"])
     return json.loads(output.read_text())
 
 
 @pytest.mark.slow
-def test_all_ways_have_read_the_same_and_found_the_same(made):
-    assert set(made["ways"]) == {"megaenc", "gigatoken", "encode_batch", "encode_batch_fast", "datasets.map"}
-    found = {(turn["sha256"], turn["documents"], turn["tokens"]) for turns in made["turns"].values() for turn in turns}
-    assert found == {(made["turns"]["megaenc"][0]["sha256"], made["documents"], made["tokens"])}
-    assert 0.2e6 <= made["bytes"] < 0.21e6
-    assert all(len(turns) == 3 for turns in made["turns"].values())  # the first is not counted
+def test_all_ways_have_read_the_same_and_found_the_same(report):
+    assert set(report["ways"]) == {"megaenc", "gigatoken", "encode_batch", "encode_batch_fast", "datasets.map"}
+    results = {(turn["sha256"], turn["documents"], turn["tokens"]) for turns in report["turns"].values() for turn in turns}
+    assert results == {(report["turns"]["megaenc"][0]["sha256"], report["documents"], report["tokens"])}
+    assert 0.2e6 <= report["bytes"] < 0.21e6
+    assert all(len(turns) == 3 for turns in report["turns"].values())  # the first is not counted
 
 
 @pytest.mark.slow
-def test_figures_follow_from_the_turns(made):
-    ours, theirs = ([turn["seconds"] for turn in made["turns"][way][1:]] for way in ("megaenc", "encode_batch"))
-    ratios = [there / here for here, there in zip(ours, theirs, strict=True)]
-    assert made["ratio_encode_batch"] == {"median": sum(ratios) / 2, "lowest": min(ratios), "highest": max(ratios)}
-    row = made["ways"]["megaenc"]
-    assert row["megabytes_per_second"]["highest"] == made["bytes"] / 1e6 / min(ours)
-    assert row["tokens_per_second"]["lowest"] == made["tokens"] / max(ours)
+def test_figures_follow_from_the_turns(report):
+    ours, theirs = ([turn["seconds"] for turn in report["turns"][way][1:]] for way in ("megaenc", "encode_batch"))
+    ratios = [second / first for first, second in zip(ours, theirs, strict=True)]
+    assert report["ratio_encode_batch"] == {"median": sum(ratios) / 2, "lowest": min(ratios), "highest": max(ratios)}
+    row = report["ways"]["megaenc"]
+    assert row["megabytes_per_second"]["highest"] == report["bytes"] / 1e6 / min(ours)
+    assert row["tokens_per_second"]["lowest"] == report["tokens"] / max(ours)
     assert row["peak_mib"] > 50
     assert "the ids of all are identical" in data.format_table(
-        made
-    ) and "times as fast as a loop of encode_batch" in data.format_table(made)
+        report
+    ) and "times as fast as a loop of encode_batch" in data.format_table(report)
 
 
 def test_ids_that_differ_end_it_before_anything_is_timed(small_corpus, tmp_path, monkeypatch, refusal):
@@ -47,8 +47,8 @@ def test_ids_that_differ_end_it_before_anything_is_timed(small_corpus, tmp_path,
         return {"sha256": "1" * 64 if way == "gigatoken" else "0" * 64, "documents": 5, "tokens": 70}
 
     monkeypatch.setattr(data, "_run_turn", turn)
-    given = ["--input", small_corpus.text, "--tokenizer", small_corpus.tokenizer, "--output", tmp_path / "bench.json"]
-    line = refusal(data.main, given)
+    flags = ["--input", small_corpus.text, "--tokenizer", small_corpus.tokenizer, "--output", tmp_path / "bench.json"]
+    line = refusal(data.main, flags)
     assert "gigatoken: found 5 documents, 70 tokens, sha256 111111111111; expected the ids of megaenc: 5, 70, 0000" in line
     assert not (tmp_path / "bench.json").exists()
 
@@ -79,10 +79,10 @@ def test_a_way_that_is_killed_leaves_no_process(small_corpus, tmp_path):
         below = psutil.Process(way.process.pid).children()
     way.process.kill()
     way.process.wait()
-    _, left = psutil.wait_procs(below, timeout=20)
-    for process in left:
+    _, remaining = psutil.wait_procs(below, timeout=20)
+    for process in remaining:
         process.kill()
-    assert not left, left
+    assert not remaining, remaining
 
 
 def test_without_input_text_and_tokenizer_are_made(tmp_path, monkeypatch):

@@ -25,29 +25,29 @@ from megaenc.model.config import PRESETS
 DOOR = runs.ROOT / "benchmarks" / "gpu.sh"
 
 
-def through_the_door(given: list[str], seconds: float = 420) -> subprocess.CompletedProcess:
+def through_the_door(flags: list[str], seconds: float = 420) -> subprocess.CompletedProcess:
     environment = runs.surroundings() | {"PYTHON": sys.executable, "PYTHONPATH": ""}
-    words = [str(DOOR), *map(str, given)]
+    words = [str(DOOR), *map(str, flags)]
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=seconds, cwd="/")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> SimpleNamespace:
+def full_run(tmp_path_factory) -> SimpleNamespace:
     """All phases in miniature, as anyone without an accelerator would start them."""
     output = tmp_path_factory.mktemp("gpu") / "gpu.json"
     done = through_the_door(["--device", "cpu", "--small", "--output", output, "--compare", "attention_backend=sdpa"])
     log = output.with_suffix(".log")
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text()[-3000:] if log.exists() else "")
-    found = json.loads(output.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
-    return SimpleNamespace(found=found, table=output.with_suffix(".md").read_text(), said=done.stdout)
+    results = json.loads(output.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    return SimpleNamespace(found=results, table=output.with_suffix(".md").read_text(), said=done.stdout)
 
 
 @pytest.mark.slow
-def test_every_phase_is_done_in_miniature(whole):
-    ended = {name: phase["ended"] for name, phase in whole.found["phases"].items()}
+def test_every_phase_is_done_in_miniature(full_run):
+    ended = {name: phase["ended"] for name, phase in full_run.found["phases"].items()}
     assert set(ended.values()) == {"done"}, ended
     assert all(any(name.startswith(phase) for name in ended) for phase in command.PHASES)
-    assert whole.table.strip() in whole.said
+    assert full_run.table.strip() in full_run.said
     for section in (
         "Correctness",
         "Parity",
@@ -56,13 +56,13 @@ def test_every_phase_is_done_in_miniature(whole):
         "Host synchronizations",
         "Comparison with transformers",
     ):
-        assert f"## {section}" in whole.table
-    assert "these speeds are meaningless" in whole.table
+        assert f"## {section}" in full_run.table
+    assert "these speeds are meaningless" in full_run.table
 
 
 @pytest.mark.slow
-def test_both_masks_and_both_heads_are_right_in_both_kinds_of_number(whole):
-    rows = whole.found["correctness"]["rows"]
+def test_both_masks_and_both_heads_are_right_in_both_kinds_of_number(full_run):
+    rows = full_run.found["correctness"]["rows"]
     cases = {(row["head_dim"], row["attention"], row["numbers"]) for row in rows}
     assert cases == {(h, a, n) for h in (64, 96) for a in ("causal", "bidirectional") for n in ("float32", "bfloat16")}
     assert all(row["passed"] and not row["not_compared"] for row in rows), rows
@@ -73,8 +73,8 @@ def test_both_masks_and_both_heads_are_right_in_both_kinds_of_number(whole):
 
 
 @pytest.mark.slow
-def test_the_short_run_is_the_hosts(whole):
-    parity = whole.found["parity"]
+def test_the_short_run_is_the_hosts(full_run):
+    parity = full_run.found["parity"]
     assert [len(parity[f"{where} {kind}"]) for where in ("host", "device") for kind in ("float32", "bfloat16")] == [6] * 4
     assert parity["device float32"] == parity["host float32"] != parity["host bfloat16"]
     assert [(row["numbers"], row["beside"], row["passed"]) for row in parity["rows"]] == [
@@ -84,8 +84,8 @@ def test_the_short_run_is_the_hosts(whole):
 
 
 @pytest.mark.slow
-def test_speed_is_of_what_was_read(whole):
-    models = whole.found["speed"]
+def test_speed_is_of_what_was_read(full_run):
+    models = full_run.found["speed"]
     assert set(models) == {"miniature", "miniature defaults", "miniature attention_backend=sdpa"}
     assert {each["mlm(mask=0.4)"]["packs"] for name, each in models.items() if name != "miniature"} == {1}, "like for like"
     small = presets.SMALL
@@ -94,30 +94,30 @@ def test_speed_is_of_what_was_read(whole):
         tokens = row["packs"] * row["micro_batches"] * small.speed["miniature"].seq_length
         assert row["tokens_per_second"] * row["seconds_per_update"] == pytest.approx(tokens)
         assert row["mfu"] == pytest.approx(row["flops_per_second"] / row["peak_flops"])
-        assert row["kernels"]["attention_backend"] and "miniature: " in whole.table
+        assert row["kernels"]["attention_backend"] and "miniature: " in full_run.table
         assert 0 < row["attention_flops_per_update"] < row["flops_per_update"]
         share = {"clm": (0.9, 1.0), "mlm(mask=0.4)": (0.35, 0.45)}[objective]
         assert share[0] < row["predicted_share"] < share[1]
 
 
 @pytest.mark.slow
-def test_the_step_is_all_accounted_for(whole):
-    for each in whole.found["breakdown"]["miniature"].values():
+def test_the_step_is_all_accounted_for(full_run):
+    for each in full_run.found["breakdown"]["miniature"].values():
         assert sum(each["shares"].values()) == pytest.approx(1)
         for group in ("matrix products", "attention forward", "attention backward", "loss", "optimizer"):
             assert each["seconds"][group] > 0, each["seconds"]
         assert each["by_time_too"] and each["matrix_flops_per_second"] > 0
         assert each["next"]
-    assert whole.found["synchronisations"]["miniature"] == {"left out": "there is no accelerator"}
+    assert full_run.found["synchronisations"]["miniature"] == {"left out": "there is no accelerator"}
 
 
 @pytest.mark.slow
-def test_the_peer_does_the_same_work(whole):
-    peer = whole.found["peer"]
+def test_the_peer_does_the_same_work(full_run):
+    peer = full_run.found["peer"]
     assert peer["same_loss"] and len(peer["rows"]) == 3
     assert {row["batch"] for row in peer["rows"].values()} == {8}
     padded = peer["rows"]["transformers, padded"]["tokens_per_second"]
-    ours = whole.found["speed"]["miniature"]["mlm(mask=0.4)"]["tokens_per_second"]
+    ours = full_run.found["speed"]["miniature"]["mlm(mask=0.4)"]["tokens_per_second"]
     assert peer["ratios"]["megaenc, card filled / transformers, padded"] == pytest.approx(ours / padded)
 
 
@@ -127,8 +127,8 @@ class Told:
     def __init__(self, *answers, failure: str = ""):
         self.answers, self.failure, self.seconds = answers, failure, []
 
-    def run(self, job, seconds, left):
-        self.seconds.append(left)
+    def run(self, job, seconds, seconds_left):
+        self.seconds.append(seconds_left)
         yield from self.answers
         if self.failure:
             raise JobFailed(self.failure)
@@ -171,11 +171,11 @@ def test_a_failed_job_leaves_its_process_to_others(tmp_path):
         worker = crew._ready
         with pytest.raises(JobFailed, match="TypeError: run_losses"):
             list(crew.run({"kind": "correctness.run_losses", "name": "parity"}, seconds=60, seconds_left=240))
-        found = dict(
+        results = dict(
             (path[0], value)
             for path, value in crew.run({"kind": "worker.describe_device", "name": "a"}, seconds=60, seconds_left=240)
         )
-        assert found["device"]["backend"] == "cpu" and found["machine"]["cores"] >= 1 and found["said"] == []
+        assert results["device"]["backend"] == "cpu" and results["machine"]["cores"] >= 1 and results["said"] == []
         assert crew._ready is worker
 
 
@@ -190,29 +190,29 @@ def test_what_its_user_says_of_memory_is_left_alone(monkeypatch):
 
 
 @pytest.mark.slow
-def test_which_kernels_are_fused_is_in_the_table(whole):
-    found = json.loads(json.dumps(whole.found))
-    for row in found["speed"]["miniature"].values():
+def test_which_kernels_are_fused_is_in_the_table(full_run):
+    results = json.loads(json.dumps(full_run.found))
+    for row in results["speed"]["miniature"].values():
         row["fused"] = {"norm": True, "rotary": True, "loss": False}
-    assert "; fused: norm, rotary, by torch: loss" in format_table(found)
+    assert "; fused: norm, rotary, by torch: loss" in format_table(results)
 
 
 @pytest.mark.slow
-def test_a_missed_target_says_what_to_try(whole):
-    found = json.loads(json.dumps(whole.found))
-    found["targets"]["mfu"] = {"miniature": 1e9}
-    assert "**missed by" in format_table(found) and "Suggestion: " in format_table(found)
-    found["targets"]["mfu"] = {"miniature": 0.0}
-    assert "| hit |" in format_table(found) and "Suggestion" not in format_table(found)
+def test_a_missed_target_says_what_to_try(full_run):
+    results = json.loads(json.dumps(full_run.found))
+    results["targets"]["mfu"] = {"miniature": 1e9}
+    assert "**missed by" in format_table(results) and "Suggestion: " in format_table(results)
+    results["targets"]["mfu"] = {"miniature": 0.0}
+    assert "| hit |" in format_table(results) and "Suggestion" not in format_table(results)
 
 
 @pytest.mark.slow
-def test_a_table_can_be_made_of_whatever_there_is(whole):
-    keys = [name for name in whole.found if name not in ("settings", "phases", "kernels", "targets")]
+def test_a_table_can_be_made_of_whatever_there_is(full_run):
+    keys = [name for name in full_run.found if name not in ("settings", "phases", "kernels", "targets")]
     for missing in keys:
         if missing == "speed":  # of which the breakdown is told
             continue
-        assert format_table({name: value for name, value in whole.found.items() if name != missing})
+        assert format_table({name: value for name, value in full_run.found.items() if name != missing})
 
 
 def test_kernels_are_read_by_their_fields():
@@ -225,13 +225,13 @@ def test_kernels_are_read_by_their_fields():
 
 
 def test_what_cannot_be_had_or_is_measured_already_is_not_compared():
-    lacking = {"attention_backend=flash": "flash-attn is not installed", "transformer_impl=transformer_engine": "not installed"}
+    missing = {"attention_backend=flash": "flash-attn is not installed", "transformer_impl=transformer_engine": "not installed"}
     computed = dataclasses.asdict(KernelConfig()) | {"attention_backend": "varlen"}
-    tried, left_out = variants.candidate_variants({}, computed, lacking)
+    tried, left_out = variants.candidate_variants({}, computed, missing)
     titles = [variants.format_kernels(each) for each in tried]
     first = ["fused_kernels=false", "fp8_format=hybrid", "fp8_format=e4m3"]
     assert titles == [*first, "attention_backend=cudnn", "attention_backend=sdpa"]
-    assert left_out == lacking | {"attention_backend=varlen": "measured already"}
+    assert left_out == missing | {"attention_backend=varlen": "measured already"}
     tried, _ = variants.candidate_variants({"fp8_format": "hybrid"}, None, {})
     assert tried[:3] == [{"fp8_format": "hybrid", "fused_kernels": False}, {"fp8_format": "e4m3"}, {"fp8_format": None}]
     assert len(tried) == len(variants.list_variants({}))
@@ -245,7 +245,7 @@ def test_what_fills_the_card_is_what_gpus_are_given():
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("flags", "complaint"),
     [
         (["--kernels", "speed=high"], "--kernels speed=high: expected FIELD=VALUE with FIELD one of attention_backend"),
         (["--compare", "attention_backend=magic"], "--compare attention_backend=magic: expected one of auto, "),
@@ -254,8 +254,8 @@ def test_what_fills_the_card_is_what_gpus_are_given():
         (["--output", "/proc/none/gpu.json"], "--output /proc/none/gpu.json: "),
     ],
 )
-def test_wrong_settings_are_one_line(given, complaint, refusal):
-    assert complaint in refusal(command.main, given)
+def test_wrong_settings_are_one_line(flags, complaint, refusal):
+    assert complaint in refusal(command.main, flags)
 
 
 def test_help_says_what_must_be_installed():

@@ -115,9 +115,9 @@ def test_what_ran_in_a_window_is_for_its_purpose():
         KernelEvent("ncclDevKernel_AllReduce", 33, 32.0),
         KernelEvent("aten::sqrt", 34, 64.0),
     ]
-    found = kernel_groups.sum_by_group(reversed(ran), [TimeWindow(OPTIMIZER, 30, 40), TimeWindow(LOSS, 10, 20)])
+    results = kernel_groups.sum_by_group(reversed(ran), [TimeWindow(OPTIMIZER, 30, 40), TimeWindow(LOSS, 10, 20)])
     expected = {ELEMENTWISE: 17.0, LOSS: 10.0, MATMUL: 4.0, COMMUNICATION: 32.0, OPTIMIZER: 64.0}
-    assert found == dict.fromkeys(kernel_groups.GROUPS[:-1], 0.0) | expected
+    assert results == dict.fromkeys(kernel_groups.GROUPS[:-1], 0.0) | expected
 
 
 def test_the_next_thing_is_of_what_takes_most_beside_products():
@@ -136,8 +136,8 @@ def test_kernels_of_the_accelerator_are_those_of_its_timeline():
 
     kinds = torch.autograd.DeviceType
 
-    def event(name, kind, began, taken):  # in microseconds
-        time = SimpleNamespace(start=began, elapsed_us=lambda: taken)
+    def event(name, kind, began, duration):  # in microseconds
+        time = SimpleNamespace(start=began, elapsed_us=lambda: duration)
         return SimpleNamespace(name=name, device_type=kind, time_range=time, self_cpu_time_total=0)
 
     events = [
@@ -151,10 +151,10 @@ def test_kernels_of_the_accelerator_are_those_of_its_timeline():
     ran = list(breakdown.iter_kernel_events(False, profiled))
     assert [one.name for one in ran] == ["nvjet_tst_1", "aFusedAdam", "elementwise"]
     timed = {"seconds_per_update": 0.003, "flops_per_update": 5e9, "attention_flops_per_update": 2e9}
-    found = breakdown.summarize_events(ran, [TimeWindow(OPTIMIZER, 35, 50)], timed)
-    assert found["seconds"][MATMUL] == pytest.approx(0.003 / breakdown.STEPS)
-    assert found["seconds"][OPTIMIZER] == pytest.approx(0.0015 / breakdown.STEPS)
-    assert found["shares"][kernel_groups.IDLE] == pytest.approx(1 - 0.0045 / breakdown.STEPS / 0.003)
-    assert found["matrix_flops_per_second"] == pytest.approx(3e9 / (0.003 / breakdown.STEPS))
-    assert found["attention_flops_per_second"] is None and found["by_time_too"]
+    values = breakdown.summarize_events(ran, [TimeWindow(OPTIMIZER, 35, 50)], timed)
+    assert values["seconds"][MATMUL] == pytest.approx(0.003 / breakdown.STEPS)
+    assert values["seconds"][OPTIMIZER] == pytest.approx(0.0015 / breakdown.STEPS)
+    assert values["shares"][kernel_groups.IDLE] == pytest.approx(1 - 0.0045 / breakdown.STEPS / 0.003)
+    assert values["matrix_flops_per_second"] == pytest.approx(3e9 / (0.003 / breakdown.STEPS))
+    assert values["attention_flops_per_second"] is None and values["by_time_too"]
     assert not breakdown.summarize_events(ran, [TimeWindow(OPTIMIZER, 10**18, 2 * 10**18)], timed)["by_time_too"]

@@ -46,7 +46,7 @@ def test_a_fault_of_attention_is_found(fault, faulty, one_process, tmp_path, mon
     plain = {"64": setup(kernels={"attention_backend": "sdpa"})}
     engine = correctness.build_engine(plain["64"], one_process)
     expected = [correctness.compute_gradients(engine, plain["64"], text, 2) for text in correctness.OBJECTIVES]
-    assert all(float(gradient.norm()) > 0 for _, found in expected for gradient in found.values())
+    assert all(float(gradient.norm()) > 0 for _, results in expected for gradient in results.values())
     usual, spans = backends._scaled_dot_product, PackedSequences.spans
     if fault == "mask":
         monkeypatch.setattr(backends, "_scaled_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, s, not causal))
@@ -54,8 +54,8 @@ def test_a_fault_of_attention_is_found(fault, faulty, one_process, tmp_path, mon
         off = (96 / 128) ** 0.5
         monkeypatch.setattr(backends, "_scaled_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, off * s, causal))
     if fault == "edges":
-        whole = {Attention.CAUSAL: 0, Attention.BIDIRECTIONAL: 192}
-        monkeypatch.setattr(PackedSequences, "spans", lambda self: [(0, whole[self.attention], spans(self)[-1][-1])])
+        complete = {Attention.CAUSAL: 0, Attention.BIDIRECTIONAL: 192}
+        monkeypatch.setattr(PackedSequences, "spans", lambda self: [(0, complete[self.attention], spans(self)[-1][-1])])
     rows = []
     for text, right in zip(correctness.OBJECTIVES, expected, strict=True):
         # With the tolerance of bfloat16: a fault must be larger than its rounding.

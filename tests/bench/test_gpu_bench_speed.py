@@ -128,6 +128,6 @@ def test_waits_of_a_micro_batch_are_told_from_those_of_an_update(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", begin)
-    found = breakdown.count_synchronizations(Engine(), None)
-    assert found == {"of_an_update": 1.0, "of_a_micro_batch": 1.0, "places": {"b/c/attention.py:7": 1.0}}
+    results = breakdown.count_synchronizations(Engine(), None)
+    assert results == {"of_an_update": 1.0, "of_a_micro_batch": 1.0, "places": {"b/c/attention.py:7": 1.0}}
     assert modes[-1] == "default"

@@ -26,12 +26,12 @@ SMALL += ["--seconds", "0.05"]
 def test_every_packing_is_measured(tmp_path):
     output = tmp_path / "loader.json"
     loader.main([*SMALL, "--processes", "1", "--output", str(output)])
-    found = json.loads(output.read_text())
+    results = json.loads(output.read_text())
     for packing in loader.PACKINGS:
-        assert found["index"][packing]["seconds"]["median"] > 0 and found["index"][packing]["peak_gib"]["median"] > 0
-        reading = found["reading"][packing]
+        assert results["index"][packing]["seconds"]["median"] > 0 and results["index"][packing]["peak_gib"]["median"] > 0
+        reading = results["reading"][packing]
         assert reading["packs_tokens_per_second"]["median"] > 0 and reading["micro_batches_tokens_per_second"]["median"] > 0
-    assert "3,000 documents" in loader.format_table(found)
+    assert "3,000 documents" in loader.format_table(results)
 
 
 def test_documents_have_the_mean_length_that_is_asked_for(tmp_path):
@@ -47,11 +47,11 @@ def test_documents_have_the_mean_length_that_is_asked_for(tmp_path):
 def test_processes_that_share_the_index_are_measured_together(tmp_path):
     output = tmp_path / "loader.json"
     loader.main([*SMALL, "--processes", "2", "--packings", "concat", "--output", str(output)])
-    found = json.loads(output.read_text())
-    together, alone = found["index_together"]["concat"], found["index"]["concat"]
+    results = json.loads(output.read_text())
+    together, single = results["index_together"]["concat"], results["index"]["concat"]
     assert together["seconds"]["median"] > 0
-    assert together["gib"]["median"] < 2 * alone["peak_gib"]["median"]  # libraries are in memory once, at the least
-    assert "of 2 processes" in loader.format_table(found)
+    assert together["gib"]["median"] < 2 * single["peak_gib"]["median"]  # libraries are in memory once, at the least
+    assert "of 2 processes" in loader.format_table(results)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from megaenc.processes import WorkerDied, python_environment
 
 
 def test_machine_is_this_one_and_goes_into_json():
-    found = report.describe_machine()
-    assert found["cores"] == len(os.sched_getaffinity(0))
-    assert found["memory_gib"] > 0 and found["processor"]
-    assert found["packages"]["numpy"]
-    assert json.loads(json.dumps(found)) == found
+    results = report.describe_machine()
+    assert results["cores"] == len(os.sched_getaffinity(0))
+    assert results["memory_gib"] > 0 and results["processor"]
+    assert results["packages"]["numpy"]
+    assert json.loads(json.dumps(results)) == results
 
 
 def test_spread():

@@ -26,11 +26,11 @@ def run_example(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, spec.name, example)
     spec.loader.exec_module(example)
 
-    def run(words: list[object], shown: str) -> None:
+    def run(words: list[object], text: str) -> None:
         first, *others = map(str, words)
         cli.main(others[1:]) if first == "-m" else pretrain(others)
 
-    monkeypatch.setattr(example, "run", run)
+    monkeypatch.setattr(example, "run_command", run)
     example.main(flags)
 
 

@@ -27,8 +27,8 @@ def conversion(request, llama):
     """One of the directions: its first words, and the module and function that come last before the folder gets its name."""
     hf, core = llama
     if request.param == "from-hf":
-        return ["from-hf", "--input", str(hf)], from_hf, "_fill"
-    return ["to-hf", "--load", str(core)], to_hf, "certify"
+        return ["from-hf", "--input", str(hf)], from_hf, "_load_weights"
+    return ["to-hf", "--load", str(core)], to_hf, "verify_export"
 
 
 def test_sigterm_leaves_nothing(conversion, tmp_path, monkeypatch):

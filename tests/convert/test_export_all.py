@@ -108,7 +108,7 @@ def test_a_save_that_was_not_finished_is_no_checkpoint(two_runs, tmp_path, refus
     (checkpoints / "latest_checkpointed_iteration.txt").unlink()
     for flags in ([], ["--all"]):
         line = refusal(main, ["to-hf", "--load", run, "--output", tmp_path / "hf", *flags])
-        assert "only a save that was not finished; give the run's command again" in line
+        assert "only an unfinished checkpoint; give the run's command again" in line
         assert not (tmp_path / "hf").exists()
 
 

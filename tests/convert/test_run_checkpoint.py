@@ -74,22 +74,22 @@ def stage(**values):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda facts: [facts], "expected what a pretraining run wrote there"),
+        (lambda facts: [facts], "expected the run.json of a pretraining run"),
         (lambda facts: facts.pop("identity"), "KeyError('identity')"),
-        (lambda facts: facts.update(identity=[1]), "expected what a pretraining run wrote there"),
+        (lambda facts: facts.update(identity=[1]), "expected the run.json of a pretraining run"),
         (lambda facts: facts.update(vocab_size="410"), "field `vocab_size`: found '410', expected a number of 1 or more"),
         (lambda facts: facts.update(vocab_size=-1), "field `vocab_size`: found -1, expected a number of 1 or more"),
         (lambda facts: facts.update(vocab_size=10), "field `vocab_size`: found 10, expected the rows of a model of"),
-        (lambda facts: facts.update(start=[]), "expected what a pretraining run wrote there"),
+        (lambda facts: facts.update(start=[]), "expected the run.json of a pretraining run"),
         (lambda facts: facts["start"].update(at="1"), "start: field `at`: found '1', expected a int"),
         (lambda facts: facts["start"].update(kind="else"), "start: field `kind`: found 'else', expected one of new"),
-        (lambda facts: facts["start"].update(before=[{"run": 1}]), "expected what a pretraining run wrote there"),
+        (lambda facts: facts["start"].update(before=[{"run": 1}]), "expected the run.json of a pretraining run"),
         (stage(run=1), "start: field `run`: found 1, expected a str"),
         (stage(context="512"), "start: field `context`: found '512', expected a int"),
         (stage(generation=[1]), "start: field `generation`: found [1], expected a dict"),
         (stage(family="gemma"), "start: field `family`: found 'gemma', expected one of eurobert, llama"),
-        (lambda facts: facts.update(source="hub"), "expected what a pretraining run wrote there"),
-        (lambda facts: facts["source"].update(mask_token={"origin": "added"}), "expected what a pretraining run wrote there"),
+        (lambda facts: facts.update(source="hub"), "expected the run.json of a pretraining run"),
+        (lambda facts: facts["source"].update(mask_token={"origin": "added"}), "expected the run.json of a pretraining run"),
     ],
 )
 def test_run_json_that_no_run_wrote_is_one_line(edit, words, refused):

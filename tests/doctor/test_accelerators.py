@@ -64,17 +64,17 @@ def devices(count=4, used="3", errors="0") -> str:
 
 
 def test_devices_are_counted_by_name():
-    found = {each.name: each.result for each in accelerators.parse_nvidia_smi(devices())}
-    assert found == {"devices": "4 x NVIDIA H100 80GB HBM3, 80 GiB", "driver": "570.86.15"}
+    findings = {each.name: each.result for each in accelerators.parse_nvidia_smi(devices())}
+    assert findings == {"devices": "4 x NVIDIA H100 80GB HBM3, 80 GiB", "driver": "570.86.15"}
 
 
 def test_memory_in_use_and_uncorrected_errors_are_named():
-    found = {
+    findings = {
         each.name: each
         for each in accelerators.parse_nvidia_smi(devices(1) + "\n" + ROWS.format(number=1, used="40960", errors="2"))
     }
-    assert (found["memory in use"].level, found["memory in use"].result) == ("note", "1: 40.0 GiB")
-    assert (found["memory errors"].level, found["memory errors"].result) == ("problem", "uncorrected, 1: 2")
+    assert (findings["memory in use"].level, findings["memory in use"].result) == ("note", "1: 40.0 GiB")
+    assert (findings["memory errors"].level, findings["memory errors"].result) == ("problem", "uncorrected, 1: 2")
 
 
 def test_a_device_without_error_counts_is_fine():
@@ -82,8 +82,8 @@ def test_a_device_without_error_counts_is_fine():
 
 
 def test_links_decide_the_layout(program):
-    def found(told: str) -> list:
-        program("nvidia-smi", f"cat << 'END'\n{told}END")
+    def found(topology: str) -> list:
+        program("nvidia-smi", f"cat << 'END'\n{topology}END")
         return accelerators.check_links(["nvidia-smi", "topo", "-m"], 20)
 
     pairs = {(0, 1): "NV18", (2, 3): "NV18", **dict.fromkeys([(0, 2), (0, 3), (1, 2), (1, 3)], "SYS")}
@@ -99,21 +99,21 @@ def test_links_decide_the_layout(program):
 def test_a_driver_that_hangs_is_a_problem_and_is_left(program):
     program("nvidia-smi", "sleep 60")
     begin = time.monotonic()
-    found = accelerators.check_driver(ProbeContext(timeout=0.5))
+    findings = accelerators.check_driver(ProbeContext(timeout=0.5))
     assert time.monotonic() - begin < 10
-    assert (found[0].level, found[0].name, found[0].result) == ("problem", "nvidia-smi", "no answer in 0.2 s")
+    assert (findings[0].level, findings[0].name, findings[0].result) == ("problem", "nvidia-smi", "no answer in 0.2 s")
 
 
 def test_a_driver_that_has_lost_its_devices_is_a_problem(program):
     program("nvidia-smi", "echo 'Unable to determine the device handle: Unknown Error'; exit 255")
-    found = accelerators.check_driver(ProbeContext(timeout=20))[0]
-    assert found.level == "problem" and found.result.startswith("exit code 255: Unable to determine the device handle")
+    finding = accelerators.check_driver(ProbeContext(timeout=20))[0]
+    assert finding.level == "problem" and finding.result.startswith("exit code 255: Unable to determine the device handle")
 
 
 def test_rocm_s_program_is_asked_where_it_is_there(program):
     program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac")
-    found = {each.name: each.result for each in accelerators.check_driver(ProbeContext(timeout=20))}
-    assert found == {
+    findings = {each.name: each.result for each in accelerators.check_driver(ProbeContext(timeout=20))}
+    assert findings == {
         "devices": "2 x AMD Instinct MI250X",
         "architecture": "2 x gfx90a",
         "driver": "6.10.5",
@@ -123,11 +123,11 @@ def test_rocm_s_program_is_asked_where_it_is_there(program):
 
 def test_rocm_s_program_may_fail_in_one_thing_of_many(program):
     program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac\nexit 2")
-    found = {each.name: each.level for each in accelerators.check_driver(ProbeContext(timeout=20))}
-    assert found["devices"] == "ok" and "rocm-smi" not in found
+    finding = {each.name: each.level for each in accelerators.check_driver(ProbeContext(timeout=20))}
+    assert finding["devices"] == "ok" and "rocm-smi" not in finding
     program("rocm-smi", "echo 'ERROR: Driver not initialized (amdgpu not found in modules)'; exit 1")
-    [found, *_] = accelerators.check_driver(ProbeContext(timeout=20))
-    assert (found.name, found.level) == ("rocm-smi", "problem") and "amdgpu not found" in found.result
+    [finding, *_] = accelerators.check_driver(ProbeContext(timeout=20))
+    assert (finding.name, finding.level) == ("rocm-smi", "problem") and "amdgpu not found" in finding.result
 
 
 def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
@@ -136,8 +136,8 @@ def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
     for path, text in (("dev/kfd", ""), ("sys/module/amdgpu/version", "6.10.5\n")):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    [found] = accelerators.check_driver(ProbeContext(root=tmp_path))
-    assert (found.level, found.result) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is installed")
+    [finding] = accelerators.check_driver(ProbeContext(root=tmp_path))
+    assert (finding.level, finding.result) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is installed")
 
 
 def test_accelerators_that_torch_does_not_see_are_a_problem(tmp_path, monkeypatch):
@@ -148,14 +148,14 @@ def test_accelerators_that_torch_does_not_see_are_a_problem(tmp_path, monkeypatc
     assert accelerators.check_torch_devices(ProbeContext(root=tmp_path))[0].level == "ok"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    [found] = accelerators.check_torch_devices(ProbeContext(root=tmp_path))
-    assert found.level == "problem" and "CPU build" in found.advice
+    [finding] = accelerators.check_torch_devices(ProbeContext(root=tmp_path))
+    assert finding.level == "problem" and "CPU build" in finding.advice
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    [found] = accelerators.check_torch_devices(ProbeContext(root=tmp_path))
-    assert found.level == "problem" and "driver and torch do not match" in found.advice
-    [found] = accelerators.check_torch_devices(ProbeContext(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}))
-    assert (found.level, found.result) == ("note", "none, by CUDA_VISIBLE_DEVICES=")
+    [finding] = accelerators.check_torch_devices(ProbeContext(root=tmp_path))
+    assert finding.level == "problem" and "driver and torch do not match" in finding.advice
+    [finding] = accelerators.check_torch_devices(ProbeContext(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}))
+    assert (finding.level, finding.result) == ("note", "none, by CUDA_VISIBLE_DEVICES=")
 
 
 def test_more_processes_than_devices_are_a_problem(monkeypatch):
@@ -171,5 +171,5 @@ def test_more_processes_than_devices_are_a_problem(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert accelerators.check_torch_devices(ProbeContext())[0].result == "4 x NVIDIA H100, 80 GiB"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    [found] = accelerators.check_torch_devices(ProbeContext())
-    assert found.level == "problem" and "--nproc-per-node 4" in found.advice
+    [finding] = accelerators.check_torch_devices(ProbeContext())
+    assert finding.level == "problem" and "--nproc-per-node 4" in finding.advice

@@ -13,39 +13,39 @@ from megaenc.doctor.result import ProbeContext
 
 
 @pytest.fixture
-def alone():
+def single_process():
     join_group.cache_clear()
     yield
     dist.destroy_process_group()
     join_group.cache_clear()
 
 
-def test_one_process_has_its_collectives_too(alone):
-    found = {each.name: each for each in collectives.check_collectives(ProbeContext())}
-    assert list(found) == ["all-reduce, gloo", "reduce-scatter, gloo", "all-gather, gloo"]
-    assert {each.level for each in found.values()} == {"ok"}
+def test_one_process_has_its_collectives_too(single_process):
+    findings = {each.name: each for each in collectives.check_collectives(ProbeContext())}
+    assert list(findings) == ["all-reduce, gloo", "reduce-scatter, gloo", "all-gather, gloo"]
+    assert {each.level for each in findings.values()} == {"ok"}
 
 
-def test_wrong_numbers_are_counted_and_named(alone, monkeypatch):
+def test_wrong_numbers_are_counted_and_named(single_process, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor[3:5].add_(1))
-    found = {each.name: each for each in collectives.check_collectives(ProbeContext())}
-    assert found["all-gather, gloo"].level == "ok"
-    assert found["all-reduce, gloo"].level == "problem"
-    assert found["all-reduce, gloo"].result.startswith("2 of ")
+    findings = {each.name: each for each in collectives.check_collectives(ProbeContext())}
+    assert findings["all-gather, gloo"].level == "ok"
+    assert findings["all-reduce, gloo"].level == "problem"
+    assert findings["all-reduce, gloo"].result.startswith("2 of ")
 
 
 def test_ranks_and_places_have_numbers_of_their_own():
     """A collective that mixed up ranks or places would show."""
-    made = [collectives.build_rank_tensor(rank, 64, torch.device("cpu")) for rank in range(16)]
-    assert len({tuple(each.tolist()) for each in made}) == 16
-    assert all(len(set(each.tolist())) == 64 for each in made)
+    result = [collectives.build_rank_tensor(rank, 64, torch.device("cpu")) for rank in range(16)]
+    assert len({tuple(each.tolist()) for each in result}) == 16
+    assert all(len(set(each.tolist())) == 64 for each in result)
 
 
 def test_what_is_expected_of_all_ranks_keeps_the_numbers_of_one(monkeypatch):
     """64 MiB a rank on an accelerator: all of them together would fill it on a large cluster."""
     drawn = []
 
-    def made(of: int) -> torch.Tensor:
+    def tensors(of: int) -> torch.Tensor:
         assert not any(numbers() is not None for numbers in drawn), "an earlier rank's are still there"
         numbers = np.full(64, of, dtype=np.float32)
         drawn.append(weakref.ref(numbers))
@@ -53,5 +53,5 @@ def test_what_is_expected_of_all_ranks_keeps_the_numbers_of_one(monkeypatch):
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 16)
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *tensors, group: None)
-    _, expected = collectives._all_gather(torch.zeros(64), made, None)
+    _, expected = collectives._all_gather(torch.zeros(64), tensors, None)
     assert torch.equal(expected(), torch.arange(16.0).repeat_interleave(4))

@@ -13,7 +13,7 @@ HOSTS = ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
-    ("offsets", "level", "said"),
+    ("offsets", "level", "advice"),
     [
         ([(0, 0), (1e-4, 2e-5), (-2e-3, 3e-4)], "ok", "at most 2.1 ms apart, to 320 µs"),
         ([(0, 0), (5.0, 1e-4), (0.1, 1e-4)], "note", "at most 5 s apart, to 100 µs: rank 1 (b) is ahead"),
@@ -21,9 +21,9 @@ HOSTS = ["a", "b", "c"]
         ([(0, 0), (1.5, 2.0), (0, 0)], "ok", "at most 1.5 s apart, to 2 s"),
     ],
 )
-def test_clocks_that_are_apart_by_more_than_the_way_there(offsets, level, said):
-    found = cross_rank.assess_clock_skew(offsets, HOSTS)
-    assert (found.level, found.result) == (level, said)
+def test_clocks_that_are_apart_by_more_than_the_way_there(offsets, level, advice):
+    finding = cross_rank.assess_clock_skew(offsets, HOSTS)
+    assert (finding.level, finding.result) == (level, advice)
 
 
 def test_ranks_are_named_in_runs():
@@ -31,10 +31,10 @@ def test_ranks_are_named_in_runs():
 
 
 def test_a_folder_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_note():
-    found = cross_rank.assess_sharing(["", "missing", "missing", ""])
-    assert found.level == "problem" and "rank 1-2" in found.result
-    found = cross_rank.assess_sharing(["", "", "unlocked"])
-    assert found.level == "note" and "rank 2" in found.result
+    finding = cross_rank.assess_sharing(["", "missing", "missing", ""])
+    assert finding.level == "problem" and "rank 1-2" in finding.result
+    finding = cross_rank.assess_sharing(["", "", "unlocked"])
+    assert finding.level == "note" and "rank 2" in finding.result
     assert cross_rank.assess_sharing(["", "", ""]).level == "ok"
 
 
@@ -50,12 +50,12 @@ def test_what_a_rank_sees_of_the_file_of_another(tmp_path, monkeypatch):
 
 def test_arrays_that_processes_of_a_node_do_not_share_are_a_note():
     shared = [("a", True), ("a", False), ("b", True), ("b", False)]
-    [found] = cross_rank.assess_array_copies(shared, [False] * 4)
-    assert found.level == "ok"
-    [found] = cross_rank.assess_array_copies([("a", True), ("a", False), ("b", True), ("b", True)], [False] * 4)
-    assert (found.level, found.result) == ("note", "a copy each for 2 of 2 processes on b")
-    [found] = cross_rank.assess_array_copies(shared, [False, False, True, False])
-    assert found.level == "problem" and "on rank 2" in found.result
+    [finding] = cross_rank.assess_array_copies(shared, [False] * 4)
+    assert finding.level == "ok"
+    [finding] = cross_rank.assess_array_copies([("a", True), ("a", False), ("b", True), ("b", True)], [False] * 4)
+    assert (finding.level, finding.result) == ("note", "a copy each for 2 of 2 processes on b")
+    [finding] = cross_rank.assess_array_copies(shared, [False, False, True, False])
+    assert finding.level == "problem" and "on rank 2" in finding.result
     assert cross_rank.assess_array_copies([("a", True), ("b", True)], [False] * 2) == [], (
         "with one process on each node there is nobody to share with"
     )

@@ -20,20 +20,22 @@ PLANTED = Path(__file__).parent / "planted"
 def test_every_backend_is_a_probe_and_none_is_wrong_here():
     probes = numerics.attention_probes(ProbeContext())
     assert "sdpa" in [probe.name for probe in probes]
-    found = {each.name: each for probe in probes for each in numerics.check_attention_backend(ProbeContext(), *probe.arguments)}
-    assert set(found) == {probe.name for probe in probes}
-    assert {each.level for each in found.values()} == {"ok"}
-    assert found["sdpa"].result.startswith("right: ") and "heads 64 and 96 wide" in found["sdpa"].result
+    findings = {
+        each.name: each for probe in probes for each in numerics.check_attention_backend(ProbeContext(), *probe.arguments)
+    }
+    assert set(findings) == {probe.name for probe in probes}
+    assert {each.level for each in findings.values()} == {"ok"}
+    assert findings["sdpa"].result.startswith("right: ") and "heads 64 and 96 wide" in findings["sdpa"].result
     if not torch.cuda.is_available():
-        assert found["varlen"].result == "cannot be used: needs an accelerator"
+        assert findings["varlen"].result == "cannot be used: needs an accelerator"
 
 
 def test_a_backend_that_ignores_causal_is_named(monkeypatch):
     right = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *of, is_causal=False, **others: right(*of, **others))
-    [found] = numerics.check_attention_backend(ProbeContext(), "sdpa")
-    assert (found.name, found.level) == ("sdpa", "problem")
-    assert "under causal attention" in found.result and found.advice
+    [finding] = numerics.check_attention_backend(ProbeContext(), "sdpa")
+    assert (finding.name, finding.level) == ("sdpa", "problem")
+    assert "under causal attention" in finding.result and finding.advice
 
 
 def test_a_backend_with_wrong_gradients_is_named(monkeypatch):
@@ -41,8 +43,8 @@ def test_a_backend_with_wrong_gradients_is_named(monkeypatch):
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, *of, **others: right(2 * q - q.detach(), *of, **others)
     )  # the same values
-    [found] = numerics.check_attention_backend(ProbeContext(), "sdpa")
-    assert found.level == "problem" and found.result.startswith("gradients of queries off by 1 (tolerance ")
+    [finding] = numerics.check_attention_backend(ProbeContext(), "sdpa")
+    assert finding.level == "problem" and finding.result.startswith("gradients of queries off by 1 (tolerance ")
 
 
 @pytest.mark.slow
@@ -55,10 +57,10 @@ def test_a_backend_that_hangs_is_named_with_a_way_round_it():
             Probe("attention", "attention backends", "megaenc.doctor.numerics:attention_probes", timeout_factor=2)
         )
         [last] = [probe for probe in probes if probe.name == "sdpa"]
-        [found], ended = prober.findings(replace(last, timeout_factor=1 / 12))
-    assert not ended and (found.name, found.level) == ("sdpa", "problem")
-    assert found.result == "no answer in 5 s; its last output: attention was called"
-    assert found.advice.startswith("torch's own attention is broken here")
+        [finding], ended = prober.findings(replace(last, timeout_factor=1 / 12))
+    assert not ended and (finding.name, finding.level) == ("sdpa", "problem")
+    assert finding.result == "no answer in 5 s; its last output: attention was called"
+    assert finding.advice.startswith("torch's own attention is broken here")
     assert all(f"choose another backend than {probe.name}" in probe.advice for probe in probes if probe != last)
 
 
@@ -67,8 +69,8 @@ def test_a_backend_that_raises_is_named(monkeypatch):
         raise RuntimeError("no kernel image is available for execution on the device")
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", refuses)
-    [found] = numerics.check_attention_backend(ProbeContext(), "sdpa")
-    assert found.level == "problem" and "no kernel image" in found.result
+    [finding] = numerics.check_attention_backend(ProbeContext(), "sdpa")
+    assert finding.level == "problem" and "no kernel image" in finding.result
 
 
 def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monkeypatch):
@@ -87,13 +89,13 @@ def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monk
     monkeypatch.setattr(selftest, "CHECKS", {"wrong": wrong, "right": right, "fails": fails})
     assert numerics.kernel_probes(ProbeContext())[0].level == "ok", "on processors there are none"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = {
+    findings = {
         probe.name: numerics.check_fused_kernel(ProbeContext(), *probe.arguments)[0]
         for probe in numerics.kernel_probes(ProbeContext())
     }
-    assert {name: each.level for name, each in found.items()} == {"wrong": "problem", "right": "ok", "fails": "note"}
-    assert "the output" in found["wrong"].result and "triton: no" in found["fails"].result
-    assert all(each.advice for each in found.values() if each.level != "ok")
+    assert {name: each.level for name, each in findings.items()} == {"wrong": "problem", "right": "ok", "fails": "note"}
+    assert "the output" in findings["wrong"].result and "triton: no" in findings["fails"].result
+    assert all(each.advice for each in findings.values() if each.level != "ok")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a device the doctor itself is the test")
@@ -107,14 +109,14 @@ def test_the_kernels_there_are_can_be_asked_for(monkeypatch):
 def test_float8_is_tried_in_both_formats_and_wrong_products_are_named(monkeypatch):
     from megaenc.model.fp8.tensor import Float8Recipe
 
-    [found] = numerics.check_fp8_products(ProbeContext())
+    [finding] = numerics.check_fp8_products(ProbeContext())
     if not torch.cuda.is_available():
-        assert (found.level, found.result) == ("ok", "right: output and gradients, hybrid and e4m3")
+        assert (finding.level, finding.result) == ("ok", "right: output and gradients, hybrid and e4m3")
     right = Float8Recipe.matmul
     monkeypatch.setattr(Float8Recipe, "matmul", staticmethod(lambda *of, **others: 1.1 * right(*of, **others)))
-    [found] = numerics.check_fp8_products(ProbeContext())
-    assert found.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in found.result
-    assert found.advice
+    [finding] = numerics.check_fp8_products(ProbeContext())
+    assert finding.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in finding.result
+    assert finding.advice
 
 
 def test_a_device_without_float8_is_no_matter(monkeypatch):
@@ -125,5 +127,5 @@ def test_a_device_without_float8_is_no_matter(monkeypatch):
         raise InputError("no float8 matrix products")
 
     monkeypatch.setattr(tensor, "select_float8_recipe", refuses)
-    [found] = numerics.check_fp8_products(ProbeContext())
-    assert (found.level, found.result) == ("ok", "unavailable: the device does not support them")
+    [finding] = numerics.check_fp8_products(ProbeContext())
+    assert (finding.level, finding.result) == ("ok", "unavailable: the device does not support them")

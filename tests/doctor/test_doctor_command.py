@@ -26,9 +26,9 @@ def levels(file: Path) -> dict[tuple[str, str], str]:
 
 def test_a_sound_machine_has_no_problem(tmp_path):
     ended = runs.run([*DOCTOR, "--save", str(tmp_path), "--json", str(tmp_path / "found.json")])
-    found = json.loads((tmp_path / "found.json").read_text())
+    findings = json.loads((tmp_path / "found.json").read_text())
     assert "problem" not in levels(tmp_path / "found.json").values()
-    assert {row["subject"] for row in found["findings"]} == set(command.SUBJECTS)
+    assert {row["subject"] for row in findings["findings"]} == set(command.SUBJECTS)
     lines = ended.stdout.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[-1].startswith("no problem: ")
@@ -49,9 +49,11 @@ def test_a_torch_that_cannot_be_imported_is_a_finding_and_not_a_traceback(tmp_pa
     ended = runs.run([*DOCTOR, *flags], expect=1, packages=HERE / "broken_torch")
     assert "Traceback" not in ended.stdout + ended.stderr
     assert "libcudart.so.12: cannot open shared object file" in " ".join(ended.stdout.split())
-    found = levels(tmp_path / "found.json")
-    assert found["versions", "torch"] == "problem" and found["attention", "attention backends"] == "problem"
-    assert found["versions", "tokenizers"] == "ok" and found["disk", "locks"] == "ok" and found["machine", "memory"] == "ok"
+    findings = levels(tmp_path / "found.json")
+    assert findings["versions", "torch"] == "problem" and findings["attention", "attention backends"] == "problem"
+    assert (
+        findings["versions", "tokenizers"] == "ok" and findings["disk", "locks"] == "ok" and findings["machine", "memory"] == "ok"
+    )
 
 
 @pytest.mark.slow
@@ -62,19 +64,19 @@ def test_two_ranks_try_what_is_between_them(tmp_path):
     flags = ["--only", *subjects, "--save", str(tmp_path), "--json", str(tmp_path / "found.json")]
     planted = {"PLANTED": "clock ahead on rank 1,odd version on rank 1,attention dies on rank 1"}
     ended = runs.run([*TWO, *flags], expect=1, packages=HERE / "planted", environment=planted)
-    found = levels(tmp_path / "found.json")
-    assert {what for (_, what), level in found.items() if level == "problem"} == {
+    findings = levels(tmp_path / "found.json")
+    assert {what for (_, what), level in findings.items() if level == "problem"} == {
         "clocks",
         "transformers elsewhere",
         "sdpa, rank 1",
     }
-    assert found["attention", "sdpa"] == found["machine", "shared arrays"] == "ok"
-    said = " ".join(ended.stdout.split())
-    assert "at most 90 s apart" in said and "rank 1 (" in said and "is ahead" in said
-    assert "5.0.99 on rank 1" in said and "its process was killed by SIGSEGV" in said
+    assert findings["attention", "sdpa"] == findings["machine", "shared arrays"] == "ok"
+    output = " ".join(ended.stdout.split())
+    assert "at most 90 s apart" in output and "rank 1 (" in output and "is ahead" in output
+    assert "5.0.99 on rank 1" in output and "its process was killed by SIGSEGV" in output
     names = ("all-reduce", "reduce-scatter", "all-gather", "send and receive")
-    assert [found["collectives", f"{name}, gloo"] for name in names] == ["ok"] * 4
-    assert found["disk", "shared by ranks"] == "ok"
+    assert [findings["collectives", f"{name}, gloo"] for name in names] == ["ok"] * 4
+    assert findings["disk", "shared by ranks"] == "ok"
     assert ended.stdout.count("3 problems: ") == 1, "rank 0 alone prints"
     assert len(json.loads((tmp_path / "found.json").read_text())["ranks"]) == 2
 
@@ -105,10 +107,10 @@ def test_ranks_that_hand_nothing_in_are_named(monkeypatch):
 def test_what_another_puts_into_the_store_is_a_finding_and_no_traceback(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     mine = RankFindings(0, "host", (ENOUGH,), frozenset())
-    [alone] = command._gather_rank_findings(
+    [single] = command._gather_rank_findings(
         Others({0: serialize_findings(mine).encode(), 1: b"\x80\x04."}, True), mine, command.DoctorConfig()
     )
-    finding = alone.findings[-1]
+    finding = single.findings[-1]
     assert (finding.subject, finding.name, finding.level) == ("ranks", "malformed, rank 1", "problem")
     assert finding.result.startswith("its findings: not UTF-8")
 
@@ -117,12 +119,12 @@ def test_what_another_puts_into_the_store_is_a_finding_and_no_traceback(monkeypa
 def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(outcome, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     mine = RankFindings(0, "host", (ENOUGH,), frozenset())
-    [alone] = command._gather_rank_findings(Others(*outcome), mine, command.DoctorConfig())
-    assert alone.findings[-1].result == "no answer in 240 s"
+    [single] = command._gather_rank_findings(Others(*outcome), mine, command.DoctorConfig())
+    assert single.findings[-1].result == "no answer in 240 s"
     monkeypatch.setenv("RANK", "1")
     assert command._gather_rank_findings(Others(*outcome), mine, command.DoctorConfig()) == []
-    said = capsys.readouterr().out
-    assert said.startswith("rank 1 on host") and "enough" in said and "no answer in 240 s" in said
+    output = capsys.readouterr().out
+    assert output.startswith("rank 1 on host") and "enough" in output and "no answer in 240 s" in output
 
 
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
@@ -136,8 +138,8 @@ def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys
     with pytest.raises(SystemExit) as ended:
         command.main(["--only", "network"])
     assert ended.value.code == code
-    said = capsys.readouterr().out
-    assert "network cards" in said and "1 problem: " in said and "before all checks ran" in said
+    output = capsys.readouterr().out
+    assert "network cards" in output and "1 problem: " in output and "before all checks ran" in output
 
 
 @pytest.mark.parametrize(
@@ -160,19 +162,19 @@ def test_what_was_found_is_printed_also_where_its_file_cannot_be_written(monkeyp
     monkeypatch.setattr(command, "atomic_write", refuses)
     with pytest.raises(SystemExit) as stop:
         command.main(["--only", "variables", "--json", "found.json"])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert stop.value.code == 2
-    assert "variables\n" in said.out and said.err == "error: --json found.json: cannot be written: No space left on device\n"
+    assert "variables\n" in output.out and output.err == "error: --json found.json: cannot be written: No space left on device\n"
 
 
 def test_the_help_teaches(capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(["--help"])
     assert stop.value.code == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert (
-        "torchrun --nproc-per-node 8 -m megaenc doctor" in said
-        and "Exit code: 0 without problems, 1 with problems, 2 for wrong flags" in said
+        "torchrun --nproc-per-node 8 -m megaenc doctor" in output
+        and "Exit code: 0 without problems, 1 with problems, 2 for wrong flags" in output
     )
 
 

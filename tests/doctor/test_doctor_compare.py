@@ -12,8 +12,8 @@ from megaenc.doctor.result import note, ok, problem
 
 def rank_findings(rank, *findings, scope="rank"):
     """Return findings of one of two ranks per node."""
-    found = tuple(replace(each, subject="versions", scope=scope) for each in findings)
-    return RankFindings(rank, f"node{rank // 2}", found, frozenset({("versions", scope)}))
+    by_name = tuple(replace(each, subject="versions", scope=scope) for each in findings)
+    return RankFindings(rank, f"node{rank // 2}", by_name, frozenset({("versions", scope)}))
 
 
 def by_name(*ranks):
@@ -26,33 +26,33 @@ def test_one_rank_is_itself():
 
 
 def test_what_all_have_is_said_once():
-    found = by_name(*(rank_findings(rank, ok("torch", "2.13.0", mismatch_level="problem")) for rank in range(4)))
-    assert found == {"torch": ok("torch", "2.13.0", mismatch_level="problem")}
+    findings = by_name(*(rank_findings(rank, ok("torch", "2.13.0", mismatch_level="problem")) for rank in range(4)))
+    assert findings == {"torch": ok("torch", "2.13.0", mismatch_level="problem")}
 
 
 def test_the_odd_one_out_is_named_even_if_it_is_rank_0():
     theirs = [rank_findings(rank, ok("torch", "2.13.0" if rank else "2.11.0", mismatch_level="problem")) for rank in range(4)]
-    found = by_name(*theirs)
-    assert found["torch"].result == "2.13.0"
-    odd = found["torch elsewhere"]
+    findings = by_name(*theirs)
+    assert findings["torch"].result == "2.13.0"
+    odd = findings["torch elsewhere"]
     assert (odd.level, odd.result) == ("problem", "2.11.0 on rank 0 (node0)")
     assert odd.advice
 
 
 def test_of_two_that_differ_rank_0_s_counts():
-    found = by_name(
+    findings = by_name(
         rank_findings(0, ok("torch", "b", mismatch_level="problem")), rank_findings(1, ok("torch", "a", mismatch_level="problem"))
     )
-    assert found["torch"].result == "b" and found["torch elsewhere"].result == "a on rank 1 (node0)"
+    assert findings["torch"].result == "b" and findings["torch elsewhere"].result == "a on rank 1 (node0)"
 
 
 def test_a_package_that_is_missing_on_a_rank_is_another_version():
-    found = by_name(
+    findings = by_name(
         rank_findings(0, ok("apex", "1.0", mismatch_level="note")),
         rank_findings(1),
         rank_findings(2, ok("apex", "1.0", mismatch_level="note")),
     )
-    assert (found["apex elsewhere"].level, found["apex elsewhere"].result) == ("note", "nothing on rank 1 (node0)")
+    assert (findings["apex elsewhere"].level, findings["apex elsewhere"].result) == ("note", "nothing on rank 1 (node0)")
 
 
 def test_what_one_rank_of_a_node_has_looked_at_is_not_missed_on_the_others():
@@ -63,23 +63,23 @@ def test_what_one_rank_of_a_node_has_looked_at_is_not_missed_on_the_others():
 
 
 def test_figures_may_differ_and_those_of_rank_0_stand():
-    found = by_name(*(rank_findings(rank, ok("writing", f"{rank} MB/s")) for rank in range(4)))
-    assert found == {"writing": ok("writing", "0 MB/s")}
+    findings = by_name(*(rank_findings(rank, ok("writing", f"{rank} MB/s")) for rank in range(4)))
+    assert findings == {"writing": ok("writing", "0 MB/s")}
 
 
 def test_what_is_bad_on_one_rank_alone_is_told_with_it():
-    found = by_name(
+    findings = by_name(
         rank_findings(0, ok("sdpa", "right")),
         rank_findings(1, problem("sdpa", "off by 1", "do")),
         rank_findings(2, ok("sdpa", "right")),
     )
-    assert found["sdpa"].level == "ok"
-    assert (found["sdpa, rank 1"].level, found["sdpa, rank 1"].result) == ("problem", "off by 1 (node0)")
+    assert findings["sdpa"].level == "ok"
+    assert (findings["sdpa, rank 1"].level, findings["sdpa, rank 1"].result) == ("problem", "off by 1 (node0)")
 
 
 def test_what_is_bad_everywhere_is_told_once():
-    found = by_name(*(rank_findings(rank, problem("sdpa", "off by 1", "do")) for rank in range(3)))
-    assert found == {"sdpa": problem("sdpa", "off by 1", "do")}
+    findings = by_name(*(rank_findings(rank, problem("sdpa", "off by 1", "do")) for rank in range(3)))
+    assert findings == {"sdpa": problem("sdpa", "off by 1", "do")}
 
 
 def test_what_is_bad_on_every_node_is_told_once():
@@ -92,18 +92,18 @@ def test_what_is_bad_on_every_node_is_told_once():
 
 
 def test_a_problem_of_the_odd_one_stays_a_problem():
-    found = by_name(
+    findings = by_name(
         rank_findings(0, ok("apex", "1", mismatch_level="note")),
         rank_findings(1, problem("apex", "broken", "mend it", mismatch_level="note")),
     )
-    assert (found["apex elsewhere"].level, found["apex elsewhere"].advice) == ("problem", "mend it")
+    assert (findings["apex elsewhere"].level, findings["apex elsewhere"].advice) == ("problem", "mend it")
 
 
 def test_findings_come_back_as_they_were_but_for_what_steers_a_terminal():
-    given = rank_findings(3, ok("torch", "2.13.0", mismatch_level="problem"), problem("x", "\x1b[2Jgone\n", "y"))
-    back = parse_findings(serialize_findings(given).encode(), 3)
+    flags = rank_findings(3, ok("torch", "2.13.0", mismatch_level="problem"), problem("x", "\x1b[2Jgone\n", "y"))
+    back = parse_findings(serialize_findings(flags).encode(), 3)
     assert back == rank_findings(3, ok("torch", "2.13.0", mismatch_level="problem"), problem("x", r"\x1b[2Jgone\n", "y"))
-    assert parse_findings(serialize_findings(given).encode(), 1).rank == 1, "a rank cannot speak for another"
+    assert parse_findings(serialize_findings(flags).encode(), 1).rank == 1, "a rank cannot speak for another"
 
 
 class Attack:

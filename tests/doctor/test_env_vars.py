@@ -71,9 +71,9 @@ def test_what_rocm_env_sets_does_not_bite():
 
 def test_nothing_else_is_shown():
     keys = dict.fromkeys(("NVIDIA_API_KEY", "NVIDIA_APIKEY", "AMD_ACCESS_KEY_ID", "TORCH_HUB_KEY", "NCCL_TOKEN"), "secret")
-    shown = found(HF_TOKEN="secret", HOME="/root", AWS_SECRET_ACCESS_KEY="secret", PATH="/bin", **keys)
-    assert [each.level for each in shown.values()] == ["ok"]
-    assert "secret" not in str(shown)
+    text = found(HF_TOKEN="secret", HOME="/root", AWS_SECRET_ACCESS_KEY="secret", PATH="/bin", **keys)
+    assert [each.level for each in text.values()] == ["ok"]
+    assert "secret" not in str(text)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_variable_that_only_resembles_one_is_shown(name):
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
+    ("value", "masked"),
     [
         ("http://user:hunter2@proxy:80", "http://***@proxy:80"),
         ("https://hunter2@host/path", "https://***@host/path"),
@@ -120,8 +120,8 @@ def test_a_variable_that_only_resembles_one_is_shown(name):
         ("/a/b@c:/d", "/a/b@c:/d"),
     ],
 )
-def test_secrets_within_a_value_are_masked(value, shown):
-    assert found(NCCL_NET_PLUGIN=value)["NCCL_NET_PLUGIN"].result == shown
+def test_secrets_within_a_value_are_masked(value, masked):
+    assert found(NCCL_NET_PLUGIN=value)["NCCL_NET_PLUGIN"].result == masked
 
 
 @pytest.mark.parametrize("name", ["NCCL_IB_PKEY", "UCX_IB_PKEY"])
@@ -130,9 +130,9 @@ def test_a_key_of_a_network_is_no_secret(name):
 
 
 def test_two_ways_to_hide_devices_are_a_note():
-    shown = found(HIP_VISIBLE_DEVICES="0", ROCR_VISIBLE_DEVICES="3")
-    assert shown["HIP_ and ROCR_VISIBLE_DEVICES"].level == "note"
-    assert shown["HIP_VISIBLE_DEVICES"].mismatch_level == "ok", "srun gives each rank its own"
+    text = found(HIP_VISIBLE_DEVICES="0", ROCR_VISIBLE_DEVICES="3")
+    assert text["HIP_ and ROCR_VISIBLE_DEVICES"].level == "note"
+    assert text["HIP_VISIBLE_DEVICES"].mismatch_level == "ok", "srun gives each rank its own"
 
 
 def test_every_bite_says_what_to_do():

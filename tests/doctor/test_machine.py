@@ -51,8 +51,8 @@ def test_no_limit_is_none(tmp_path):
 
 def test_less_time_than_cores_is_a_note(job, monkeypatch):
     monkeypatch.setattr(machine, "usable_core_count", lambda: 8)
-    found = {each.name: each for each in machine.check_processors(ProbeContext(root=job))}
-    assert (found["CPU quota"].level, found["CPU quota"].result) == ("note", "limited to the time of 2.5 cores")
+    findings = {each.name: each for each in machine.check_processors(ProbeContext(root=job))}
+    assert (findings["CPU quota"].level, findings["CPU quota"].result) == ("note", "limited to the time of 2.5 cores")
     monkeypatch.setattr(machine, "usable_core_count", lambda: 2)
     assert "CPU quota" not in {each.name for each in machine.check_processors(ProbeContext(root=job))}
 
@@ -60,8 +60,8 @@ def test_less_time_than_cores_is_a_note(job, monkeypatch):
 def test_a_job_s_memory_is_named(job, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=0))
-    [found] = machine.check_memory(ProbeContext(root=job))
-    assert (found.level, found.result) == ("ok", "64.0 GiB, 60.0 free; this container or job may use 12.0")
+    [finding] = machine.check_memory(ProbeContext(root=job))
+    assert (finding.level, finding.result) == ("ok", "64.0 GiB, 60.0 free; this container or job may use 12.0")
 
 
 def test_swap_and_huge_pages_are_noted_only_where_they_matter(tmp_path, monkeypatch):
@@ -72,18 +72,18 @@ def test_swap_and_huge_pages_are_noted_only_where_they_matter(tmp_path, monkeypa
     assert [each.name for each in machine.check_memory(ProbeContext(root=tmp_path))] == ["memory"]
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=10 * GIB))
     (tmp_path / "proc/meminfo").write_text("HugePages_Total:      10\nHugepagesize:    1048576 kB\n")
-    found = {each.name: each for each in machine.check_memory(ProbeContext(root=tmp_path))}
-    assert (found["swap"].level, found["swap"].result) == ("note", "10.0 GiB are swapped out")
-    assert (found["huge pages"].level, found["huge pages"].result) == ("note", "10.0 GiB reserved")
+    findings = {each.name: each for each in machine.check_memory(ProbeContext(root=tmp_path))}
+    assert (findings["swap"].level, findings["swap"].result) == ("note", "10.0 GiB are swapped out")
+    assert (findings["huge pages"].level, findings["huge pages"].result) == ("note", "10.0 GiB reserved")
 
 
 @pytest.mark.parametrize(
-    ("given", "processes", "level"),
+    ("threads", "processes", "level"),
     [("", 1, "ok"), ("8", 1, "ok"), ("1", 1, "note"), ("64", 1, "note"), ("1", 4, "ok"), ("1", 9, "note")],
 )
-def test_threads_against_cores(given, processes, level, monkeypatch):
+def test_threads_against_cores(threads, processes, level, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    environment = ({"OMP_NUM_THREADS": given} if given else {}) | ({"RANK": "0"} if processes > 1 else {})
-    found = machine.check_threads(ProbeContext(environment=environment), cores=8)
-    assert found.level == level
+    environment = ({"OMP_NUM_THREADS": threads} if threads else {}) | ({"RANK": "0"} if processes > 1 else {})
+    finding = machine.check_threads(ProbeContext(environment=environment), cores=8)
+    assert finding.level == level

@@ -42,30 +42,30 @@ def asked(root, **environment) -> ProbeContext:
 
 
 def test_a_card_is_shown_with_its_link(card):
-    [found] = check_network_cards(asked(card()))
-    assert (found.level, found.name, found.result) == ("ok", "mlx5_0 port 1", "InfiniBand, 400 Gb/sec (4X NDR), ACTIVE")
+    [finding] = check_network_cards(asked(card()))
+    assert (finding.level, finding.name, finding.result) == ("ok", "mlx5_0 port 1", "InfiniBand, 400 Gb/sec (4X NDR), ACTIVE")
 
 
 def test_no_card_matters_between_nodes_with_accelerators(tmp_path, two_nodes):
     assert check_network_cards(asked(tmp_path))[0].level == "ok"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kfd").touch()
-    [found] = check_network_cards(asked(tmp_path))
-    assert found.level == "note" and "--device /dev/infiniband" in found.advice
+    [finding] = check_network_cards(asked(tmp_path))
+    assert finding.level == "note" and "--device /dev/infiniband" in finding.advice
 
 
 def test_a_card_that_the_container_was_not_given_is_a_problem_between_nodes(card, request):
     root = card(device=False)
-    found = check_network_cards(asked(root))[-1]
-    assert (found.level, found.name) == ("note", "/dev/infiniband")
+    finding = check_network_cards(asked(root))[-1]
+    assert (finding.level, finding.name) == ("note", "/dev/infiniband")
     request.getfixturevalue("two_nodes")
-    found = check_network_cards(asked(root))[-1]
-    assert (found.level, found.name) == ("problem", "/dev/infiniband")
+    finding = check_network_cards(asked(root))[-1]
+    assert (finding.level, finding.name) == ("problem", "/dev/infiniband")
 
 
 def test_a_port_that_is_down_is_a_note(card):
-    [found] = check_network_cards(asked(card(state="1: DOWN")))
-    assert found.level == "note" and found.result.endswith("DOWN")
+    [finding] = check_network_cards(asked(card(state="1: DOWN")))
+    assert finding.level == "note" and finding.result.endswith("DOWN")
 
 
 def test_an_address_that_the_card_has_not_is_a_problem_between_nodes(card, request):
@@ -75,15 +75,15 @@ def test_an_address_that_the_card_has_not_is_a_problem_between_nodes(card, reque
     assert check_network_cards(asked(root, NCCL_IB_GID_INDEX="3"))[0].level == "note"
     request.getfixturevalue("two_nodes")
     for index in ("3", "9"):
-        [found] = check_network_cards(asked(root, NCCL_IB_GID_INDEX=index))
-        assert found.level == "problem" and f"NCCL_IB_GID_INDEX={index} is no address" in found.advice
+        [finding] = check_network_cards(asked(root, NCCL_IB_GID_INDEX=index))
+        assert finding.level == "problem" and f"NCCL_IB_GID_INDEX={index} is no address" in finding.advice
 
 
 def test_an_address_of_the_first_roce_is_a_note(card):
     root = card(layer="Ethernet", gids=(GID, GID, GID, GID), types=("IB/RoCE v1", "RoCE v2", "IB/RoCE v1", "RoCE v2"))
     assert check_network_cards(asked(root, NCCL_IB_GID_INDEX="2"))[0].level == "note"
-    [found] = check_network_cards(asked(root, NCCL_IB_GID_INDEX="3"))
-    assert found.level == "ok" and found.result.endswith("address 3: RoCE v2")
+    [finding] = check_network_cards(asked(root, NCCL_IB_GID_INDEX="3"))
+    assert finding.level == "ok" and finding.result.endswith("address 3: RoCE v2")
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_slingshot_beside_infiniband(slingshot, card):
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("pattern", "is_selected"),
     [
         ("eth", ["eth0", "eth1"]),
         ("=eth0", ["eth0"]),
@@ -138,23 +138,23 @@ def test_slingshot_beside_infiniband(slingshot, card):
         ("en", []),
     ],
 )
-def test_names_that_nccl_takes(given, taken):
-    assert sorted(name for name in ("ib0", "eth0", "eth1") if matches_ifname(given, name)) == sorted(taken)
+def test_names_that_nccl_takes(pattern, is_selected):
+    assert sorted(name for name in ("ib0", "eth0", "eth1") if matches_ifname(pattern, name)) == sorted(is_selected)
 
 
 def test_an_interface_that_is_not_there_is_a_problem():
-    found = check_nccl_interface("hsn", ["lo", "eth0"])
-    assert found.level == "problem" and "NCCL_SOCKET_IFNAME=hsn" in found.advice and "eth0" in found.advice
+    finding = check_nccl_interface("hsn", ["lo", "eth0"])
+    assert finding.level == "problem" and "NCCL_SOCKET_IFNAME=hsn" in finding.advice and "eth0" in finding.advice
     assert check_nccl_interface("eth", ["lo", "eth0"]).level == "ok"
-    found = check_gloo_interface("hsn0", ["lo", "eth0"], [], {})
-    assert found.level == "problem" and "hsn0" in found.result
+    finding = check_gloo_interface("hsn0", ["lo", "eth0"], [], {})
+    assert finding.level == "problem" and "hsn0" in finding.result
 
 
 def test_nccl_passes_over_docker_and_prefers_infiniband(two_nodes):
     assert check_nccl_interface(None, ["lo", "docker0", "eth0"]).result == "eth0"
     assert check_nccl_interface(None, ["lo", "eth0", "ib0"]).result == "ib0"
-    found = check_nccl_interface(None, ["lo", "eth0", "eth1"])
-    assert found.level == "note" and "NCCL_SOCKET_IFNAME=eth0" in found.advice
+    finding = check_nccl_interface(None, ["lo", "eth0", "eth1"])
+    assert finding.level == "note" and "NCCL_SOCKET_IFNAME=eth0" in finding.advice
 
 
 @pytest.mark.parametrize("own", [["127.0.1.1"], ["127.0.0.1"], []])
@@ -162,6 +162,6 @@ def test_a_name_that_leads_nowhere_is_a_problem_between_nodes_alone(own, monkeyp
     owners = {"127.0.0.1": "lo", "10.0.0.5": "eth0"}
     assert check_gloo_interface(None, ["lo", "eth0"], own, owners).level == "ok"
     monkeypatch.setattr(network, "is_multi_node", lambda: True)
-    found = check_gloo_interface(None, ["lo", "eth0"], own, owners)
-    assert found.level == "problem" and "GLOO_SOCKET_IFNAME=eth0" in found.advice
+    finding = check_gloo_interface(None, ["lo", "eth0"], own, owners)
+    assert finding.level == "problem" and "GLOO_SOCKET_IFNAME=eth0" in finding.advice
     assert check_gloo_interface(None, ["lo", "eth0"], ["10.0.0.5"], owners).result.startswith("eth0,")

@@ -25,48 +25,48 @@ def probe(function: str, *arguments, scope="rank", timeout_factor=1.0) -> Probe:
 
 def process(runner: ProbeRunner) -> str:
     """Which process the next probe is carried out by."""
-    (found, _), ended = runner.run(probe("process", "here"))
-    assert ended and found.result.endswith(" here")
-    return found.result
+    (finding, _), ended = runner.run(probe("process", "here"))
+    assert ended and finding.result.endswith(" here")
+    return finding.result
 
 
 def test_a_probe_that_hangs_is_left_and_named(runner):
     before = process(runner)
     begin = time.monotonic()
-    [found], ended = runner.run(probe("hangs", timeout_factor=0.02))
+    [finding], ended = runner.run(probe("hangs", timeout_factor=0.02))
     assert time.monotonic() - begin < 10
     assert not ended
-    assert (found.name, found.level) == ("the hangs", "problem")
-    assert found.result == "no answer in 0.4 s; its last output: waiting for the device"
-    assert "--timeout" in found.advice
+    assert (finding.name, finding.level) == ("the hangs", "problem")
+    assert finding.result == "no answer in 0.4 s; its last output: waiting for the device"
+    assert "--timeout" in finding.advice
     assert process(runner) != before
 
 
 def test_a_probe_that_takes_its_process_with_it_is_named_with_its_last_words(runner):
-    [found], ended = runner.run(probe("crashes"))
+    [finding], ended = runner.run(probe("crashes"))
     assert not ended
-    assert (found.name, found.level) == ("the crashes", "problem")
-    assert found.result == "its process was killed by SIGSEGV; its last output: about to go"
-    assert found.advice == "take another one"
+    assert (finding.name, finding.level) == ("the crashes", "problem")
+    assert finding.result == "its process was killed by SIGSEGV; its last output: about to go"
+    assert finding.advice == "take another one"
     process(runner)
 
 
 def test_last_words_are_those_of_the_probe_itself(runner):
     process(runner)
-    [found], _ = runner.run(probe("ends"))
-    assert found.result == "its process ended with exit code 3"
+    [finding], _ = runner.run(probe("ends"))
+    assert finding.result == "its process ended with exit code 3"
 
 
 def test_an_exception_is_a_finding_in_one_line_with_advice(runner):
-    [found], ended = runner.run(probe("raises"))
+    [finding], ended = runner.run(probe("raises"))
     assert not ended
-    assert (found.name, found.level, found.result) == ("the raises", "problem", "ImportError: no such symbol")
-    assert "flash_attn" in found.advice
+    assert (finding.name, finding.level, finding.result) == ("the raises", "problem", "ImportError: no such symbol")
+    assert "flash_attn" in finding.advice
 
 
 def test_a_probe_may_break_off_with_a_finding_of_its_own(runner):
-    [found], ended = runner.run(probe("breaks_off"))
-    assert not ended and (found.result, found.advice) == ("nobody came", "wait")
+    [finding], ended = runner.run(probe("breaks_off"))
+    assert not ended and (finding.result, finding.advice) == ("nobody came", "wait")
 
 
 def test_a_process_goes_on_until_a_problem_puts_it_in_doubt(runner):

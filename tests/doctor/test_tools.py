@@ -10,8 +10,8 @@ def test_what_a_program_says_is_returned():
 
 
 def test_a_program_that_fails_is_told_with_its_last_line():
-    told = run_program(["sh", "-c", "echo looking; echo no driver >&2; exit 9"], 10)
-    assert told == ("looking\nno driver\n", "exit code 9: no driver")
+    output = run_program(["sh", "-c", "echo looking; echo no driver >&2; exit 9"], 10)
+    assert output == ("looking\nno driver\n", "exit code 9: no driver")
 
 
 def test_a_program_that_hangs_is_left_with_all_that_it_started():

@@ -12,17 +12,17 @@ from megaenc.doctor.result import Finding, Probe, ProbeContext
 
 def test_every_package_is_a_probe_of_its_own():
     """An import may take its process with it."""
-    found = versions.check_versions(ProbeContext())
-    probes = {each.name: each.function for each in found if isinstance(each, Probe)}
+    findings = versions.check_versions(ProbeContext())
+    probes = {each.name: each.function for each in findings if isinstance(each, Probe)}
     assert {"torch", "megatron-core", "transformers", "tokenizers"} <= set(probes)
-    said = {each.name: each.result for each in found if isinstance(each, Finding)}
-    assert "flash-attn" in probes or "flash-attn" in said["not installed"]
+    output = {each.name: each.result for each in findings if isinstance(each, Finding)}
+    assert "flash-attn" in probes or "flash-attn" in output["not installed"]
 
 
 def test_what_is_installed_here_is_right():
     for name in ("torch", "megatron-core", "tokenizers"):
-        [found] = versions.check_package(ProbeContext(), name)
-        assert (found.level, found.result) == ("ok", metadata.version(name))
+        [finding] = versions.check_package(ProbeContext(), name)
+        assert (finding.level, finding.result) == ("ok", metadata.version(name))
     assert versions.check_requirements().level == "ok"
     assert {each.name for each in versions.check_libraries(ProbeContext())} >= {"torch is built for"}
 
@@ -38,27 +38,27 @@ def half_installed(tmp_path, monkeypatch):
 
 
 def test_a_package_for_another_torch_is_a_note_where_nothing_needs_it(half_installed):
-    [found] = versions.check_package(ProbeContext(), "flash-attn")
-    assert found.level == "note" and found.result.startswith("2.8.3, cannot be imported: ImportError: undefined symbol")
-    assert "pip uninstall flash-attn" in found.advice
+    [finding] = versions.check_package(ProbeContext(), "flash-attn")
+    assert finding.level == "note" and finding.result.startswith("2.8.3, cannot be imported: ImportError: undefined symbol")
+    assert "pip uninstall flash-attn" in finding.advice
 
 
 def test_and_a_problem_where_everything_does(half_installed, monkeypatch):
     monkeypatch.setattr(versions, "_REQUIRED", ("flash-attn", "no-such-package"))
-    [found] = versions.check_package(ProbeContext(), "flash-attn")
-    assert found.level == "problem"
-    [found] = versions.check_package(ProbeContext(), "no-such-package")
-    assert (found.level, found.result) == ("problem", "not installed")
+    [finding] = versions.check_package(ProbeContext(), "flash-attn")
+    assert finding.level == "problem"
+    [finding] = versions.check_package(ProbeContext(), "no-such-package")
+    assert (finding.level, finding.result) == ("problem", "not installed")
 
 
 def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch):
     monkeypatch.setattr(megatron, "KNOWN_VERSIONS", ("0.15.0",))
-    [found] = versions.check_package(ProbeContext(), "megatron-core")
-    assert found.level == "problem" and "expected 0.15.0" in found.result and "megatron-core==0.15.0" in found.advice
+    [finding] = versions.check_package(ProbeContext(), "megatron-core")
+    assert finding.level == "problem" and "expected 0.15.0" in finding.result and "megatron-core==0.15.0" in finding.advice
 
 
 @pytest.mark.parametrize(
-    ("there", "wanted", "said"),
+    ("installed", "requirement", "message"),
     [
         ({"triton": "3.6.0"}, "triton==3.6.0; platform_system == 'Linux'", ""),
         ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Linux'", "triton 3.7.1; this torch requires triton==3.6.0"),
@@ -72,18 +72,18 @@ def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch)
         ),
     ],
 )
-def test_a_triton_that_torch_did_not_ask_for_is_a_note(there, wanted, said, monkeypatch):
-    monkeypatch.setattr(versions, "_installed_version", lambda name: there.get(name, ""))
+def test_a_triton_that_torch_did_not_ask_for_is_a_note(installed, requirement, message, monkeypatch):
+    monkeypatch.setattr(versions, "_installed_version", lambda name: installed.get(name, ""))
     monkeypatch.setattr(versions, "_import_package", lambda name: None)
-    monkeypatch.setattr(metadata, "requires", lambda name: [wanted, "filelock"])
-    [found] = versions.check_package(ProbeContext(), "triton")
-    assert (found.level, found.result) == (("note", said) if said else ("ok", there["triton"]))
-    assert bool(found.advice) == bool(said)
+    monkeypatch.setattr(metadata, "requires", lambda name: [requirement, "filelock"])
+    [finding] = versions.check_package(ProbeContext(), "triton")
+    assert (finding.level, finding.result) == (("note", message) if message else ("ok", installed["triton"]))
+    assert bool(finding.advice) == bool(message)
 
 
 def test_what_megaenc_s_own_list_asks_for_is_looked_up(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=99", "psutil", "nowhere>=1", "ruff>=99; extra == 'dev'"])
-    found = versions.check_requirements()
-    assert found.level == "problem"
-    assert "torch" in found.result and ">=99" in found.result and "nowhere is missing" in found.result
-    assert "psutil" not in found.result and "ruff" not in found.result
+    finding = versions.check_requirements()
+    assert finding.level == "problem"
+    assert "torch" in finding.result and ">=99" in finding.result and "nowhere is missing" in finding.result
+    assert "psutil" not in finding.result and "ruff" not in finding.result

@@ -30,57 +30,57 @@ MADE_UP = {
 def made(*more):
     config = parse_estimate_config([*FLAGS, *more], "test").pretrain
     docs = build_length_model(config.data, ())
-    wanted = Workload(tuple(build_phases(config, 1000, docs)), 0, 0)
+    expected = Workload(tuple(build_phases(config, 1000, docs)), 0, 0)
     case = LayoutCase.from_config(config, 1000, 2 if more else 1)
-    return config, case, wanted, docs
+    return config, case, expected, docs
 
 
 def test_a_step_is_made_of_the_measured_layers_and_ends():
     """A layer took (1 - 0.4) / 3 s, all else of a row 0.4 - 0.2 s and its data 0.003; an update 2.3 - 2 (1 + 0.003) s."""
-    config, case, wanted, _ = made()
+    config, case, expected, _ = made()
     share = build_share_config(config, case)
-    rates = fit_rates(MADE_UP, share, wanted, True, 1, 1e10, None, "made up")
-    work = dataclasses.replace(wanted.works[0], predicted=25.0)
-    found = compute_step_time(case, work, rates)
+    rates = fit_rates(MADE_UP, share, expected, True, 1, 1e10, None, "made up")
+    work = dataclasses.replace(expected.works[0], predicted=25.0)
+    results = compute_step_time(case, work, rates)
     parameters = [dataclasses.replace(case, split=(depth,)).build_stage(0).parameters for depth in (5, 4)]
     update = (2.3 - 2 * 1.003) * parameters[0] / parameters[1]
-    assert found.seconds == pytest.approx(4 * (5 * 0.2 + 0.2 + 0.003) + update, rel=1e-3)
+    assert results.seconds == pytest.approx(4 * (5 * 0.2 + 0.2 + 0.003) + update, rel=1e-3)
 
 
 def test_memory_is_made_of_the_measured_layers_and_what_the_allocator_lost():
-    config, case, wanted, _ = made()
-    rates = fit_rates(MADE_UP, build_share_config(config, case), wanted, True, 1, 1e10, None, "made up")
+    config, case, expected, _ = made()
+    rates = fit_rates(MADE_UP, build_share_config(config, case), expected, True, 1, 1e10, None, "made up")
     four = dataclasses.replace(case, split=(4,))
-    work = dataclasses.replace(wanted.works[0], predicted=25.0)
-    found = compute_max_memory(four, [work], rates)
-    assert found.total == pytest.approx(6.02e8)  # what was taken with four layers
-    terms = {term.name: term.value for term in found.terms}
+    work = dataclasses.replace(expected.works[0], predicted=25.0)
+    results = compute_max_memory(four, [work], rates)
+    assert results.total == pytest.approx(6.02e8)  # what was taken with four layers
+    terms = {term.name: term.value for term in results.terms}
     assert terms["allocator"] > rates.pieces_of_kept * terms["activations"] > 0
 
 
 def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
     config, case, _, _ = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     share = build_share_config(config, case)
-    whole = case.build_stage(0)
-    assert LayoutCase.from_config(share, share.shape.vocab_size, 1).build_stage(0).parameters == whole.parameters
+    complete = case.build_stage(0)
+    assert LayoutCase.from_config(share, share.shape.vocab_size, 1).build_stage(0).parameters == complete.parameters
     assert share.layout.tensor_model_parallel_size == 1 and share.shape.head_dim == config.shape.head_dim
 
 
 def test_one_device_cannot_say_how_several_are_connected(monkeypatch):
     monkeypatch.setattr("megaenc.estimate.microbench.usable_core_count", lambda: 1)
-    config, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
+    config, case, expected, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     with pytest.raises(InputError, match="--calibrate: found one device, expected several to measure the links between 2"):
-        calibrate(config, case, wanted, docs, None)
-    rates = fit_rates(MADE_UP, build_share_config(config, case), wanted, False, 1, 1e10, TABLE["h100"], "made up")
+        calibrate(config, case, expected, docs, None)
+    rates = fit_rates(MADE_UP, build_share_config(config, case), expected, False, 1, 1e10, TABLE["h100"], "made up")
     assert rates.inside.bandwidth == 0.75 * 450e9 and rates.between.bandwidth == 0.75 * 50e9 and rates.devices == 8
 
 
 @pytest.mark.slow
 def test_this_machine_is_measured_in_two_processes():
     """No time is looked at but that it is one."""
-    config, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
+    config, case, expected, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     config, case = dataclasses.replace(config, bf16=False), dataclasses.replace(case, bf16=False)
-    rates = calibrate(config, case, wanted, docs, None, seconds=0.01)
+    rates = calibrate(config, case, expected, docs, None, seconds=0.01)
     assert rates.host and "2 at once" in rates.source
     assert 1e8 < rates.base < 2e9 and 0 <= rates.pieces < 1e9
     for name in ("peak", "gemm", "attention", "elementwise", "loss", "optimizer"):

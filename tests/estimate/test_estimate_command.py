@@ -16,28 +16,28 @@ STUDY = ["--config", str(runs.ROOT / "configs" / "pretrain" / "encoder-610m.yaml
 
 def test_the_studys_run_in_words(capsys):
     cli.main(["estimate", *STUDY, "--explain"])
-    said = capsys.readouterr().out
-    assert "610m: 755.6M parameters in bf16, vocabulary of 128,256" in said
-    assert "192 x AMD MI250X, one die" in said and "DP 192" in said
+    output = capsys.readouterr().out
+    assert "610m: 755.6M parameters in bf16, vocabulary of 128,256" in output
+    assert "192 x AMD MI250X, one die" in output and "DP 192" in output
     for term in ("AdamW's moments", "gradients' all-reduce", "2 (d - 1) / d", "device hours"):
-        assert term in said
+        assert term in output
 
 
 def test_the_json_holds_every_term(tmp_path, capsys):
     file = tmp_path / "said.json"
     stages = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     main([*STUDY, *stages, "--objective-schedule", "clm:0.25,mlm:0.75", "--price-per-hour", "2", "--output", str(file)])
-    said = json.loads(file.read_text())
-    found = said["estimate"]
-    assert said["parameters"] == 755_625_600 and found["layout"]["split"] == [6, 7, 7, 6]
-    assert sum(term["value"] for term in found["memory"]["terms"]) == pytest.approx(found["memory"]["bytes"])
-    for step in found["steps"]:
+    output = json.loads(file.read_text())
+    results = output["estimate"]
+    assert output["parameters"] == 755_625_600 and results["layout"]["split"] == [6, 7, 7, 6]
+    assert sum(term["value"] for term in results["memory"]["terms"]) == pytest.approx(results["memory"]["bytes"])
+    for step in results["steps"]:
         assert sum(term["value"] for term in step["terms"]) == pytest.approx(step["seconds"])
         assert step["model_flops_utilization"] == pytest.approx(step["flops"] / step["seconds"] / 192 / 191.5e12)
-    assert [phase["text"] for phase in found["phases"]] == ["clm", "mlm"]
-    hours = sum(phase["device_hours"] for phase in found["phases"]) + found["validation_seconds"] * 192 / 3600
-    assert found["device_hours"] == pytest.approx(hours)
-    assert said["suggestion"]["device_hours"] < found["device_hours"]
+    assert [phase["text"] for phase in results["phases"]] == ["clm", "mlm"]
+    hours = sum(phase["device_hours"] for phase in results["phases"]) + results["validation_seconds"] * 192 / 3600
+    assert results["device_hours"] == pytest.approx(hours)
+    assert output["suggestion"]["device_hours"] < results["device_hours"]
     assert "cost" in capsys.readouterr().out
 
 
@@ -52,14 +52,14 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in TABLE)
+    output = capsys.readouterr().out
+    assert all(name in output for name in TABLE)
     for words in ("--gpu ", "--calibrate", "--explain", "--document-tokens", "--objective-schedule", "mi250x --gpus 192"):
-        assert words in said
+        assert words in output
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("flags", "expected"),
     [
         (["--gpus", "4"], "--gpu: missing"),
         (["--gpu", "h10"], "--gpu: unknown machine 'h10', did you mean h100?"),
@@ -80,8 +80,8 @@ def test_help_teaches(capsys):
         (["--gpu", "h100", "--output", "/proc/nowhere/said.json"], "--output"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(refusal, given, expected):
-    assert expected in refusal(main, given)
+def test_bad_input_is_one_line(refusal, flags, expected):
+    assert expected in refusal(main, flags)
 
 
 def test_overlap_can_be_planned_on_a_machine_without_an_accelerator(capsys):

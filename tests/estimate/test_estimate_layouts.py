@@ -42,21 +42,21 @@ def test_the_stage_with_a_large_head_has_fewer_layers():
 
 
 def test_a_layout_that_does_not_fit_gets_one_that_does():
-    laid, wanted = case(ModelConfig(8, 256, 768, 8, 4), gpus=8, batch=64, micro=8), workload(batch=64)
-    whole = estimate_layout(laid, wanted, rates())
-    small = rates(memory=whole.memory.total * 0.6)
-    own, found = estimate_layout(laid, wanted, small), find_best_layout(laid, wanted, small)
-    assert not own.fits and found.fits and found.memory.total <= small.memory
-    assert found.case.global_batch_size == 64 and found.case.gpus == 8
-    config = parse_config([word for word in format_layout_flags(found.case) if not word.startswith("--overlap")], "test")
-    assert config.micro_batch_size == found.case.micro_batch_size
-    assert config.layout.tensor_model_parallel_size == found.case.tensor_parallel_size
-    assert find_best_layout(laid, wanted, rates(memory=2e6)) is None
+    laid, expected = case(ModelConfig(8, 256, 768, 8, 4), gpus=8, batch=64, micro=8), workload(batch=64)
+    complete = estimate_layout(laid, expected, rates())
+    small = rates(memory=complete.memory.total * 0.6)
+    own, results = estimate_layout(laid, expected, small), find_best_layout(laid, expected, small)
+    assert not own.fits and results.fits and results.memory.total <= small.memory
+    assert results.case.global_batch_size == 64 and results.case.gpus == 8
+    config = parse_config([word for word in format_layout_flags(results.case) if not word.startswith("--overlap")], "test")
+    assert config.micro_batch_size == results.case.micro_batch_size
+    assert config.layout.tensor_model_parallel_size == results.case.tensor_parallel_size
+    assert find_best_layout(laid, expected, rates(memory=2e6)) is None
 
 
 def test_no_layout_is_better_than_the_best():
-    laid, wanted = case(ModelConfig(8, 256, 768, 8, 4), gpus=4, batch=32), workload(batch=32)
-    found = find_best_layout(laid, wanted, rates())
-    assert found.seconds <= estimate_layout(laid, wanted, rates()).seconds
-    again = find_best_layout(found.case, wanted, rates())
-    assert again.case == found.case
+    laid, expected = case(ModelConfig(8, 256, 768, 8, 4), gpus=4, batch=32), workload(batch=32)
+    results = find_best_layout(laid, expected, rates())
+    assert results.seconds <= estimate_layout(laid, expected, rates()).seconds
+    again = find_best_layout(results.case, expected, rates())
+    assert again.case == results.case

@@ -17,16 +17,16 @@ def test_squares_and_pieces_are_those_of_documents_cut_into_packs(lengths):
     edges = np.unique(np.concatenate([ends, np.arange(0, ends[-1], 64)]))
     pieces = np.diff(np.concatenate([[0], edges[edges > 0]]))
     packs = ends[-1] / 64
-    found = build_length_model(DataConfig(seq_length=64), lengths)
-    assert found.squares == pytest.approx((pieces**2).sum() / packs, rel=0.02)
-    assert found.pieces == pytest.approx(len(pieces) / packs, rel=0.02)
+    results = build_length_model(DataConfig(seq_length=64), lengths)
+    assert results.squares == pytest.approx((pieces**2).sum() / packs, rel=0.02)
+    assert results.pieces == pytest.approx(len(pieces) / packs, rel=0.02)
 
 
 def test_random_lengths_are_counted_as_the_study_plan_counts_them():
     flags = build_run_config({"model": "610m", "packing": "random-length", "seq_length": 2048})
-    found = build_length_model(flags.data, (7,))  # what documents are makes no difference
-    assert found.squares == pytest.approx(expected_length_model(flags).squares)
-    assert found.pieces == 2
+    results = build_length_model(flags.data, (7,))  # what documents are makes no difference
+    assert results.squares == pytest.approx(expected_length_model(flags).squares)
+    assert results.pieces == 2
 
 
 def test_a_corpus_tells_lengths_and_vocabulary(small_corpus):
@@ -34,16 +34,16 @@ def test_a_corpus_tells_lengths_and_vocabulary(small_corpus):
     from megaenc.data.indexed.corpus import Corpus
 
     lengths = Corpus.open(small_corpus.prefix).document_lengths
-    found = build_length_model(data, ())
-    assert found == build_length_model(data, ()) and read_vocab_size(data) == 400
-    assert found.pieces == pytest.approx((lengths.mean() + 63) / lengths.mean())
-    assert found.special == pytest.approx(64 / lengths.mean())  # one ends each document
-    assert "300 documents" in found.source
+    results = build_length_model(data, ())
+    assert results == build_length_model(data, ()) and read_vocab_size(data) == 400
+    assert results.pieces == pytest.approx((lengths.mean() + 63) / lengths.mean())
+    assert results.special == pytest.approx(64 / lengths.mean())  # one ends each document
+    assert "300 documents" in results.source
 
 
 def test_without_any_word_of_them_each_pack_is_one():
-    found = build_length_model(DataConfig(seq_length=64, data_path=("nowhere/corpus",)), ())
-    assert (found.squares, found.pieces) == (64 * 64, 1)
+    results = build_length_model(DataConfig(seq_length=64, data_path=("nowhere/corpus",)), ())
+    assert (results.squares, results.pieces) == (64 * 64, 1)
     with pytest.raises(InputError, match="--document-tokens: found 0"):
         build_length_model(DataConfig(), (5, 0))
 

@@ -21,32 +21,32 @@ from megaenc.model.config import ModelConfig
 SMALL = ModelConfig(2, 64, 160, 8, 4)
 
 
-def terms(found):
-    return {term.name: term.value for term in found.terms}
+def terms(memory):
+    return {term.name: term.value for term in memory.terms}
 
 
 def test_a_tiny_model_by_hand():
     """Parameters: 2 x (10,752 + 64) of layers, 32 of the last norm, 2 x 1,024 x 32 of the two vocabulary matrices."""
     parameters = 2 * 10_816 + 32 + 2 * 32_768
     assert SHAPE.parameter_count(1024) == parameters
-    found = terms(compute_stage_memory(case(), WORK, case().build_stage(0), rates()))
-    assert found["weights"] == 2 * parameters
-    assert found["gradients"] == found["master weights"] == 4 * parameters
-    assert found["AdamW's moments"] == 8 * parameters
+    results = terms(compute_stage_memory(case(), WORK, case().build_stage(0), rates()))
+    assert results["weights"] == 2 * parameters
+    assert results["gradients"] == results["master weights"] == 4 * parameters
+    assert results["AdamW's moments"] == 8 * parameters
     norms, projections = 2 * (2 * 32 + 4 + 2 * 32), 2 * (3 * 32 + 3 * 16)
     per_token = norms + projections + 4 * 4 + 3 * 2 * 80
-    assert found["activations"] == 2 * 64 * per_token
+    assert results["activations"] == 2 * 64 * per_token
     in_float32 = terms(compute_stage_memory(case(bf16=False), WORK, case().build_stage(0), rates()))
     assert in_float32["weights"] == 4 * parameters and "master weights" not in in_float32
 
 
 def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
-    whole, shared = (
+    complete, shared = (
         terms(compute_max_memory(case(gpus=4, use_distributed_optimizer=on), [WORK], rates())) for on in (False, True)
     )
     for name in ("master weights", "AdamW's moments"):
-        assert shared[name] == whole[name] / 4
-    assert shared["gradients"] == whole["gradients"]
+        assert shared[name] == complete[name] / 4
+    assert shared["gradients"] == complete["gradients"]
 
 
 def test_stages_hold_what_the_pipeline_has_in_flight():
@@ -102,22 +102,22 @@ def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     rows = 256
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
     encoder = build_encoder(shape, 512, rows, ParallelConfig(**recompute), dtype, seed=3)
-    kept, keeping = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}, []
+    saved, keeping = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}, []
 
     def pack(tensor):
         keeping.append(tensor)  # or its address would be given out again
         storage = tensor.untyped_storage()
-        kept.setdefault(storage.data_ptr(), storage.nbytes())
+        saved.setdefault(storage.data_ptr(), storage.nbytes())
         return tensor
 
-    found = []
+    results = []
     for layer in encoder.decoder.layers:
-        layer.register_forward_hook(lambda *_: found.append(sum(kept.values())))
+        layer.register_forward_hook(lambda *_: results.append(sum(saved.values())))
     packing = PackedSequences.from_edges([0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
-    assert found[1] - found[0] == pytest.approx(stage_activation_bytes(one, one.build_stage(0), host=True)[0] / 2, rel=0.03)
+    assert results[1] - results[0] == pytest.approx(stage_activation_bytes(one, one.build_stage(0), host=True)[0] / 2, rel=0.03)
 
 
 def test_recomputation_keeps_less():

@@ -16,28 +16,28 @@ BODY = dataclasses.replace(WORK, predicted=0.0)
 """Without a head."""
 
 
-def seconds(found):
-    return {term.name: term.value for term in found.terms}
+def seconds(step):
+    return {term.name: term.value for term in step.terms}
 
 
 def test_products_by_hand():
     """16 packs of 64 tokens: 6 x 2 x 10,752 operations a token, 6 x 2 x 2 s^2 x 32 of attention, 6 x 32 x 1,024 a guess."""
-    found = compute_step_time(case(), WORK, rates())
+    results = compute_step_time(case(), WORK, rates())
     body, attention, head = 64 * 6 * 2 * 10_752, 6 * 2 * 2 * 64**2 * 32, 25.6 * 6 * 32 * 1024
-    assert found.flops == pytest.approx(16 * (body + attention + head))
-    named = seconds(found)
+    assert results.flops == pytest.approx(16 * (body + attention + head))
+    named = seconds(results)
     assert named["matrix products"] == pytest.approx(16 * body / 5e11)
     assert named["attention"] == pytest.approx(16 * attention / 2e11)
     assert named["head"] == pytest.approx(16 * head / 5e11)
-    assert found.seconds == pytest.approx(sum(named.values()))
-    assert found.pipeline_bubble == 0 and found.sent == ()
+    assert results.seconds == pytest.approx(sum(named.values()))
+    assert results.pipeline_bubble == 0 and results.sent == ()
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 8), (4, 8), (8, 16)])
 def test_even_stages_idle_for_p_minus_1_of_m_plus_p_minus_1(stages, count):
     laid = case(EIGHT, gpus=stages, batch=count, pipeline_model_parallel_size=stages)
-    found = compute_step_time(laid, BODY, rates(**ENDLESS))
-    assert found.pipeline_bubble == pytest.approx((stages - 1) / (count + stages - 1))
+    results = compute_step_time(laid, BODY, rates(**ENDLESS))
+    assert results.pipeline_bubble == pytest.approx((stages - 1) / (count + stages - 1))
 
 
 def test_interleaved_stages_idle_less():
@@ -52,9 +52,9 @@ def test_interleaved_stages_idle_less():
 
 def test_a_step_lasts_as_long_as_its_slowest_stage_and_the_way_through_the_others():
     laid = case(EIGHT, gpus=2, batch=8, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tttttt" + "L")
-    found = compute_step_time(laid, BODY, rates(**ENDLESS, inside=Link(1e30, 0.0)))
+    results = compute_step_time(laid, BODY, rates(**ENDLESS, inside=Link(1e30, 0.0)))
     layer = compute_step_time(case(EIGHT, batch=1), BODY, rates(**ENDLESS)).seconds / 8
-    assert found.seconds == pytest.approx(8 * 6 * layer + 2 * layer)
+    assert results.seconds == pytest.approx(8 * 6 * layer + 2 * layer)
 
 
 def test_gradients_are_sent_twice_but_for_a_share():
@@ -98,17 +98,17 @@ def test_groups_that_leave_their_node_share_its_links():
 
 
 def test_more_devices_take_less_time_and_more_device_hours():
-    found = [estimate_layout(case(gpus=gpus), workload(), rates()) for gpus in (1, 2, 4, 8, 16)]
-    times, hours = [one.seconds for one in found], [one.hours for one in found]
+    results = [estimate_layout(case(gpus=gpus), workload(), rates()) for gpus in (1, 2, 4, 8, 16)]
+    times, hours = [one.seconds for one in results], [one.hours for one in results]
     assert times == sorted(times, reverse=True) and hours == sorted(hours)
-    [phase] = found[0].phases
-    assert {one.phases[0].flops for one in found} == {phase.flops} and phase.tokens == 100 * 16 * 64
+    [phase] = results[0].phases
+    assert {one.phases[0].flops for one in results} == {phase.flops} and phase.tokens == 100 * 16 * 64
 
 
 def test_a_given_utilization_gives_the_hours():
-    wanted = dataclasses.replace(workload(), mfu=0.1)
-    found = estimate_layout(case(gpus=4), wanted, rates())
-    assert found.seconds == pytest.approx(found.phases[0].flops / (0.1 * 1e12 * 4))
+    expected = dataclasses.replace(workload(), mfu=0.1)
+    results = estimate_layout(case(gpus=4), expected, rates())
+    assert results.seconds == pytest.approx(results.phases[0].flops / (0.1 * 1e12 * 4))
 
 
 def test_recomputation_costs_a_forward_pass():

@@ -51,7 +51,7 @@ def content(folder):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("command", ["plot", "plan", "summary", "report", "run"])
 def test_a_place_that_cannot_be_written_is_refused_first(command, place, folder, monkeypatch, refusal):
-    for module, work in ((plot, "figure"), (plan_command, "read_manifest"), (report_command, "report_of")):
+    for module, work in ((plot, "draw_run"), (plan_command, "read_manifest"), (report_command, "build_report")):
         monkeypatch.setattr(module, work, lambda *given, **more: pytest.fail("the work was begun"))
     before = content(folder)
     main, flags, ending = commands(folder)[command]

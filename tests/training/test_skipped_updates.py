@@ -145,4 +145,4 @@ def test_a_gradient_alone_is_never_reduced(small_corpus, one_process, monkeypatc
     assert sync_states == [([False] * len(groups), None)] * 3
     assert results[0] == results[2] != results[1] and min(min(results)) > 0
     assert engine.config.finalize_model_grads_func is finalize and all(group.is_last_microbatch for group in groups)
-    assert engine.train_step(1).made
+    assert engine.train_step(1).is_applied

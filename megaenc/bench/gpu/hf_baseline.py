@@ -1,7 +1,7 @@
 """Speed of transformers and megaenc on one accelerator with the same documents, weights, precision and batch size.
 
-transformers trains as in `megaenc bench pretrain`, with documents in random order and, time permitting, sorted by length, with the
-largest of the tried batch sizes that fits; megaenc uses the same number of documents per step.
+transformers trains as in `megaenc bench pretrain`, with documents in random order and, time permitting, sorted by length, with
+the largest of the tried batch sizes that fits; megaenc uses the same number of documents per step.
 """
 
 import dataclasses

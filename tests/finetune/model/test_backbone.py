@@ -223,8 +223,8 @@ def _torn(folder):
     ("harm", "message"),
     [
         (_no_weights, r"no \*\.safetensors, expected"),
-        (_no_tokenizer, r"no tokenizer\.json there"),
-        (_no_config, r"no config\.json there"),
+        (_no_tokenizer, r"no tokenizer\.json, expected"),
+        (_no_config, r"no config\.json, expected"),
         (_another_kind, r"weights are missing \(embeddings\..*, \.\.\.\), expected those of a bert model"),
         (_encoder_and_decoder, "found a t5 model, expected an encoder or a decoder"),
         (_unknown, "config.json: field `model_type`: found 'unheard_of'"),

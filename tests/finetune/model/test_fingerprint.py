@@ -65,9 +65,9 @@ def test_no_folder_is_made_for_it(tmp_path):
     [
         ("config.json", "{", "config.json: not JSON"),
         ("config.json", "[]", "config.json: found list; expected the configuration of a model"),
-        ("config.json", None, r"no config\.json there, expected config\.json, \*\.safetensors and tokenizer\.json"),
+        ("config.json", None, r"no config\.json, expected config\.json, \*\.safetensors and tokenizer\.json"),
         ("model.safetensors", None, r"no \*\.safetensors, expected"),
-        ("tokenizer.json", None, r"no tokenizer\.json there"),
+        ("tokenizer.json", None, r"no tokenizer\.json, expected"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path, name, content, message):

@@ -18,7 +18,7 @@ def _states(heads, groups):
 def _attend(query, key, value, causal, **asked):
     packed = pack_texts([np.ones(length, dtype=np.int64) for length in _LENGTHS], "cpu")
     reader = SimpleNamespace(
-        attention="causal" if causal else "bidirectional", has_wide_window=False, windows=set(), use_varlen_kernel=True
+        attention="causal" if causal else "bidirectional", has_wide_window=False, sliding_windows=set(), use_varlen_kernel=True
     )
     _ACTIVE_PACK.set((reader, packed))
     return packed_attention_forward(nn.Module(), query, key, value, None, scaling=0.3, **asked)[0]

@@ -135,7 +135,7 @@ def test_a_model_whose_name_is_not_utf_8_is_one_line(tree, tmp_path, refusal):
 
 def test_names_are_escaped_in_every_form_of_a_report(tmp_path, monkeypatch):
     """Names of models in a tree of results are anybody's: HTML, Markdown, LaTeX and formulas."""
-    monkeypatch.setattr(report_command, "figures_of", lambda *given: [])
+    monkeypatch.setattr(report_command, "build_figures", lambda *given: [])
     hostile = "$a_{b^<script>alert(1)</script>|c\nd&\\e%~`"
     trees.cell(tmp_path / "results", hostile.replace("/", ""), "SC/sst2", {2e-5: [0.5, 0.6], 5e-5: [0.4, 0.5]})
     output = tmp_path / "report"

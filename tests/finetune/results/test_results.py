@@ -109,7 +109,7 @@ def test_results_of_other_inputs_are_named(tmp_path, name):
 
 def test_published_results_do_not_go_on(tmp_path):
     trees.published(tmp_path, "toy", "SC/sst2", 2e-5, 3, 0.5, 0.6)
-    with pytest.raises(InputError, match=r"field `protocol`: not there"):
+    with pytest.raises(InputError, match=r"field `protocol`: missing"):
         result_files.read_job_state(job(tmp_path), "sst2")
 
 

@@ -136,7 +136,7 @@ def dataset() -> Callable:
     """Labels and splits, as a registered data set has them."""
 
     def make(labels=(), **splits):
-        return SimpleNamespace(labels=tuple(labels), split=splits.__getitem__)
+        return SimpleNamespace(labels=tuple(labels), load_split=splits.__getitem__)
 
     return make
 

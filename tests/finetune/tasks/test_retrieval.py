@@ -30,9 +30,9 @@ def plain_loss(queries, documents, scale):
 def test_every_family_has_its_task():
     assert {family.value: task.__name__ for family, task in TASKS.items()} == {
         "SC": "Classification",
-        "TC": "Tagging",
-        "QA": "Answering",
-        "IR": "Retrieval",
+        "TC": "TokenClassification",
+        "QA": "QuestionAnswering",
+        "IR": "RetrievalTask",
     }
 
 

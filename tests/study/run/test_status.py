@@ -4,6 +4,7 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import manifests
 import pytest
@@ -123,7 +124,7 @@ def test_on_a_terminal_it_is_live_until_all_is_done(tmp_path):
     """Two stages, of which the last is done while it is looked at."""
     code = f"""
 import sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from pathlib import Path
 from fake_stages import FakeStage
 from megaenc.study.run import status

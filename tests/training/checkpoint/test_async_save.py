@@ -184,7 +184,7 @@ def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, m
     checkpoints, file_digest, hashed_files = CheckpointManager(tmp_path), manager.file_digest, []
     monkeypatch.setattr(manager, "file_digest", lambda file: (hashed_files.append(file), time.sleep(0.3), file_digest(file))[-1])
     engine.train_step(1)
-    with pytest.raises(error, match="of another kind"), checkpoints.finished():
+    with pytest.raises(error, match="of another kind"), checkpoints.drain_saves():
         checkpoints.save(engine, 1, {}, block=False)
         checkpoints.finish_save(block=False)
         assert checkpoints.steps() == []
