@@ -26,7 +26,9 @@ from megaenc import cli, flags
 DOCS = Path(__file__).resolve().parents[1]
 NOTE = "<!-- Written by docs/scripts/reference.py from the docstrings. Change those, then run it again: `make reference`. -->"
 
-# (heading, what it is for, module, names)
+_SHARED_FLAGS = 10
+
+# (heading, purpose, module, names)
 PUBLIC = [
     (
         "Objectives",
@@ -136,10 +138,24 @@ def flag_pages() -> str:
         "the command line wins. A flag of yes and no has a `--no-` form. Without a default a flag has to be given, does "
         "nothing unless given, or takes what suits the machine.",
     ]
+    printed: dict[str, set[str]] = {}  # rows of each command
     for name, (place, purpose) in cli.COMMANDS.items():
         for words, settings, default in _asked(name, place):
             parts += [f"## megaenc {words}", purpose[0].upper() + purpose[1:] + "."]
-            parts += [_table(title, rows) for title, rows in _grouped(settings, default)]
+            groups = list(_grouped(settings, default))
+            own_rows = {row for _, rows in groups for row in rows}
+            # A flag is printed once: a command that takes many flags of an earlier one links to it.
+            base, shared = max(
+                ((other, rows & own_rows) for other, rows in printed.items()), key=lambda pair: len(pair[1]), default=("", ())
+            )
+            if len(shared) >= _SHARED_FLAGS:
+                left_out = sorted(row.split("`")[1] for row in printed[base] - own_rows)
+                exceptions = f", except {', '.join(f'`{flag}`' for flag in left_out)}" if left_out else ""
+                link = base.replace(" ", "-")
+                parts.append(f"Takes the flags of [megaenc {base}](#megaenc-{link}) with the same defaults{exceptions}, and:")
+                groups = [(title, [row for row in rows if row not in shared]) for title, rows in groups]
+            parts += [_table(title, rows) for title, rows in groups if rows]
+            printed[words] = own_rows
     return "\n\n".join(parts) + "\n"
 
 

@@ -143,7 +143,8 @@ def _check_same_ids(turns: dict[str, list[dict[str, Any]]]) -> None:
         if result["sha256"] != reference["sha256"]:
             raise InputError(
                 f"{backend}: found {result['documents']:,} documents, {result['tokens']:,} tokens, "
-                f"sha256 {result['sha256'][:12]}; expected the ids of {first}: {reference['documents']:,}, {reference['tokens']:,}, {reference['sha256'][:12]}"
+                f"sha256 {result['sha256'][:12]}; expected the ids of {first}: "
+                f"{reference['documents']:,}, {reference['tokens']:,}, {reference['sha256'][:12]}"
             )
 
 

@@ -65,7 +65,7 @@ def test_two_ranks_try_what_is_between_them(tmp_path):
     planted = {"PLANTED": "clock ahead on rank 1,odd version on rank 1,attention dies on rank 1"}
     ended = runs.run([*TWO, *flags], expect=1, packages=HERE / "planted", environment=planted)
     findings = levels(tmp_path / "found.json")
-    assert {what for (_, what), level in findings.items() if level == "problem"} == {
+    assert {label for (_, label), level in findings.items() if level == "problem"} == {
         "clocks",
         "transformers elsewhere",
         "sdpa, rank 1",

@@ -10,8 +10,8 @@ RUN = [*runs.SHORT_RUN, "--train-iters", "24", "--global-batch-size", "16", "--e
 RUN += ["--objective-schedule", "clm:0.25,mlm(mask=0.3):0.25,mntp:0.25,prefix_lm:0.25", "--lr-warmup-iters", "2"]
 
 
-def demanded(*given):
-    config = parse_estimate_config(["--gpu", "h100", *given], "megaenc estimate")
+def demanded(*flags):
+    config = parse_estimate_config(["--gpu", "h100", *flags], "megaenc estimate")
     vocab_size, _ = resolve_vocab_size(config)
     return config, build_workload(config, vocab_size, build_length_model(config.pretrain.data, config.document_tokens))
 
