@@ -1,10 +1,10 @@
-# One command shows everything: `make quickstart`. `make` alone lists what there is.
+# `make quickstart` runs everything once; `make` lists the targets.
 
 PYTHON ?= python3
-# Where torch comes from. Empty: the index that pip is set up with. Say
-#   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu       no accelerator: spares gigabytes of CUDA libraries
-#   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/rocmX.Y   AMD, with the ROCm version that is installed
-# the first time; later calls find torch installed. The version is the one in constraints.txt.
+# Index that torch is installed from; empty: pip's own. Set it the first time, for example
+#   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu       no accelerator: avoids gigabytes of CUDA libraries
+#   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/rocmX.Y   AMD, with the installed ROCm version
+# The version is pinned in constraints.txt.
 TORCH_INDEX ?=
 
 DEMO := demo
@@ -12,31 +12,31 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 TRAINED := $(DEMO)/run/checkpoints/latest_checkpointed_iteration.txt
 
-# The commands below are those of the README: the environment is found through PATH.
+# The commands below are those of the README and find the environment through PATH.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help install quickstart test test-all test-failed smoke test-docs reference faults lint clean force
-# A checkpoint must outlive a Ctrl-C: the next call goes on from it.
+# Keep checkpoints after Ctrl-C: the next call resumes from them.
 .PRECIOUS: $(TRAINED)
 
 help:
-	@echo "make quickstart   from nothing to an encoder that fills masks, in $(DEMO)/; a second call goes on from what is there"
-	@echo "make install      the virtual environment $(VENV) with this package and its tools"
-	@echo "make test         the tests to run after every change: all that are not marked slow or system"
-	@echo "make test-all     all tests; .ci/run runs these"
-	@echo "make smoke        of them, a minute: a short run, resuming it, export, fine-tuning"
-	@echo "make test-failed  of them, what the last call found failing, one test at a time"
-	@echo "make test-docs    the commands of README and docs, in copies of this repository (DOCS=, LIST=1, KEEP=)"
-	@echo "make reference    docs/api.md, docs/flags.md and docs/way.svg anew, from the docstrings and a script"
-	@echo "make faults       kills short runs $(KILLS) times at random moments: each must end as if nothing had happened (KILLS=, SEED=)"
-	@echo "make lint         ruff check, ruff format --check, shellcheck, hadolint"
+	@echo "make quickstart   train, export and try an encoder in $(DEMO)/; repeat the command to resume"
+	@echo "make install      create the virtual environment $(VENV) with this package and its tools"
+	@echo "make test         run the tests that are not marked slow or system (8 minutes on two cores)"
+	@echo "make test-all     run all tests, as .ci/run does (19 to 25 minutes)"
+	@echo "make smoke        run a short training, resume, export and fine-tuning (1 minute)"
+	@echo "make test-failed  run the tests that failed last time, one at a time"
+	@echo "make test-docs    run the commands of README and docs in copies of this repository (DOCS=, LIST=1, KEEP=)"
+	@echo "make reference    write docs/api.md, docs/flags.md and docs/way.svg from the docstrings"
+	@echo "make faults       kill short runs $(KILLS) times at random moments and check their results (KILLS=, SEED=)"
+	@echo "make lint         run ruff check, ruff format --check, shellcheck, hadolint"
 	@echo "make clean        remove $(VENV), $(DEMO) and caches"
 	@echo
-	@echo "PYTHON=$(PYTHON)   the interpreter that $(VENV) is made with, 3.11 or 3.12"
-	@echo "TORCH_INDEX=...   where torch comes from: https://download.pytorch.org/whl/cpu for a machine without accelerator"
+	@echo "PYTHON=$(PYTHON)   interpreter for $(VENV), 3.11 or 3.12"
+	@echo "TORCH_INDEX=...   index for torch: https://download.pytorch.org/whl/cpu without an accelerator"
 
 install: $(INSTALLED)
 
@@ -44,7 +44,7 @@ $(INSTALLED): pyproject.toml constraints.txt install.sh
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH_INDEX='$(TORCH_INDEX)' EXTRAS=dev ./install.sh
 	@touch $@
 
-# ---- the quickstart: text, tokenizer, tokens, model, export, what it knows -----------------------------------------------
+# ---- quickstart: text, tokenizer, corpus, training, export, predictions -----------------------------------------------
 
 quickstart: $(INSTALLED) $(DEMO)/hf/config.json $(DEMO)/loss.png
 	megaenc fill-mask --model $(DEMO)/hf --input $(DEMO)/heldout.jsonl
@@ -91,8 +91,8 @@ test-failed: $(INSTALLED)
 smoke: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest tests/smoke
 
-# One document after the other. DOCS="docs/a.md docs/b.md": these alone; LIST=1: what is not run or replaced, and nothing else;
-# KEEP=folder: work there, and do not run again what has passed there.
+# DOCS="docs/a.md docs/b.md": only these documents; LIST=1: only list commands that are skipped or replaced;
+# KEEP=folder: work in this folder and skip the commands that passed there before.
 DOCS ?=
 LIST ?=
 KEEP ?=
@@ -103,7 +103,7 @@ reference: $(INSTALLED)
 	python docs/scripts/reference.py
 	python docs/scripts/picture.py
 
-# 100 kills took 25 minutes on two cores that were busy otherwise too.
+# 100 kills took 25 minutes on two busy cores.
 KILLS ?= 100
 SEED ?= 0
 faults: $(INSTALLED)

@@ -1,7 +1,6 @@
-"""Draw docs/way.svg, the data's way through the stations of the package: `python docs/scripts/picture.py`.
+"""Draw docs/way.svg, the data flow through the package: `python docs/scripts/picture.py`.
 
-Boxes bring their own background, and what stands between them is of a grey that can be read on white and on black: so the picture
-need not know whether it is shown in light or dark.
+Boxes have their own background and all else is grey, so the picture is readable in light and dark mode.
 """
 
 from html import escape
@@ -12,29 +11,29 @@ WIDTH, BOX, HIGH, GAP, LEFT = 1000, 168, 104, 28, 22
 GREY, LINE, INK = "#768390", "#768390", "#1f2328"
 STATION, THING = "#d7e8fb", "#f6f3e6"
 
-# (what it is, lines below it, a package of the code or a thing that lies on the disk)
+# (title, lines below it, whether it is a package of the code)
 ROWS = [
     [
         ("text", ["JSONL, Parquet, files,", "folders, the Hub"], False),
         ("data", ["megaenc tokenizer", "megaenc preprocess", "packs of equal length"], True),
-        ("objectives", ["clm, mlm, mntp, ...", "a schedule says which,", "step by step"], True),
-        ("model", ["megatron-core layers;", "loss at predicted", "positions alone"], True),
+        ("objectives", ["clm, mlm, mntp, ...", "set by a schedule,", "step by step"], True),
+        ("model", ["megatron-core layers;", "loss at predicted", "positions only"], True),
         ("training", ["megaenc pretrain;", "tensor x pipeline", "x data parallel"], True),
     ],
     [
         ("report", ["tables, figures,", "verdicts on claims"], False),
         ("study", ["megaenc study plan,", "run, status, report"], True),
         ("finetune", ["megaenc finetune grid:", "rates x seeds,", "with intervals"], True),
-        ("convert", ["megaenc convert to-hf;", "a certificate: the", "logits are the run's"], True),
-        ("run folder", ["checkpoints, metrics;", "resume, branch,", "begin with its weights"], False),
+        ("convert", ["megaenc convert to-hf;", "verified: same", "logits as the run"], True),
+        ("run directory", ["checkpoints, metrics;", "resume, branch,", "init from weights"], False),
     ],
 ]
-# what goes from one box to the next, in the order of the arrows
+# labels of the arrows
 BETWEEN = [["", "packs", "targets", "loss"], ["", "results", "HF folder", ""]]
 
 
 def box(column: int, top: int, title: str, lines: list[str], code: bool) -> list[str]:
-    """A station of the way, or a thing on the disk."""
+    """Return the SVG of a package or of files on the disk."""
     x = LEFT + column * (BOX + GAP)
     middle = x + BOX / 2
     drawn = [
@@ -81,7 +80,7 @@ def picture() -> str:
     drawn.append(arrow(last, second + HIGH + 40, last, second + HIGH + 3, dashed=True))
     drawn.append(label(convert - 75, second + HIGH + 44, "from-hf: a decoder comes in"))
     drawn.append(label(LEFT + BOX + 20, second + HIGH + 44, "blue: a package of megaenc; imports go the way of the data"))
-    title = "The data's way: text, data, objectives, model, training, run folder, convert, finetune, study, report"
+    title = "Data flow: text, data, objectives, model, training, run directory, convert, finetune, study, report"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 376" width="{WIDTH}" role="img" '

@@ -162,9 +162,7 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, m
     assert len(results(output)) == 10 and "failed.json says why" in said
     failures = [json.loads(path.read_text()) for path in output.rglob("failed.json")]
     assert len(failures) == 10 and {failure["learning_rate"] for failure in failures} == {1e30}
-    assert all(
-        re.fullmatch(r"the (loss|gradient norm) is (nan|inf) in step \d", failure["reason"]) for failure in failures
-    )
+    assert all(re.fullmatch(r"the (loss|gradient norm) is (nan|inf) in step \d", failure["reason"]) for failure in failures)
     with pytest.raises(SystemExit) as stop:
         alone(model, data / "sc", output, "--learning-rate", "1e30")
     assert stop.value.code == 1

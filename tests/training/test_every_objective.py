@@ -122,7 +122,7 @@ def test_two_steps_with_the_objective_of_another_package(small_corpus, plugin, t
 
     export = ["to-hf", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]
     line = refusal(convert, export)
-    assert "unknown objective `word_order`" in line and "install the package that offers the objective" in line
+    assert "unknown objective `word_order`" in line and "install the package of the objective" in line
     runs.script(runs.ROOT / "tools" / "convert_checkpoint.py", export, packages=plugin)
     assert "`word_order(share=0.9)`" in (tmp_path / "hf" / "README.md").read_text()
 

@@ -383,7 +383,10 @@ def test_tags_that_begin_inside_are_counted_and_empty_sentences_left_out(tmp_pat
 
 
 BAD_SQUAD = {
-    "another place": (squad(start=3), r"train.json: question q: answer_start 3: found \" Ad\" in the context, .* the answer \"Ada\""),
+    "another place": (
+        squad(start=3),
+        r"train.json: question q: answer_start 3: found \" Ad\" in the context, .* the answer \"Ada\"",
+    ),
     "before the start": (squad(start=-3), r"question q: answer_start -3: found \"\" in the context"),
     "no data": ({"questions": []}, r"found rows with questions, expected rows with text and label"),
     "cut short": ('{"data": [', r"train.json: not JSON: .*; expected SQuAD's layout"),

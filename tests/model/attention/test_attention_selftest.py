@@ -81,7 +81,7 @@ def test_products_in_tensorfloat_are_allowed_to_whom_has_asked_for_them(monkeypa
     assert error_tolerance(torch.float32, 355, accelerator) < 1e-4
 
 
-# Ways to be wrong. Each is called as attention_backends.attend_by is, which does the rest as it should be done.
+# Ways to be wrong. Each is called as backends.compute_attention is, which does the rest as it should be done.
 
 
 def right(q, k, v, packing):

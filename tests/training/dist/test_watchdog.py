@@ -52,7 +52,7 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tm
     for rank, text in enumerate(stacks):
         assert f"rank {rank} of 2, " in text.splitlines()[0]
         assert text.splitlines()[0].endswith(", step 5")
-        assert "in update" in text  # of the loop's own thread
+        assert "in train_step" in text  # of the loop's own thread
     assert "in stand_still" in stacks[1]
     assert "torch/distributed/distributed_c10d.py" in stacks[0]
     assert "stand_still" not in stacks[0]
