@@ -72,9 +72,9 @@ def _ring(own, numbers, group):
     return result, lambda: numbers(source)
 
 
-def build_rank_tensor(of: int, numbers: int, device: torch.device) -> torch.Tensor:
+def build_rank_tensor(owner: int, count: int, device: torch.device) -> torch.Tensor:
     """Return float32[numbers] of integers that differ by rank and position."""
-    return ((torch.arange(numbers, device=device) * (of + 1) + of) % _MODULUS).float()
+    return ((torch.arange(count, device=device) * (owner + 1) + owner) % _MODULUS).float()
 
 
 def _check_collective(

@@ -52,12 +52,12 @@ def test_a_backend_that_hangs_is_named_with_a_way_round_it():
     path = os.pathsep.join([str(PLANTED), os.environ.get("PYTHONPATH", "")])
     with ProbeRunner(
         ProbeContext(timeout=60, environment=os.environ | {"PYTHONPATH": path, "PLANTED": "attention hangs"})
-    ) as prober:
-        probes, _ = prober.findings(
+    ) as runner:
+        probes, _ = runner.run(
             Probe("attention", "attention backends", "megaenc.doctor.numerics:attention_probes", timeout_factor=2)
         )
         [last] = [probe for probe in probes if probe.name == "sdpa"]
-        [finding], ended = prober.findings(replace(last, timeout_factor=1 / 12))
+        [finding], ended = runner.run(replace(last, timeout_factor=1 / 12))
     assert not ended and (finding.name, finding.level) == ("sdpa", "problem")
     assert finding.result == "no answer in 5 s; its last output: attention was called"
     assert finding.advice.startswith("torch's own attention is broken here")

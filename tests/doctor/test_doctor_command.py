@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(outcome, monkey
 
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
 def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys):
-    def stopped(prober, probe):
+    def stopped(runner, probe):
         if probe.name == "interfaces":
             raise stop
         return [ok(probe.name, "seen")], True

@@ -70,7 +70,7 @@ class _CopiesToHost(TorchFunctionMode):
 
 def _of_the_host():
     """megatron-core has the number of a mask type in a tensor of the host, and reads it where it recomputes attention."""
-    between = "/torch/", "/host_adapter.py", __file__
+    between = "/torch/", "/cpu_patches.py", __file__
     frames = reversed(traceback.extract_stack())
     caller = next(frame for frame in frames if not any(name in frame.filename for name in between))
     in_attention = caller.filename.endswith("megatron/core/transformer/attention.py")

@@ -24,6 +24,6 @@ for machine, types in MACHINES.items():
     becomes_a_program(kernels._amax_kernel, machine, {"x": "*bf16", "top": "*i32", "numbers": "i64"}, BLOCK=kernels._BLOCK)
     for name, dtype in types.items():
         signature = {"x": "*bf16", "top": "*i32", "out": f"*{name}", "inverse": "*fp32", "numbers": "i64"}
-        becomes_a_program(kernels._quantize_kernel, machine, signature, MOST=max_value_bits(dtype), BLOCK=kernels._BLOCK)
+        becomes_a_program(kernels._quantize_kernel, machine, signature, MAX_BITS=max_value_bits(dtype), BLOCK=kernels._BLOCK)
     signature = {"x": "*u8", "out": "*u8", "rows": "i32", "columns": "i32", "width": "i32"}
     becomes_a_program(kernels._transpose_kernel, machine, signature, TILE=kernels._TILE)

@@ -46,7 +46,7 @@ class PretrainStage(StageRunner):
     checkpoint_steps: tuple[int, ...]
     """Steps before the last whose checkpoints are kept for branches and exports."""
     has_study_corpus: bool
-    """Whether it reads the corpus that the study builds."""
+    """True for a run on the corpus that the study builds."""
     cost: TrainingCost
     """Cost of its own steps."""
     processes: int
