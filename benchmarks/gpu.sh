@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Is what an accelerator computes right, and how fast is it? See `benchmarks/gpu.sh --help`.
+# Check the correctness and measure the speed of one accelerator. See `benchmarks/gpu.sh --help`.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,7 +9,7 @@ if [[ -n ${PYTHON:-} ]]; then
 elif [[ -x $root/.venv/bin/python ]]; then
   python=$root/.venv/bin/python
 elif ! python=$(command -v python3); then
-  echo "error: python3 not found; say which in PYTHON" >&2
+  echo "error: python3 not found; set PYTHON to an interpreter" >&2
   exit 2
 fi
 
@@ -18,18 +18,18 @@ for word in "$@"; do
     cat <<'END'
 benchmarks/gpu.sh: correctness and speed on one GPU, NVIDIA's or AMD's, in under nine minutes; nothing is downloaded.
 
-    benchmarks/gpu.sh --output gpu.json                    all of it: gpu.json, gpu.md, gpu.log
+    benchmarks/gpu.sh --output gpu.json                    all phases: writes gpu.json, gpu.md, gpu.log
     benchmarks/gpu.sh --phases speed --models 1b           one model
-    benchmarks/gpu.sh --kernels attention_backend=sdpa     all of it by other kernels
-    benchmarks/gpu.sh --device cpu --small                 tries the benchmark itself, about a minute, without a GPU
+    benchmarks/gpu.sh --kernels attention_backend=sdpa     all phases with other kernels
+    benchmarks/gpu.sh --device cpu --small                 tests the benchmark without a GPU, about a minute
 
-This package need not be installed, but what it imports must be, in Python 3.11 or 3.12: torch 2.11 or later for the GPU, and
+megaenc need not be installed, but its dependencies must be, with Python 3.11 or 3.12: torch 2.11 or later for the GPU, and
     pip install megatron-core==0.16.1 numpy psutil tyro docstring-parser typeguard PyYAML rich
-and a C compiler with Python's headers (gcc and python3-dev, or their like), with which triton builds what starts its kernels; without
-them torch's own operations stand in for the fused kernels, and a line says so.
-For the phase `peer`, which is left out without them:
+and a C compiler with Python's headers (such as gcc and python3-dev), which triton needs to launch kernels; without them, fused
+kernels are replaced by torch's operations and a message is printed.
+Optional, for the phase `peer`:
     pip install 'transformers>=5' safetensors
-PYTHON says which interpreter; otherwise .venv/bin/python of this folder, or python3.
+PYTHON sets the interpreter (default: .venv/bin/python of the repository, or python3).
 
 END
     break

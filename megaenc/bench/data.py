@@ -33,7 +33,7 @@ _RATIOS = {
     "ratio_encode_batch": ("encode_batch", "times as fast as a loop of encode_batch"),
     "ratio_encode_batch_fast": ("encode_batch_fast", "times as fast as a loop of encode_batch_fast"),
     "ratio_datasets_map": ("datasets.map", "times as fast as datasets.map"),
-    "share_of_gigatoken": ("gigatoken", "of the speed of gigatoken alone"),
+    "share_of_gigatoken": ("gigatoken", "of the speed of gigatoken"),
 }
 
 

@@ -73,13 +73,14 @@ def _ring(own, numbers, group):
 
 
 def build_rank_tensor(owner: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return float32[numbers] of integers that differ by rank and position."""
+    """Return float32[count] of integers that differ by owner rank and position."""
     return ((torch.arange(count, device=device) * (owner + 1) + owner) % _MODULUS).float()
 
 
 def _check_collective(
     run: Callable, name: str, device: torch.device, group: dist.ProcessGroup | None, traffic_factor: float
 ) -> Finding:
+    """Return a finding about a collective's result, latency and bandwidth."""
     size, seconds = dist.get_world_size(), []
     large = _MEGABYTES[device.type] * 2**20 // 4 // size * size
     for count, repeats in ((_SMALL_COUNT * size, 30), (large, 5)):

@@ -85,7 +85,7 @@ class Probe:
 
 
 class ProbeAborted(Exception):
-    """A probe that ended early with one finding, so that probes of the same scope cannot continue."""
+    """Error that ends a probe with one finding, after which probes of the same scope cannot continue."""
 
     def __init__(self, finding: Finding):
         super().__init__(finding.result)

@@ -1,4 +1,4 @@
-"""A subprocess that runs probes one by one and is replaced after a probe that hangs, crashes or finds a problem.
+"""Execution of probes in a subprocess, which is replaced after a probe that hangs, crashes or finds a problem.
 
 Probes import modules that may be broken, call drivers that may hang and run kernels that may lose a device; the parent process
 does none of this.
@@ -19,7 +19,7 @@ _MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 
 
 class ProbeFailure(Exception):
-    """A probe that hung or whose process died; `is_timeout` if a larger --timeout might help."""
+    """Error for a probe that hung or whose process died; `is_timeout` if a larger --timeout might help."""
 
     def __init__(self, reason: str, is_timeout: bool = False):
         super().__init__(reason)

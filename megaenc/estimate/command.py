@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
     """Parse flags, over the `--config` file, over the preset of `--model`, into a config; raise InputError."""
-    # All accelerators of the table support bf16; on this machine torch has to be asked.
+    # All accelerators of the table support bf16; only torch can tell for this machine.
     base = EstimateConfig(pretrain=PretrainConfig(bf16="--calibrate" not in argv or has_bf16()))
     default = replace(base, pretrain=merge_defaults(argv, prog, base.pretrain))
     config = flags.parse(EstimateConfig, argv, prog=prog, description=__doc__, default=default)

@@ -20,12 +20,14 @@ class HypotheticalLayout(ParallelConfig):
     """Parallel layout of another machine, parsed without megatron-core and torch."""
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of each virtual stage, as ParallelConfig does with megatron-core."""
         text, stages = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
         if not text or stages == 1 or self.num_layers_per_virtual_pipeline_stage:
             return super().layers_per_chunk(num_layers)
         return parse_split(text, num_layers, stages)
 
     def _check_overlap(self) -> None:
+        """Raise InputError for --overlap-param-gather without the flags it needs, on any machine."""
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
 

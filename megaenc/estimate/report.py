@@ -62,6 +62,7 @@ class EstimateReport:
             console.print(line, soft_wrap=True)
 
     def _steps_table(self, values: dict[str, Any]) -> Table:
+        """Return the table of step times and throughput by objective."""
         mfu_note, devices = " (given)" if self.mfu else "", values["devices"]
         rows = [
             (
@@ -81,6 +82,8 @@ class EstimateReport:
         )
 
     def _phases_table(self, values: dict[str, Any]) -> Table:
+        """Return the table of time and cost by phase."""
+
         def cost_cells(seconds: float) -> tuple[str, ...]:
             hours = seconds * values["devices"] / 3600
             return (_format_time(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
@@ -111,6 +114,7 @@ class EstimateReport:
         return [each for each in tables if each[1]]
 
     def _suggestion_lines(self) -> list[str]:
+        """Return lines that print the suggested layout as flags, or the reason for none."""
         estimate, suggestion = self.estimate, self.suggestion
         if not self.is_searched:
             return [] if estimate.fits else ["does not fit"]

@@ -67,8 +67,8 @@ def test_a_stop_changes_nothing(small_corpus, precision, references, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--overlap-grad-reduce"], "--overlap-grad-reduce: this machine has no accelerator"),
-        (["--overlap-param-gather"], "--overlap-param-gather: this machine has no accelerator"),
+        (["--overlap-grad-reduce"], "--overlap-grad-reduce: needs an accelerator, and this machine has none"),
+        (["--overlap-param-gather"], "--overlap-param-gather: needs an accelerator, and this machine has none"),
     ],
 )
 def test_nothing_overlaps_without_an_accelerator(flags, complaint, small_corpus, refusal):

@@ -16,7 +16,7 @@ JobResult = tuple[list[str], Any]
 
 
 class JobFailed(Exception):
-    """A job that did not complete; the message is the reason."""
+    """Error for a job that did not complete."""
 
 
 def describe_device(deadline: float) -> Iterator[JobResult]:

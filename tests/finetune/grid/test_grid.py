@@ -379,7 +379,7 @@ for threads in ("1", "2"):
     argv = ["--datasets", "sc" + threads, "--learning-rates", "1e-5", "2e-5", "--seeds", "2", "--threads", threads, "--jobs", "2"]
     run_grid(settings({str(model)!r}, {str(tmp_path / "out")!r} + threads, *argv), fake_runs.find, "torch_runs:run")
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here, here / "grid")))}
     environment.pop("OMP_NUM_THREADS", None)
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=600)
     for seed, threads in ((0, "1"), (1, "2")):
