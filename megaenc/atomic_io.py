@@ -22,13 +22,13 @@ _UNWRITABLE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 
 
 def resolve_path(path: Path) -> Path:
-    """Return the absolute path behind `path`, with `..` and symbolic links resolved; it need not exist."""
+    """Return `path` as an absolute path with `..` and symbolic links resolved; the path need not exist."""
     return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
 def atomic_files(*paths: Path, before_rename: Callable[[], None] | None = None) -> Iterator[list[Path]]:
-    """Yield a temporary path next to each of `paths`; rename all to `paths`, in order, if the block succeeds, else remove them.
+    """Yield a temporary path for each of `paths`; after the block fsync and rename all, in order, or remove all on an error.
 
     Existing files are replaced together or not at all: a signal or an error leaves the old or the new content, a kill between two
     renames leaves each file old or new. The presence of the last path marks the set as complete. `before_rename` is called after
@@ -105,7 +105,7 @@ def _run_uninterrupted(call: Callable[[], None]) -> None:
 
 
 def find_stale_temp_files(*paths: Path) -> list[Path]:
-    """Return the temporary files and folders that running or killed writers of `paths`, all in one folder, have created."""
+    """Return, sorted, the temporary files and folders of any writer of `paths`, all in one folder; [] if unreadable."""
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
     try:
@@ -115,7 +115,7 @@ def find_stale_temp_files(*paths: Path) -> list[Path]:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, or a folder with its content; errors are ignored."""
+    """Remove a file, a symbolic link, or a folder with its content; ignore errors such as a missing path."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -124,20 +124,21 @@ def remove_path(path: Path) -> None:
 
 
 def longest_file_name(*paths: Path) -> str:
-    """Return the longest temporary file name, in bytes, that writing one of `paths` needs."""
+    """Return, as text, the temporary file name with the most bytes of those under which `paths` would be written."""
     return max((temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name)))
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a hidden path next to `path` that is unique to this call."""
+    """Return the path `.NAME.PID-RANDOM.tmp` next to `path`, hidden and unique to this call; create nothing."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `path`; rename it to `path` (absent or empty) if the block succeeds, else remove it.
+    """Yield a new temporary folder next to `path`; after the block rename it to `path`, or remove it on an error.
 
-    Its content is synced to disk before the rename. Raises InputError if it cannot be written or `path` was filled meanwhile.
+    `path` must be absent or empty, and the content is synced to disk before the rename. Raises InputError if the folder cannot be
+    written or `path` was filled meanwhile.
     """
     target = resolve_path(path)
     temporary = temporary_path(target)
@@ -162,7 +163,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 def fsync_path(path: Path) -> None:
-    """Write a file, or the directory entries of a folder, through to the disk."""
+    """Flush a file's content, or a folder's directory entries, to the disk; ignore file systems that cannot do so."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -215,13 +216,13 @@ def _report_final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Ite
 
 
 class FileLock:
-    """An exclusive lock on the file `path`, created if missing; held until `release` or the end of the process."""
+    """Exclusive flock on the file `path`, from `acquire` to `release` or process end; `created`: it made the file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.created = path, False
 
     def acquire(self) -> bool:
-        """Try to acquire the lock without waiting; return whether this process now holds it.
+        """Create the file if missing and try to lock it without waiting; return whether this process now holds the lock.
 
         Raises OSError, without a file name if the file system does not support locks.
         """
@@ -248,20 +249,20 @@ class FileLock:
         raise OSError(errno.ESTALE, "its inode number keeps changing")
 
     def is_held(self) -> bool:
-        """Return whether this process still holds the lock, that is, its file was neither removed nor replaced."""
+        """Return whether the locked file is still the one at `path`; False if it was removed or replaced since."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        """Release the lock; its file stays."""
+        """Release the lock by closing the file, which is not removed."""
         os.close(self._descriptor)
 
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Try to lock the file `path` for the block without waiting, and yield whether it is locked; remove the file afterwards.
+    """Try to lock the file `path` without waiting; yield whether that worked, and if so remove the file after the block.
 
     A lock ends with its process. On a file system without locks every process gets it, so code that runs under a lock must write
     atomically and deterministically. Raises InputError if the file cannot be created.
@@ -283,7 +284,7 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
-    """Wait up to `seconds` for the lock file `path` (see `try_lock`) and yield whether it is locked for the block."""
+    """Wait up to `seconds` to lock the file `path`; yield whether that worked, and if so remove the file after the block."""
     deadline = time.monotonic() + seconds
     while True:
         with try_lock(path) as has_lock:
@@ -294,7 +295,7 @@ def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock file `path` (see `try_lock`), without writing; False if it cannot be read."""
+    """Return whether any process has locked the file `path`, without changing it; False if it is missing or unreadable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -312,10 +313,10 @@ def is_locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Exit with code 143 through the `finally` clauses when SIGTERM arrives during the block; only in the main thread.
+    """Make SIGTERM (code 143) and SIGHUP (129) exit through `finally` clauses during the block; only in the main thread.
 
-    SIGHUP (129), sent when a terminal closes, does the same unless it is ignored, as under nohup. Shell and kernel both send it:
-    the second one is ignored.
+    SIGHUP is sent when a terminal closes, and stays ignored if it is, as under nohup. Shell and kernel both send it: the second
+    one is ignored.
     """
 
     def stop(number: int, frame: object) -> None:
@@ -334,6 +335,6 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write `text` to `path`; a crash leaves either the old or the new content."""
+    """Write `text` as UTF-8 to `path` through a temporary file; a crash leaves either the old or the new content."""
     with atomic_files(path) as [temporary]:
         temporary.write_text(text, encoding="utf-8")

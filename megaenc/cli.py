@@ -52,7 +52,7 @@ COMMANDS = {
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command named by the first words of `argv`. Raises InputError (exit code 2) for an unknown command."""
+    """Run the subcommand named by the first words of `argv`, or print help or version; exit with code 2 if it is unknown."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(format_usage())
@@ -95,7 +95,7 @@ def _command_groups() -> set[str]:
 
 
 def format_usage(group: str = "") -> str:
-    """Return the help text of `megaenc`, or of the commands `megaenc GROUP ...` for a `group`."""
+    """Return the help text of `megaenc` with all commands, or of `megaenc GROUP` with only those of `group`."""
     descriptions = {name: text for name, (_, text) in COMMANDS.items() if not group or name.startswith(f"{group} ")}
     width = max(map(len, descriptions))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in descriptions.items())

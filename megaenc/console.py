@@ -26,11 +26,11 @@ _NOISY_LOGGERS = (
 
 
 def silence_libraries() -> None:
-    """Silence third-party warnings, log lines and progress bars; call it before importing torch or transformers.
+    """Set environment variables, log levels and filters that silence libraries' warnings, logs and progress bars.
 
-    Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on; environment variables that are set
-    keep their values. USE_HUB_KERNELS keeps transformers from replacing layers by kernels of the Hub
-    (`megaenc.convert.hf_model` ignores attention kernels that a config names).
+    Call it before importing torch or transformers. Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the
+    warnings back on; environment variables that are set keep their values. USE_HUB_KERNELS keeps transformers from replacing layers
+    by kernels of the Hub (`megaenc.convert.hf_model` ignores attention kernels that a config names).
     """
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
@@ -56,7 +56,7 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2
 
 
 def escape_unprintable(text: str, keep: str = "") -> str:
-    """Return `text` with terminal control characters, except those of `keep`, as Python escapes such as `\\x1b`.
+    """Return `text` with control and bidirectional characters, except those in `keep`, as Python escapes such as `\\x1b`.
 
     Text from files is printed this way, so that it cannot move the cursor or fake output.
     """
@@ -64,12 +64,12 @@ def escape_unprintable(text: str, keep: str = "") -> str:
 
 
 def truncate_text(text: str, max_length: int = 200) -> str:
-    """Return `text` cut to `max_length` characters, ending in `...` if it was longer."""
+    """Return `text` if it has at most `max_length` characters, else its start and `...`, together of that length."""
     return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
 def build_rich_console(**options: Any) -> Any:
-    """Build a `rich.console.Console` (with its `options`) on standard output that escapes control characters in text."""
+    """Return a `rich.console.Console`, built with `options`, on standard output that escapes control characters in text."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -83,7 +83,7 @@ def build_rich_console(**options: Any) -> Any:
 
 
 def print_rank_0(text: str) -> None:
-    """Print a line on standard output from rank 0 only, control characters escaped."""
+    """Print `text`, control characters escaped, and pass it to the listeners of `capture_messages`; only on rank 0."""
     if not get_rank():
         text = escape_unprintable(text, keep="\n\t")
         print(text, flush=True)
@@ -96,7 +96,7 @@ _LISTENERS: list[Callable[[str], None]] = []
 
 @contextmanager
 def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call `listener` with each line that `print_rank_0` prints during the block; progress lines are not passed on."""
+    """Call `listener` during the block with each text that `print_rank_0` prints; progress lines are not passed on."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -105,7 +105,7 @@ def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class ProgressRow(NamedTuple):
-    """A row of a live display: `text`, `stage`, a bar for `done` of `total`, and `tail` behind the bar."""
+    """Row of a live display: `text`, `stage`, a bar for `done` of `total` (None: unknown), and `tail` behind the bar."""
 
     text: str
     done: float
@@ -115,11 +115,11 @@ class ProgressRow(NamedTuple):
 
 
 class ProgressLine:
-    """A progress line of rank 0: description, bar, percentage, fields, time left.
+    """Context manager of rank 0's progress line (description, bar, percentage, fields, time left), live on a terminal.
 
-    Live on a terminal; in a file or pipe a plain line at most every `interval` seconds, and one at the end unless an exception
-    occurred or `closing=False`. `total` has the unit of `done`; None: unknown. With `row_widths`, the widths of stage (0: none)
-    and bar, a terminal shows the rows given to `update` over its full width instead.
+    In a file or pipe it prints a plain line at most every `interval` seconds, and one at the end unless an exception occurred or
+    `closing=False`. `total` has the unit of `done`; None: unknown. With `row_widths`, the widths of stage (0: none) and bar, a
+    terminal shows the rows given to `update` over its full width instead.
 
         with ProgressLine("tokenizing", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)
@@ -170,15 +170,16 @@ class ProgressLine:
         return Progress(*columns, console=build_rich_console(), expand=bool(self._widths))
 
     def is_due(self, live_interval: float) -> bool:
-        """Return whether the next `update` is due: after `live_interval` seconds on a terminal, else after `interval`."""
+        """Return whether `live_interval` seconds (without a terminal `self.interval`) passed since the last display."""
         return time.monotonic() - self._print_time >= (self.interval if self._live is None else live_interval)
 
     def update(
         self, done: float, *, description: str | None = None, rows: Mapping[Any, ProgressRow] | None = None, **fields: Any
     ) -> None:
-        """Display `done` of `total`; `description` and `fields` (numbers or text) stay until they are replaced.
+        """Set progress, `description` and `fields`, and display them at once on a terminal, else every `interval` seconds.
 
-        On a terminal `rows`, by a stable key each, are displayed instead.
+        `description` and `fields` (numbers or text) stay until they are replaced. On a terminal `rows`, by a stable key each, are
+        displayed instead.
         """
         now = time.monotonic()
         self._done = done
@@ -193,7 +194,7 @@ class ProgressLine:
             self._print(now)
 
     def print_line(self, text: str) -> None:
-        """Print `text` as a separate line above the progress line."""
+        """Print `text` as a line of its own on rank 0, above the progress line on a terminal."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -232,7 +233,7 @@ class ProgressLine:
         return escape_unprintable("  ".join([*parts, *self.time_left(now)]))
 
     def time_left(self, now: float) -> list[str]:
-        """Return `["0:42 left"]`, or an empty list if the time left cannot be estimated."""
+        """Return `["0:42 left"]`, estimated at monotonic time `now`; an empty list if the time left cannot be estimated."""
         if not self.total or self._first is None or not self._first[1] < self._done < self.total:
             return []
         rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
@@ -240,7 +241,7 @@ class ProgressLine:
 
 
 def format_number(value: Any) -> str:
-    """Return a number as short text (1,204, 3.10M, 3.214); other values as `str` gives them."""
+    """Return a number as short text, such as 1,204, 3.10M, 2.50G or 3.214 (four digits); other values as `str(value)`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if abs(value) >= 1e6:
@@ -249,7 +250,7 @@ def format_number(value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as `minutes:seconds` or `hours:minutes:seconds`: 0:42, 1:02:03."""
+    """Return `seconds`, rounded to whole ones, as `minutes:seconds` or `hours:minutes:seconds`: 0:42, 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

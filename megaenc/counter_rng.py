@@ -16,9 +16,9 @@ _CHUNK = 1 << 24  # words that are processed together, so that intermediates are
 
 
 def random_words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0) -> np.ndarray:
-    """Return uint64[count], the random words of the stream (seed, purpose, counters).
+    """Return uint64[count], the words of the random stream (seed, purpose, counters) from number 4 * `block` on.
 
-    `counters`: sample and epoch, for example. `block` skips 4 * block words of the stream at no cost.
+    `counters`: sample and epoch, for example. Words before the first one cost nothing.
     """
     name = "\x1f".join([str(int(seed)), purpose, *(str(int(counter)) for counter in counters)])
     key = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype="<u8")
@@ -36,12 +36,12 @@ def random_words(seed: int, purpose: str, count: int, *, counters: tuple[int, ..
 
 
 def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
-    """Return float64[count], uniform in [0, 1) with 53 random bits each."""
+    """Return float64[count] of the random stream (seed, purpose, counters), uniform in [0, 1) with 53 random bits each."""
     return (random_words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
 
 
 def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()) -> np.ndarray:
-    """Return bool[count], each true with `probability`; equal to `uniforms(...) < probability`, but faster."""
+    """Return bool[count], equal to `uniforms(seed, purpose, count, ...) < probability`, but computed faster."""
     words = random_words(seed, purpose, count, counters=counters)
     if probability >= 1:
         return np.ones(count, dtype=bool)
@@ -49,7 +49,7 @@ def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counte
 
 
 def permutation(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
-    """Return int64[count], a random permutation of range(count): the stable argsort of its random words."""
+    """Return int64[count], range(count) in a random order determined by (seed, purpose, counters)."""
     return _stable_argsort(random_words(seed, purpose, count, counters=counters))
 
 
@@ -80,9 +80,10 @@ def _stable_argsort(words: np.ndarray) -> np.ndarray:
 
 
 def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
-    """Return float32[len(rows), columns], these rows of the standard normal matrix called `name`.
+    """Return float32[len(rows), columns], the `rows` of the random standard normal matrix determined by `seed` and `name`.
 
-    A row depends only on (seed, name, row index), so that a rank draws only its own rows. Box-Muller in float64, rounded once.
+    A row depends only on (seed, name, row index, columns), so that a rank draws only its own rows. Box-Muller in float64, rounded
+    once.
     """
     if rows.step != 1:
         raise ValueError(f"rows must be contiguous, found step {rows.step}")
@@ -105,16 +106,16 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SampleRandomness:
-    """Random numbers of one sample in one epoch of a run; each `purpose` has an independent stream."""
+    """Random numbers of one `sample` in one `epoch` under a run's `seed`, with an independent stream for each purpose."""
 
     seed: int
     sample: int
     epoch: int
 
     def uniforms(self, purpose: str, count: int) -> np.ndarray:
-        """Return float64[count], uniform in [0, 1)."""
+        """Return float64[count], uniform in [0, 1), of the sample's stream `purpose`; the same numbers at each call."""
         return uniforms(self.seed, purpose, count, counters=(self.sample, self.epoch))
 
     def bernoulli(self, purpose: str, count: int, probability: float) -> np.ndarray:
-        """Return bool[count], each true with `probability`; equal to `uniforms(purpose, count) < probability`."""
+        """Return bool[count], each True with `probability`: where `uniforms(purpose, count)` is below `probability`."""
         return bernoulli(self.seed, purpose, count, probability, counters=(self.sample, self.epoch))

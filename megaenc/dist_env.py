@@ -4,25 +4,25 @@ import os
 
 
 def get_rank() -> int:
-    """Return this process's rank in the run; 0 without torchrun."""
+    """Return this process's rank among all processes of the run, from RANK; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def get_local_rank() -> int:
-    """Return this process's rank on its node; 0 without torchrun."""
+    """Return this process's rank among the run's processes on its node, from LOCAL_RANK; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_size() -> int:
-    """Return the number of processes of the run; 1 without torchrun."""
+    """Return the number of processes of the run on all nodes, from WORLD_SIZE; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def get_local_world_size() -> int:
-    """Return the number of processes of the run on this node; 1 without torchrun."""
+    """Return the number of processes of the run on this node, from LOCAL_WORLD_SIZE; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_multi_node() -> bool:
-    """Return whether the run has processes on more than one node."""
+    """Return whether the run has more processes in all than on this node; False without torchrun."""
     return get_world_size() > get_local_world_size()

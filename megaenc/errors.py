@@ -21,34 +21,34 @@ _STOP_MESSAGE = "stopped\n"
 
 
 class InputError(Exception):
-    """An error in the user's input, with a one-line message: file, line or field, found value, expected value.
+    """Error in the user's input, printed by commands as one line (place, found and expected value) with exit code 2.
 
     All ranks of a run raise the same error, and rank 0 prints it.
     """
 
 
 class LocalInputError(InputError):
-    """An InputError that possibly only one rank raises, for example in its part of the data; that rank prints it."""
+    """InputError that possibly only one rank raises, for example in its part of the data, and that this rank prints."""
 
 
 def format_error(error: BaseException, max_length: int = 200) -> str:
-    """Return the message of `error`, or its type's name if it is empty, as one line of at most `max_length` characters."""
+    """Return the message of `error`, or its type's name if empty, as one line of at most `max_length` characters."""
     return truncate_text(" ".join(str(error).split()) or type(error).__name__, max_length)
 
 
 def closest_match(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the candidate most similar to a misspelled `word`, or an empty string if none reaches `cutoff` (0 to 1)."""
+    """Return the candidate most similar to the misspelled `word`, or an empty string if none reaches similarity `cutoff`."""
     return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), "")
 
 
 def first_error_line(error: BaseException, max_length: int = 200) -> str:
-    """Return the first nonempty line of the error's message, cut to `max_length` characters, or its type's name."""
+    """Return the first nonempty line of the error's message, cut to `max_length`; its type's name if there is none."""
     lines = (line.strip() for line in str(error).splitlines())
     return truncate_text(next(filter(None, lines), type(error).__name__), max_length)
 
 
 def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command's `main`: an InputError prints one line and exits with code 2, Ctrl-C prints one word and exits with 130.
+    """Return `main` wrapped: an InputError prints one line and exits with 2, Ctrl-C prints `stopped` and exits with 130.
 
     torchrun turns the 2 into 1 and adds a summary; it does not restart a command that calls `exit_if_restart_forbidden`. Called
     without arguments, `main` is the whole program, and Ctrl-C is handled until the process ends.

@@ -25,9 +25,9 @@ Settings = TypeVar("Settings")
 def parse(
     settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str, default: Settings | None = None
 ) -> Settings:
-    """Parse `argv` (None: sys.argv) into the dataclass `settings`; fields of nested dataclasses are top-level flags.
+    """Return the dataclass `settings` filled from the flags `argv` (None: sys.argv); `default` has the fields they omit.
 
-    `default` supplies the fields that `argv` omits. Raises InputError for unknown flags and wrong values.
+    Fields of nested dataclasses are top-level flags. Raises InputError for unknown flags and wrong values; --help exits with 0.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if get_rank() and {"-h", "--help"} & set(arguments):
@@ -54,10 +54,10 @@ MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader with a limit on alias expansion ("billion laughs")."""
+    """PyYAML's SafeLoader that refuses aliases that are recursive or expand to more than MAX_YAML_VALUES values."""
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the root node of the document. Raises YAMLError if its aliases expand to too many values or are recursive."""
+        """Return the document's root node, None if it is empty; YAMLError if its aliases are recursive or expand too far."""
         if node := super().get_single_node():
             _count_values(node, {})
         return node
@@ -77,9 +77,9 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 def read_yaml(path: Path, place: str, expected: str, loader: type[yaml.SafeLoader] = YamlLoader) -> Any:
-    """Read a YAML file and return its value, None if it is empty.
+    """Return the content of the YAML file `path`, None if it is empty; InputError if it is unreadable or no YAML.
 
-    Raises InputError that begins with `place` and names the `expected` kind of file.
+    The error begins with `place` and names the `expected` kind of file.
     """
     try:
         return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), loader)
@@ -100,7 +100,7 @@ def read_config_file(
     preset: tuple[str, Callable[[Settings, Any], Settings]] | None = None,
     including_files: tuple[Path, ...] = (),
 ) -> Settings:
-    """Return `default` with the fields set in the YAML file at `path`; keys are flag names with `-` or `_`.
+    """Return `default` with the fields changed that the YAML file `path` sets by flag name, with `-` or `_`.
 
     The key `config` names another file, relative to this one, whose values are read first. `preset` is a key that changes the
     defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
@@ -120,7 +120,7 @@ def read_config_file(
 
 
 def parse_with_config(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str) -> Settings:
-    """Parse `argv` into the dataclass `settings`, whose defaults come from the YAML file given by `--config`, if any."""
+    """Return the dataclass `settings` from the flags `argv` (None: sys.argv) over the YAML file of `--config`, if any."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     config = find_flag_value(arguments, "--config")
     default = read_config_file(settings(), config) if config else settings()
@@ -128,7 +128,7 @@ def parse_with_config(settings: type[Settings], argv: Sequence[str] | None, *, p
 
 
 def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
-    """Return the last value of `flag` in `argv` without parsing the rest, or None."""
+    """Return the last value of `flag` in `argv`, as `--flag x` or `--flag=x`, without parsing the rest; None without it."""
     result = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         name, equals, value = word.partition("=")
@@ -138,7 +138,7 @@ def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
 
 
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
-    """Return a copy of `settings` with `values`, by field name, set in the nested dataclass that has the field.
+    """Return a copy of `settings` with `values`, by field name, converted to the field's type; also in nested dataclasses.
 
     Raises InputError that begins with `source` for an unknown field or a wrong value.
     """
@@ -162,7 +162,7 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
 
 
 def flatten(settings: Any) -> dict[str, Any]:
-    """Return the field values of a dataclass and its nested dataclasses as one dict, in the order of declaration."""
+    """Return the field values of a dataclass and its nested dataclasses as one dict by field name, in declaration order."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

@@ -14,9 +14,9 @@ MAX_TEXT = 64 << 20
 
 
 def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
-    """Read a regular file of at most `limit` bytes.
+    """Return the bytes of a regular file; OSError for a FIFO or device, which could block, or above `limit` bytes.
 
-    Raises OSError, with the reason in `strerror`, for a FIFO or a device, which could block, and for a larger file.
+    The reason is in its `strerror`.
     """
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as stream:
         status = os.fstat(stream.fileno())
@@ -30,7 +30,7 @@ def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
 
 
 def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
-    """Parse a JSON text. Raises ValueError for anything else, for too deep nesting and, if `unique_keys`, for duplicate keys."""
+    """Return the value of a JSON text; ValueError for other text, deep nesting and, if `unique_keys`, duplicate keys."""
     try:
         return json.loads(content, object_pairs_hook=_build_unique if unique_keys else None)
     except RecursionError:
@@ -50,9 +50,9 @@ def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json_object(path: Path, expected: str = "a JSON object", limit: int = MAX_TEXT) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `limit` bytes.
+    """Return the JSON object in the file `path` as a dict; InputError if it is unreadable or holds anything else.
 
-    Raises InputError, `PATH: REASON; expected EXPECTED`, for a missing or unreadable file and for any other content.
+    The error is `PATH: REASON; expected EXPECTED`. A file of more than `limit` bytes is not read.
     """
     try:
         values = parse_json(read_regular_file(path, limit))
@@ -66,7 +66,7 @@ def read_json_object(path: Path, expected: str = "a JSON object", limit: int = M
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; return an empty dict if it is missing, unreadable or holds no object."""
+    """Return the JSON object in the file `path` as a dict; an empty dict if it is missing, unreadable or no object."""
     try:
         return read_json_object(path)
     except InputError:

@@ -15,7 +15,7 @@ def escape(value: object) -> str:
 
 
 def inline_code(value: object, *, cell: bool = False) -> str:
-    """Return `value` as inline Markdown code on one line; with `cell` also table separators are escaped."""
+    """Return `value` as one line of inline Markdown code, backticks as apostrophes; with `cell`, `|` is escaped too."""
     content = _one_line(value).replace("`", "'") or " "
     return f"`{content.replace('|', chr(92) + '|') if cell else content}`"
 

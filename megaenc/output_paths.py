@@ -10,7 +10,7 @@ from megaenc.errors import InputError
 
 
 def refuse_existing(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if `path` is a file, a nonempty folder or the working directory."""
+    """Raise InputError, naming `flag`, if `path` is a file, a nonempty folder, the working directory or inaccessible."""
     try:
         str(path).encode()
         target = resolve_path(path)
@@ -28,9 +28,9 @@ def refuse_existing(path: Path, flag: str) -> None:
 
 
 def check_parent_writable(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if the parent folder of `path` cannot be created or written to.
+    """Raise InputError, naming `flag`, if no file can be created in the nearest existing folder above `path`.
 
-    Creates and removes a file in the nearest existing folder: other commands may be creating the folders below it.
+    Tested with a temporary file, as other commands may be creating the folders between.
     """
     target = resolve_path(path)
     try:
@@ -43,7 +43,7 @@ def check_parent_writable(path: Path, flag: str) -> None:
 
 
 def check_output_file(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if no file can be written to `path`: it is a folder or device, or has no writable parent.
+    """Raise InputError, naming `flag`, if no file can be written to `path`: a folder or device, or no writable parent.
 
     Call it before the work, and `create_parent_dir` before the file is written.
     """
@@ -58,7 +58,7 @@ def check_output_file(path: Path, flag: str) -> None:
 
 
 def create_parent_dir(path: Path, flag: str) -> None:
-    """Create the parent folder of `path`. Raises InputError, naming `flag`, if it cannot be created."""
+    """Create the missing parent folders of `path`; InputError, naming `flag`, if that fails."""
     parent = resolve_path(path).parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +68,9 @@ def create_parent_dir(path: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
-    """Create the parent folder of `path` and, if the block fails, remove the created folders that are empty.
+    """Create the missing parent folders of `path` before the block, and remove the empty ones again if the block fails.
 
-    Raises InputError, naming `flag`, if it cannot be created.
+    Raises InputError, naming `flag`, if they cannot be created.
     """
     with remove_new_parents_on_error(path):
         create_parent_dir(path, flag)
@@ -79,7 +79,7 @@ def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_new_parents_on_error(*paths: Path) -> Iterator[None]:
-    """Remove the empty parent folders of `paths` that did not exist before, if the block fails."""
+    """Remove those parent folders of `paths` that did not exist before the block and are empty, if the block fails."""
     existing: set[Path] = set()
     new: set[Path] = set()
     for folder in (folder for path in paths for folder in resolve_path(path).parents):

@@ -32,12 +32,12 @@ KILL_TIMEOUT = 5.0
 
 
 def usable_core_count() -> int:
-    """Return the number of processor cores that this process may run on."""
+    """Return the number of processor cores that this process may run on (its CPU affinity)."""
     return len(os.sched_getaffinity(0))
 
 
 def read_processor_name(root: Path = Path("/")) -> str:
-    """Read the processor's model name from `root`/proc/cpuinfo, falling back to Python's `platform` module."""
+    """Return the processor's model name in `root`/proc/cpuinfo, else the name or architecture in Python's `platform`."""
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(errors="replace")
         if name := re.search(r"^model name\s*:\s*(.*?)\s*$", text, re.MULTILINE):
@@ -46,7 +46,7 @@ def read_processor_name(root: Path = Path("/")) -> str:
 
 
 def check_process_count(flag: str, count: int) -> None:
-    """Raise InputError if `count` processes or threads, given by `flag`, are far too many for the usable cores."""
+    """Raise InputError, naming `flag`, if `count` processes or threads exceed both 64 and 8 per usable core."""
     cores = usable_core_count()
     limit = max(_MAX_PROCESSES, _MAX_PER_CORE * cores)
     if count > limit:
@@ -57,7 +57,7 @@ def check_process_count(flag: str, count: int) -> None:
 
 @cache
 def accelerator_names() -> list[str]:
-    """Return the name of each accelerator that this process may use; torch is loaded only if a device file exists.
+    """Return the name of each accelerator that torch, in a subprocess, may use; an empty list without a device file.
 
     Raises InputError if torch fails to list them.
     """
@@ -72,14 +72,14 @@ def accelerator_names() -> list[str]:
 
 
 def select_visible_devices(count: int) -> tuple[str, list[str]]:
-    """Return CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, and its entries for the first `count` accelerators."""
+    """Return the variable CUDA_VISIBLE_DEVICES, or HIP_ if that is set, and its first `count` entries (unset: 0, 1, ...)."""
     variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     chosen = os.environ.get(variable, "")
     return variable, (chosen.split(",") if chosen else [str(number) for number in range(count)])[:count]
 
 
 def peak_resident_bytes() -> float:
-    """Return the peak resident memory of this process in bytes, since it started its program.
+    """Return the peak resident memory of this process, in bytes, since it started its program.
 
     getrusage would report the parent's value if that was larger at the fork.
     """
@@ -88,12 +88,12 @@ def peak_resident_bytes() -> float:
 
 
 def python_command(*words: str) -> list[str]:
-    """Return the command that starts this Python interpreter with `words`, without the current folder on its module path."""
+    """Return the command of this Python interpreter with arguments `words`, without the current folder on its path."""
     return [sys.executable, "-P", *words]
 
 
 def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environment` changed so that Python programs import this very package, and nothing from the current folder.
+    """Return a copy of `environment` in which Python programs import this very package, and nothing from the current folder.
 
     It also applies to the programs that they start: torchrun's workers, fork servers, compilers. Empty entries of PYTHONPATH,
     which mean the current folder, are removed.
@@ -104,7 +104,7 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 @contextlib.contextmanager
 def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables of `environment` in this process for the block, for libraries that start child processes."""
+    """Set the variables of `environment` in `os.environ` for the block, for libraries that start processes."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -118,7 +118,7 @@ def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_pdeathsig(command: Sequence[str]) -> list[str]:
-    """Return `command` wrapped so that the kernel kills it when this process ends.
+    """Return a Python command line that runs `command` so that the kernel kills it when this process ends.
 
     Start it in this process's main thread, with a `python_environment`.
     """
@@ -128,19 +128,19 @@ def with_pdeathsig(command: Sequence[str]) -> list[str]:
 
 
 def exec_with_pdeathsig() -> None:
-    """Replace this process, started by `with_pdeathsig`, by the command in `sys.argv[2:]`; `sys.argv[1]` is the parent's id."""
+    """Replace this process by the command `sys.argv[2:]`, to be killed when its parent, process id `sys.argv[1]`, ends."""
     set_up_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def set_up_child(parent: int) -> None:
-    """Make this process end with its parent process and ignore SIGUSR2, which a cluster sends when a job's time runs out."""
+    """Make the kernel kill this process when its parent, process id `parent`, ends, and ignore SIGUSR2 from a cluster."""
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def describe_exit_code(code: int) -> str:
-    """Return an exit code in words, such as `ended with exit code 1` or `was killed by SIGTERM`."""
+    """Return a process's exit code in words: `ended with exit code 1` or, for a negative one, `was killed by SIGTERM`."""
     if code >= 0:
         return f"ended with exit code {code}"
     hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
@@ -148,7 +148,7 @@ def describe_exit_code(code: int) -> str:
 
 
 class ChildProcess:
-    """A process in its own session: Ctrl-C reaches only its parent, and `kill` reaches everything that it has started.
+    """A child process in its own session, started at once: Ctrl-C does not reach it, and `kill` reaches all its processes.
 
     `command` must end with this process (see `with_pdeathsig`). `output` receives stdout and stderr, which are inherited without
     it.
@@ -168,7 +168,7 @@ class ChildProcess:
         )
 
     def exit_code(self) -> int | None:
-        """Return the exit code, a negative signal number if the process was killed, or None while it runs."""
+        """Return the exit code without waiting: a negative signal number if the process was killed, None while it runs."""
         if self.process.returncode is None:
             # Not reaped yet, so that its id, which is also its session's, cannot be reused before `kill`.
             try:
@@ -179,19 +179,19 @@ class ChildProcess:
         return self.process.returncode
 
     def wait(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the process to end and return its exit code, or None if it still runs."""
+        """Wait up to `seconds` for the process to end; return its exit code (negative if killed), None if it still runs."""
         deadline = time.monotonic() + seconds
         while (code := self.exit_code()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return code
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process, but not to its children."""
+        """Send SIGTERM to the process, unless it has ended, but not to its children; do not wait."""
         if self.exit_code() is None:
             os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the process and everything in its session, and wait up to `KILL_TIMEOUT` seconds for it."""
+        """Kill the process and everything in its session by SIGKILL, and wait up to `KILL_TIMEOUT` seconds for its end."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -200,7 +200,7 @@ class ChildProcess:
 
 
 class WorkerDied(Exception):
-    """The error that `worker` ended before its work was done; the message describes its exit."""
+    """Error that the process of `worker` ended before its work was done; the message describes its exit code."""
 
     def __init__(self, worker: "Worker", description: str) -> None:
         super().__init__(description)
@@ -208,9 +208,10 @@ class WorkerDied(Exception):
 
 
 class Worker(ChildProcess):
-    """A new Python interpreter that calls `work(item)` for each item sent to it; `work`, items and results must pickle.
+    """A child process, a new Python interpreter, that calls `work(item)` for each item sent to it and sends back results.
 
-    Not a fork, which threads of tokenizers or torch do not survive, and without importing the caller's `__main__`.
+    `work`, items and results must pickle. Not a fork, which threads of tokenizers or torch do not survive, and without importing
+    the caller's `__main__`.
     """
 
     def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | None = None) -> None:
@@ -227,7 +228,7 @@ class Worker(ChildProcess):
         child_connection.close()  # so that the connection closes when the process ends
 
     def send(self, item: Any) -> None:
-        """Send the worker one more item. Raises WorkerDied if it has ended."""
+        """Send one more item to the worker, without waiting for its result; WorkerDied if the process has ended."""
         try:
             if self._work is not None:
                 self.connection.send_bytes(self._work)
@@ -237,7 +238,7 @@ class Worker(ChildProcess):
             raise self._describe_end() from None
 
     def results(self, deadline: float | None = None) -> Iterator[Any]:
-        """Yield the result of `work` for the next item or, if `work` is a generator, each value it yields, on demand.
+        """Yield the result of `work` for one sent item, or each value of a generator as it arrives.
 
         Raises the exception of `work`, WorkerDied if the process ends first, TimeoutError at `deadline` (`time.monotonic`).
         """
@@ -260,7 +261,7 @@ class Worker(ChildProcess):
         return WorkerDied(self, "closed its connection" if code is None else describe_exit_code(code))
 
     def kill(self) -> None:
-        """Kill the worker and everything that it has started, and close the connection."""
+        """Kill the worker process and everything that it has started, and close the connection to it."""
         super().kill()
         self.connection.close()
 
@@ -275,7 +276,7 @@ class _Pool:
         self._work, self._count = work, count
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `work(item)` for each item in order, or each value that it yields if it is a generator; must be exhausted.
+        """Yield, in the order of `items`, `work(item)` or each value of it if it is a generator; must be exhausted.
 
         At most two items per worker are in flight. An exception of `work` is raised at its position in the order.
         """
@@ -289,7 +290,10 @@ class _Pool:
 
 
 class ProcessPool(_Pool):
-    """A pool of `count` processes that run `work(item)`; both must pickle. A generator runs only as its values are consumed."""
+    """Context manager of `count` worker processes, whose `map` runs `work(item)` on them; `work` and items must pickle.
+
+    A generator waits when the pipe is full.
+    """
 
     def __enter__(self) -> Self:
         environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core per worker
@@ -297,7 +301,7 @@ class ProcessPool(_Pool):
         return self
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield results as `_Pool.map` does. Raises InputError, naming the worker, if a worker dies."""
+        """Yield, in order, `work(item)` or each value of it if it is a generator; InputError if a worker process dies."""
         try:
             yield from super().map(items)
         except WorkerDied as error:
@@ -316,7 +320,7 @@ class ProcessPool(_Pool):
 
 
 class ThreadPool(_Pool):
-    """A pool of `count` threads that run `work(item)`, for work that mostly releases the GIL.
+    """Context manager of `count` threads, whose `map` runs `work(item)` on them, for work that mostly releases the GIL.
 
     All results of an item are in memory together.
     """
@@ -338,7 +342,10 @@ class ThreadPool(_Pool):
 
 
 def serve_worker() -> None:
-    """Run a worker's main loop; `sys.argv` holds the parent's process id and the file descriptor of the connection."""
+    """Run the main loop of a worker process: receive `work` and then items from the parent, and send back each result.
+
+    `sys.argv` holds the parent's process id and the file descriptor of the connection.
+    """
     set_up_child(int(sys.argv[1]))
     silence_libraries()
     connection, messages = Connection(int(sys.argv[2])), SimpleQueue()

@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_without_restart(code: int) -> None:
-    """Make workers that this torchrun restarts on this node exit at once with `code` (see `exit_if_restart_forbidden`).
+    """Write `code` to a file, so that workers that torchrun restarts on this node exit at once; do not exit this process.
 
     With `--max-restarts`, torchrun would restart a run that was asked to stop, because its exit code is not 0. Needs torchrun and
     its log folder. The file named by EXIT_CODE_FILE, if any, gets the code as well.
@@ -27,7 +27,10 @@ def exit_without_restart(code: int) -> None:
 
 
 def exit_if_restart_forbidden() -> None:
-    """Exit with the code that an earlier worker gave to `exit_without_restart`, if any; call it first in a program."""
+    """Exit with the code that an earlier worker passed to `exit_without_restart`; do nothing if there is none.
+
+    Call it first in a program.
+    """
     file = _exit_code_file()
     if file and file.exists():
         with contextlib.suppress(OSError, ValueError):
@@ -35,7 +38,7 @@ def exit_if_restart_forbidden() -> None:
 
 
 def is_torchrun_worker() -> bool:
-    """Return whether this process is a worker of torchrun."""
+    """Return whether this process was started by torchrun as a worker (TORCHELASTIC_RUN_ID is set)."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -51,17 +54,16 @@ def _exit_code_file() -> Path | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent process, with id `parent`, ends."""
+    """Make the kernel kill this process when its parent, process id `parent`, ends; exit at once if it has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the prctl call
         os._exit(1)
 
 
 def die_with_launcher() -> None:
-    """Make the kernel kill this worker when torchrun dies; without torchrun do nothing.
+    """Make the kernel kill this worker when torchrun dies; exit if torchrun is dead already, do nothing without torchrun.
 
-    Workers lead their own sessions and would otherwise keep writing. Exits if torchrun is dead already, unless a Python program
-    has adopted the worker.
+    Workers lead their own sessions and would otherwise keep writing. A worker that a Python program has adopted does not exit.
     """
     if is_torchrun_worker():
         die_with_parent(os.getppid())

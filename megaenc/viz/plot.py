@@ -42,7 +42,7 @@ _LETTER = 0.0125  # width of a letter, as a share of the panel's width
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Options of `megaenc plot`."""
+    """Options of `megaenc plot`: run directories, image file to write, and quantity on the x axis."""
 
     run: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]
     """run directories (--save of pretraining runs); with several, their held-out losses are plotted together"""
@@ -54,7 +54,7 @@ class PlotConfig:
 
 @dataclass(frozen=True)
 class PlottedPhase:
-    """One objective's part of a section of a run, for plotting."""
+    """One objective's part of a section of a run, to plot: x range, logged x and losses, share of the steps, height."""
 
     objective: str
     start: float
@@ -71,7 +71,7 @@ class PlottedPhase:
 
     @property
     def smoothed(self) -> np.ndarray:
-        """Return the loss smoothed over a window of a twentieth of the phase, float64[R]; the window shrinks at both ends."""
+        """Return the moving average of `loss`, float64[R], over a 20th of the logged steps; shorter at both ends."""
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
         at = np.arange(len(self.loss))
@@ -81,7 +81,7 @@ class PlottedPhase:
 
 
 def split_phases(steps: list[Row], against: Against = "step", start_progress: Row | None = None) -> list[PlottedPhase]:
-    """Split the logged steps of a run into sections and return a PlottedPhase for each objective of each section.
+    """Return a PlottedPhase for each objective of each section of a run, from the rows of metrics.jsonl in `steps`.
 
     Neighbouring phases shorter than a fiftieth of the steps, as in an alternation, form one section. `start_progress`: progress
     before the first step, if not 0.
@@ -117,7 +117,7 @@ def split_phases(steps: list[Row], against: Against = "step", start_progress: Ro
 def draw_run(
     steps: list[Row], validation_rows: list[Row], title: str, against: Against = "step", start_progress: Row | None = None
 ) -> Any:
-    """Draw a run's losses and learning rate and return the matplotlib Figure.
+    """Return a matplotlib Figure of one run: training loss by phase and held-out losses above the learning rate.
 
     `steps` and `validation_rows`: rows of metrics.jsonl and validation.jsonl; `start_progress`: see split_phases.
     """
@@ -182,7 +182,7 @@ def draw_run(
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
-    """Return the runs by the shortest path endings that are distinct. Raises InputError for a run that is given twice."""
+    """Return the run paths by name: the shortest path endings that differ. InputError if a run is given twice."""
     paths = [Path(run).resolve() for run in runs]
     for at, path in enumerate(paths):
         if path in paths[:at]:
@@ -196,7 +196,7 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
 
 @without_math_text
 def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple[Any, str]:
-    """Draw the held-out losses of several runs, a panel per objective; return the matplotlib Figure and a one-line description.
+    """Return (matplotlib Figure, one-line text) of several runs' held-out losses, a panel per objective common to all.
 
     `curves`: held-out curves by run name. Raises InputError if no objective is common to all runs.
     """
@@ -237,7 +237,7 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
 
 
 def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
-    """Write the plot of one run directory, or of several, to `output` and return a one-line description. Raises InputError."""
+    """Draw one run, or the held-out losses of several, to the image file `output`; return a line that describes it."""
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
@@ -267,7 +267,7 @@ def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc plot`."""
+    """Run `megaenc plot`: draw the losses of the given runs to the image file --output, and print a one-line description."""
     silence_libraries()
     config = flags.parse(PlotConfig, argv, prog="megaenc plot", description=__doc__)
     summary = write_plot(config.run, config.output, config.against)

@@ -20,9 +20,9 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
-    """Read the rows of metrics.jsonl, checking that they also have the fields `more`. Raises InputError.
+    """Return the checked rows of `run`/metrics.jsonl, which must also have the fields `more`. InputError if invalid.
 
-    `required`: whether the file must exist and have a row.
+    `required`: whether the file must exist and have a row; otherwise the result may be empty.
     """
     path = Path(run) / METRICS_FILE
     rows = _read_rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
@@ -34,12 +34,12 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
 
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
-    """Read the rows of validation.jsonl (empty without the file), checking that they also have `more`. Raises InputError."""
+    """Return the checked rows of `run`/validation.jsonl, also with fields `more`; [] without it. InputError if invalid."""
     return _read_rows(Path(run) / VALIDATION_FILE, ("objectives", *more)) or []
 
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
-    """Read the rows of validation.jsonl that have results under an objective. Raises InputError if there are none."""
+    """Return the rows of `run`/validation.jsonl that have a result under an objective. InputError if there is none."""
     validations = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validations:
         raise InputError(f"{run}: contains no validation, expected a run with held-out text (--eval-interval, --split)")
@@ -47,7 +47,7 @@ def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
 
 
 def read_run_json(run: str | Path) -> dict[str, Any]:
-    """Read run.json, with objects `start` and `identity` (empty by default). Raises InputError for an invalid file."""
+    """Return `run`/run.json as a dict, `start` and `identity` {} by default. InputError for a missing or invalid file."""
     path = Path(run) / RUN_FILE
     facts = read_json_object(path, _EXPECTED)
     for name in ("start", "identity"):
@@ -61,13 +61,13 @@ def read_run_json(run: str | Path) -> dict[str, Any]:
 
 
 def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
-    """Read `parameters` and `train_iters` from run.json. Raises InputError for an invalid file."""
+    """Return {"parameters", "train_iters"}: model size and planned steps, from `run`/run.json. InputError if invalid."""
     path, facts = Path(run) / RUN_FILE, read_run_json(run)
     return {name: _check_field(path, of, name) for name, of in (("parameters", facts), ("train_iters", facts["identity"]))}
 
 
 def read_start_progress(run: str | Path) -> Row:
-    """Read a run's progress (step, tokens, FLOPs) before its first step: its parent's for a branch, else 0. Raises InputError."""
+    """Return step, tokens, predicted_tokens and flops before a run's first step: the parent's for a branch, else 0."""
     path = Path(run) / RUN_FILE
     start = read_run_json(run)["start"] if path.exists() else {}
     if start.get("kind") != "branch":
@@ -80,7 +80,7 @@ HeldOutCurves = dict[str, tuple[list[float], list[float]]]
 
 
 def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCurves:
-    """Return the held-out losses of a run by objective, as lists of the field `against` and of the loss."""
+    """Return by objective the lists (field `against`, held-out loss) of the rows of validation.jsonl with a loss."""
     curves: HeldOutCurves = {}
     for row in validations:
         for objective, result in row["objectives"].items():
@@ -92,7 +92,7 @@ def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCur
 
 
 def training_seconds(steps: list[Row], before: int = 0) -> float:
-    """Return the seconds spent in training steps after step `before`; a step that was not logged counts like the next one."""
+    """Return the seconds in training steps after step `before`; a step that was not logged counts as the next logged one."""
     seconds = 0.0
     for row in steps:
         seconds += row["step_seconds"] * (row["step"] - before)
@@ -143,7 +143,7 @@ def _check_field(place: str | Path, values: dict[str, Any], name: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number (not a boolean) of at most 1e100 in absolute value."""
+    """Return whether a JSON value is a number (no boolean, NaN or infinity) of at most 1e100 in absolute value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 

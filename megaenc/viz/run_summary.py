@@ -23,7 +23,7 @@ from megaenc.viz.run_metrics import (
 
 @dataclass(frozen=True)
 class RunSummaryConfig:
-    """Options of `megaenc summary`."""
+    """Options of `megaenc summary`: the run directory."""
 
     run: Annotated[str, Positional, arg(metavar="RUN")]
     """run directory (--save of a pretraining run)"""
@@ -31,7 +31,7 @@ class RunSummaryConfig:
 
 @dataclass(frozen=True)
 class HeldOutGain:
-    """Held-out loss and accuracy under one objective, at the first and the last validation of a run."""
+    """Held-out loss and accuracy under one objective at the first and last validation, and the most frequent label's."""
 
     objective: str
     loss: tuple[float, float]
@@ -41,13 +41,13 @@ class HeldOutGain:
 
     @property
     def times_most_frequent(self) -> float:
-        """Return the last accuracy as a multiple of the most frequent label's; infinity if that is 0."""
+        """Return the last accuracy divided by that of always predicting the most frequent label; inf if that is 0."""
         return self.accuracy[1] / self.most_frequent if self.most_frequent else math.inf
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Key numbers of a run."""
+    """Key numbers of a run: last and planned step, parameters, tokens, seconds, branch step, change of held-out losses."""
 
     step: int
     train_iters: int
@@ -66,7 +66,7 @@ class RunSummary:
 
 
 def summarise(run: str | Path) -> RunSummary:
-    """Read the key numbers of a run directory. Raises InputError for invalid files and for a run without a validation."""
+    """Return the RunSummary of a run directory. InputError for invalid files, or a run without a step or a validation."""
     steps, facts, start_progress = read_steps(run), read_model_size_and_steps(run), read_start_progress(run)
     validations = read_held_out_validations(run)
     first, last, newest = validations[0], validations[-1], steps[-1]
@@ -82,7 +82,7 @@ def summarise(run: str | Path) -> RunSummary:
 
 
 def build_table(summary: RunSummary) -> Any:
-    """Build the rich Table of a run's held-out losses and accuracies."""
+    """Return a rich Table of a run's held-out loss and accuracy by objective, at the first and the last validation."""
     from rich import box
     from rich.table import Table
 
@@ -99,7 +99,7 @@ def build_table(summary: RunSummary) -> Any:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc summary`."""
+    """Run `megaenc summary`: print a table of a run's first and last held-out loss and accuracy, its size and its speed."""
     silence_libraries()
     config = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
     summary = summarise(config.run)

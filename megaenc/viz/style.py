@@ -24,12 +24,12 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours, so that
 
 
 def assign_styles(names: list[str]) -> dict[str, tuple[str, str]]:
-    """Return a (colour, marker) pair for each distinct name, assigned in order of appearance."""
+    """Return (colour, marker) by name, assigned in order of first appearance; pairs repeat after 42 names."""
     return dict(zip(dict.fromkeys(names), zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False), strict=False))
 
 
 def without_math_text(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a drawing function so that matplotlib does not parse text with dollar signs as formulas."""
+    """Return `draw` wrapped so that matplotlib shows dollar signs as text instead of parsing formulas."""
 
     @wraps(draw)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -42,21 +42,21 @@ def without_math_text(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def format_count_ticks(axis: Any) -> None:
-    """Format the tick labels of a matplotlib axis as 1.5M."""
+    """Make a matplotlib axis label its ticks as numbers with an SI prefix, such as 1.5M."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
 def format_count(count: float) -> str:
-    """Format a count with an SI prefix: 1500000 as 1.5M."""
+    """Return a count as text with an SI prefix: 1500000 as 1.5M."""
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter(sep="").format_eng(count)
 
 
 def style_axes(*panels: Any) -> None:
-    """Remove the top and right spines of matplotlib axes and add thin horizontal grid lines."""
+    """Remove the top and right spines of matplotlib axes and add thin horizontal grid lines behind the data."""
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)

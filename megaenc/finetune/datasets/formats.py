@@ -183,7 +183,7 @@ class LabelSet:
 
     labels: tuple[str, ...]
     is_indexed: bool
-    """Whether an integer in a row is a label's position instead of its name."""
+    """True if an integer in a row is a label's position instead of its name."""
 
     def index(self, value: Any, location: str) -> int:
         """Return the position of the label `value` of a row, an integer or text. Raises InputError for an unknown label."""

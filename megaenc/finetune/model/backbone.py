@@ -84,7 +84,7 @@ class Backbone(nn.Module):
         self.attention: AttentionDirection = attention
         self.is_packed = False
         self.use_varlen_kernel = True
-        """Whether packed attention on a GPU uses torch's variable-length kernel."""
+        """True if packed attention on a GPU uses torch's variable-length kernel."""
         self.hidden_size: int = model.config.hidden_size
         # Learned positions of models like RoBERTa start after the padding index of their embedding.
         tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
@@ -95,7 +95,7 @@ class Backbone(nn.Module):
         self.sliding_windows: set[int] = set()
         """Sizes of the sliding windows that the layers have passed to packed attention."""
         self.has_wide_window = any(getattr(module, "is_causal", False) for module in model.modules())
-        """Whether a bidirectional window of w spans w tokens to each side instead of w - 1, as in transformers' decoders with
+        """True if a bidirectional window of w spans w tokens to each side instead of w - 1, as in transformers' decoders with
         `is_causal: false`. Encoders pass a window that is one too large."""
         self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
         self._own_attention = model.config._attn_implementation

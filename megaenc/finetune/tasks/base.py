@@ -30,7 +30,7 @@ class Scores(SplitScores):
     scores_i: list[float]
     """The study's metric of each example, in order."""
     metrics_i: dict[str, list[float]]
-    """By name, the values of each example behind the standard metrics."""
+    """Values of each example behind the standard metrics, by metric name."""
 
     @classmethod
     def from_examples(

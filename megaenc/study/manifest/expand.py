@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of directories, stages and results
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """An item of `models`: each combination of its lists is a model; a single value stands for a list of one."""
+    """Item of a manifest's `models`: values or lists of size, steps, mask, seed ...; each combination is a model."""
 
     size: tuple[str, ...] = ()
     """sizes, as named in `sizes`; a continued model has its parent's"""
@@ -64,7 +64,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model of the study: the end of one pretraining run, which may branch off another model's run."""
+    """Model of a study, the end of one pretraining run: name, key, flags, phases, warm-up, decay, parent, checkpoints."""
 
     name: str
     key: ModelKey
@@ -89,16 +89,16 @@ class PlannedModel:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of the run itself, without those of a continued parent."""
+        """Return the number of optimizer steps of the model's run, without those of a parent that it continues."""
         return self.phases[-1].last
 
     @property
     def last_undecayed_step(self) -> int:
-        """Return the last step before the learning rate decays, up to which other runs can share this one."""
+        """Return the last step of the run before its learning rate decays; other runs can share the steps up to it."""
         return self.steps - self.decay
 
     def checkpoint_key(self, step: int) -> ModelKey:
-        """Return the key of the intermediate checkpoint at `step`."""
+        """Return the ModelKey of the run's intermediate checkpoint at `step`: not decayed, its own CLM and MLM steps."""
         on_the_way = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
             return replace(on_the_way, cpt_mlm_steps=step)
@@ -107,12 +107,12 @@ class PlannedModel:
         return replace(on_the_way, clm_steps=clm, mlm_steps=step - clm, mask_ratio=mask)
 
     def phase_shares(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
-        """Return each phase with the share of it, 0 to 1, that the steps after + 1..last train."""
+        """Return (phase, share) for all phases of the run: the share, 0 to 1, of the phase in the steps after + 1..last."""
         lengths = [max(0, min(last, phase.last) - max(after, phase.first - 1)) for phase in self.phases]
         return [(phase, count / (phase.last - phase.first + 1)) for phase, count in zip(self.phases, lengths, strict=True)]
 
     def checkpoint_name(self, step: int) -> str:
-        """Return the name of the intermediate checkpoint at `step`."""
+        """Return the name of the checkpoint at `step`: the model's with `-STEP` at the end, but before `-seedN`."""
         stem, mark, seed = self.name.rpartition("-seed")
         return f"{stem}-{step}-seed{seed}" if mark else f"{self.name}-{step}"
 
@@ -120,7 +120,10 @@ class PlannedModel:
 def expand_models(
     entries: Sequence[ManifestEntry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
 ) -> tuple[PlannedModel, ...]:
-    """Return all models of the manifest's entries, parents before the models that continue them. Raises InputError."""
+    """Return the models of all entries, parents first; the flags in `pretrain` hold for all, those in `sizes` by size.
+
+    Raises InputError for an invalid entry, or a name that two models have.
+    """
     for size in sizes:
         _check_name("sizes", size)
     models: dict[str, PlannedModel] = {}
@@ -305,7 +308,7 @@ def _build_model_name(entry: ManifestEntry, key: ModelKey, rate: float | None) -
 
 
 def expected_length_model(run: PretrainConfig) -> LengthModel:
-    """Return the document lengths assumed without a corpus: two documents in a randomly cut pack, otherwise one.
+    """Return the LengthModel assumed without a corpus: two documents a pack with random-length packing, otherwise one.
 
     This overestimates the attention FLOPs by some percent at most.
     """
@@ -340,6 +343,6 @@ def _count_clm_steps(phase: PhaseWork) -> float:
 
 
 def format_suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown `name`: the nearest of the `known` names, or all."""
+    """Return `, did you mean X?` with the known name nearest to `name`, or `, expected one of ...` if none is near."""
     near = closest_match(name, known)
     return f", did you mean {near}?" if near else f", expected one of {', '.join(known)}"

@@ -21,7 +21,7 @@ _PARAMETER_COUNT = re.compile(r"\d+(\.\d+)?[kmb]")  # sizes given as a number of
 
 @dataclass(frozen=True, order=True)
 class ModelKey:
-    """A model or an intermediate checkpoint of one. Steps are optimizer steps of pretraining."""
+    """Identity of a model or intermediate checkpoint: size, CLM and MLM steps, mask ratio, decayed, schedule, seed."""
 
     size: str
     """"210M", "610M", "1B", or a name of the manifest's `sizes`"""
@@ -45,17 +45,17 @@ class ModelKey:
 
     @property
     def steps(self) -> int:
-        """Return the total number of optimizer steps behind the weights."""
+        """Return the number of optimizer steps behind the weights: CLM, MLM, and MLM after a decayed end."""
         return self.clm_steps + self.mlm_steps + self.cpt_mlm_steps
 
     @property
     def clm_share(self) -> float:
-        """Return the share of CLM steps in the first run, 0 to 1."""
+        """Return clm_steps / (clm_steps + mlm_steps), 0 to 1; 0.0 if both are 0. MLM after a decayed end is not counted."""
         return self.clm_steps / first if (first := self.clm_steps + self.mlm_steps) else 0.0
 
 
 def format_model_name(key: ModelKey) -> str:
-    """Return the name that the study's artifacts have for `key`, as `610m-clm-10k-mlm40-42k`.
+    """Return the name of the study's artifacts for `key`: size, phases with their end steps, seed: `610m-clm-10k-mlm40-42k`.
 
     Raises ValueError for MLM without a mask ratio, and for an intermediate checkpoint behind the end of its run.
     """
@@ -84,7 +84,7 @@ def format_model_name(key: ModelKey) -> str:
 
 
 def parse_model_name(name: str) -> ModelKey | None:
-    """Return the key that a name stands for, or None if it follows no scheme; inverse of `format_model_name`."""
+    """Return the ModelKey of a name by `format_model_name`, such as `610m-mlm40-42k`; None for any other name."""
     if not (match := _NAME.fullmatch(name)):
         return None
     size, phases, step, seed = match.groups()

@@ -22,7 +22,7 @@ RESERVED_FLAGS = {
 
 
 def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
-    """Raise InputError for an unknown, mistyped or reserved flag; `source` names the place in the manifest."""
+    """Raise InputError, naming `source`, for an unknown flag, a wrong value, or a flag that the study sets itself."""
     for name in flag_values:
         if name in RESERVED_FLAGS:
             raise InputError(f"{source}: field `{name}`: found here, expected nowhere: the study sets it")
@@ -30,7 +30,7 @@ def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
 
 
 def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
-    """Return the configuration of `megaenc pretrain` with `flag_values` over the preset of their `model`. Raises InputError.
+    """Return the PretrainConfig of `flag_values` over the preset of their `model`; InputError, naming `source`, if invalid.
 
     bf16 is on by default, as if the processor supported it: detecting that takes torch, and the run may be on another machine.
     """
@@ -41,7 +41,7 @@ def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -
 
 
 def check_run_config(run: PretrainConfig) -> None:
-    """Raise InputError, naming the flag, for an impossible model shape, batch or sequence length."""
+    """Raise InputError for an impossible model shape, batch, vocabulary or sequence length (random-length: two chunks)."""
     run.shape.check()
     values = flags.flatten(run)
     for name in ("seq_length", "global_batch_size", "micro_batch_size", "vocab_size"):
@@ -52,7 +52,7 @@ def check_run_config(run: PretrainConfig) -> None:
 
 
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
-    """Return `flag_values` with the paths of the corpora and of a tokenizer directory relative to `data_dir`."""
+    """Return `flag_values` with `data_dir` before the paths in data_path, and before tokenizer if it exists there."""
     resolved = {str(name): value for name, value in flag_values.items()}
     if words := resolved.get("data_path"):
         words = [words] if isinstance(words, str) else words
@@ -63,7 +63,7 @@ def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[s
 
 
 def warmup_and_decay_steps(optimizer: OptimizerConfig, total: int) -> tuple[int, int]:
-    """Return the numbers of warm-up and decay steps in a run of `total` steps. Raises InputError if they do not fit."""
+    """Return (warm-up, decay) steps of a run of `total` steps. InputError if the two exceed it, or decay is below 1."""
     warmup = resolve_steps("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total)
     decay = resolve_steps("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total)
     if decay < 1:
@@ -76,7 +76,7 @@ def warmup_and_decay_steps(optimizer: OptimizerConfig, total: int) -> tuple[int,
 
 @contextlib.contextmanager
 def prefix_errors(place: str) -> Iterator[None]:
-    """Prefix the message of an InputError raised inside with `place`, the location in the manifest."""
+    """Put `PLACE: `, the location in the manifest, before the message of an InputError raised inside the context."""
     try:
         yield
     except InputError as error:

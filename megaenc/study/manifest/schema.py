@@ -28,7 +28,7 @@ _COMMAND_LINE_ONLY = {"config", "model", "output", *flags.flatten(GridConfig().l
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """Text to pretrain on, if the study builds its own corpus and tokenizer."""
+    """Manifest's `corpus`: text files or demo to build the corpus from (none: it is not built), and the vocabulary size."""
 
     demo: bool = False
     """build the demo corpus from packages installed here"""
@@ -39,13 +39,13 @@ class CorpusEntry:
 
     @property
     def is_built_by_study(self) -> bool:
-        """Return whether the study builds tokenizer and corpus."""
+        """Return whether the study builds its own tokenizer and corpus: `demo` is set or `text` is not empty."""
         return self.demo or bool(self.text)
 
 
 @dataclass(frozen=True)
 class HardwareEntry:
-    """Speed assumptions from which the plan computes hours."""
+    """Manifest's `hardware`: device name, devices a run, tokens per second by size, seconds per fine-tuning run, source."""
 
     device: str = "device"
     """name of a device, for display"""
@@ -61,13 +61,13 @@ class HardwareEntry:
     """origin of these numbers, for display"""
 
     def rate(self, size: str) -> float:
-        """Return the pretraining tokens per second of one device for `size`; 0 if the manifest has none."""
+        """Return the pretraining tokens per second of one device for the model size `size`; 0.0 if the manifest has none."""
         return float(self.tokens_per_second_of.get(size, self.tokens_per_second))
 
 
 @dataclass(frozen=True)
 class ReportedEntry:
-    """Costs that others reported, by group of models, for comparison; 0 or missing if unknown."""
+    """One source's reported pretraining steps and GPU hours by group of models, and fine-tuning runs; 0 if unknown."""
 
     source: str = ""
     """name of the source, for display"""
@@ -81,7 +81,7 @@ class ReportedEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A study's manifest, read and checked."""
+    """Checked content of a manifest: models, corpus, fine-tuning grid, training sets, hardware and reported costs."""
 
     path: Path
     title: str
@@ -100,18 +100,18 @@ class Manifest:
     reported: ReportedEntry
 
     def model_keys(self) -> dict[str, ModelKey]:
-        """Return the key of every evaluated checkpoint by name, in the manifest's order: models, then intermediate ones."""
+        """Return the ModelKey of every evaluated checkpoint by name: ends of models first, then intermediate ones."""
         return {name: setting for name, setting, *_ in self.checkpoints()}
 
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
-        """Yield name, setting, model and step of every evaluated checkpoint: of models first, then those on the way."""
+        """Yield (name, key, model, step) of every evaluated checkpoint: ends of models first, then intermediate ones."""
         yield from ((model.name, model.key, model, model.steps) for model in self.models if model.evaluate)
         for model in self.models:
             for step in model.checkpoints:
                 yield model.checkpoint_name(step), model.checkpoint_key(step), model, step
 
     def vocab_size(self, model: PlannedModel) -> int:
-        """Return the vocabulary size of a model: its flag, or the corpus's."""
+        """Return the vocabulary size of `model`: its flag vocab_size, otherwise that of the manifest's `corpus`."""
         return model.config.shape.vocab_size or self.corpus.vocab_size
 
 
@@ -133,7 +133,7 @@ class _ManifestFile:
 
 
 def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manifest:
-    """Read and check the YAML file `path`; relative data paths start from `data_dir`, by default the file's directory.
+    """Return the Manifest in the YAML file `path`; relative data paths start from `data_dir`, by default its directory.
 
     Raises InputError in one line: file, field, found, expected, and the nearest known key.
     """
@@ -203,7 +203,7 @@ class _UniqueKeys(flags.YamlLoader):
     """YAML loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Return the mapping of a YAML node. Raises ConstructorError for a duplicate key."""
+        """Return a YAML mapping node as a dict; ConstructorError for a key given twice. `deep`: build values at once."""
         keys = set()
         for key in (self.construct_object(key, deep=True) for key, _ in node.value):
             if isinstance(key, Hashable) and key in keys:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyScope:
-    """Models, sizes, grid and data sets of a manifest; empty without one, so that reports use the results on disk."""
+    """Evaluated models by name, sizes, rates and seeds, and data sets that a manifest asks for; empty without a manifest."""
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)
     """evaluated checkpoints by name, in the manifest's order"""
@@ -32,7 +32,7 @@ EMPTY_SCOPE = StudyScope()
 
 
 def build_scope(manifest: "Manifest") -> StudyScope:
-    """Return the scope that `manifest` defines."""
+    """Return the StudyScope of `manifest`: evaluated checkpoints, sizes by parameter count, rates and seeds, data sets."""
     counts: dict[str, int] = {}
     for model in manifest.models:
         counts.setdefault(model.key.size, model.config.shape.parameter_count(manifest.vocab_size(model)))

@@ -28,7 +28,7 @@ _PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Flags of `megaenc study plan`."""
+    """Flags of `megaenc study plan`: the manifest, the directory of its data, and a picture file for the graph of runs."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""
@@ -39,7 +39,7 @@ class PlanConfig:
 
 
 def format_plan(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
-    """Yield the plan as lines of text: the tree of runs, then the cost."""
+    """Yield the plan's lines: tree of runs, pretraining and fine-tuning costs, disk space, critical path if known."""
     manifest = graph.manifest
     yield f"{manifest.title or manifest.path}: {_format_counts(graph)}"
     for part in (format_tree(graph), _format_pretraining(graph, cost), _format_finetuning(graph, cost) if graph.grids else ()):
@@ -161,7 +161,7 @@ def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T",
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc study plan`."""
+    """Run `megaenc study plan`: print a manifest's runs and their cost, and draw the runs to the file --picture if given."""
     silence_libraries()
     settings = flags.parse(PlanConfig, argv, prog="megaenc study plan", description=__doc__)
     output = Path(settings.picture) if settings.picture else None

@@ -22,7 +22,7 @@ RESULT_BYTES = 272_000
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Cost of a number of training steps."""
+    """Cost of some training steps: their number, tokens, FLOPs, and device hours (None if the throughput is unknown)."""
 
     steps: int = 0
     tokens: int = 0
@@ -38,7 +38,7 @@ class TrainingCost:
 
 
 class StageChain(NamedTuple):
-    """Stages of which each waits for the one before, with the hours until the last ends (None if unknown)."""
+    """Ids of stages of which each waits for the one before, and the hours until the last ends (None if unknown)."""
 
     hours: float | None
     stages: tuple[str, ...]
@@ -46,7 +46,7 @@ class StageChain(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyCost:
-    """Cost of a study."""
+    """Cost of a study: pretraining with and without shared prefixes, fine-tuning runs and hours, bytes, critical paths."""
 
     groups: dict[str, tuple[TrainingCost, TrainingCost]]
     """Pretraining cost by group of models, with and without shared prefixes. Without them, each model trains from its own first
@@ -67,7 +67,7 @@ class StudyCost:
 
 
 def compute_study_cost(graph: "StageGraph") -> StudyCost:
-    """Return the cost of all stages of `graph`."""
+    """Return the StudyCost of `graph`: pretraining by group, fine-tuning, bytes on disk by kind, and the critical paths."""
     groups = {model.group: (TrainingCost(), TrainingCost()) for model in graph.manifest.models}
     for run in graph.runs.values():
         shared, unshared = groups[run.model.group]
@@ -88,7 +88,7 @@ def compute_study_cost(graph: "StageGraph") -> StudyCost:
 
 
 def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, last: int) -> TrainingCost:
-    """Return the cost of the steps after + 1..last of a model's run."""
+    """Return the TrainingCost of steps after + 1..last of a model's run; device hours None without tokens per second."""
     config, tokens_per_second = model.config, manifest.hardware.rate(model.key.size)
     packs, vocab_size = config.global_batch_size, manifest.vocab_size(model)
     parts = ((share, *part) for phase, share in model.phase_shares(after, last) for part in phase.parts)
@@ -139,7 +139,7 @@ def _find_longest_chain(graph: "StageGraph", wait_for_end: bool) -> StageChain:
 
 
 def explain_steps(graph: "StageGraph") -> dict[str, str]:
-    """Return for each group of models a sentence on how its steps add up and compare with the reported number."""
+    """Return, by group of models, a sentence: its steps by start of the runs, and the difference to the reported number."""
     groups = dict.fromkeys(model.group for model in graph.manifest.models)
     return {group: _explain_group(graph, group) for group in groups}
 

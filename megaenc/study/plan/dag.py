@@ -29,7 +29,7 @@ PlannedStart = tuple[Literal["new", "branch", "weights"], str, int]
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Stages of a study by name; each kind is in topological order."""
+    """Stages of a study: its manifest, corpus stage or None, and by name, parents first, its runs, exports and grids."""
 
     manifest: Manifest
     corpus: CorpusStage | None
@@ -39,7 +39,7 @@ class StageGraph:
 
     @property
     def stages(self) -> dict[str, StageRunner]:
-        """Return all stages by id, each after the stages that it needs."""
+        """Return all stages by id, such as `pretrain/NAME`, each after the stages that it needs."""
         corpus = [self.corpus] if self.corpus else []
         return {stage.id: stage for stage in (*corpus, *self.runs.values(), *self.exports.values(), *self.grids.values())}
 
@@ -52,7 +52,7 @@ def build_graph(
     grid_jobs: int = 1,
     data_flags: Mapping[str, Any] | None = None,
 ) -> StageGraph:
-    """Return the stages of a study: which run branches where, which checkpoints are kept, exported and fine-tuned.
+    """Return the StageGraph of `manifest`, in which runs with the same first steps branch off one that trains them.
 
     `study` is the study directory: its existing runs keep their start, and others branch off them at checkpoints that exist.
     `processes` per pretraining run (0: the manifest's devices). `grid_jobs`: fine-tuning runs in parallel per grid (0: as many as
@@ -198,7 +198,7 @@ def _find_branch_step(run: Path, step: int) -> int:
 
 
 def count_shared_steps(model: PlannedModel, other: PlannedModel) -> int:
-    """Return the number of undecayed first steps that two models with equal flags, warm-up and start have in common.
+    """Return the number of first, undecayed steps with the same objectives in two models of equal flags and warm-up.
 
     A phase within which an option changes is shared as a whole or not at all.
     """

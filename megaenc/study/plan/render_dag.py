@@ -17,7 +17,7 @@ _CLM_COLOUR, _MLM_COLOUR = "#0072B2", "#D55E00"
 
 @dataclass(frozen=True)
 class DagRow:
-    """A run and its position: below the run that it branches off, to the right of the branch step."""
+    """Row of a drawing: a run, the steps before its own step 0, the index of its parent's row, and tree lines."""
 
     run: PretrainStage
     offset: int = 0
@@ -31,17 +31,17 @@ class DagRow:
 
     @property
     def start(self) -> int:
-        """Return the step, on the common axis, after which it trains itself."""
+        """Return the x position where the run's own steps begin: its offset plus the step at which it branches."""
         return self.offset + self.run.branch_step
 
     @property
     def end(self) -> int:
-        """Return its last step on the common axis."""
+        """Return the x position of the run's last step: its offset plus the number of steps of its model."""
         return self.offset + self.run.model.steps
 
 
 def layout_rows(graph: StageGraph) -> list[DagRow]:
-    """Return a row for every run; children follow their parent, the latest branch first, so that no line crosses a bar."""
+    """Return a DagRow for every run in drawing order: children below their parent, the latest branch first."""
     children: dict[str, list[PretrainStage]] = defaultdict(list)
     for run in graph.runs.values():
         children[run.parent].append(run)
@@ -58,7 +58,7 @@ def layout_rows(graph: StageGraph) -> list[DagRow]:
 
 
 def format_tree(graph: StageGraph) -> Iterator[str]:
-    """Yield the runs as lines of a tree: name, start, number of own steps, phases, evaluated checkpoints."""
+    """Yield a tree of runs as lines, by size: name, start, own steps, phases, steps of intermediate checkpoints."""
     rows = layout_rows(graph)
     on_the_way: dict[str, list[int]] = defaultdict(list)
     for export in graph.exports.values():
@@ -88,7 +88,7 @@ def _format_phases(run: PretrainStage) -> str:
 
 
 def format_phase(phase: PhaseWork) -> str:
-    """Return the label of a phase: `CLM`, `MLM 40 %`, or its text in the schedule."""
+    """Return the label of a phase: `CLM`, `MLM 40 %` or `MNTP 40 %`, otherwise its text in the schedule."""
     name, (work, _) = phase.text.partition("(")[0], phase.parts[0]
     if name in ("mlm", "mntp") and not re.search(",|->", phase.text):
         return f"{name.upper()} {100 * work.predicted / work.tokens:g} %"
@@ -97,7 +97,7 @@ def format_phase(phase: PhaseWork) -> str:
 
 @without_math_text
 def draw_graph(graph: StageGraph, title: str) -> Any:
-    """Return a matplotlib Figure with a bar per run over its own steps; the height is the learning rate."""
+    """Return a matplotlib Figure: a bar per run over its own steps, coloured by phase, as high as the learning rate."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

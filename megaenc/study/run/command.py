@@ -37,7 +37,7 @@ from megaenc.study.run.stage import CorpusStage, StageRunner, check_stages, fini
 
 @dataclass(frozen=True)
 class StudyRunConfig:
-    """Flags of `megaenc study run`."""
+    """Flags of `megaenc study run`: manifest, study directory, data, parallel stages, stages to run, dry run, Slurm."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""
@@ -62,7 +62,7 @@ class StudyRunConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc study run`; exit with code 1 if a stage failed."""
+    """Run `megaenc study run`: execute, submit (--slurm) or list (--dry-run) the stages left to do; exit 1 on failure."""
     silence_libraries()
     settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
     study, cluster = resolve_study_dir(settings.output, "run"), settings.slurm
@@ -175,7 +175,7 @@ def _run_locally(stages: Sequence[StageRunner], study: Path, settings: StudyRunC
 def print_summary(
     stages: Sequence[StageRunner], study: Path, failed: Mapping[str, str], seconds: float, settings: StudyRunConfig
 ) -> None:
-    """Print failures and the next command. Exits with code 1 if a stage failed or could not run."""
+    """Print the failures (`failed`: reasons by id), the counts and the next command; exit with 1 unless all are done."""
     done = finished_stages(stages).difference(failed)
     for stage in stages:
         if isinstance(stage, FinetuneStage) and stage.is_done() and (count := stage.count_failed_runs()):
@@ -193,7 +193,7 @@ def print_summary(
 
 
 def resolve_study_dir(output: str, command: str) -> Path:
-    """Return the study directory as an absolute path, which other machines need. Raises InputError for a file or no path."""
+    """Return `output`, the study directory, as absolute path; InputError, with `command` for --help, if empty or a file."""
     if not output:
         raise InputError(f"--output: missing, expected the study directory; see megaenc study {command} --help")
     study = Path(output).absolute()
@@ -207,7 +207,7 @@ def resolve_study_dir(output: str, command: str) -> Path:
 
 
 def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
-    """Return the stages that `only` names with all that they need; all if empty. Raises InputError for an unknown name."""
+    """Return the stages whose id or name matches a pattern in `only` (all if empty) and those they need; else InputError."""
     ids: list[str] = [] if only else list(stages)
     names = {id: id.rpartition("/")[2] for id in stages}
     for pattern in only:
@@ -222,7 +222,7 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
 
 
 def device_slots(jobs: int) -> list[str]:
-    """Return a slot for each of `jobs` processes: the device that it sees, or "" without GPUs; 0: one per device or core."""
+    """Return the GPU ("" without GPUs) of each of `jobs` parallel processes; 0: one per GPU, or per core without GPUs."""
     devices = select_visible_devices(len(accelerator_names()))[1]
     count = jobs or len(devices) or usable_core_count()
     return [devices[number % len(devices)] if devices else "" for number in range(count)]

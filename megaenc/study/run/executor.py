@@ -57,12 +57,12 @@ class _StudyDisplay(ProgressLine):
             super().__exit__(*error)
 
     def print_line(self, text: str) -> None:
-        """Print a line above the rows."""
+        """Print `text` as a line above the progress rows; ignore a closed standard output."""
         with _ignore_closed_output():
             super().print_line(text)
 
     def update(self, *done: Any, **more: Any) -> None:
-        """Redraw the rows."""
+        """Redraw the progress rows by ProgressLine.update(*done, **more); ignore a closed standard output."""
         with _ignore_closed_output():
             super().update(*done, **more)
 
@@ -78,12 +78,12 @@ def _ignore_closed_output() -> Iterator[None]:
 
 
 def format_progress(done: float, total: float, unit: str) -> str:
-    """Return a text such as `120 of 300 steps`."""
+    """Return `DONE of TOTAL UNIT`, rounded to whole numbers, such as `120 of 300 steps`."""
     return f"{done:,.0f} of {total:,.0f} {unit}"
 
 
 def execute_stages(stages: Sequence[StageRunner], study: Path, slots: Sequence[str], *, max_attempts: int = 2) -> dict[str, str]:
-    """Run `stages`, each once the stages that it needs are done; return the reasons of failures by id. Writes study.json.
+    """Run `stages` in `slots`, each after those that it needs, and write study.json; return reasons of failures by id.
 
     A slot holds one process: the device that the process sees, or "". Of the stages that are ready, the one with the longest
     remaining chain starts first. A crash is retried, up to `max_attempts` attempts. No child process outlives this call; children
@@ -133,11 +133,11 @@ class _Executor:
         self._attempt_counts: dict[str, int] = defaultdict(int)
 
     def ready_stages(self) -> list[StageRunner]:
-        """Return the waiting stages whose needed stages are done; those that are not among `stages` count as done."""
+        """Return the waiting stages whose needed stages are done; needed stages outside this execution count as done."""
         return [stage for stage in self.waiting.values() if self.finished.issuperset(self.stage_ids.intersection(stage.needs))]
 
     def start_ready_stages(self) -> None:
-        """Start the ready stages that have enough free slots."""
+        """Start ready stages while slots are free; skip locked ones, and record those found done or, if stale, failed."""
         for stage in self.ready_stages():
             slots = _pick_slots(self.free_slots, stage.processes)
             if len(slots) < stage.processes:
@@ -179,7 +179,7 @@ class _Executor:
         self.running[stage.id] = _RunningStage(stage, command, child, slots, lock, done / total if total else 0.0)
 
     def handle_exit(self, running: _RunningStage, code: int) -> None:
-        """Log the outcome of a command that ended with exit code `code`; start the next command, or queue a retry."""
+        """Log a command's exit `code`; start the stage's next command, or record it as done, failed or to be retried."""
         stage = running.stage
         seconds, log = time.monotonic() - running.start_time, stage_log.log_path(self.study, stage.id)
         recorded_code = stage_log.pop_exit_code(log)
@@ -212,7 +212,7 @@ class _Executor:
         self._fail(stage, f"{reason} ({log})")
 
     def update_display(self) -> None:
-        """Redraw the progress of the running stages and of the study."""
+        """Redraw the rows of the running stages, and the study's row with finished stages and time left."""
         share, rows, parts = float(len(self.finished)), {}, []
         for id, running in self.running.items():
             done, total = running.stage.progress()
@@ -229,7 +229,7 @@ class _Executor:
         self.display.update(share, description="  ".join(filter(None, [words, tail, *parts])), rows=summary | rows)
 
     def stop(self) -> None:
-        """Terminate the running stages, wait until they have saved, then kill the remaining ones."""
+        """Send SIGTERM to all running stages, wait up to 300 s for them to save, kill the rest, and log them as stopped."""
         if not self.running:
             return
         for running in self.running.values():
@@ -257,7 +257,7 @@ def _pick_slots(slots: Sequence[str], count: int) -> list[str]:
 
 
 def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
-    """Return the environment of a process in `slots`: its devices, 1 / `slot_count` of the cores, and this package."""
+    """Return os.environ for a stage's process: GPUs of `slots`, 1 / `slot_count` of the cores, this package's path."""
     devices = {select_visible_devices(0)[0]: ",".join(dict.fromkeys(slots))} if slots[0] else {}
     return {
         "OMP_NUM_THREADS": str(max(1, usable_core_count() // slot_count)),
@@ -269,7 +269,7 @@ def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
 
 
 def with_dependencies(stages: Mapping[str, StageRunner], ids: Iterable[str]) -> list[StageRunner]:
-    """Return the stages with these ids and all that they need, in the order of `stages`."""
+    """Return the stages with these ids and all that they need, directly or not, in the order of the mapping `stages`."""
     selected = set(ids)
     for id, stage in reversed(stages.items()):
         selected.update(stage.needs if id in selected else ())

@@ -23,7 +23,7 @@ from megaenc.study.run.stage import StageRunner, StaleArtifactError, format_flag
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """A data set to fine-tune on, and those to evaluate on afterwards: several in retrieval."""
+    """Data set to fine-tune on, its task family, and the data sets to evaluate on afterwards (several in retrieval)."""
 
     train_on: str
     family: str
@@ -32,7 +32,7 @@ class TrainingSet:
 
 
 def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, ...]:
-    """Return the sets that a grid trains each model on. Raises InputError for an unknown data set."""
+    """Return a TrainingSet for each set that `grid` trains on. InputError for an unknown data set or an impossible name."""
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in grid.datasets:
         name, family, train_on = _parse_dataset(dataset, grid, data_dir)
@@ -45,7 +45,7 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
 
 
 def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
-    """Return a data set as `megaenc finetune grid` takes it, with its path relative to `data_dir`."""
+    """Return `dataset`, a known name, PATH or NAME=PATH, with PATH put under `data_dir`; a known name is unchanged."""
     if parse_dataset_name(dataset)[1] is None:
         return dataset
     name, equals, path = dataset.partition("=")
@@ -53,7 +53,7 @@ def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
 
 
 def dataset_result_name(dataset: str) -> str:
-    """Return the name in results of a data set as `megaenc finetune grid` takes it."""
+    """Return the name that results have for `dataset`, a known name, PATH or NAME=PATH (the file's or folder's name)."""
     return parse_dataset_name(dataset)[0]
 
 
@@ -82,14 +82,14 @@ def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str,
 
 @dataclass(frozen=True)
 class LabelledData:
-    """Data sets that every model is fine-tuned on, with the flags that locate them."""
+    """Labelled data sets of a study's grid as text (name, PATH or NAME=PATH), and the flags that locate them."""
 
     datasets: tuple[str, ...]
     flags: DatasetConfig
 
     @cached_property
     def fingerprints(self) -> dict[str, dict[str, str]]:
-        """Return the fingerprints in results by data set name, for the sets that exist locally; read once."""
+        """Return {"dataset", "train_on"} fingerprints by data set name, for the sets that exist locally; read once."""
         fingerprints = {}
         for text in self.datasets:
             demo_names = {text, self.flags.train_on}.intersection(demo.DEMO_DATASETS)
@@ -102,7 +102,7 @@ class LabelledData:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneStage(StageRunner):
-    """A run of `megaenc finetune grid`: one model on every data set, learning rate and seed."""
+    """Stage of `megaenc finetune grid`: one exported model on all data sets, learning rates and seeds, or a part of them."""
 
     training_sets: tuple[TrainingSet, ...] = field(repr=False)
     flags: Mapping[str, Any] = field(repr=False)
@@ -119,22 +119,22 @@ class FinetuneStage(StageRunner):
 
     @property
     def id(self) -> str:
-        """Return KIND/NAME, with @PART for a part."""
+        """Return `finetune/NAME`, or `finetune/NAME@PART` for the part of the grid that trains on the set PART."""
         return f"{super().id}@{self.part}" if self.part else super().id
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the id of the export."""
+        """Return (`export/NAME`,), the id of the stage that exports the model to fine-tune."""
         return (f"export/{self.name}",)
 
     @property
     def run_count(self) -> int:
-        """Return the number of training runs; retrieval trains once for all sets that share its pairs."""
+        """Return the number of training runs: sets to train on x rates x seeds, often fewer than results in retrieval."""
         return len(self.training_sets) * self._runs_per_dataset
 
     @property
     def result_count(self) -> int:
-        """Return the number of results: one per data set, learning rate and seed."""
+        """Return the number of results of the complete grid: data sets x learning rates x seeds."""
         return sum(len(training.datasets) for training in self.training_sets) * self._runs_per_dataset
 
     @property
@@ -144,16 +144,16 @@ class FinetuneStage(StageRunner):
 
     @property
     def work(self) -> float:
-        """Return the number of training runs."""
+        """Return the number of training runs as a float; run times of grids are proportional to it."""
         return float(self.run_count)
 
     @property
     def planned_seconds(self) -> float | None:
-        """Return the planned seconds, one run at a time; None if unknown."""
+        """Return the planned seconds of all training runs, one at a time; None if the manifest has no seconds a run."""
         return self.run_count * self.run_seconds or None
 
     def split_by_training_set(self) -> list["FinetuneStage"]:
-        """Return a stage for each set to train on."""
+        """Return one FinetuneStage for each set to train on, with only its data sets and that set's name as `part`."""
         stages = []
         for training in self.training_sets:
             datasets = tuple(text for text in self.flags["datasets"] if dataset_result_name(text) in training.datasets)
@@ -167,17 +167,17 @@ class FinetuneStage(StageRunner):
         return self.study / "hf" / self.name
 
     def next_command(self) -> list[str]:
-        """Return the arguments of `megaenc finetune grid`, which completes missing results."""
+        """Return the command line of `megaenc finetune grid` for the exported model; it computes only missing results."""
         paths = {"model": self._export, "output": self.folder.parent, "jobs": self.jobs}
         demo_folder = {"demo_folder": self.data.flags.demo_folder}
         return megaenc_command("finetune", "grid", *format_flags({**paths, **demo_folder, **self.flags}))
 
     def progress(self) -> tuple[float, float]:
-        """Return the number of existing results and of all."""
+        """Return (number of existing results, recorded failures included; number of results of the complete grid)."""
         return len(self._result_files()), self.result_count
 
     def count_failed_runs(self) -> int:
-        """Return the number of runs recorded as failed: their learning rate made the loss NaN."""
+        """Return the number of results recorded as failed.json: their learning rate made the loss NaN."""
         return sum(file.name == result_files.FAILED for file in self._result_files())
 
     def _result_files(self) -> list[Path]:
@@ -198,7 +198,7 @@ class FinetuneStage(StageRunner):
         return results
 
     def check(self) -> None:
-        """Raise StaleArtifactError if a result has another protocol, model or data than the stage."""
+        """Raise StaleArtifactError if an existing result was made by another protocol, model, tokenizer or data set."""
         files = self._result_files()
         model_fingerprints = self._model_fingerprints() if files and (self._export / "config.json").is_file() else {}
         for file in files:

@@ -35,7 +35,7 @@ _TAIL_BYTES = 8192  # bytes at the end of metrics.jsonl that contain the last ro
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainStage(StageRunner):
-    """A run of `megaenc pretrain` that ends as `model`: all of its steps, or those that no other run has trained."""
+    """Stage of `megaenc pretrain` that ends as `model`: trains all its steps, or those after the branch off `parent`."""
 
     model: PlannedModel
     start: Literal["new", "branch", "weights"]
@@ -58,33 +58,33 @@ class PretrainStage(StageRunner):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the id of the parent's stage or of the corpus stage, if there is one."""
+        """Return the id of the parent's stage in a tuple, or `corpus` if the study builds its corpus, or else ()."""
         return (f"{self.kind}/{self.parent}",) if self.parent else ("corpus",) if self.has_study_corpus else ()
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that it trains itself."""
+        """Return the number of steps that this run trains itself: the model's steps minus the branch step."""
         return self.model.steps - self.branch_step
 
     @property
     def is_decay_only(self) -> bool:
-        """Return whether all of its own steps decay, after a branch."""
+        """Return whether the run is a branch whose own steps all lie in the decay of the learning rate."""
         return self.start == "branch" and self.steps <= self.model.decay
 
     @property
     def work(self) -> float:
-        """Return the FLOPs of its own steps."""
+        """Return the training FLOPs of the run's own steps; run times of pretraining are proportional to it."""
         return self.cost.flops
 
     @property
     def planned_seconds(self) -> float | None:
-        """Return the seconds by the manifest's tokens per second; None if unknown."""
+        """Return the planned run time in seconds by the manifest's tokens per second; None if that is unknown."""
         hours = self.cost.device_hours
         return None if hours is None else 3600 * hours / self.processes
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Return the flags of `megaenc pretrain` by field name."""
+        """Return the flags of `megaenc pretrain` for this run by field name: model, schedule, steps, data, output, start."""
         parent = str(self._parent)
         starts = {
             "new": {},
@@ -115,22 +115,22 @@ class PretrainStage(StageRunner):
         return self.folder.with_name(self.parent) if self.parent else self.folder
 
     def next_command(self) -> list[str]:
-        """Return the arguments of `megaenc pretrain`, which also resume a stopped run."""
+        """Return the command line of `megaenc pretrain` (torchrun for several processes); it also resumes a stopped run."""
         return megaenc_command("pretrain", *format_flags(self.flags), processes=self.processes, launcher=self.launcher)
 
     def is_done(self) -> bool:
-        """Return whether the checkpoint of the last step is complete and the latest."""
+        """Return whether the checkpoint of the model's last step is complete and is the latest of the run."""
         checkpoints = CheckpointDir(self.folder / "checkpoints")
         return checkpoints.is_complete(self.model.steps) and checkpoints.tracked_step() == self.model.steps
 
     def progress(self) -> tuple[float, float]:
-        """Return the number of its own steps that are trained, and of all."""
+        """Return (own steps trained so far, by metrics.jsonl; number of own steps)."""
         if self.is_done():
             return self.steps, self.steps
         return max(0, _read_last_step(self.folder / METRICS_FILE) - self.branch_step), self.steps
 
     def check(self) -> None:
-        """Raise StaleArtifactError if run.json differs from the flags, the parent or the data."""
+        """Raise StaleArtifactError if the run's run.json has other flags, another parent or other data; pass without one."""
         if (start := read_run_init(self.folder)) is None:
             return
         identity = read_identity(self.folder) or {}
@@ -185,7 +185,7 @@ _RESOLVED_BY_RUN = {"bf16", "vocab_size", "tokenizer", "skip_samples"}
 
 
 def read_run_init(run: Path) -> RunInit | None:
-    """Return how a run began, from its run.json; None if it has not begun. Raises InputError for a damaged file."""
+    """Return the RunInit (start) in `run`/run.json; None without the file. InputError if it is damaged."""
     if not (run / RUN_FILE).exists():
         return None
     facts, place, expected = read_run_json(run), f"{run / RUN_FILE}: field", "expected the value that `megaenc pretrain` writes"

@@ -25,7 +25,7 @@ _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
 def record_environment(study: Path) -> None:
-    """Add this machine, today's date and this code to study.json, unless they are in it; other entries are kept.
+    """Add this machine's hardware, today's date, the commit and library versions to `study`/study.json if they are new.
 
     An unreadable file is left as it is; the report names it.
     """
@@ -51,7 +51,7 @@ def _add_environment(file: Path) -> dict:
 
 
 def read_provenance(file: Path) -> dict[str, str]:
-    """Return the entries of such a file, lists joined to one text; empty without a file. Raises InputError if it is no object."""
+    """Return study.json's texts by name, lists joined by `, then `; {} without the file. InputError if it is no object."""
     if not file.is_file():
         return {}
     values = read_json_object(file, "an object of texts")
@@ -60,7 +60,7 @@ def read_provenance(file: Path) -> dict[str, str]:
 
 
 def current_environment() -> dict[str, str]:
-    """Return the current hardware, date (UTC), commit and library versions."""
+    """Return texts by "hardware", "date" (today, UTC), "commit" (of megaenc, or its version) and "libraries"."""
     libraries = [f"Python {platform.python_version()}"]
     for name in _LIBRARIES:
         try:

@@ -31,7 +31,7 @@ _FIRST_PORT, _PORT_COUNT = 20_000, 20_000
 
 @dataclass(frozen=True)
 class StageTask:
-    """Callable that a job executes; pickled by the name of this class."""
+    """Callable of a Slurm job that runs one stage on one or several machines; pickled by the name of this class."""
 
     stage: StageRunner
     study: Path
@@ -85,7 +85,7 @@ class StageTask:
         return False
 
     def checkpoint(self) -> Any:
-        """Stop the child processes and return the task to requeue; submitit calls it at the time limit or a preemption."""
+        """Terminate the child processes and return a submission to requeue; submitit calls it at timeout or preemption."""
         from submitit.helpers import DelayedSubmission
 
         children = psutil.Process().children()
@@ -96,7 +96,7 @@ class StageTask:
 
 
 def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
-    """Return the number of machines that a stage's processes need; 1 without GPUs. Raises InputError if they do not divide."""
+    """Return the number of machines of --slurm-gpus GPUs that a stage needs; 1 without GPUs. InputError if not whole."""
     gpus = cluster.slurm_gpus
     if not gpus or stage.processes <= gpus:
         return 1
@@ -106,9 +106,10 @@ def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
 
 
 def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig) -> dict[str, list[Any]]:
-    """Submit the stages that are neither done nor queued; return submitit's jobs by stage id. Raises InputError.
+    """Submit to Slurm the stages neither done nor queued, after those they need; return submitit's new jobs by stage id.
 
     submitit's local and debug executors know no dependencies: they get a stage when the stages that it needs have ended.
+    Raises InputError if a stage cannot be submitted.
     """
     submitit = import_submitit()
     on_slurm = cluster.slurm_cluster == "slurm"
@@ -172,12 +173,12 @@ def _wait_for_success(job: Any) -> bool:
 
 
 def job_name(study: Path, stage: str) -> str:
-    """Return the name of a stage's job in the queue, unique to the study."""
+    """Return `STAGE:HASH`, the name of a stage's job in Slurm's queue; the 8 hex digits HASH identify the study."""
     return f"{stage}:{hashlib.sha256(str(study).encode()).hexdigest()[:8]}"
 
 
 def read_queue(study: Path) -> dict[str, str]:
-    """Return the ids of the study's waiting and running jobs by stage. Raises InputError if squeue fails."""
+    """Return the Slurm job ids of the study's waiting and running jobs by stage id. InputError if squeue fails."""
     try:
         result = subprocess.run(["squeue", "--me", "--noheader", "--format=%F %j"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -34,7 +34,7 @@ CORPUS_REQUEST = "asked.json"
 
 @dataclass(frozen=True, kw_only=True)
 class StageRunner:
-    """A stage of a study that can be planned and run; base class of all kinds of stages."""
+    """Base class of a study's stages: study directory, name, needed stages, and methods for commands and progress."""
 
     study: Path
     """study directory"""
@@ -54,40 +54,40 @@ class StageRunner:
 
     @property
     def id(self) -> str:
-        """Return the unique id KIND/NAME."""
+        """Return the unique id of the stage, `KIND/NAME`, such as `export/610m-mlm40-42k`."""
         return f"{self.kind}/{self.name}"
 
     @property
     def folder(self) -> Path:
-        """Return the output directory."""
+        """Return the path of the stage's output directory: study / subfolder / name."""
         return self.study / self.subfolder / self.name
 
     def prepare(self) -> None:
-        """Write the records that the output directory needs; called before the first command."""
+        """Do nothing here; a subclass writes records to the output directory before the stage's first command."""
 
     def next_command(self) -> list[str]:
-        """Return the arguments of the next remaining command."""
+        """Return the command line that the stage runs next, as a list of arguments; each subclass implements it."""
         raise NotImplementedError
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the arguments of every remaining command."""
+        """Return the command lines that the stage still has to run: `next_command()` alone unless overridden."""
         return [self.next_command()]
 
     def progress(self) -> tuple[float, float]:
-        """Return the completed and the total amount of work, in `unit`."""
+        """Return the (completed, total) amount of work in `unit`; each subclass implements it."""
         raise NotImplementedError
 
     def is_done(self) -> bool:
-        """Return whether the output is complete; `finished_stages` also considers the needed stages."""
+        """Return whether `progress()` has reached its total, without regard to the stages that this one needs."""
         done, total = self.progress()
         return done == total
 
     def check(self) -> None:
-        """Raise StaleArtifactError if the output directory does not match the manifest or its inputs."""
+        """Do nothing here; a subclass raises StaleArtifactError if its output does not match the manifest or its inputs."""
 
 
 def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
-    """Return the ids of the stages that are done together with every stage that they need; `stages` in topological order.
+    """Return the ids of the stages that are done and need only done ones; `stages`: each after those that it needs.
 
     Output that remains after a needed stage was rerun must still be compared with it (`StageRunner.check`).
     """
@@ -100,7 +100,7 @@ def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
 
 
 def megaenc_command(*words: str, processes: int = 1, launcher: Sequence[str] = ("--standalone",)) -> list[str]:
-    """Return the arguments of a megaenc command, under torchrun if there are several processes or machines."""
+    """Return the command line of `megaenc WORDS`; torchrun with `launcher` if there are several processes or machines."""
     if processes == 1 and tuple(launcher) == ("--standalone",):
         return python_command("-m", "megaenc", *words)
     torchrun = python_command("-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes))
@@ -108,7 +108,7 @@ def megaenc_command(*words: str, processes: int = 1, launcher: Sequence[str] = (
 
 
 def format_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as command-line arguments: `{"lr": 5e-4, "bf16": False}` is `--lr 0.0005 --no-bf16`; None and () add none."""
+    """Return command-line arguments: `{"lr": 5e-4, "bf16": False}` is `--lr 0.0005 --no-bf16`; None and () add none."""
     words: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
@@ -122,7 +122,7 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 
 
 class StaleArtifactError(InputError):
-    """Raised for a directory that does not match the manifest or the inputs that it was made from."""
+    """Error for a directory that does not match the manifest or its inputs: the directory, the reason, what to remove."""
 
     def __init__(self, folder: Path, reason: str, remove: str = "that directory and everything made from it") -> None:
         super().__init__(f"{folder}: {reason}; undo the change, remove {remove}, or choose another --output")
@@ -130,12 +130,12 @@ class StaleArtifactError(InputError):
 
 
 def manifest_mismatch(folder: Path, difference: str) -> StaleArtifactError:
-    """Return the error for a directory made from another manifest; `difference` names the field and both values."""
+    """Return the StaleArtifactError of a directory made from another manifest; `difference`: the field and both values."""
     return StaleArtifactError(folder, f"made from another manifest: {difference}")
 
 
 def check_stages(stages: Iterable[StageRunner], all_stages: Mapping[str, StageRunner], study: Path) -> None:
-    """Raise StaleArtifactError for the first stale stage, naming every directory among `all_stages` that depends on it."""
+    """Raise StaleArtifactError for the first stale stage, listing all directories of `all_stages` that depend on it."""
     for stage in stages:
         try:
             stage.check()
@@ -149,13 +149,13 @@ def check_stages(stages: Iterable[StageRunner], all_stages: Mapping[str, StageRu
 
 
 def read_identity(run: Path) -> dict[str, Any] | None:
-    """Return the identity in a run's run.json; None if the run has not begun."""
+    """Return `identity` (the settings and data of a run) in `run`/run.json as a dict; None if there is none."""
     identity = read_json_or_empty(run / RUN_FILE).get("identity")
     return identity if isinstance(identity, dict) else None
 
 
 def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
-    """Raise InputError if a run is past `step` without a complete checkpoint of it; `consumer` names the stage that needs it."""
+    """Raise InputError, naming `consumer`, if `run` has reached `step` but kept no complete checkpoint of it."""
     checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.tracked_step()
     if latest is not None and latest >= step and not checkpoints.is_complete(step):
@@ -167,7 +167,7 @@ def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusStage(StageRunner):
-    """Training of the study's own tokenizer and tokenization of its text."""
+    """Stage that trains the study's tokenizer and tokenizes its corpus, from the demo or the files `text`."""
 
     name: str = CORPUS
     demo: bool
@@ -178,12 +178,12 @@ class CorpusStage(StageRunner):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Return the flags of `megaenc pretrain` for this corpus and tokenizer."""
+        """Return the flags data_path and tokenizer of `megaenc pretrain` for this corpus, by field name."""
         return {"data_path": [f"{self.folder / 'corpus'}_text_document"], "tokenizer": str(self.folder / "tokenizer")}
 
     @property
     def commands(self) -> dict[Path, tuple[str, ...]]:
-        """Return the megaenc commands that build the corpus, in order, by the file or directory that each completes."""
+        """Return the arguments of each megaenc command of the stage, in order, by the path that the command writes last."""
         [data], tokenizer = self.flags.values()
         demo, prefix = self.folder / "corpus.jsonl", data.removesuffix("_text_document")
         text = [str(path) for path in self.text] or [str(demo)]
@@ -195,21 +195,21 @@ class CorpusStage(StageRunner):
         }
 
     def prepare(self) -> None:
-        """Record the requested text and vocabulary size, which cannot be derived from the output."""
+        """Write vocabulary size, `demo`, and text names and sizes to asked.json for `check`, if no command is done yet."""
         if not self.progress()[0]:
             self.folder.mkdir(parents=True, exist_ok=True)
             atomic_write(self.folder / CORPUS_REQUEST, json.dumps(self._request(), indent=1) + "\n")
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the arguments of every command whose output is missing."""
+        """Return the command lines, in order, of the stage's commands whose output does not exist."""
         return [megaenc_command(*words) for output, words in self.commands.items() if not output.exists()]
 
     def next_command(self) -> list[str]:
-        """Return the first remaining command, or the last command if none remains."""
+        """Return the command line of the first command without output; the last command if all have run."""
         return [*self.remaining_commands(), megaenc_command(*[*self.commands.values()][-1])][0]
 
     def progress(self) -> tuple[float, float]:
-        """Return the number of completed commands and of all."""
+        """Return (number of commands whose output exists, number of commands)."""
         is_complete = [output.exists() for output in self.commands]
         return sum(is_complete), len(is_complete)
 
@@ -219,7 +219,7 @@ class CorpusStage(StageRunner):
         return {"vocab_size": self.vocab_size, "demo": self.demo, **text}
 
     def check(self) -> None:
-        """Raise StaleArtifactError if the recorded request differs from the manifest or the text."""
+        """Raise StaleArtifactError if asked.json has another vocabulary size, demo or text than now; pass without one."""
         file, request = self.folder / CORPUS_REQUEST, self._request()
         if not file.exists():
             return
@@ -251,7 +251,7 @@ def _size_in_bytes(path: Path) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportStage(StageRunner):
-    """An export by `megaenc convert to-hf`: an evaluated checkpoint with its certificate."""
+    """Stage of `megaenc convert to-hf`: exports the checkpoint at `step` of `run` with a certificate, conversion.json."""
 
     key: ModelKey
     run: str
@@ -260,7 +260,7 @@ class ExportStage(StageRunner):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the id of the pretraining stage."""
+        """Return (`pretrain/RUN`,), the id of the stage that trains the exported checkpoint."""
         return (f"pretrain/{self.run}",)
 
     @property
@@ -274,12 +274,12 @@ class ExportStage(StageRunner):
         return self.folder / "conversion.json"
 
     def next_command(self) -> list[str]:
-        """Return the arguments of `megaenc convert to-hf`."""
+        """Return the command line of `megaenc convert to-hf` that exports the checkpoint to the stage's directory."""
         flags = {"load": self._run, "ckpt_step": self.step, "output": self.folder}
         return megaenc_command("convert", "to-hf", *format_flags(flags))
 
     def progress(self) -> tuple[float, float]:
-        """Return 1 of 1 if the export exists, otherwise 0 of 1."""
+        """Return (1.0, 1) if the export's conversion.json exists, otherwise (0.0, 1)."""
         return float(self._certificate.is_file()), 1
 
     def check(self) -> None:

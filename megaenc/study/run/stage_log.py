@@ -32,7 +32,7 @@ _FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")  #
 
 @dataclass(frozen=True)
 class Attempt:
-    """A command of a stage as recorded in its log. Times are in seconds since 1970."""
+    """One execution of a stage's command in its log: start and end (seconds since 1970), outcome, and the error line."""
 
     start_time: float
     end_time: float | None
@@ -43,27 +43,27 @@ class Attempt:
 
     @property
     def is_failed(self) -> bool:
-        """Return whether it ended neither well nor by a requested stop."""
+        """Return whether the outcome is neither finished nor stopped; False for an attempt without an end."""
         return bool(self.outcome) and self.outcome not in (FINISHED, STOPPED)
 
 
 def log_path(study: Path, stage: str) -> Path:
-    """Return the path of a stage's log."""
+    """Return the path of a stage's log, STUDY/logs/STAGE.log; `stage` is its id."""
     return study / "logs" / f"{stage}.log"
 
 
 def lock_stage(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
-    """Return a context manager that tries to lock a stage and yields whether it succeeded."""
+    """Return a context manager that tries to lock a stage without waiting and yields whether the lock is held."""
     return atomic_io.try_lock(study / ".locks" / stage)
 
 
 def is_locked(study: Path, stage: str) -> bool:
-    """Return whether a process holds the lock of a stage."""
+    """Return whether a process holds the lock of the stage with the id `stage`, as while it runs the stage."""
     return atomic_io.is_locked(study / ".locks" / stage)
 
 
 def log_start(log: Path, command: Sequence[str]) -> None:
-    """Write the start of an attempt. Raises InputError if the log cannot be written."""
+    """Append `==> TIME $ COMMAND` to a log, creating its directory. InputError if the log cannot be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         _append(log, "==>", f"$ {shlex.join(command)}")
@@ -72,18 +72,18 @@ def log_start(log: Path, command: Sequence[str]) -> None:
 
 
 def log_end(log: Path, outcome: str) -> None:
-    """Write the outcome of an attempt, if the disk has room."""
+    """Append `<== TIME OUTCOME` to a log; an error of writing, such as a full disk, is ignored."""
     with contextlib.suppress(OSError):  # a full disk: then there is no end
         _append(log, "<==", outcome)
 
 
 def exit_code_file(log: Path) -> Path:
-    """Return the file in which the command of a log records its exit code (see `megaenc.torchelastic`)."""
+    """Return the path beside a log, with the ending .exit_code, to which the stage's command writes its exit code."""
     return log.with_suffix(".exit_code")
 
 
 def pop_exit_code(log: Path) -> int | None:
-    """Return and delete the exit code that the last command has recorded; None if it has not recorded one."""
+    """Return the exit code in a log's .exit_code file and delete the file; None if there is no file or no number in it."""
     file = exit_code_file(log)
     try:
         code = int(read_regular_file(file, _MAX_BYTES))
@@ -105,7 +105,7 @@ def _append(log: Path, mark: str, text: str) -> None:
 
 
 def read_attempts(log: Path) -> list[Attempt]:
-    """Return all attempts in a log, in order; none without a log."""
+    """Return the Attempts recorded in a log, the oldest first; empty if the log cannot be read."""
     try:
         lines = read_regular_file(log, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def read_attempts(log: Path) -> list[Attempt]:
 
 
 def find_error_line(output: Sequence[str]) -> str:
-    """Return the line of a command's output that best explains why it ended."""
+    """Return the last `error:` line of a command's output, else another error, else the last line; "" if there is none."""
     errors = [line.strip() for line in output if _ERROR.fullmatch(line.strip())]
     other_lines = [line.strip() for line in output if line.strip() and not _FRAME.match(line)]
     input_errors = [line for line in errors if line.startswith("error: ")]
@@ -141,12 +141,12 @@ def _parse_time(text: str) -> float:
 
 
 def total_seconds(attempts: Iterable[Attempt]) -> float:
-    """Return the total duration of the attempts that have ended."""
+    """Return the sum of the durations, in seconds, of the attempts that have ended."""
     return sum(attempt.end_time - attempt.start_time for attempt in attempts if attempt.end_time is not None)
 
 
 class EtaEstimator:
-    """Estimator of the time that a number of stages still take, from durations of similar stages and the plan."""
+    """Estimator of the seconds that stages still take, by logged durations of the same kind of stage, else by the plan."""
 
     def __init__(self, stages: Iterable[StageRunner], study: Path) -> None:
         """Read the durations of the stages that are done from their logs."""
@@ -161,14 +161,14 @@ class EtaEstimator:
                 self.record_duration(stage, seconds)
 
     def record_duration(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:
-        """Record that a stage is done, and that `share` of it, from 0 to 1, took `seconds`."""
+        """Mark a stage as done, and use for estimates that `share` of its work, from 0 to 1, took `seconds`."""
         self._shares[stage.id] = 1.0
         sums = self._durations[_stage_kind(stage)]
         sums[0] += seconds
         sums[1] += share * stage.work
 
     def record_progress(self, stage: StageRunner, share: float) -> None:
-        """Record that `share` of a stage, from 0 to 1, is done."""
+        """Set the completed share of a stage, from 0 to 1, for the estimates of remaining time."""
         self._shares[stage.id] = share
 
     def _remaining(self, stage: StageRunner) -> float | None:
@@ -178,14 +178,14 @@ class EtaEstimator:
         return None if total is None else total * (1 - self._shares[stage.id])
 
     def remaining_seconds(self, slots: int) -> float | None:
-        """Return the remaining seconds with `slots` in parallel: the sum or the longest chain, if longer; None if unknown."""
+        """Return the seconds left with `slots` processes at a time, at least the longest chain's; None if unknown."""
         remaining = [(stage.processes, self._remaining(stage)) for id, stage in self._stages.items() if self._shares[id] < 1]
         if any(seconds is None for _, seconds in remaining):
             return None
         return max([sum(processes * seconds for processes, seconds in remaining) / slots, *self.longest_chains().values()])
 
     def longest_chains(self) -> dict[str, float]:
-        """Return, by id, the seconds from a stage's start to the end of the longest chain that needs it; 0 if unknown."""
+        """Return by stage id the seconds left of it and of the longest chain of stages that need it; 0 if unknown."""
         chains: dict[str, float] = {}
         later: dict[str, float] = defaultdict(float)
         for id, stage in reversed(self._stages.items()):

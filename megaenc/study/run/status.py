@@ -33,7 +33,7 @@ _REFRESH_SECONDS = 2.0  # seconds
 
 @dataclass(frozen=True)
 class StatusConfig:
-    """Flags of `megaenc study status`."""
+    """Flags of `megaenc study status`: the manifest, the study directory, the data directory, and stages to show."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""
@@ -47,7 +47,7 @@ class StatusConfig:
 
 @dataclass(frozen=True)
 class StatusRow:
-    """State of a stage, from its output directory and its log."""
+    """State of one stage: id, state, progress as text, completed share, seconds of all attempts, and a reason."""
 
     stage: str
     state: Literal["failed", "running", "waiting", "done"]
@@ -61,7 +61,7 @@ class StatusRow:
 
 
 def build_table(stages: Iterable[StageRunner], study: Path, mismatches: Mapping[str, str] | None = None) -> list[StatusRow]:
-    """Return the state of every stage, in the order of `stages`; `mismatches`: messages of stale stages by id."""
+    """Return a StatusRow per stage, in order, from output, logs and locks; `mismatches`: messages of stale stages by id."""
     table: dict[str, StatusRow] = {}
     for stage in stages:
         grid = stage if isinstance(stage, FinetuneStage) else None
@@ -96,7 +96,7 @@ def build_table(stages: Iterable[StageRunner], study: Path, mismatches: Mapping[
 
 
 def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
-    """Return, by id, why the output of a stage does not match the manifest or the stages that it needs."""
+    """Return, by stage id, the error message of each stage whose output does not match the manifest or its inputs."""
     mismatches = {}
     for stage in stages:
         try:
@@ -107,7 +107,7 @@ def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
 
 
 def format_headline(table: Sequence[StatusRow], remaining_seconds: float | None) -> str:
-    """Return the study's state in one line."""
+    """Return one line: the number of stages, counts by state, percentage done, and time left unless None or 0."""
     counts = Counter(row.state for row in table)
     words = ", ".join(f"{counts[state]:,} {state}" for state in ("done", "running", "waiting", "failed") if counts[state])
     share = sum(row.share for row in table) / len(table)
@@ -117,7 +117,7 @@ def format_headline(table: Sequence[StatusRow], remaining_seconds: float | None)
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc study status`."""
+    """Run `megaenc study status`: print a table of the stages' states; on a terminal, refresh it until all are done."""
     silence_libraries()
     settings = flags.parse(StatusConfig, argv, prog="megaenc study status", description=__doc__)
     study = resolve_study_dir(settings.output, "status")
