@@ -216,7 +216,7 @@ def _report_final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Ite
 
 
 class FileLock:
-    """Exclusive flock on the file `path`, from `acquire` to `release` or process end; `created`: it made the file."""
+    """Exclusive flock on the file `path`, from `acquire` to `release` or process end; `created`: the file was missing."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.created = path, False

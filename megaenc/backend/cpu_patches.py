@@ -72,7 +72,7 @@ _installed = False
 
 
 def install() -> None:
-    """Install the CPU patches of megatron-core, once. Raises RuntimeError if CUDA or HIP is available."""
+    """Install the patches that let megatron-core run on a CPU, once per process; RuntimeError with CUDA or HIP."""
     global _installed
     if torch.cuda.is_available():
         raise RuntimeError("the CPU patches are for machines without an accelerator; this one has CUDA or HIP")

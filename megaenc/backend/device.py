@@ -40,7 +40,7 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_bf16_flops(name: str) -> float:
-    """Return the dense peak bf16 FLOP/s of the device called `name`; 0.0 if it is not in the table."""
+    """Return the dense peak bf16 FLOP/s of the accelerator called `name`, from a table; 0.0 if the table lacks it."""
     matches = (
         peak for part, peak in PEAK_BF16_FLOPS.items() if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", name, re.IGNORECASE)
     )
@@ -49,7 +49,7 @@ def peak_bf16_flops(name: str) -> float:
 
 @dataclass(frozen=True)
 class Backend:
-    """The backend of this process: `name` (cuda, rocm or cpu), `device`, and `process_group`, torch.distributed's backend."""
+    """This process's hardware: `name` (cuda, rocm, cpu), torch device, torch.distributed's backend, and bfloat16 support."""
 
     name: str
     device: torch.device
@@ -58,16 +58,16 @@ class Backend:
 
     @property
     def is_cpu(self) -> bool:
-        """Return whether the device is a CPU."""
+        """Return whether this process computes on the CPU, as no accelerator is available."""
         return self.name == "cpu"
 
     @property
     def description(self) -> str:
-        """Return the name of the device, or the number of CPU threads, for the console."""
+        """Return the name of the accelerator, or `cpu, N threads`, for the console."""
         return f"cpu, {torch.get_num_threads()} threads" if self.is_cpu else torch.cuda.get_device_name(self.device)
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Return the peak FLOP/s in `dtype`: from the table for an accelerator, measured on a CPU; 0.0 if unknown."""
+        """Return the peak FLOP/s in `dtype`: measured on a CPU, else the table's for bfloat16; 0.0 if unknown."""
         if self.is_cpu:
             return _measure_gemm_flops(dtype)
         return peak_bf16_flops(torch.cuda.get_device_name(self.device)) if dtype == torch.bfloat16 else 0.0
@@ -75,7 +75,7 @@ class Backend:
 
 @functools.cache
 def detect_backend() -> Backend:
-    """Detect the backend of this process; LOCAL_RANK selects the accelerator.
+    """Return this process's Backend: accelerator number LOCAL_RANK if torch has any, else the CPU.
 
     Raises InputError if there are more processes than accelerators.
     """
@@ -94,7 +94,7 @@ def detect_backend() -> Backend:
 
 
 def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Return whether the CPU has bfloat16 instructions (AVX512-BF16, AMX, Arm's); without them bf16 is slower than float32."""
+    """Return whether the file `cpuinfo` lists bfloat16 instructions (AVX512-BF16, AMX, Arm's); False if it is unreadable."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             flags = next((line for line in file if line.startswith(("flags", "Features"))), "").split()
@@ -104,7 +104,7 @@ def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 
 def uses_tf32(device: torch.device) -> bool:
-    """Return whether float32 matrix products on `device` use TensorFloat-32, as set in torch or by NVIDIA's variable."""
+    """Return whether float32 matrix products on `device` use TensorFloat-32, by torch's setting or NVIDIA_TF32_OVERRIDE."""
     if device.type != "cuda":
         return False
     return torch.get_float32_matmul_precision() != "highest" or os.environ.get("NVIDIA_TF32_OVERRIDE", "") not in ("", "0")

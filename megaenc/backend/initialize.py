@@ -19,7 +19,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
-    """Initialize torch.distributed (one process without torchrun) and model parallelism, and return the backend.
+    """Initialize torch.distributed (one process without torchrun) and megatron-core's parallel groups; return the Backend.
 
     `chunks`: model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`); `timeout`: of each collective. Raises
     InputError if the number of processes does not fit `layout`.
@@ -52,7 +52,7 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
 
 
 def destroy_distributed() -> None:
-    """Destroy the process groups of model parallelism and torch.distributed."""
+    """Destroy megatron-core's model-parallel groups and, if initialized, torch.distributed's process group."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -61,17 +61,17 @@ def destroy_distributed() -> None:
 
 
 def divide_cores_among_ranks() -> None:
-    """Set torch's thread count to this process's share of the node's cores; a single process keeps OMP_NUM_THREADS."""
+    """Set torch's thread count to the node's cores divided by its processes; a single process keeps OMP_NUM_THREADS."""
     # With several processes, torchrun sets OMP_NUM_THREADS to 1 itself.
     if get_local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_core_count() // get_local_world_size()))
 
 
 def retain_freed_memory() -> bool:
-    """Configure malloc to reuse freed memory instead of returning it to the kernel; return whether that worked.
+    """Make malloc keep freed memory instead of returning it to the kernel; return whether it does, False if the user set it.
 
     Otherwise the kernel clears the pages of each new tensor above 32 MB: up to a fifth of a training step (docs/performance.md).
-    Settings of the user (MALLOC_*, GLIBC_TUNABLES) are respected.
+    Settings of the user are MALLOC_* and GLIBC_TUNABLES.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -83,7 +83,7 @@ _POLL_SECONDS = 0.05
 
 
 def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return a store with only the keys of this attempt, the rank, and the world size, from torchrun's environment.
+    """Join the other processes by torchrun's environment; return a store with only this attempt's keys, rank and world size.
 
     torchrun's store survives restarts, so that each attempt prefixes its keys with a name of its own. Raises RuntimeError if not
     all processes join within `timeout`.

@@ -16,7 +16,7 @@ KNOWN_VERSIONS = ("0.16.1",)
 
 
 def check_megatron_version(version: str | None = None) -> str:
-    """Return megatron-core's version (None: the installed one). Raises InputError if the patches do not support it."""
+    """Return `version` (None: the installed megatron-core's); InputError if missing or not one of KNOWN_VERSIONS."""
     if version is None:
         try:
             version = metadata.version("megatron-core")
@@ -47,7 +47,7 @@ def _hide_modules(*modules: str) -> Iterator[None]:
 
 @functools.cache
 def import_megatron() -> None:
-    """Import megatron.core without W&B and TensorBoard, which take a second and, on a CPU, without Triton.
+    """Import megatron.core without W&B and TensorBoard, which take a second, and, on a CPU, without Triton.
 
     Unused, Triton prints errors in processes that fail; it is imported if TRITON_INTERPRET=1 enables its interpreter.
     """
@@ -65,7 +65,7 @@ def import_megatron() -> None:
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Check and import megatron-core without its warnings, and install the patches; call it before using megatron.core."""
+    """Check megatron-core's version, import it and install the patches, once per process; call it before megatron.core."""
     check_megatron_version()
     import_megatron()
     with warnings.catch_warnings():

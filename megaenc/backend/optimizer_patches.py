@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
-    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019) and the interface of apex's FusedAdam.
+    """AdamW optimizer (Loshchilov & Hutter 2019) with apex FusedAdam's interface: one step count per parameter group.
 
     State of a parameter: `exp_avg`, `exp_avg_sq`; of a group: `step`, the number of optimizer steps.
     """
@@ -22,7 +22,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update the parameters from the gradients in `.grad`."""
+        """Update all parameters that have a gradient by one AdamW step, and count it in each group; `closure` is ignored."""
         for group in self.param_groups:
             step = group.get("step", 0)
             group["step"] = step + 1
@@ -52,13 +52,13 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
-    """Return the L2 norm of all tensors together, float32[1] on the device, as `amp_C.multi_tensor_l2norm` does."""
+    """Return (L2 norm, None), the interface of amp_C; the norm, float32[1], is of all tensors of all lists together."""
     norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
     return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float32).reshape(1), None
 
 
 def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
-    """Write the tensors of the first list times `scale` to those of the second, like `amp_C.multi_tensor_scale`."""
+    """Write each tensor of `tensor_lists[0]`, times `scale`, to the tensor at the same place of `tensor_lists[1]`."""
     source, target = tensor_lists
     if target is not source:
         torch._foreach_copy_(target, source)
@@ -66,7 +66,7 @@ def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
 
 
 def install() -> None:
-    """Install the optimizer patches in megatron-core; do nothing if apex or Transformer Engine is installed."""
+    """Make megatron-core use this module's AdamW, norm and scaling; do nothing if it has apex or Transformer Engine."""
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 

@@ -11,7 +11,7 @@ FLOAT8_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Choice of kernels for the layers, the same on all ranks."""
+    """Flags that choose the layers' kernels: attention backend, fused kernels, Transformer Engine or not, and float8."""
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "sdpa"] = "auto"
     """attention within documents. flash: flash-attn, if installed; varlen: torch's kernel over all documents of a pack; cudnn:
@@ -31,7 +31,7 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Parallel layout of a model (the remaining processes are data parallel) and memory-saving options."""
+    """Flags of the parallel layout (tensor, pipeline, sequence; the rest is data parallel), overlap and recomputation."""
 
     tensor_model_parallel_size: int = 1
     """processes that share each layer's matrices"""
@@ -61,7 +61,7 @@ class ParallelConfig:
     """layers per unit (uniform), or recomputed layers of each stage (block); 1 unless given"""
 
     def check(self, world_size: int) -> None:
-        """Raise InputError, naming the flag, unless `world_size` processes and this machine support the layout."""
+        """Raise InputError unless `world_size` processes fit the layout and this machine supports its overlap flags."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for flag, size in (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline)):
             if size < 1:
@@ -118,11 +118,11 @@ class ParallelConfig:
         return _even_split(num_layers, stages)
 
     def chunks_per_stage(self, num_layers: int) -> int:
-        """Return the number of model chunks on each pipeline stage: 1 unless interleaved."""
+        """Return the number of model chunks on each pipeline stage for `num_layers` layers: 1 unless interleaved."""
         return len(self.layers_per_chunk(num_layers)) // self.pipeline_model_parallel_size
 
     def describe(self, num_layers: int, world_size: int) -> str:
-        """Return the degrees of parallelism and the split of the layers as text for the console."""
+        """Return the parallel layout as text, such as `TP 2, PP 2 (layers 6 | 6), DP 4, SP`."""
         tensor, stages = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         split = [str(layers) for layers in self.layers_per_chunk(num_layers)]
         turns = [" + ".join(split[stage::stages]) for stage in range(stages)]
@@ -131,7 +131,7 @@ class ParallelConfig:
         return f"TP {tensor}, PP {stages}{cut}, {data}" + (", SP" if self.sequence_parallel else "")
 
     def check_recompute(self, num_layers: int) -> None:
-        """Raise InputError, naming the flag, unless the recompute options fit each other and the split of `num_layers` layers."""
+        """Raise InputError, naming the flag, unless the recompute flags fit each other and the split of the layers."""
         full, selective = (self.recompute_granularity == name for name in ("full", "selective"))
         for flag, value, granularity, is_selected in (
             ("--recompute-modules", self.recompute_modules, "selective", selective),
@@ -154,7 +154,7 @@ class ParallelConfig:
 
     @property
     def full_recompute(self) -> tuple[str | None, int | None]:
-        """Return method and number of layers of full recomputation, with defaults; (None, None) without full recomputation."""
+        """Return (method, number of layers) of full recomputation, by default (uniform, 1); (None, None) without it."""
         if self.recompute_granularity != "full":
             return None, None
         return self.recompute_method or "uniform", self.recompute_num_layers or 1

@@ -32,7 +32,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family of models, called a model type in transformers."""
+    """Family of Hugging Face models (a model type): transformers' class, attention biases and norms, encoder or decoder."""
 
     model_type: str
     architecture: str  # transformers' class with output layer
@@ -44,11 +44,11 @@ class ModelFamily:
 
     @property
     def export_family(self) -> "ModelFamily":
-        """Return the family as which models of this family are exported."""
+        """Return the family as which models of this one are exported: `export_as` if it is set, else this family."""
         return FAMILIES[self.export_as or self.model_type]
 
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
-        """Return the feature of `model` under `attention` that this family does not support, or None if it supports all."""
+        """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
         if attention not in ((Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)):
             return f"{attention} attention"
         if model.qk_layernorm != self.qk_norms:
@@ -60,7 +60,7 @@ class ModelFamily:
         return None
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
-        """Return the names of biases of attention's output, [hidden size] zeros, that this family has and `model` has not."""
+        """Return the names of attention output biases that an export of `model` must fill with zeros; often empty."""
         if self.qkv_bias != "optional" or not model.add_qkv_bias:
             return ()
         return tuple(f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(model.num_layers))
@@ -88,7 +88,7 @@ _FIELDS_WITHOUT_SHAPE = (
 
 
 def find_family(values: dict[str, Any], file: str) -> ModelFamily:
-    """Return the family of a config.json with content `values`. Raises InputError, naming `file`, for an unknown family."""
+    """Return the ModelFamily for `model_type` in a config.json's content `values`; InputError, naming `file`, if unknown."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(f"{file}: field `model_type`: found {shorten_repr(model_type)}, expected one of {KNOWN_FAMILIES}")
@@ -96,7 +96,7 @@ def find_family(values: dict[str, Any], file: str) -> ModelFamily:
 
 
 def parse_hf_config(values: dict[str, Any], file: str) -> Any:
-    """Build transformers' config object from the content of a config.json, which may be of an older version.
+    """Return transformers' config object for the content `values` of a config.json, which may be of an older version.
 
     Its class follows from the family: code in the folder is never run. Raises InputError, naming `file`, for an invalid config.
     """
@@ -110,7 +110,7 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 
 
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
-    """Convert transformers' `config` to a ModelConfig. Raises InputError, naming file and field, for unsupported features."""
+    """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
     _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
@@ -178,13 +178,13 @@ def _check_positive(value: Any, name: str, file: str) -> float:
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
-    """Return the attention that transformers uses for a model with this `config`."""
+    """Return the attention that transformers uses for `config`: causal for a decoder unless `is_causal` is false."""
     causal = not family.is_encoder and getattr(config, "is_causal", True)
     return Attention.CAUSAL if causal else Attention.BIDIRECTIONAL
 
 
 def infer_objective(config: Any, family: ModelFamily) -> str:
-    """Return the objective (clm, mntp or mlm) that the attention and `prediction_shift` of `config` suggest for a model."""
+    """Return clm if transformers' attention for `config` is causal, else mntp if it has a `prediction_shift`, else mlm."""
     if native_attention(config, family) == Attention.CAUSAL:
         return "clm"
     return "mntp" if getattr(config, "prediction_shift", 0) else "mlm"
@@ -200,10 +200,10 @@ def build_export_config(
     tokenizer: Any,
     dtype: torch.dtype,
 ) -> Any:
-    """Build transformers' config of `model` as `family` under `attention`; the inverse of `to_model_config`.
+    """Return transformers' config object for `model`, exported as `family` under `attention`.
 
-    `vocab_size`: rows of the embedding; `context`: tokens; `tokenizer`: transformers', for special token ids. Raises InputError
-    that names other families if this one does not support the model.
+    The inverse of `to_model_config`. `vocab_size`: rows of the embedding; `context`: tokens; `tokenizer`: transformers', for
+    special token ids. Raises InputError that names other families if this one does not support the model.
     """
     if missing := family.unsupported_feature(model, attention):
         able = [

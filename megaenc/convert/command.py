@@ -27,7 +27,7 @@ directions:
 
 @dataclasses.dataclass(frozen=True)
 class ToHFConfig:
-    """Options of to-hf."""
+    """Flags of `megaenc convert to-hf`: run, output folder, step, family, dtype, shard size, kind of export, license."""
 
     load: str = ""
     """run folder (the --save of a pretraining run)"""
@@ -54,7 +54,7 @@ class ToHFConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FromHFConfig:
-    """Options of from-hf."""
+    """Flags of `megaenc convert from-hf`: source folder, output run folder, mask token, tied output layer, dtype."""
 
     input: str = ""
     """Hugging Face folder of an EuroBERT, Llama, Mistral, Qwen2 or Qwen3 model: config.json, safetensors, tokenizer"""
@@ -70,7 +70,7 @@ class FromHFConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
-    """Run the conversion named by the first word of `argv`, to-hf or from-hf, with the remaining words as flags."""
+    """Run `megaenc convert`: write a run as a Hugging Face folder (to-hf) or the reverse (from-hf), and print the result."""
     silence_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):

@@ -33,7 +33,7 @@ _ROWS = 8192  # of the vocabulary's matrices, the largest ones, that are read at
 
 @dataclass(frozen=True)
 class HFSource:
-    """A Hugging Face model folder whose weights fit its config.json."""
+    """A checked Hugging Face model folder: its checkpoint, family, transformers config and ModelConfig, which all agree."""
 
     folder: TrainableHFCheckpoint
     family: ModelFamily
@@ -42,17 +42,17 @@ class HFSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return bfloat16 if all weights are stored in it, else float32."""
+        """Return torch.bfloat16 if all weights of the folder are stored in it, else torch.float32."""
         return torch.bfloat16 if self.folder.dtypes == {"BF16"} else torch.float32
 
     @property
     def generation(self) -> dict[str, Any]:
-        """Return the content of generation_config.json or, without it, a list of several end-of-text ids of config.json."""
+        """Return generation_config.json as a dict; without it config.json's list of several end-of-text ids, or {}."""
         return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends := self.config.eos_token_id, list) else {})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the origin of the weights for run.json: family, name, context and the SHA-256 of each file."""
+        """Return the origin of the weights for run.json, a dict of family, name, context and the SHA-256 of each file."""
         files = [self.folder.config_file, *self.folder.files]
         return {
             "family": self.family.model_type,
@@ -63,7 +63,7 @@ class HFSource:
 
 
 def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
-    """Open and check the model in the Hugging Face folder `path`; `tie`: use its embedding as the missing output layer.
+    """Return the checked model of the Hugging Face folder `path`; `tie`: use its embedding as the missing output layer.
 
     Reads only weights that must be zero or equal to others. Raises InputError that names the wrong file, field or tensor.
     """
@@ -99,7 +99,7 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
 
 
 def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
-    """Return the weight shapes by name of transformers' model of `config`; a tied output layer is omitted."""
+    """Return the weight shapes, by name, of transformers' model for `config`; a tied output layer is omitted."""
     import transformers
 
     kind = getattr(transformers, family.export_family.architecture)
@@ -116,7 +116,7 @@ def from_hf(
     tie: bool = False,
     dtype: Literal["source", "bf16", "fp32"] = "source",
 ) -> tuple[HFSource, MaskToken]:
-    """Convert the Hugging Face folder `source` to the run folder `output` and return the source and its mask token.
+    """Convert the Hugging Face folder `source` to the new run folder `output`, and return the HFSource and the MaskToken.
 
     The run folder has a checkpoint of step 0 with only the weights, in `dtype`, and a config.yaml with the flags of runs that
     start from it (`--init-from`). Weights are read one by one, so that memory holds the model once. Raises InputError, and leaves

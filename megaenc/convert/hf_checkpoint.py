@@ -32,7 +32,7 @@ _MAX_COUNT, _MAX_EXPERTS = 4096, 1 << 15  # limits of these counts, unless a fol
 
 
 class TensorHeader(NamedTuple):
-    """File, dtype and shape of a tensor, from the header of its file."""
+    """File, dtype and shape of a tensor in a safetensors file, from the header of this file."""
 
     file: Path
     dtype: str
@@ -40,9 +40,9 @@ class TensorHeader(NamedTuple):
 
 
 class HFCheckpoint:
-    """A Hugging Face model folder: `config` and the `headers` of its weights by name. Pickles are never read.
+    """A Hugging Face model folder: content of config.json in `config`, and a TensorHeader by weight name in `headers`.
 
-    `config` is the content of config.json without fields about loading.
+    `config` omits fields about loading. Pickles are never read.
     """
 
     def __init__(self, path: Path, flag: str = "--input"):
@@ -76,16 +76,17 @@ class HFCheckpoint:
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[dict[str, Any]]:
-        """Yield the safetensors slice of each weight by name, readable within the block."""
+        """Yield a dict of the safetensors slice of each weight by name, readable only within the block."""
         with contextlib.ExitStack() as stack:
             opened = {file: stack.enter_context(_open_safetensors(file, "pt")) for file in self.files}
             yield {name: opened[header.file].get_slice(name) for name, header in self.headers.items()}
 
 
 class TrainableHFCheckpoint(HFCheckpoint):
-    """A Hugging Face model folder from which training can start: shapes and dtypes of its weights, which are read one by one.
+    """A Hugging Face model folder to start training from: also weight `shapes` by name and the `generation` config.
 
-    Weights have their names in a model with an output layer (`model.norm.weight`); folders of models without one omit `model.`.
+    Weights are read one by one. They have their names in a model with an output layer (`model.norm.weight`); folders of models
+    without one omit `model.`.
     """
 
     def __init__(self, path: Path):
@@ -105,11 +106,11 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
     @property
     def dtypes(self) -> set[str]:
-        """Return the dtypes of the weights as safetensors names them."""
+        """Return the set of the weights' dtypes as safetensors names them, such as BF16."""
         return {header.dtype for header in self.headers.values()}
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: set[str]) -> None:
-        """Raise InputError for the first weight that is missing, has another shape, or is neither `expected` nor `optional`."""
+        """Raise InputError for a weight that is missing, has another shape, or is neither `expected` nor `optional`."""
         for name, shape in expected.items():
             if name not in self.shapes:
                 raise InputError(f"{self.path}: no tensor `{name}`, expected one of shape {list(shape)}")
@@ -120,13 +121,13 @@ class TrainableHFCheckpoint(HFCheckpoint):
                 raise InputError(f"{file}: tensor `{stored}`: found a weight that the model of {CONFIG} does not have")
 
     def tensor(self, name: str) -> "Tensor":
-        """Read the weight `name`; its memory-mapped pages are freed with it, as the file is not kept open."""
+        """Read the weight `name` from its file and return it as a tensor; the file is closed again to free its pages."""
         file, stored = self._stored[name]
         with _open_safetensors(file, "pt") as tensors:
             return tensors.get_tensor(stored)
 
     def iter_row_chunks(self, name: str, rows: int) -> "Iterator[Tensor]":
-        """Read the weight `name` in chunks of `rows` rows."""
+        """Yield the weight `name` as tensors of `rows` rows in order; the last one may have fewer."""
         file, stored = self._stored[name]
         for start in range(0, self.shapes[name][0], rows):
             with _open_safetensors(file, "pt") as tensors:
@@ -192,7 +193,7 @@ def _read_generation_config(file: Path) -> dict[str, Any]:
 
 
 def shorten_repr(value: Any) -> str:
-    """Return `repr(value)` cut to 60 characters, for error messages."""
+    """Return `repr(value)`, or its first 57 characters and `...` if it is longer than 60, for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

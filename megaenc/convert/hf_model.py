@@ -24,9 +24,9 @@ _MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler
 
 
 def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
-    """Build transformers' config object of `model_type` (a key of CONFIG_MAPPING) from the fields `values` of a config.json.
+    """Return transformers' config object of `model_type` for the fields `values` of a config.json; InputError if invalid.
 
-    Fields of older versions are accepted. Raises InputError that begins with `where` for invalid values.
+    `model_type` is a key of CONFIG_MAPPING. Fields of older versions are accepted. The error begins with `where`.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -50,7 +50,7 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
 
 
 def load_hf_config(folder: HFCheckpoint) -> Any:
-    """Build transformers' config object of `folder`. Raises InputError for an unknown model type or a wrong field."""
+    """Return transformers' config object for `folder`'s config.json; InputError for an unknown type or wrong field."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     where, model_type = str(folder.config_file), folder.config.get("model_type")
@@ -67,7 +67,7 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
 
 
 def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Load the weights of `folder` into transformers' class `kind`; return the float32 model in eval mode and its loading report.
+    """Return (model, loading report): transformers' class `kind` with the weights of `folder`, in float32 and eval mode.
 
     `options` are passed to the class; `expected` describes the model in errors. Raises InputError for a config or weights of
     another model, and, before memory is allocated, for a config that needs too much.

@@ -19,7 +19,7 @@ _MAX_METRICS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ExportProvenance:
-    """Training history and properties of an export for its model card."""
+    """Facts for an export's model card: schedule, step, tokens, ancestry, size, fingerprints, metrics and license."""
 
     schedule_text: str
     schedule: Schedule
@@ -56,13 +56,13 @@ class ExportProvenance:
         return tuple(objectives[text] for text, _ in steps.most_common())
 
     def select_objective(self, attention: Attention) -> Objective:
-        """Return the most frequent last objective with `attention`, or the most frequent one of all if there is none."""
+        """Return the most frequent of `last_objectives` with this `attention`, or of all if none has it."""
         last = self.last_objectives
         return next((objective for objective in last if objective.attention == attention), last[0])
 
 
 def build_model_card(name: str, provenance: ExportProvenance, attention: Attention) -> str:
-    """Build README.md, with the Hub's metadata, of an export called `name` that uses `attention`."""
+    """Return the text of README.md, with the Hub's metadata, for an export called `name` that uses `attention`."""
     objective = provenance.select_objective(attention)
     causal = attention == Attention.CAUSAL
     last = [(markdown.inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
@@ -99,13 +99,13 @@ those of megatron-core's model.
 
 
 def check_license(text: str) -> None:
-    """Raise InputError if `text` is not a license identifier: it becomes a line of the card's metadata."""
+    """Raise InputError if `text`, for the card's metadata, is not an identifier such as apache-2.0."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
         raise InputError(f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0")
 
 
 def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
-    """Return the last metrics up to `step` of a run: of `training`, and of each validation objective."""
+    """Return a run's last metrics up to `step`, by `training` and `held out, OBJECTIVE`; missing ones are left out."""
     metrics = {"training": row} if (row := _read_last_row(folder / METRICS_FILE, step)) else {}
     row = _read_last_row(folder / VALIDATION_FILE, step)
     objectives = row.get("objectives")

@@ -14,7 +14,7 @@ from megaenc.training.run_init import Ancestor
 
 
 def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
-    """Return the name of the export of `step`, such as `610m-clm-42k`; before the last step `610m-clm-42k-1000`.
+    """Return the folder name of the export of `step`: `610m-clm-42k` at the end of a run, before it `610m-clm-42k-1000`.
 
     Steps include those of the runs that the first weights come from: in `610m-clm-dec42k-mlm40-64k`, `dec` means that the earlier
     run reached its end, so that its learning rate had decayed. A converted Hugging Face model keeps its name.

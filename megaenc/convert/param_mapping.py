@@ -14,45 +14,45 @@ from megaenc.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """Mapping of one megatron-core tensor, `core`, to Hugging Face tensors, `hf`; here the same tensor with another name."""
+    """Mapping of a megatron-core tensor named `core` to Hugging Face tensors named `hf`; here only the name differs."""
 
     core: str
     hf: tuple[str, ...]
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Convert a megatron-core tensor to Hugging Face tensors in the order of `hf`."""
+        """Return the Hugging Face tensors, in the order of `hf`, of a megatron-core tensor: here a tuple of itself."""
         return (tensor,)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Convert Hugging Face tensors in the order of `hf` to the megatron-core tensor."""
+        """Return the megatron-core tensor of the Hugging Face tensors in the order of `hf`: here the only one, unchanged."""
         return tensors[0]
 
 
 class QKVMapping(ParamMapping):
-    """Mapping of linear_qkv, which has the rows of query heads, key and value for each key/value group."""
+    """Mapping of linear_qkv, which interleaves the rows of query, key and value by group, to three separate matrices."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Split linear_qkv into query, key and value."""
+        """Return (query, key, value), the rows of linear_qkv split and sorted by head, as contiguous tensors."""
         heads = model.num_attention_heads // model.num_query_groups
         rows = tensor.view(model.num_query_groups, (heads + 2) * model.head_dim, *tensor.shape[1:])
         parts = rows.split([heads * model.head_dim, model.head_dim, model.head_dim], dim=1)
         return tuple(part.flatten(0, 1).contiguous() for part in parts)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Interleave query, key and value by group to linear_qkv."""
+        """Return linear_qkv: the rows of query, key and value, interleaved by key/value group."""
         groups = [tensor.unflatten(0, (model.num_query_groups, -1)) for tensor in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 class GatedMLPMapping(ParamMapping):
-    """Mapping of linear_fc1, which has the rows of the gate and then of the up projection."""
+    """Mapping of linear_fc1, which has the rows of the gate and then of the up projection, to two separate matrices."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Split linear_fc1 into gate and up projection."""
+        """Return (gate, up projection), the two halves of linear_fc1, as contiguous tensors."""
         return tuple(part.contiguous() for part in tensor.chunk(2))
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Concatenate gate and up projection to linear_fc1."""
+        """Return linear_fc1: the rows of the gate, followed by those of the up projection."""
         return torch.cat(tensors)
 
 
@@ -89,7 +89,7 @@ VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core)
 
 
 def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
-    """Yield (mapping, megatron-core name, Hugging Face names) of all weights; a tied output layer is omitted."""
+    """Yield (mapping, megatron-core name, Hugging Face names) of each weight of `model`; a tied output layer is omitted."""
     layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
     for mapping in (_EMBEDDING, *layer, _NORM, *((_HEAD,) if model.untie_embeddings_and_output_weights else ())):
         for number in range(model.num_layers) if "{}" in mapping.core else (0,):
@@ -97,7 +97,7 @@ def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple
 
 
 def iter_hf_tensors(parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield megatron-core's `parameters` converted to Hugging Face names and tensors, without vocabulary padding."""
+    """Yield (Hugging Face name, tensor) of each weight in megatron-core's `parameters`, without vocabulary padding."""
     for mapping, core, names in iter_mappings(model):
         tensor = parameters[core][:vocab_size] if core in VOCABULARY_ROWS else parameters[core]
         yield from zip(names, mapping.to_hf(tensor, model), strict=True)

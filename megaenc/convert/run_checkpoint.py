@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run folder with the model, config and history that it records."""
+    """A run folder and its records: ModelConfig, vocabulary size, dtype, config, identity, start, and run.json's content."""
 
     folder: Path
     model: ModelConfig
@@ -42,7 +42,7 @@ class RunCheckpoint:
 
     @property
     def origin(self) -> Ancestor | None:
-        """Return the Hugging Face model from which the weights were first converted, or None."""
+        """Return the Hugging Face model, an Ancestor, from which the weights were first converted; None if there is none."""
         return next((stage for stage in self.start.before if stage.family), None)
 
     @property
@@ -52,17 +52,17 @@ class RunCheckpoint:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """Return the generation config of the original Hugging Face model; empty if there is none."""
+        """Return the generation config of the original Hugging Face model as a dict; empty without such a model."""
         return self.origin.generation if self.origin else {}
 
     @property
     def converted(self) -> bool:
-        """Return whether this is a converted Hugging Face model that was not trained here."""
+        """Return whether the folder holds a converted Hugging Face model that was not trained here."""
         return "source" in self.facts
 
     @property
     def added_token(self) -> str:
-        """Return the mask token that was added when the model was converted, or an empty string."""
+        """Return the text of the mask token that was added when the model was converted; an empty string if none was."""
         mask = self.facts.get("source", {}).get("mask_token", {})
         return mask["token"] if mask.get("origin") == "added" else ""
 
@@ -72,7 +72,7 @@ class RunCheckpoint:
         return self.start.kind == "new" and not self.origin
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raise InputError if `vocabulary`, of the tokenizer in the run folder, is not the one that the run was trained with."""
+        """Raise InputError if `vocabulary`, of the run folder's tokenizer, is not the one that the run was trained with."""
         where, expected = self.folder / TOKENIZER_DIR, str(self.identity.get("tokenizer"))
         if vocabulary.fingerprint != expected:
             raise InputError(
@@ -84,7 +84,7 @@ class RunCheckpoint:
             raise InputError(f"{where}: found {vocabulary.size} ids, expected at most {rows}")
 
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
-        """Return the run's objective schedule. Raises InputError if one of its objectives is not installed."""
+        """Return the run's objective Schedule, built with `vocabulary`; InputError if an objective is not installed."""
         try:
             return Schedule.build(self.settings.objective_schedule, self.settings.total_iters, vocabulary, self.settings.seed)
         except InputError as error:
@@ -94,7 +94,7 @@ class RunCheckpoint:
             ) from None
 
     def exportable_steps(self) -> list[int]:
-        """Return the steps that can be exported: of all complete checkpoints, and 0 if it follows from the seed.
+        """Return the sorted steps that can be exported: of all complete checkpoints, and 0 if it follows from the seed.
 
         Raises InputError if there is no checkpoint, or a file of one is missing or cut short.
         """
@@ -150,7 +150,7 @@ class RunCheckpoint:
 
 
 def open_run_checkpoint(folder: Path) -> RunCheckpoint:
-    """Read config.yaml and run.json of a run folder. Raises InputError if one is missing or was changed."""
+    """Return the RunCheckpoint of a run folder by its config.yaml and run.json; InputError if one is missing or changed."""
     if not os.path.isfile(folder / CONFIG_FILE):
         raise InputError(f"--load {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save")
     settings = read_config_file(str(folder / CONFIG_FILE))

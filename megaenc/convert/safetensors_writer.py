@@ -21,14 +21,14 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def parse_dtype(name: str, own: str, default: torch.dtype) -> torch.dtype:
-    """Return the torch dtype for `--dtype name`; `own` is the name of `default`. Raises InputError for an unknown name."""
+    """Return the torch dtype of `--dtype` fp32 or bf16, or `default` for the name `own`; InputError for another name."""
     if name not in (own, *DTYPES):
         raise InputError(f"--dtype: found {name!r}, expected {own}, {' or '.join(DTYPES)}")
     return DTYPES.get(name, default)
 
 
 def parse_size(text: str, flag: str) -> int:
-    """Parse a size such as 500MB or 5GB and return it in bytes. Raises InputError, naming `flag`, for anything else."""
+    """Return the bytes of a size such as 500MB or 5GB (powers of 1000); InputError, naming `flag`, for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:
@@ -39,9 +39,9 @@ def parse_size(text: str, flag: str) -> int:
 def write_shards(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> dict[str, str]:
-    """Write `tensors`, in the order of `shapes`, as `dtype` to files of at most `max_bytes`; return each weight's SHA-256.
+    """Write `tensors`, in the order of `shapes`, as safetensors files of `dtype` to `folder`; return each one's SHA-256.
 
-    A larger weight has a file of its own.
+    Files have at most `max_bytes`, unless one weight is larger; with several files their index is written too.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files = _assign_shards(sizes, max_bytes)

@@ -36,7 +36,7 @@ _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
 def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) -> int:
-    """Export the checkpoint of `step` (None: the newest) of run `load` to folder `output`, and return the step.
+    """Export run `load`'s checkpoint of `step` (None: the newest) to the new Hugging Face folder `output`; return the step.
 
     Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate, conversion.json. The output at
     position i predicts token i + `prediction_shift` of config.json. `options`: those of `Exporter`. Raises InputError, and leaves
@@ -50,9 +50,9 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
 
 
 def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
-    """Export each checkpoint of run `load`, and step 0 if it follows from the seed, to folders in `output`.
+    """Export all checkpoints of run `load`, and a step 0 that follows from the seed, to folders in `output`.
 
-    Returns the folder names (see `export_name`) by step. All are written or none. Options and errors as of `to_hf`.
+    Returns the folder names (see `export_name`) in the order of steps. All are written or none. Options and errors as of `to_hf`.
     """
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
@@ -68,11 +68,10 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
 
 
 def select_export_family(architecture: str | None, run: RunCheckpoint) -> tuple[ModelFamily, Attention]:
-    """Return the family and attention of an export of `run` for `architecture`, the value of --as.
+    """Return (ModelFamily, Attention) of an export for the value `architecture` of --as: a decoder's name is causal.
 
     A family name, "source" for the family that the model was converted from, or None for EuroBERT or, if that does not support
-    the model, the source's. A decoder family given by name is causal, all others are bidirectional. Raises InputError for an
-    unknown family.
+    the model, the source's. All but decoder families given by name are bidirectional. Raises InputError for an unknown family.
     """
     if architecture in _WRITTEN:
         family = FAMILIES[architecture]
@@ -86,7 +85,7 @@ def select_export_family(architecture: str | None, run: RunCheckpoint) -> tuple[
 
 
 class Exporter:
-    """Exporter of a run's checkpoints to Hugging Face folders, with the data that all exports share."""
+    """Exporter of a run's checkpoints to Hugging Face folders; holds the family, tokenizer, config and schedule."""
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class Exporter:
         drop_incompatible_mask_role(self.config.model_type, self.tokenizer)
 
     def write(self, folder: Path, name: str, step: int | None) -> int:
-        """Write the export of `step` (None: the newest), called `name`, to `folder` and return the step."""
+        """Write and verify the export of `step` (None: the newest), called `name`, in `folder`, and return the step."""
         run = self.run
         probe = ProbeBatch.build(run.vocab_size, run.context)
         tokens = self._write_tokenizer(folder)

@@ -35,7 +35,7 @@ _RESERVED_TOKEN = re.compile(
 
 
 def read_tokenizer(folder: Path, rows: int) -> Any:
-    """Load the tokenizer of a Hugging Face folder with the ids of its tokenizer.json, without running code from the folder.
+    """Return transformers' tokenizer of a Hugging Face folder, with the ids of tokenizer.json; no code there is run.
 
     Raises InputError if it is missing or has more ids than the model's embedding has `rows`.
     """
@@ -91,7 +91,7 @@ def _raise_too_many_ids(folder: Path, tokenizer: Any, known: dict[str, int], row
 
 @dataclass(frozen=True)
 class MaskToken:
-    """The mask token and its origin."""
+    """A tokenizer's mask token: text, id, and origin (its own, a reserved token, one with an untrained row, or added)."""
 
     token: str
     id: int
@@ -100,14 +100,14 @@ class MaskToken:
     origin: Literal["own", "reserved", "untrained", "added"]
 
     def describe(self) -> str:
-        """Return a description for the console."""
+        """Return text, id and origin for the console, such as `mask token <mask> (id 4), its own`."""
         description = {"own": "its own", "added": "a new token"}.get(self.origin, "a reserved token of its vocabulary")
         row = "; its row was untrained and is now the mean of the others" if self.origin == "untrained" else ""
         return f"mask token {self.token} (id {self.id}), {description}{row}"
 
 
 def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
-    """Return the mask token of `tokenizer`, assigning it in place if missing: a reserved token or, with `add`, a new one.
+    """Return the MaskToken of `tokenizer`; if missing, first set it to a reserved token or, with `add`, to a new one.
 
     Raises InputError if there is neither a mask token nor a reserved one, or if `add` is not needed.
     """
@@ -138,7 +138,7 @@ def _find_reserved_token(tokenizer: Any) -> str | None:
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer to `folder` for the class that uses tokenizer.json unchanged, with all roles set explicitly."""
+    """Write tokenizer.json and tokenizer_config.json to `folder`, for the class that uses tokenizer.json unchanged."""
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     for name in ("is_local", "local_files_only"):  # options of loading
@@ -150,7 +150,7 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
-    """Remove the mask token's role from `tokenizer` if a folder with a config.json of `model_type` would change the token.
+    """Remove the mask role from `tokenizer` in place if transformers, for a `model_type` config, would change the token.
 
     With a Qwen2 config.json transformers loads any tokenizer as Qwen2Tokenizer, which recreates tokens with roles without lstrip.
     The token itself stays.
@@ -162,7 +162,7 @@ def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
 
 
 def verify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, Any]:
-    """Load the tokenizer of an export `folder` as users do, compare it with `trained`, and return the entry of conversion.json.
+    """Compare the tokenizer loaded from an export `folder` with `trained`; return the entry of conversion.json, a dict.
 
     Compares the ids of fixed texts, which include every special token, and the pipeline parts that determine ids. Raises
     InputError that names the first difference.

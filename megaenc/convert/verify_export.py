@@ -31,14 +31,14 @@ _CHUNK_ROWS = 8192  # of an output layer that are cast to float32 at a time
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """Fixed tokens: documents of three lengths, and a short document with each of its tokens changed in turn."""
+    """Fixed token ids: `documents` of three lengths, and `variants`, a short document with each token changed in turn."""
 
     documents: tuple[Tensor, ...]  # int64[length], the longest first
     variants: Tensor  # int64[1 + n, n]; row 0 is the original, row k has another token k - 1
 
     @classmethod
     def build(cls, vocab_size: int, context: int) -> "ProbeBatch":
-        """Build it for a model with `vocab_size` rows and a context of `context` tokens."""
+        """Return the ProbeBatch for a vocabulary of `vocab_size` ids, with documents of at most `context` tokens."""
         lengths = [max(1, min(MAX_PROBE_LENGTH, context) * part // 3) for part in (3, 2, 1)]
         stream = (torch.arange(sum(lengths) + _VARIANT_LENGTH) * 7919 + 11) % vocab_size
         *documents, short = stream.split([*lengths, _VARIANT_LENGTH])
@@ -49,14 +49,14 @@ class ProbeBatch:
 
 
 class ProbeOutputs(NamedTuple):
-    """Outputs for a ProbeBatch, float32: logits, or hidden states of a model without an output layer."""
+    """Float32 outputs of a model for a ProbeBatch: logits, or hidden states of a model without an output layer."""
 
     documents: list[Tensor]  # [length, V] each
     variants: Tensor  # [1 + n, n, V]
 
 
 def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, head: bool) -> ProbeOutputs:
-    """Compute megatron-core's outputs for `probe` in one pack; `head`: logits, else hidden states."""
+    """Return megatron-core's outputs for `probe`, computed in one pack: logits if `head`, else hidden states."""
     from megaenc.model.packed_sequences import PackedSequences
 
     parts = [*probe.documents, *probe.variants]
@@ -77,7 +77,7 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, 
 def verify_export(
     folder: Path, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, digests: dict[str, str]
 ) -> dict[str, Any]:
-    """Load the export in `folder`, compare weights and outputs, and return the content of conversion.json.
+    """Compare weights and outputs of the export in `folder`, loaded by transformers; return conversion.json's content.
 
     `expected`: outputs of megatron-core; `digests`: SHA-256 of each weight. Raises InputError if anything differs.
     """

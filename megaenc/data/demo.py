@@ -66,7 +66,10 @@ _MARKUP = (
 
 @dataclass(frozen=True)
 class DemoPaths:
-    """Files of a demo: corpus, held-out text, tokenizer and preprocessed corpus; the JSONL files share no paragraph."""
+    """Paths of a demo's files: corpus.jsonl, heldout.jsonl, the tokenizer folder, and the preprocessed corpus's prefix.
+
+    The JSONL files share no paragraph.
+    """
 
     corpus: Path
     heldout: Path
@@ -76,20 +79,20 @@ class DemoPaths:
 
     @classmethod
     def in_folder(cls, folder: Path) -> "DemoPaths":
-        """Return the paths of the demo in `folder`."""
+        """Return the paths of the demo in `folder` by their fixed names, without looking for the files."""
         return cls(folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document")
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Flags of `megaenc demo`."""
+    """Flag of `megaenc demo`: `output`, the folder for the demo corpus."""
 
     output: str = "demo"
     """Folder for corpus.jsonl and heldout.jsonl. An existing demo corpus is kept; other files of these names are refused."""
 
 
 def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPaths:
-    """Write `corpus.jsonl`, `heldout.jsonl` and `demo.json` into `folder`, unless it holds a demo corpus, and return the paths.
+    """Write installed packages' docstrings as corpus.jsonl, heldout.jsonl and demo.json, unless present; return the paths.
 
     Each source file gives one document with the id `package/path`, in sorted order; one in fifty, chosen by a hash of its id, is
     held out. The same packages give the same bytes. Concurrent processes wait for the first. Raises InputError, before anything
@@ -118,9 +121,9 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
 
 
 def find_demo_corpus(folder: Path) -> DemoPaths | None:
-    """Return the paths of the demo corpus in `folder`, or None if it is missing or incomplete.
+    """Return the paths of the demo corpus in `folder`, None if missing or incomplete; InputError for foreign files.
 
-    Raises InputError for files of these names that differ from `demo.json` or are not listed there.
+    Foreign are files of these names that differ from `demo.json` or are not listed there.
     """
     # Listed before the record is read: a concurrent build writes the record first.
     present = [path for path in (folder / HELDOUT, folder / CORPUS) if os.path.lexists(path)]
@@ -143,7 +146,7 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
 
 
 def read_demo_documents(folder: Path) -> Iterable[tuple[str, str]]:
-    """Return the (id, text) pairs of the demo corpus in `folder` or, if there is none, generate them from the packages."""
+    """Return (id, text) of demo documents not held out, from the corpus in `folder` or, if missing, from the packages."""
     with contextlib.suppress(InputError):  # foreign files
         if built := find_demo_corpus(folder):
             with open(built.corpus, encoding="utf-8") as stream:
@@ -152,12 +155,12 @@ def read_demo_documents(folder: Path) -> Iterable[tuple[str, str]]:
 
 
 def is_held_out(document_id: str) -> bool:
-    """Return whether a hash of the document's id puts it into the held-out file (2 documents in 100)."""
+    """Return whether a hash of a demo document's id puts it into heldout.jsonl, not corpus.jsonl (2 documents in 100)."""
     return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
 def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> DemoPaths:
-    """Build the missing parts of a demo in `folder` (corpus, tokenizer, preprocessed data) and return its paths.
+    """Build the missing parts of a demo in `folder` (text, tokenizer, preprocessed corpus) and return the demo's paths.
 
     Concurrent processes wait for the first. Raises InputError for a demo of another vocabulary size and for foreign files.
     """
@@ -219,7 +222,7 @@ def _extract_documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str
 
 
 def map_source_files(read: Callable[[Any], Any], sources: Sequence[tuple[str, str]], label: str) -> Iterator[Any]:
-    """Yield `read(source)` for each (id, path) of `sources`, in order, computed by one process per core."""
+    """Yield `read(source)` for each of `sources` in order, from one process per core, and show progress as `label`."""
     with ProcessPool(read, usable_core_count()) as workers, ProgressLine(label, len(sources)) as progress:
         for count, result in enumerate(workers.map(sources), 1):
             yield result
@@ -235,7 +238,7 @@ def _read_paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 def find_long_strings(source: str) -> list[tuple[int, str]]:
-    """Return (line, text) of each string literal of 60 characters or more in Python source, docstrings included."""
+    """Return (line, text) of each string literal of 60 characters or more in Python source, sorted; [] if it is invalid."""
     try:
         constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -266,14 +269,14 @@ def extract_paragraphs(text: str) -> Iterator[str]:
 
 
 def strip_markup(text: str) -> str:
-    """Return `text` on one line without docstring, reST and Markdown markup."""
+    """Return `text` on one line without reST, Markdown and HTML markup; the words of links, code and emphasis stay."""
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 def is_english_prose(text: str) -> bool:
-    """Return whether `text` consists of English sentences rather than names, formulas or lists."""
+    """Return whether `text` has the length, case, final sign, letters and stop words of English prose, and no code."""
     words = [word.strip(".,;:!?()\"'[]") for word in text.split()]
     count, letters = len(words), sum(char.isalpha() or char.isspace() for char in text)
     return (
@@ -288,14 +291,14 @@ def is_english_prose(text: str) -> bool:
 
 
 def similarity_key(paragraph: str) -> str:
-    """Return a key that is equal for paragraphs which differ only in names, numbers and punctuation."""
+    """Return a key for near-duplicates: the words in lower case without punctuation, `_` for numbers and identifiers."""
     words = (word.strip(".,;:!?()\"'[]") for word in paragraph.split())
     return " ".join(word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "_" for word in words)
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc demo`."""
+    """Run the command `megaenc demo`: write corpus.jsonl, heldout.jsonl and demo.json into --output unless they exist."""
     silence_libraries()
     settings = flags.parse(DemoConfig, argv, prog="megaenc demo", description=__doc__)
     with exit_on_sigterm():

@@ -10,7 +10,7 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Llama-like transformer such as EuroBERT: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
+    """Shape and options of a Llama-like transformer (RMSNorm, SwiGLU, rotary positions, grouped-query attention)."""
 
     num_layers: int = 4
     """transformer layers"""
@@ -47,7 +47,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the width of one attention head."""
+        """Return the width of one attention head: `kv_channels`, or the hidden size divided by the number of heads."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -56,7 +56,7 @@ class ModelConfig:
         return self.num_attention_heads * self.head_dim
 
     def parameter_count(self, vocab_size: int, *, lm_head: bool = True) -> int:
-        """Return the number of parameters without vocabulary padding; `lm_head`: include an untied output matrix."""
+        """Return the number of parameters with `vocab_size` embedding rows; `lm_head`: include an untied output matrix."""
         hidden = self.hidden_size
         vectors = 2 * hidden + self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.head_dim
         matrices = 2 if lm_head and self.untie_embeddings_and_output_weights else 1
@@ -73,7 +73,7 @@ class ModelConfig:
         return self.hidden_size * (self._qkv_size + self.query_size + 3 * self.ffn_hidden_size)
 
     def linear_shapes(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
-        """Return (output width, input width) of each linear layer on one of `tensor_parallel` ranks, by layer name."""
+        """Return one of `tensor_parallel` ranks' (output, input) widths of a layer's four matrices, by name."""
         return {
             "linear_qkv": (self._qkv_size // tensor_parallel, self.hidden_size),
             "linear_proj": (self.hidden_size, self.query_size // tensor_parallel),
@@ -82,11 +82,11 @@ class ModelConfig:
         }
 
     def layer_flops_per_token(self) -> int:
-        """Return the forward and backward FLOPs of the layers' matrix products per token, 6 per weight."""
+        """Return the forward and backward FLOPs of all layers' matrix products for one token, 6 per weight; no attention."""
         return 6 * self.num_layers * self._layer_matrices
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
-        """Return the forward and backward FLOPs of attention in all layers for one document of `length` tokens.
+        """Return forward and backward FLOPs of attention in all layers for one document of `length` tokens.
 
         6 (s^2 + p^2) q per layer; s: `length`; q: the width of all heads; p: the length of the bidirectional `prefix` (0 if
         causal, s if bidirectional).
@@ -94,9 +94,9 @@ class ModelConfig:
         return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
 
     def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
-        """Return the forward and backward FLOPs of one pack in which `predicted` positions are predicted.
+        """Return forward and backward FLOPs of one pack: layers, attention, and the output layer at `predicted` positions.
 
-        `spans`: see `PackedSequences.spans`. Recomputation and vocabulary padding are not counted.
+        `spans`: (start, prefix end, stop) of each document. Recomputation and vocabulary padding are not counted.
         """
         head = 6 * self.hidden_size * vocab_size * predicted
         documents = sum(
@@ -106,7 +106,7 @@ class ModelConfig:
         return head + documents
 
     def check(self, tensor_parallel: int = 1) -> None:
-        """Raise InputError, naming the flag, if the shape is invalid or not divisible by `tensor_parallel` ranks."""
+        """Raise InputError, naming the flag, if the shape is invalid or cannot be split over `tensor_parallel` ranks."""
         names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
         for name in names:
             self._check_field(name, lambda value: value is None or value >= 1, "1 or more")
@@ -145,7 +145,7 @@ PRESETS = {
 
 
 def get_preset(name: str) -> ModelConfig:
-    """Return the preset called `name` (case-insensitive). Raises InputError that lists the known presets."""
+    """Return the ModelConfig of the preset `name`, such as 610m, in any case; InputError, listing all, if unknown."""
     if name.lower() not in PRESETS:
         raise InputError(f"--model: unknown preset {name!r}, expected one of {', '.join(PRESETS)}")
     return PRESETS[name.lower()]

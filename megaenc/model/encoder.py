@@ -31,9 +31,10 @@ _TORCH_KERNELS = KernelConfig(fused_kernels=False)  # for uses in which accuracy
 
 
 class Encoder(LanguageModule):
-    """This rank's part of the model; with interleaved pipeline stages one of several, number `chunk`.
+    """This rank's model chunk: layers, with the embedding on the first and the output layer on the last pipeline stage.
 
-    Letters in names: S tokens of a pack, N predicted positions, H hidden size, V this rank's columns of the padded vocabulary.
+    `chunk`: its number if stages are interleaved. Letters in names: S tokens of a pack, N predicted positions, H hidden size, V
+    this rank's columns of the padded vocabulary.
     """
 
     def __init__(
@@ -96,15 +97,15 @@ class Encoder(LanguageModule):
         """Do nothing; the base class checks Transformer Engine's variables, which our own attention does not read."""
 
     def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        """Set the hidden states from the previous pipeline stage; called by megatron-core's schedules."""
+        """Set the previous pipeline stage's hidden states, a list of one tensor; called by megatron-core's schedules."""
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
         self, tokens: Tensor, positions: Tensor, packing: PackedSequences, predict_at: Tensor | None, labels: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (summed loss, correct predictions) with `labels`, else logits_NV (padding columns -inf).
+        """Return (summed loss, number of correct predictions), without `labels` logits; before the last stage hidden states.
 
-        Before the last pipeline stage return hidden states [S, 1, H]. tokens [1, S]; positions [S] in their documents;
+        logits [N, V], -inf in padding columns; hidden states [S, 1, H]; tokens [1, S]; positions [S] in their documents;
         predict_at [N], or None for all positions; labels [N]. See `linear_cross_entropy`.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
@@ -114,7 +115,7 @@ class Encoder(LanguageModule):
         return self.head(hidden, predict_at, labels) if self.post_process else hidden
 
     def head(self, hidden_S1H: Tensor, predict_at: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply the output layer to the positions `predict_at` only, and return loss or logits as `forward` does."""
+        """Return (summed loss, number correct), or without `labels` logits [N, V], at positions `predict_at`, None: all."""
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that backward is a plain split.
             hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
@@ -126,7 +127,7 @@ class Encoder(LanguageModule):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Output layer from hidden_NH to logits_NV of this rank's share of the vocabulary or, with labels, to the loss."""
+    """Output layer from hidden states to logits of this rank's share of the vocabulary or, with labels, to the loss."""
 
     # One module for both: weights that are gathered on use are gathered by module calls.
 
@@ -139,7 +140,7 @@ class OutputLayer(ColumnParallelLinear):
         self.vocab_columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
 
     def forward(self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return loss and correct predictions, or logits, as `Encoder.forward` does; `weight`: the embedding's if tied."""
+        """Return (summed loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
         if labels is not None:
             weight = self.weight if weight is None else weight
             return linear_cross_entropy(hidden_NH, weight, labels, self.vocab_columns, self.tp_group, self.fused)
@@ -158,7 +159,7 @@ def build_model_chunks(
     seed: int | None,
     kernels: KernelConfig = _TORCH_KERNELS,
 ) -> list[Encoder]:
-    """Build this rank's model chunks (several with interleaved stages), initialized from `seed` or uninitialized if it is None.
+    """Return this rank's model chunks, several if stages are interleaved, initialized from `seed` (None: uninitialized).
 
     Raises InputError if `layout` cannot divide the model.
     """
@@ -172,13 +173,13 @@ def build_model_chunks(
 
 
 def build_encoder(*args: Any, **kwargs: Any) -> Encoder:
-    """Build the only model chunk of this rank; arguments as of `build_model_chunks`."""
+    """Return this rank's only model chunk, built from the arguments of `build_model_chunks`; ValueError for several."""
     [encoder] = build_model_chunks(*args, **kwargs)
     return encoder
 
 
 def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parameters with their names in the full model; a tied output layer has the embedding's name."""
+    """Yield this rank's (name, parameter) with names in the full model; a tied output layer has the embedding's name."""
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
         if name.startswith("decoder.layers."):
@@ -191,7 +192,7 @@ def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, tor
 
 @torch.no_grad()
 def init_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
-    """Initialize and return `encoder`: matrices from N(0, init_method_std), norms one, biases and padding rows zero."""
+    """Initialize and return `encoder`: matrices from N(0, init_method_std) by `seed`, norms one, biases and padding zero."""
     for name, parameter in named_global_parameters(encoder):
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith(".bias") else 1.0)

@@ -15,7 +15,7 @@ _CACHE_ELEMENTS = 2**18
 
 
 def row_slices(rows: int, width: int, max_elements: int) -> Iterator[slice]:
-    """Yield slices that cover all rows of a [rows, width] matrix, with about `max_elements` elements each."""
+    """Yield slices that cover all rows of a [rows, width] matrix in order, each of about `max_elements` elements."""
     step = max(1, max_elements // max(1, width))
     return (slice(start, start + step) for start in range(0, rows, step))
 
@@ -62,7 +62,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of S tokens; cos and sin: float32[S, 1, 1, dim / 2]."""
+    """Rotary positions (arXiv 2104.09864) of S tokens, called to rotate queries or keys; cos, sin [S, 1, 1, dim / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -73,7 +73,7 @@ class Rotation:
 
     @classmethod
     def from_angles(cls, angles: Tensor, fused: bool = False) -> "Rotation":
-        """Build it from `angles` float32[S, 1, 1, dim], whose last dimension consists of two equal halves."""
+        """Return the Rotation by `angles`, float32[S, 1, 1, dim] of two equal halves; `fused`: use the Triton kernel."""
         half = angles[..., : angles.size(-1) // 2]
         return cls(half.cos(), half.sin(), fused)
 
@@ -114,14 +114,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class SwiGLU(MegatronModule):
-    """The activation silu(gate) * up of the two halves of the last dimension (Shazeer 2020, arXiv 2002.05202)."""
+    """Activation module silu(gate) * up, the halves of the input's last dimension (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: TransformerConfig | None, fused: bool = False):
         super().__init__(config)
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., 2 F] to [..., F]."""
+        """Return silu(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
         if self.fused:
             from megaenc.model.kernels.swiglu import swiglu
 

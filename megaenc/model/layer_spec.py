@@ -28,7 +28,7 @@ _DEFAULT_KERNELS = KernelConfig()
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm layer, x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+    """RMSNorm layer with a learned weight, x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
 
     megatron-core's wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that
     its gradient is summed over the tensor-parallel ranks.
@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize x [..., H] with the fused kernel, the CPU implementation or torch's own."""
+        """Return x [..., H] / rms(x) * weight, by the fused Triton kernel, the CPU implementation or torch's own."""
         if self.fused:
             from megaenc.model.kernels.norm import rms_norm
 
@@ -55,7 +55,7 @@ class RMSNorm(torch.nn.Module):
 def build_transformer_config(
     model: ModelConfig, layout: ParallelConfig, dtype: torch.dtype, kernels: KernelConfig = _DEFAULT_KERNELS
 ) -> TransformerConfig:
-    """Build megatron-core's configuration of `model` in `layout`, with `dtype` float32 or bfloat16."""
+    """Return megatron-core's TransformerConfig of `model` for `layout` and `kernels`; `dtype`: float32 or bfloat16."""
     stages, split = layout.pipeline_model_parallel_size, layout.layers_per_chunk(model.num_layers)
     interleaved = len(split) > stages
     parts = [["decoder"] * layers for layers in split]
@@ -130,7 +130,7 @@ def _select_linear_layers(kernels: KernelConfig) -> tuple[type | ModuleSpec, typ
 def build_block_spec(
     config: TransformerConfig, chunk: int | None, kernels: KernelConfig, fused: FusedKernels = NO_FUSED_KERNELS
 ) -> TransformerBlockSubmodules:
-    """Build the layer specs of this pipeline stage, or of its model chunk number `chunk`; `fused`: enabled kernels."""
+    """Return the layer specs of this pipeline stage, or of its model chunk `chunk`; `fused`: the enabled Triton kernels."""
     norm = ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
     if kernels.transformer_impl == "transformer_engine":
         norm = transformer_engine.StatelessTENorm
@@ -189,7 +189,7 @@ class PackedAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params: PackedSequences | None = None,
     ):
-        """Map query [s, 1, heads, dim], key and value [s, 1, groups, dim] to [s, 1, heads * dim]."""
+        """Return attention [s, 1, heads * dim] of query [s, 1, heads, dim], key and value [s, 1, groups, dim]."""
         if packed_seq_params.rotation is not None:
             query, key = (packed_seq_params.rotation(x) for x in (query, key))
         out = compute_attention(self.backend, *(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.softmax_scale)

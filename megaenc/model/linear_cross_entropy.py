@@ -34,7 +34,7 @@ def linear_cross_entropy(
     fused: FusedKernels = NO_FUSED_KERNELS,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return summed cross-entropy (float32) and number of correct predictions (int64) of softmax(hidden weight^T).
+    """Return (summed cross-entropy, float32, number of correct predictions, int64) of softmax(hidden weight^T) for labels.
 
     `weight_VH` is this rank's share of the vocabulary, with padding from row `columns` on; `labels_N` are global token ids; N may
     be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their bytes with
@@ -49,7 +49,7 @@ def linear_cross_entropy(
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
-    """Return the number of predictions per chunk: few chunks of equal size, each of at most `chunk_size // row_size` rows."""
+    """Return the number of predictions per chunk: few equal chunks, each of at most `chunk_size // row_size` rows."""
     max_rows = max(1, chunk_size // row_size)
     if max_rows > _ROW_MULTIPLE:
         max_rows -= max_rows % _ROW_MULTIPLE
@@ -152,9 +152,9 @@ def _gather_statistics(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
 
 
 def combine_statistics(all_R4n: Tensor) -> tuple[Tensor, ...]:
-    """Return the softmax statistics of the whole vocabulary from those of R shares, float32[R, 4, n].
+    """Return (highest, sum, label's score, likeliest token), [n] each, of the vocabulary from float32[R, 4, n] of R shares.
 
-    Highest score, sum of exp(score - highest), label's score, and likeliest token (exact below 2^24), each [n].
+    sum: of exp(score - highest). Tokens are exact below 2^24.
     """
     highest_Rn, sum_Rn, target_Rn, token_Rn = all_R4n.unbind(1)
     top_n = highest_Rn.amax(0)
@@ -163,7 +163,10 @@ def combine_statistics(all_R4n: Tensor) -> tuple[Tensor, ...]:
 
 
 def accumulate_matmul(sum_VH: Tensor | None, a_Vn: Tensor, b_nH: Tensor, *, in_float32: bool) -> Tensor:
-    """Return float32 `sum_VH` (None: 0) + a b, in place; `in_float32`: without rounding the product, only on accelerators."""
+    """Return `sum_VH` (None: zeros) plus a b in float32, added in place; `in_float32`: without rounding the product.
+
+    Only on accelerators.
+    """
     if in_float32 and a_Vn.dtype != torch.float32:
         if sum_VH is None:
             return torch.mm(a_Vn, b_nH, out_dtype=torch.float32)

@@ -14,7 +14,7 @@ from megaenc.objectives import Attention
 
 @dataclass(frozen=True)
 class PrefixRows:
-    """The tokens of a pack split into prefixes and suffixes, for kernels with one mask per call."""
+    """Token indices and cumulative lengths of a pack's prefixes and suffixes, for kernels with one mask per call."""
 
     prefix: torch.Tensor  # int64[P], the token indices of prefixes; may be empty
     suffix: torch.Tensor  # int64[S - P], never empty
@@ -25,7 +25,7 @@ class PrefixRows:
 
     @classmethod
     def from_lengths(cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device) -> "PrefixRows":
-        """Build it from document lengths and prefix lengths, int64[D] each."""
+        """Return the PrefixRows on `device` of documents with these lengths and prefix lengths, int64[D] each."""
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         in_prefix = positions < np.repeat(prefixes, lengths)
         nonempty, rest = prefixes[prefixes > 0], lengths - prefixes
@@ -37,7 +37,7 @@ class PrefixRows:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Document boundaries and attention mask of one pack, passed to core attention as `packed_seq_params`.
+    """Document boundaries, attention mask and rotary positions of one pack, passed to core attention as `packed_seq_params`.
 
     `qkv_format` stays "sbhd", so that megatron-core's SelfAttention does not change the layout. Unlike `attention_mask`, it
     reaches the core attention in every recompute mode.
@@ -58,9 +58,9 @@ class PackedSequences(PackedSeqParams):
     def from_edges(
         cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None
     ) -> "PackedSequences":
-        """Build it from document boundaries `edges` (0 first, the pack's length last) and, for prefix attention, prefix lengths.
+        """Return the PackedSequences of document boundaries `edges` (0 first, the pack's length last) on `device`.
 
-        Raises ValueError if `prefixes` do not fit.
+        `prefixes`: prefix lengths for prefix attention. Raises ValueError if they do not fit.
         """
         lengths = np.diff(np.array(edges, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):
@@ -82,9 +82,10 @@ class PackedSequences(PackedSeqParams):
         )
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return (start, prefix end, stop) of each document.
+        """Return (start, prefix end, stop) of each document, as token positions in the pack.
 
-        Tokens before the prefix end attend to each other, those after it to all tokens before them.
+        Tokens before the prefix end attend to each other, those after it to all tokens before them; it is `stop` under
+        bidirectional and `start` under causal attention.
         """
         if self.attention == Attention.PREFIX:
             return [(start, start + prefix, stop) for (start, stop), prefix in zip(self.documents, self.prefixes, strict=True)]
@@ -93,5 +94,5 @@ class PackedSequences(PackedSeqParams):
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to `device` without blocking."""
+    """Return a copy on `device` of a CPU tensor, started without blocking; the tensor itself if `device` is a CPU."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

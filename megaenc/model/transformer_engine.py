@@ -45,7 +45,7 @@ def _spec_provider() -> Any:
 
 
 def linear_classes() -> tuple[type, type]:
-    """Return the column-parallel and the row-parallel linear class."""
+    """Return Transformer Engine's column-parallel and row-parallel linear class, without extra state in checkpoints."""
     provider = _spec_provider()
     return _without_extra_state(provider.column_parallel_linear()), _without_extra_state(provider.row_parallel_linear())
 
@@ -57,7 +57,7 @@ def _without_extra_state(linear: type) -> type:
 
 
 class StatelessTENorm:
-    """Transformer Engine's RMSNorm, whose state dict has only the weight."""
+    """Factory of Transformer Engine's RMSNorm module: a call returns one whose state dict has only the weight."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
         norm = _spec_provider().layer_norm(rms_norm=True)(config=config, hidden_size=hidden_size, eps=eps)

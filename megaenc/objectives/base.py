@@ -16,9 +16,9 @@ from megaenc.errors import InputError, closest_match
 
 
 class Attention(StrEnum):
-    """Attention mask within each document: causal, bidirectional or prefix.
+    """Attention mask within each document: causal, bidirectional, or prefix (two-way in its first tokens, then causal).
 
-    Under PREFIX the first tokens of a document (their number is in `Targets.prefixes`) see each other; the rest is causal.
+    The number of these first tokens is in `Targets.prefixes`.
     """
 
     CAUSAL = "causal"
@@ -27,11 +27,11 @@ class Attention(StrEnum):
 
 
 class Targets(NamedTuple):
-    """Model inputs and labels for a pack of T tokens in D documents with N predictions; N = 0 is legal.
+    """Model input ids for one pack, the positions whose output is scored, their label ids, and prefix lengths or None.
 
-    inputs: int64[T], token ids that the model reads; predict_at: int64[N], increasing positions whose output is scored; labels:
-    int64[N], token ids to predict; prefixes: int64[D], only under Attention.PREFIX, number of tokens at the start of each
-    document that see each other, from 0 to its length - 1.
+    For a pack of T tokens in D documents with N predictions, N = 0 included: inputs: int64[T], token ids that the model reads;
+    predict_at: int64[N], increasing positions whose output is scored; labels: int64[N], token ids to predict; prefixes: int64[D],
+    only under Attention.PREFIX, number of tokens at the start of each document that see each other, from 0 to its length - 1.
     """
 
     inputs: np.ndarray
@@ -41,7 +41,7 @@ class Targets(NamedTuple):
 
 
 class OptionError(InputError):
-    """Error for an unusable option of an objective, whose name is in `option`."""
+    """InputError for an unknown option of an objective or an unusable value; `option` holds the option's name."""
 
     def __init__(self, objective: str, option: str, complaint: str):
         super().__init__(f"{objective}: option `{option}`: {complaint}")
@@ -49,15 +49,16 @@ class OptionError(InputError):
 
 
 def option(default: Any, help: str, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> Any:
-    """Declare a field as an option, a bool, int, float or str by its default; `above` < value, `low` <= value <= `high`."""
+    """Return the dataclass field of an objective's option, typed by `default`; `above` < value, `low` <= value <= `high`."""
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "above": above})
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """Base class of all objectives, a frozen dataclass whose fields after `vocabulary` are its options, declared with `option`.
+    """Base class of training objectives: a vocabulary and options; `targets` chooses a pack's inputs, predictions and labels.
 
-    The constructor checks the options: OptionError for a wrong value, InputError if the vocabulary is unsuitable.
+    It is a frozen dataclass; the fields after `vocabulary` are the options, declared with `option`. The constructor checks them:
+    OptionError for a wrong value, InputError if the vocabulary is unsuitable.
     """
 
     name: ClassVar[str]
@@ -70,7 +71,7 @@ class Objective(ABC):
 
     @abstractmethod
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack, a pure function of the arguments."""
+        """Return the model inputs, scored positions, labels and prefixes of one pack; a pure function of the arguments."""
 
     def __post_init__(self) -> None:
         """Check all options. Raises OptionError."""
@@ -79,12 +80,12 @@ class Objective(ABC):
 
     @classmethod
     def options(cls) -> tuple[dataclasses.Field, ...]:
-        """Return the options as dataclass fields in order of declaration, with their help in `metadata["help"]`."""
+        """Return the dataclass fields of the options, in order of declaration; `metadata` holds help text and limits."""
         return dataclasses.fields(cls)[1:]
 
     @classmethod
     def from_texts(cls, vocabulary: Vocabulary, texts: dict[str, str]) -> "Objective":
-        """Build the objective from options as written in a schedule, such as {"mask": "0.3"}. Raises OptionError."""
+        """Build the objective from option texts by name, {"mask": "0.3"}; OptionError for a bad name or value."""
         known = {field.name: field for field in cls.options()}
         values = {}
         for name, text in texts.items():
@@ -96,7 +97,7 @@ class Objective(ABC):
         return cls(vocabulary, **values)
 
     def interpolate(self, end: "Objective", share: float) -> "Objective":
-        """Return this objective with numeric options interpolated linearly towards those of `end`, by `share` from 0 to 1.
+        """Return the objective at `share`, from 0 (self) to 1 (`end`), of a linear change of the numeric options.
 
         Integers are rounded, half up. Raises OptionError for a value that cannot be used.
         """
@@ -110,10 +111,7 @@ class Objective(ABC):
         return dataclasses.replace(self, **changed) if changed else self
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
-        """Return the objective as written in a schedule, `mlm(mask=0.3)`, without options at their default unless `every`.
-
-        Options that differ in `end` read `mask=0.4->0.15`.
-        """
+        """Return schedule text such as `mlm(mask=0.3)`, `0.4->0.15` if `end` differs; defaults only if `every`."""
         assignments = []
         for field in self.options():
             first, last = getattr(self, field.name), getattr(end or self, field.name)

@@ -13,14 +13,14 @@ from megaenc.objectives.registry import register
 @register
 @dataclass(frozen=True)
 class CausalLanguageModeling(Objective):
-    """Objective in which position i predicts token i + 1; the last token of a document, or of a cut piece, predicts nothing."""
+    """Objective `clm`: under causal attention each token of a document or cut piece predicts the next one; the last none."""
 
     name = "clm"
     attention = Attention.CAUSAL
     shift = 1
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack."""
+        """Return the Targets of one pack: unchanged inputs, and the next token as label at all but each document's last."""
         has_next = np.ones(len(pack.tokens), dtype=bool)
         has_next[pack.edges[1:] - 1] = False
         predict_at = np.flatnonzero(has_next)

@@ -26,7 +26,10 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Flags of `megaenc data inspect`; packs are those that `megaenc pretrain` reads with the same flags."""
+    """Flags of `megaenc data inspect`: corpus, tokenizer, objective, and number, length and cutting of the pack to show.
+
+    Packs are those that `megaenc pretrain` reads with the same flags.
+    """
 
     prefix: Annotated[str, Positional, arg(metavar="PREFIX")]
     """Corpus: path of its .bin, .idx and .json without the extension."""
@@ -47,7 +50,7 @@ class InspectConfig:
 
 
 class LengthBin(NamedTuple):
-    """Number and total tokens of the documents with `low` to `high` tokens, both included."""
+    """Histogram bin of document lengths: number and total tokens of the documents with `low` to `high` tokens, inclusive."""
 
     low: int
     high: int
@@ -57,7 +60,7 @@ class LengthBin(NamedTuple):
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Statistics of document lengths in tokens, empty documents included."""
+    """Mean, median, percentiles, maximum and histogram of document lengths in tokens, and the number of empty documents."""
 
     mean: float
     median: float
@@ -73,7 +76,7 @@ class LengthStats:
 
 
 def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
-    """Compute statistics of document lengths, int64[D] in tokens, D at least 1."""
+    """Return the LengthStats of document lengths, int64[D] in tokens with D > 0; histogram bins are powers of two."""
     p5, median, p95 = np.percentile(document_lengths, [5, 50, 95]).tolist()
     longest, empty = int(document_lengths.argmax()), int((document_lengths == 0).sum())
     # frexp's exponent is exact: 0 for 0 tokens, 1 for 1, 2 for 2 and 3, 3 for 4 to 7.
@@ -88,7 +91,7 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
 
 
 def parse_objective(text: str, vocabulary: Vocabulary) -> Objective:
-    """Parse one objective as written in a schedule, `mlm(mask=0.3)`, without a share. Raises InputError."""
+    """Return the objective written as `mlm(mask=0.3)`; InputError for bad syntax, phases, mixtures or changing options."""
     if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
         raise InputError(f"--objective {text}: found phases or a share, expected one objective such as mlm(mask=0.3)")
     try:
@@ -102,7 +105,7 @@ def parse_objective(text: str, vocabulary: Vocabulary) -> Objective:
 
 
 def inspect_corpus(settings: InspectConfig) -> list[Any]:
-    """Return rich renderables with statistics, length histogram and a decoded pack of a corpus. Raises InputError."""
+    """Return rich renderables of a corpus: statistics, length histogram, and a decoded pack if a tokenizer is given."""
     for name, minimum, limit in (("pack", 0, 1 << 40), ("seq_length", 1, 1 << 24), ("seed", 0, 1 << 63)):
         flag, value = f"--{name.replace('_', '-')}", getattr(settings, name)
         if value < minimum:
@@ -181,14 +184,14 @@ def _format_size(count: int) -> str:
 
 
 def format_bar(share: float, width: int = _BAR_WIDTH) -> str:
-    """Format `share` of `width` columns as a bar in eighths of a column, padded with spaces; never empty above 0."""
+    """Return a bar of block characters over `share` (0 to 1) of `width` columns, padded with spaces; never empty above 0."""
     eighths = max(round(share * width * 8), int(share > 0))
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(width)
 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc data inspect`."""
+    """Run `megaenc data inspect`: print a corpus's statistics, length histogram and, given a tokenizer, a decoded pack."""
     silence_libraries()
     settings = flags.parse(InspectConfig, argv, prog="megaenc data inspect", description=__doc__)
     console = build_rich_console(highlight=False, markup=False, emoji=False)

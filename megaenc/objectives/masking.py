@@ -17,10 +17,11 @@ from megaenc.objectives.registry import register
 
 @dataclass(frozen=True)
 class Masking(Objective):
-    """Base of masking objectives: each token that `eligible` allows is chosen with probability `mask`, independently or in spans.
+    """Base class of bidirectional objectives that hide and predict random tokens, a share `mask`, singly or in spans.
 
-    A chosen token becomes the mask token, or with probability `random` another token, or stays with probability `keep`:
-    `mask=0.15,random=0.1,keep=0.1` is BERT's 80/10/10 (Devlin et al. 2019, arXiv 1810.04805).
+    Each eligible token is chosen with probability `mask`. A chosen token becomes the mask token, or with probability `random`
+    another token, or stays with probability `keep`: `mask=0.15,random=0.1,keep=0.1` is BERT's 80/10/10 (Devlin et al. 2019, arXiv
+    1810.04805).
 
     With `span` = s, chosen tokens form runs of geometric length with mean s (as in SpanBERT, Joshi et al. 2020, arXiv
     1907.10529): a stationary Markov chain over the tokens. The first token of a document and a token after an ineligible one are
@@ -54,10 +55,10 @@ class Masking(Objective):
 
     @abstractmethod
     def eligible(self, pack: Pack) -> np.ndarray:
-        """Return bool[T], true for tokens that may be chosen."""
+        """Return bool[T], true for the tokens of the pack that may be hidden and predicted."""
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack, with the chosen tokens hidden in the inputs."""
+        """Return a pack's Targets: drawn tokens, masked, random or kept in the inputs, are predicted `shift` before."""
         (positions,) = self._choose_tokens(pack, randomness).nonzero()
         labels = pack.tokens[positions]
         hidden = self.vocabulary.mask_id
@@ -92,19 +93,19 @@ class Masking(Objective):
 @register
 @dataclass(frozen=True)
 class MaskedLanguageModeling(Masking):
-    """Masking objective in which position i predicts token i if it is hidden; every token that is not special is eligible."""
+    """Objective `mlm`: random tokens, except special ones, are hidden, and each is predicted at its own position."""
 
     name = "mlm"
 
     def eligible(self, pack: Pack) -> np.ndarray:
-        """Return bool[T], true for tokens that are not special."""
+        """Return bool[T], true for the tokens of the pack that are not special."""
         return text_token_mask(self.vocabulary)[pack.tokens]
 
 
 @register
 @dataclass(frozen=True)
 class MaskedNextTokenPrediction(Masking):
-    """Masking objective in which position i - 1 predicts token i if it is hidden (LLM2Vec, arXiv 2404.05961).
+    """Objective `mntp` (LLM2Vec, arXiv 2404.05961): random tokens are hidden, each predicted at the position before it.
 
     The first token of a document, or of a cut piece, has no previous position: it is never chosen and ends spans as a special
     token does.
@@ -114,7 +115,7 @@ class MaskedNextTokenPrediction(Masking):
     shift = 1
 
     def eligible(self, pack: Pack) -> np.ndarray:
-        """Return bool[T], true for tokens that are neither special nor first of a document."""
+        """Return bool[T], true for tokens that are neither special nor the first of a document or cut piece."""
         eligible = text_token_mask(self.vocabulary)[pack.tokens]
         eligible[pack.edges[:-1]] = False
         return eligible
@@ -122,7 +123,7 @@ class MaskedNextTokenPrediction(Masking):
 
 @lru_cache(maxsize=8)
 def text_token_mask(vocabulary: Vocabulary) -> np.ndarray:
-    """Return read-only bool[vocabulary size], true for tokens that are not special."""
+    """Return read-only bool[vocabulary size], indexed by token id, true for tokens that are not special."""
     is_text = np.ones(vocabulary.size, dtype=bool)
     is_text[list(vocabulary.special_ids)] = False
     is_text.flags.writeable = False
@@ -131,5 +132,5 @@ def text_token_mask(vocabulary: Vocabulary) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def text_token_ids(vocabulary: Vocabulary) -> np.ndarray:
-    """Return int64 ids of all tokens that are not special, ascending."""
+    """Return the ids of all tokens of the vocabulary that are not special, int64, ascending."""
     return np.flatnonzero(text_token_mask(vocabulary))

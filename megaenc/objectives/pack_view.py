@@ -27,7 +27,7 @@ _CONTROL_PICTURES |= {ord("\n"): "↵", ord("\t"): "⇥"}
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Tokens start..stop-1 of a pack: one token, or the several tokens of one character."""
+    """One token of a pack, or all tokens of one character: place, text, marks of the model's input, predicted labels."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class DecodedPack:
-    """A pack under an objective; `pieces` holds the spans of each document."""
+    """A pack, an objective, the Targets that it makes of the pack, and in `pieces` the TokenSpans of each document."""
 
     pack: Pack
     objective: Objective
@@ -57,7 +57,7 @@ class DecodedPack:
 
 
 def decode_pack(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTokenizerFast") -> DecodedPack:
-    """Decode `pack` with the targets of `objective` in a run with `seed`."""
+    """Return `pack` decoded to text spans per document, with the tokens that `objective` hides and predicts under `seed`."""
     vocabulary = read_vocabulary(tokenizer)
     targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
 
@@ -92,7 +92,7 @@ def decode_pack(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrai
 
 
 def build_renderables(decoded: DecodedPack) -> list[Any]:
-    """Return rich renderables: counts, the text with a rule at each document edge, and a legend."""
+    """Return rich renderables of a pack: counts, text with hidden and predicted tokens marked and document rules, legend."""
     from rich.rule import Rule
     from rich.text import Text
 

@@ -22,7 +22,7 @@ _AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
 
 
 class SourceText(str):
-    """A part of the schedule's text that starts at character `start`, counted from 0."""
+    """String that is a part of a schedule's text; `start` is its first character's number there, from 0, for errors."""
 
     start: int
 
@@ -33,7 +33,7 @@ class SourceText(str):
 
 
 class ParsedOption(NamedTuple):
-    """An option as written; `end` is its value at the end of the phase, None if it does not change."""
+    """An objective's option as written: name, value, and value at the end of the phase, None if it does not change."""
 
     name: SourceText
     value: SourceText
@@ -41,17 +41,17 @@ class ParsedOption(NamedTuple):
 
 
 class ParsedObjective(NamedTuple):
-    """Name and options of an objective as written."""
+    """Name of an objective and its options as written in a schedule, not yet checked."""
 
     name: SourceText
     options: tuple[ParsedOption, ...]
 
 
 class ParsedPhase(NamedTuple):
-    """A phase as written.
+    """Phase of a schedule as written: its objectives with weights, and its amount as a number and as text.
 
-    components: objectives with their weights, one of weight 1 without a mixture; equal if they read the same. amount: a Fraction
-    for a share, an int for steps.
+    components: one objective of weight 1 without a mixture; equal if they read the same. amount: a Fraction for a share, an int
+    for steps.
     """
 
     components: tuple[tuple[Fraction, ParsedObjective], ...]
@@ -60,15 +60,15 @@ class ParsedPhase(NamedTuple):
 
 
 def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
-    """Parse the text of a schedule into its phases, with repetitions expanded. Raises InputError for syntax errors.
+    """Return the phases of a schedule's text, repetitions spelled out; InputError for syntax or over `train_iters` phases.
 
-    At most `train_iters` phases are allowed. `Schedule.build` checks names, options and sums.
+    `Schedule.build` checks names, options and sums.
     """
     return _ScheduleParser(text, train_iters).parse_schedule()
 
 
 def build_error(text: str, part: SourceText, complaint: object) -> InputError:
-    """Build an InputError that shows `part` in brackets within `text`."""
+    """Return, without raising, an InputError with `complaint`, the place of `part`, and `text` with `part` in brackets."""
     marked = f"{text[: part.start]}[{part}]{text[part.start + len(part) :]}"
     return InputError(f"{FLAG}: at character {part.start + 1} of '{text}': {complaint} (here: {marked})")
 
@@ -81,7 +81,7 @@ class _ScheduleParser:
         self.at = 0
 
     def parse_schedule(self) -> tuple[ParsedPhase, ...]:
-        """Parse the whole text."""
+        """Return the phases of the whole text, repetitions spelled out; InputError if empty or of wrong syntax."""
         if not self.text.strip():
             raise self.error(SourceText("", 0), "empty, expected an objective such as mlm, or phases such as clm:0.25,mlm:0.75")
         items = self.parse_items(depth=0)
@@ -90,7 +90,7 @@ class _ScheduleParser:
         return items
 
     def parse_items(self, depth: int) -> tuple[ParsedPhase, ...]:
-        """Parse comma-separated items inside `depth` repetitions."""
+        """Parse phases and repetitions separated by commas, inside `depth` repetitions; return all phases in order."""
         phases = [*self.parse_item(depth, is_first=depth == 0)]
         while comma := self.take(","):
             if self.is_at_end():
@@ -99,7 +99,7 @@ class _ScheduleParser:
         return tuple(phases)
 
     def parse_item(self, depth: int, is_first: bool) -> tuple[ParsedPhase, ...]:
-        """Parse a phase or a repetition; the amount may be missing if `is_first` and nothing follows."""
+        """Parse a phase, or a repetition into its repeated phases; `is_first` allows a sole phase without amount."""
         self.skip_spaces()
         repeat = _REPEAT.match(self.text, self.at)
         if not repeat:
@@ -122,7 +122,7 @@ class _ScheduleParser:
         return phases * int(count)
 
     def parse_phase(self, is_first: bool) -> ParsedPhase:
-        """Parse an objective or a mixture with its share or steps."""
+        """Parse an objective or mixture and its amount, which a sole phase (`is_first`) may lack: then share 1."""
         start = self.at
         name = self.expect(_NAME, f"the name of an objective, `{MIXTURE}(` or a repetition such as `5x(`")
         if name == MIXTURE:
@@ -140,7 +140,7 @@ class _ScheduleParser:
         return ParsedPhase(components, self.parse_amount(amount_text), amount_text)
 
     def parse_component(self) -> tuple[Fraction, ParsedObjective]:
-        """Parse an objective of a mixture with its weight."""
+        """Parse `objective:weight` in a mixture; return (weight above zero, objective)."""
         name = self.expect(_NAME, "the name of an objective")
         if name == MIXTURE:
             raise self.error(name, "a mixture in a mixture, expected the name of an objective")
@@ -153,7 +153,7 @@ class _ScheduleParser:
         return Fraction(weight), objective
 
     def parse_options(self) -> tuple[ParsedOption, ...]:
-        """Parse the options of an objective in parentheses, if any."""
+        """Parse an objective's options in parentheses and return them, () if none follow; InputError for a repeated one."""
         if not (opening := self.take("(")):
             return ()
         options = self.parse_parts(opening, self.parse_option, "`,` and another option, or `)`")
@@ -163,7 +163,7 @@ class _ScheduleParser:
         return options
 
     def parse_option(self) -> ParsedOption:
-        """Parse `name=value` or `name=value->value`."""
+        """Parse `name=value` or `name=value->end` into an option, whose end is None without an arrow."""
         name = self.expect(_NAME, "an option such as mask=0.3")
         if not self.take("="):
             raise self.unexpected(f"`=` and the value of `{name}`")
@@ -172,7 +172,7 @@ class _ScheduleParser:
         return ParsedOption(name, value, end)
 
     def parse_amount(self, written: SourceText) -> Fraction | int:
-        """Parse a share or a number of steps."""
+        """Convert an amount: a Fraction for a share with a point, an int for steps; InputError unless above zero."""
         digits = written.lstrip("-")
         kind = Fraction if _SHARE.fullmatch(digits) else int if _WHOLE.fullmatch(digits) else None
         if kind is None:
@@ -185,7 +185,7 @@ class _ScheduleParser:
         return kind(written)
 
     def parse_parts(self, opening: SourceText, parse_part: Callable[[], Any], expected: str) -> tuple[Any, ...]:
-        """Parse comma-separated parts and the `)` that closes `opening`."""
+        """Return the parts, separated by commas, that `parse_part` reads, and take the `)` that closes `opening`."""
         parts = [parse_part()]
         while self.take(","):
             parts.append(parse_part())
@@ -193,14 +193,14 @@ class _ScheduleParser:
         return tuple(parts)
 
     def close(self, opening: SourceText, expected: str, unclosed_before: str = ":") -> None:
-        """Take the `)` that closes `opening`; one of the signs `unclosed_before` instead means that it is missing."""
+        """Take `)`; else InputError at `opening` if the end or one of `unclosed_before` follows, or at the next part."""
         if not self.take(")"):
             if self.is_at_end() or self.text[self.at] in unclosed_before:
                 raise self.error(opening, "this parenthesis is never closed")
             raise self.unexpected(expected)
 
     def expect(self, pattern: re.Pattern[str], expected: str) -> SourceText:
-        """Take the next part, which must match `pattern`; `expected` describes it in the error."""
+        """Take the next part and return it if it matches `pattern`, else raise InputError that names `expected`."""
         self.skip_spaces()
         if not (match := pattern.match(self.text, self.at)):
             raise self.unexpected(expected)
@@ -211,7 +211,7 @@ class _ScheduleParser:
         return part
 
     def take(self, sign: str) -> SourceText | None:
-        """Take the next character sequence if it is `sign`, else return None."""
+        """Advance past `sign` and return it if it comes next, after spaces, else return None."""
         self.skip_spaces()
         if not self.text.startswith(sign, self.at):
             return None
@@ -219,21 +219,21 @@ class _ScheduleParser:
         return SourceText(sign, self.at - len(sign))
 
     def is_at_end(self) -> bool:
-        """Return whether only spaces are left."""
+        """Skip spaces and return whether the end of the text is reached."""
         self.skip_spaces()
         return self.at == len(self.text)
 
     def skip_spaces(self) -> None:
-        """Advance to the next character that is not a space."""
+        """Advance `at` past white space, to the next other character or the end of the text."""
         while self.at < len(self.text) and self.text[self.at].isspace():
             self.at += 1
 
     def unexpected(self, expected: str) -> InputError:
-        """Build the error that found the next part instead of the `expected` one."""
+        """Return, without raising, an InputError that found the next word or sign, or the end, not `expected`."""
         self.skip_spaces()
         token = _TOKEN.match(self.text, self.at)[0]
         return self.error(SourceText(token, self.at), f"found {f'`{token}`' if token else 'the end'}, expected {expected}")
 
     def error(self, part: SourceText, complaint: str) -> InputError:
-        """Build an InputError at `part`."""
+        """Return, without raising, an InputError with `complaint` that shows `part` in brackets within the text."""
         return build_error(self.text, part, complaint)

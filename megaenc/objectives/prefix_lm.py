@@ -13,10 +13,10 @@ from megaenc.objectives.registry import register
 @register
 @dataclass(frozen=True)
 class PrefixLanguageModeling(Objective):
-    """Objective in which the first p tokens of a document see each other and the rest is causal (T5, arXiv 1910.10683).
+    """Objective `prefix_lm`: tokens of a random prefix of each document see each other; later ones are predicted causally.
 
-    For a document, or a cut piece, of L tokens, p is floor(u L) and at most L - 1, with u drawn uniformly from [low, high).
-    Position i predicts token i + 1 for every token from p on; the first token is never predicted.
+    For a document, or a cut piece, of L tokens, the prefix has floor(u L) tokens, at most L - 1, with u drawn uniformly from
+    [low, high). The token before each of the later ones predicts it; the first token is never predicted (T5, arXiv 1910.10683).
     """
 
     name = "prefix_lm"
@@ -33,7 +33,7 @@ class PrefixLanguageModeling(Objective):
             raise OptionError(self.name, "low", f"found {self.low:g}, expected at most high={self.high:g}")
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack, with drawn prefix lengths."""
+        """Return one pack's Targets: a random prefix per document; every token after it, never the first, is predicted."""
         lengths = np.diff(pack.edges).astype(np.int64)
         shares = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))
         prefixes = np.minimum((shares * lengths).astype(np.int64), lengths - 1)

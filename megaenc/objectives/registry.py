@@ -22,7 +22,7 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
 
 def register(objective: ObjectiveClass) -> ObjectiveClass:
-    """Register an objective class under its `name` (decorator). Raises ValueError for a duplicate name or an invalid class."""
+    """Register an objective class under its `name`, return it (decorator); ValueError for a used name or invalid class."""
     if complaint := _find_defect(objective):
         raise ValueError(f"{objective!r} {complaint}")
     if objective.name in _registered:
@@ -32,15 +32,12 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
 
 
 def known() -> list[str]:
-    """Return the sorted names that `find` accepts, without loading any package."""
+    """Return the sorted names of all objectives, registered or offered by installed packages, without importing these."""
     return sorted({*_registered, *_find_entry_points().names})
 
 
 def find(name: str) -> type[Objective]:
-    """Return the objective class called `name`; only a package that offers it is loaded.
-
-    Raises InputError for an unknown name, one that two packages offer, and a package with an invalid entry point.
-    """
+    """Return the objective class called `name`, importing its package; InputError if unknown, offered twice or invalid."""
     objective = _registered.get(name)
     offers = [
         offer for offer in _find_entry_points().select(name=name) if objective is None or offer.value != _import_path(objective)
@@ -107,7 +104,7 @@ def _find_defect(objective: type) -> str:
 
 
 def package_origin(objective: type[Objective]) -> str | None:
-    """Return package, version and source hash of an objective of another package; None for one of megaenc."""
+    """Return `PACKAGE VERSION (HASH of the source file)` of an objective that an installed package offers, else None."""
     for offer in _find_entry_points().select(name=objective.name):
         if offer.value == _import_path(objective):
             package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value

@@ -38,7 +38,7 @@ _MAX_SPELLED_OUT_PHASES = 16
 
 @dataclass(frozen=True)
 class ScheduledObjective:
-    """An objective of a phase, whose options go from those of `start` to those of `end`."""
+    """One of the objectives that a phase draws from by `weight`; options go linearly from `start` to `end` in the phase."""
 
     weight: int
     """Weight of the objective in the phase's mixture."""
@@ -47,13 +47,13 @@ class ScheduledObjective:
 
     @property
     def text(self) -> str:
-        """Return the objective as written in a schedule, `mlm(mask=0.4->0.15)`."""
+        """Return the objective as schedule text, `mlm(mask=0.4->0.15)`, without options at their default."""
         return self.start.describe(end=self.end)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps first_step..last_step, counted from 1; each trains one of `choices`, drawn by weight."""
+    """Phase of a run, the steps first_step..last_step counted from 1; each trains one of `choices`, drawn by weight."""
 
     index: int
     first_step: int
@@ -62,11 +62,11 @@ class Phase:
 
     @property
     def text(self) -> str:
-        """Return the phase as written, `mix(clm:3,mlm:7)`, with the smallest integer weights and without default options."""
+        """Return the phase as schedule text without amount and default options, `mix(clm:3,mlm:7)`; weights are integers."""
         return self.describe()
 
     def describe(self, every: bool = False) -> str:
-        """Return the phase as written in a schedule, without options that have their default unless `every`."""
+        """Return the phase as schedule text without amount, `mix(clm:3,mlm:7)`; options at their default only if `every`."""
         texts = [choice.start.describe(every, choice.end) for choice in self.choices]
         if len(texts) == 1:
             return texts[0]
@@ -77,20 +77,20 @@ class Phase:
         return self.last_step - self.first_step + 1
 
     def objective(self, choice: ScheduledObjective, step: int) -> Objective:
-        """Return the objective that `choice` trains at `step`, with interpolated options."""
+        """Return the objective that `choice`, one of `choices`, trains at `step`, options interpolated over the phase."""
         length = self.last_step - self.first_step
         return choice.start.interpolate(choice.end, (step - self.first_step) / length) if length else choice.start
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Return the expected share of the phase's steps of each choice; they add up to 1."""
+        """Return the share of the phase's steps expected for each of `choices`, in order; the shares add up to 1."""
         total = sum(choice.weight for choice in self.choices)
         return tuple(choice.weight / total for choice in self.choices)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Phases of a run in order, which cover steps 1..train_iters."""
+    """Objective schedule of a run: its phases, which cover steps 1..train_iters in order, and the seed of mixture draws."""
 
     phases: tuple[Phase, ...]
     seed: int
@@ -98,9 +98,9 @@ class Schedule:
 
     @classmethod
     def build(cls, text: str, train_iters: int, vocabulary: Vocabulary, seed: int = 0) -> "Schedule":
-        """Parse `text` and assign steps 1..train_iters to its phases. Raises InputError.
+        """Parse a schedule's text, assign steps 1..train_iters to its phases and build their objectives.
 
-        A phase given as a share ends at its cumulative share times train_iters, half rounded up.
+        Raises InputError. A phase given as a share ends at its cumulative share times train_iters, half rounded up.
         """
         if train_iters < 1:
             raise InputError(f"--train-iters: found {train_iters}, expected at least 1")
@@ -121,29 +121,29 @@ class Schedule:
         return cls(tuple(phases), seed)
 
     def phase_at(self, step: int) -> Phase:
-        """Return the phase of `step`, counted from 1."""
+        """Return the phase of `step`, counted from 1; ValueError for a step outside the schedule."""
         if not 1 <= step <= self.phases[-1].last_step:
             raise ValueError(f"step {step} is not one of 1..{self.phases[-1].last_step}")
         return self.phases[bisect_left(self.phases, step, key=lambda phase: phase.last_step)]
 
     def objective(self, step: int) -> Objective:
-        """Return the objective that `step` trains, drawn from a mixture and with interpolated options."""
+        """Return the objective that `step` trains, in a mixture the one drawn for `step`, with interpolated options."""
         return self.phase_at(step).objective(self._draw_choice(step), step)
 
     def text_at(self, step: int) -> str:
-        """Return the objective of `step` as written, `mlm(mask=0.4->0.15)`, without interpolation."""
+        """Return the schedule text of the objective that `step` trains, `mlm(mask=0.4->0.15)`, not interpolated."""
         return self._draw_choice(step).text
 
     def final_objectives(self) -> dict[str, Objective]:
-        """Return the objectives of the schedule by text, in order, with changing options at their last value."""
+        """Return the distinct objectives by schedule text, in order, with changing options at their last value."""
         return {choice.end.describe(): choice.end for choice in self._distinct_choices()}
 
     def initial_objectives(self) -> dict[str, Objective]:
-        """Return the objectives of the schedule by text, in order, with changing options at their first value."""
+        """Return the distinct objectives by schedule text, in order, with changing options at their first value."""
         return {choice.start.describe(): choice.start for choice in self._distinct_choices()}
 
     def packages(self) -> dict[str, str]:
-        """Return package, version and source hash of each objective of another package, by the objective's name."""
+        """Return `PACKAGE VERSION (HASH)` of each objective offered by an installed package, by the objective's name."""
         origins = {choice.start.name: package_origin(type(choice.start)) for choice in self._distinct_choices()}
         return {name: package for name, package in origins.items() if package}
 
@@ -157,7 +157,7 @@ class Schedule:
 
     @property
     def canonical(self) -> str:
-        """Return the schedule in steps with all options, or its digest; equal exactly for runs with equal phases."""
+        """Return the schedule in steps with all options, above 16 phases a sha256; equal exactly for equal phases."""
         texts = {key: phase.describe(every=True) for key, phase in self._distinct_phases().items()}
         parts = [f"{texts[id(phase.choices)]}:{len(phase)}" for phase in self.phases]
         if len(parts) <= _MAX_SPELLED_OUT_PHASES:

@@ -9,7 +9,7 @@ from megaenc.objectives.base import Attention, Objective, Targets
 
 
 def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
-    """Raise InputError unless `objective` makes valid `Targets` of `pack`, and the same ones when called twice."""
+    """Raise InputError unless `objective` makes valid Targets of `pack`, twice the same, and leaves `pack` unchanged."""
     randomness = SampleRandomness(seed, pack.sample, pack.epoch)
     tokens, edges = pack.tokens.copy(), pack.edges.copy()
     try:

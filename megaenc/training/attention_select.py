@@ -17,7 +17,7 @@ from megaenc.training.plan import Plan, validation_objectives
 
 
 def select_plan_attention(plan: Plan, backend: Backend) -> str:
-    """Return the attention backend for the masks that `plan` trains and validates under; see `select_attention`."""
+    """Return the attention backend of `plan`, its flag's or for "auto" the first, that passes self-tests with its masks."""
     objectives = validation_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.final_objectives()
     masks = {objective.attention for objective in objectives.values()}
     settings, requested = plan.settings, plan.settings.kernels.attention_backend
@@ -34,10 +34,10 @@ def select_attention(
     backend: Backend,
     **batch_shape: int,
 ) -> str:
-    """Return the `requested` attention backend or, for "auto", the first of BACKENDS whose self-test passes on all ranks.
+    """Return `requested` or, for "auto", the first of BACKENDS with a passed self-test on all ranks; InputError if it fails.
 
     All ranks call it together. `batch_shape`: `seq_length` and `packs` of a micro-batch, without which long documents are not
-    tested. Backends whose test fails are reported on the console. InputError if no test passes.
+    tested. With "auto", backends whose test fails are reported on the console.
     """
     tensor, failures = layout.tensor_model_parallel_size, []
     sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}

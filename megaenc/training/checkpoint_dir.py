@@ -19,21 +19,21 @@ _WITHOUT_DIGEST = {"step", *PROGRESS_FIELDS, "losses", "skip_packs", "identity",
 
 
 class DamagedCheckpointError(InputError):
-    """A checkpoint that is incomplete or differs from what was saved."""
+    """Error about a checkpoint that is missing, incomplete or differs from the one that was saved."""
 
 
 class UnreadableCheckpointError(DamagedCheckpointError):
-    """A checkpoint that the file system fails to read, temporarily or permanently."""
+    """Error about a checkpoint that the file system fails to read, temporarily or permanently."""
 
 
 class CheckpointDir:
-    """The directory `checkpoints` of a run: a directory `iter_0000100` per checkpoint and a tracker file with the newest step."""
+    """Directory `checkpoints` of a run: a directory such as `iter_0000100` per checkpoint, and a tracker file of a step."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def tracked_step(self) -> int | None:
-        """Return the step in the tracker file, None without one; InputError if it is not a number or cannot be read."""
+        """Return the newest checkpoint's step by the tracker file, None without the file; InputError if it is invalid."""
         tracker = self.folder / TRACKER_FILE
         try:
             text = read_regular_file(tracker, limit=100).decode("utf-8", errors="replace").strip()
@@ -46,7 +46,7 @@ class CheckpointDir:
         return int(text)
 
     def path(self, step: int) -> Path:
-        """Return the path of the checkpoint of `step`."""
+        """Return the path of the checkpoint directory of `step`, such as iter_0000100, which need not exist."""
         return self.folder / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
@@ -54,7 +54,7 @@ class CheckpointDir:
         return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Return the content of state.json of `step`; DamagedCheckpointError if a file is missing or has a wrong size."""
+        """Return state.json of the checkpoint of `step`; DamagedCheckpointError if it is bad or a file has a wrong size."""
         path = self.path(step)
         if not path.is_dir():
             raise DamagedCheckpointError(f"{path}: missing, expected the checkpoint of step {step}")
@@ -84,7 +84,7 @@ class CheckpointDir:
         return state
 
     def is_complete(self, step: int) -> bool:
-        """Return whether every file of the checkpoint of `step` exists in its recorded size."""
+        """Return whether the checkpoint of `step` has a valid state.json and all files in the recorded sizes."""
         try:
             self.read_state(step)
         except DamagedCheckpointError:
@@ -92,7 +92,7 @@ class CheckpointDir:
         return True
 
     def steps_up_to_tracker(self) -> list[int]:
-        """Return the sorted steps up to the tracker's, which is always included; all steps without a tracker.
+        """Return sorted checkpoint steps up to the tracker's, included even if missing; all steps without a tracker.
 
         Later checkpoints may be left from before a rewind.
         """
@@ -107,25 +107,25 @@ _THREADS = 4  # hashing releases the GIL; a core hashes some 0.5 to 2 GB/s
 
 
 def json_digest(fields: dict[str, Any]) -> str:
-    """Return the hexadecimal SHA-256 of JSON `fields`, independent of their order and of white space."""
+    """Return the hexadecimal SHA-256 of the dict `fields` as JSON, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(file: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of a file as `{"bytes": size, "sha256": hexadecimal}`. Raises OSError."""
+    """Return size and SHA-256 of `file` as {"bytes": size, "sha256": hexadecimal}. Raises OSError."""
     with open(file, "rb") as stream:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def file_digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return the `file_digest` of each file by its name, computed in parallel. Raises OSError."""
+    """Return, by file name, {"bytes": size, "sha256": hexadecimal} of each of `files`, by threads. Raises OSError."""
     files = list(files)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip([file.name for file in files], pool.map(file_digest, files), strict=True))
 
 
 def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return a message about the first of the `expected` files that is missing or has a wrong size; None if all are right."""
+    """Return a message on the first of the `expected` files missing in `folder` or of a wrong size; None if all match."""
     for name, entry in expected.items():
         file = folder / name
         try:
@@ -140,7 +140,7 @@ def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str |
 
 
 def find_content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return a message about the first file whose SHA-256 differs from the `expected` one; None if all are right."""
+    """Return a message on the first file in `folder` unreadable or of another SHA-256 than `expected`; None if all match."""
     try:
         digests = file_digests(folder / name for name in expected)
     except OSError as error:

@@ -10,7 +10,10 @@ from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, e
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
-    """Train as the flags in `argv` (default: sys.argv) say; exit so that torchrun does not restart a stopped or refused run."""
+    """Run `megaenc pretrain`: train by the flags `argv`, or print the plan with --dry-run; exit with 75 if stopped early.
+
+    The exit code 75 also keeps torchrun from restarting the run. `argv` defaults to sys.argv.
+    """
     die_with_launcher()
     exit_if_restart_forbidden()
     silence_libraries()

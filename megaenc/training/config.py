@@ -23,7 +23,7 @@ from megaenc.training.config_groups import (
 
 
 def has_bf16() -> bool:
-    """Return whether the device of this machine has bfloat16 instructions."""
+    """Return whether the detected device of this machine, GPU or CPU, has bfloat16 instructions."""
     from megaenc.backend.device import detect_backend  # imports torch
 
     return detect_backend().has_bf16
@@ -31,22 +31,22 @@ def has_bf16() -> bool:
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Global batch sizes that grow to `full` packs; `starts`: first samples of steps 1, 2, ... up to the first full batch."""
+    """Global batch size of each step in packs: `full`, after a ramp-up whose steps begin at the sample numbers `starts`."""
 
     full: int
     starts: tuple[int, ...] = (0,)
 
     def first_sample(self, step: int) -> int:
-        """Return the first sample of `step` (1, 2, ...), which is the number of samples read before it."""
+        """Return the number of samples (packs) read before `step` (1, 2, ...), which is the number of its first sample."""
         ramp_steps = len(self.starts)
         return self.starts[step - 1] if step <= ramp_steps else self.starts[-1] + (step - ramp_steps) * self.full
 
     def size(self, step: int) -> int:
-        """Return the global batch size of `step` in packs."""
+        """Return the global batch size of `step` (1, 2, ...) in packs."""
         return self.first_sample(step + 1) - self.first_sample(step)
 
     def steps_for(self, samples: int) -> int:
-        """Return the number of steps that read at least `samples` samples."""
+        """Return the smallest number of steps that together read at least `samples` samples (packs)."""
         if samples <= self.starts[-1]:
             return bisect_left(self.starts, samples)
         return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
@@ -54,7 +54,7 @@ class BatchSizeSchedule:
 
 @functools.cache
 def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
-    """Return batches of `full` packs, or growing ones by megatron-core's `rampup` (first size, increment, samples)."""
+    """Return a BatchSizeSchedule up to `full` packs a step, constant without a `rampup` (first size, increment, samples)."""
     if not rampup:
         return BatchSizeSchedule(full)
     from megaenc.backend.megatron import prepare_megatron
@@ -73,7 +73,7 @@ def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSch
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """Configuration of one pretraining run."""
+    """Flags of a pretraining run (also keys of --config): schedule, length, batch sizes, groups such as data, optimizer."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -202,39 +202,39 @@ class PretrainConfig:
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """Return the global batch size of each step."""
+        """Return the BatchSizeSchedule, the packs of each step, of --global-batch-size and --rampup-batch-size."""
         return build_batch_sizes(self.global_batch_size, self.rampup_batch_size)
 
     @property
     def batch_size_text(self) -> str:
-        """Return the packs of a step as text: `16` or, with ramp-up, `4 to 16`."""
+        """Return the number of packs a step as text: `16` or, with --rampup-batch-size, `4 to 16`."""
         ramp_text = f"{self.rampup_batch_size[0]} to " if self.rampup_batch_size else ""
         return f"{ramp_text}{self.global_batch_size}"
 
     def tokens_after(self, step: int) -> int:
-        """Return the number of tokens that steps 1 to `step` read."""
+        """Return the total number of tokens (packs times --seq-length) that steps 1 to `step` read."""
         return self.batch_sizes.first_sample(step + 1) * self.data.seq_length
 
     @property
     def model_name(self) -> str:
-        """Return the name of the preset; `model` if flags changed its shape."""
+        """Return the preset's name (--model), or "model" if flags changed its shape in more than the vocabulary size."""
         shape = dataclasses.replace(self.shape, vocab_size=None)
         return self.model if shape == get_preset(self.model) else "model"
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of model replicas on `world_size` processes."""
+        """Return the number of model replicas: `world_size` // (tensor-parallel size * pipeline-parallel size)."""
         return world_size // (self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size)
 
     @property
     def total_iters(self) -> int:
-        """Return the number of steps of the whole run, from `--train-iters` or `--train-tokens`."""
+        """Return the number of steps of the whole run: --train-iters, or enough for --train-tokens, or 200 without both."""
         if self.train_tokens is not None:
             return self.batch_sizes.steps_for(-(-self.train_tokens // self.data.seq_length))
         return 200 if self.train_iters is None else self.train_iters
 
     @property
     def eval_every(self) -> int:
-        """Return the steps between validations: `--eval-interval`, or a tenth of the run; 0 for none."""
+        """Return the steps between validations: --eval-interval (0: none), or without it a tenth of the run, at least 1."""
         return max(1, self.total_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
 
 
@@ -277,15 +277,15 @@ Without flags it trains the tiny preset on the demo corpus. Each flag is also a 
 
 
 def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
-    """Return the configuration in `argv`, which overrides its `--config`, which overrides the preset of `--model`."""
+    """Return the PretrainConfig of, by precedence, the flags `argv`, the preset of their --model, --config, defaults."""
     default = merge_defaults(argv, prog, PretrainConfig())
     return flags.parse(PretrainConfig, argv, prog=prog, description=DESCRIPTION, default=default)
 
 
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
-    """Return `default` with the values of the `--config` file and the `--model` preset in `argv`. Raises InputError.
+    """Return `default` with the --config file, then --model preset, of `argv`; alternatives of flags in `argv` become None.
 
-    If `argv` has one flag of an alternative (_PAIRS), both are cleared.
+    InputError for an invalid file or preset. If `argv` has one flag of an alternative (_PAIRS), both become None.
     """
     config, model = flags.find_flag_value(argv, "--config"), flags.find_flag_value(argv, "--model")
     if config:
@@ -299,10 +299,10 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
 
 
 def read_config_file(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
-    """Return the configuration in the YAML file at `path`, its preset applied first, on top of `default`. Raises InputError."""
+    """Return `default` (None: all defaults) with the YAML file at `path` applied, its preset first. InputError if bad."""
     return flags.read_config_file(default or PretrainConfig(), path, preset=("model", apply_preset))
 
 
 def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:
-    """Return `settings` with the model shape of preset `name`; InputError if there is none."""
+    """Return a copy of `settings` with the name and model shape of preset `name`; InputError if there is no such preset."""
     return dataclasses.replace(settings, model=name, shape=get_preset(name))

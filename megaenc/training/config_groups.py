@@ -8,7 +8,7 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Training data: corpora, tokenizer, split and packing."""
+    """Flags of the training data: corpora, tokenizer, split, tokens of a pack, method of packing, and packs to skip."""
 
     data_path: tuple[str, ...] = ()
     """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size; without it the
@@ -30,7 +30,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule: warm-up, constant, linear decay to zero."""
+    """Flags of AdamW (decay rates, epsilon, gradient clipping) and learning rate (peak, warm-up, linear decay to zero)."""
 
     lr: float = 2e-3
     """peak learning rate"""
@@ -56,7 +56,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class StartConfig:
-    """Another run whose checkpoint this one starts from."""
+    """Flags to start from a checkpoint of another run (as a branch, or with its weights only) and to skip first samples."""
 
     branch_from: str | None = None
     """run directory to branch from: continue with weights, optimizer and data position of its step --branch-at, with another
@@ -71,7 +71,7 @@ class StartConfig:
     """samples (packs) of the data to skip before the first step; `parent`: as many as the run of --init-from has read"""
 
     def check(self) -> None:
-        """Raise InputError, naming the flag, for a flag without the one it belongs to or two that exclude each other."""
+        """Raise InputError for --branch-at, --init-at or --skip-samples parent without a run, or both kinds of start."""
         for at, run in (("branch", self.branch_from), ("init", self.init_from)):
             step = self.branch_at if at == "branch" else self.init_at
             if step is not None and not run:
@@ -87,7 +87,7 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Handling of non-finite gradients and loss spikes."""
+    """Flags for non-finite gradients and loss spikes: maximum of skipped steps, threshold of a spike, number of rewinds."""
 
     max_skipped_updates: int = 10
     """steps of the whole run that may be skipped because loss or gradient are NaN or infinite; one more ends the run, naming
@@ -102,13 +102,13 @@ class FaultConfig:
     """steps, up to the step of the spike, whose packs a rewind skips"""
 
     def is_spike(self, deviations: float | None) -> bool:
-        """Return whether a loss so many `deviations` above the recent ones is a spike; False for None (unknown)."""
+        """Return whether a loss `deviations` above recent ones exceeds --loss-spike-sigmas (0: never); False for None."""
         return bool(self.loss_spike_sigmas) and deviations is not None and deviations > self.loss_spike_sigmas
 
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Checkpoints, validation, console rows and the end of a run."""
+    """Flags of the run directory, checkpoints to save and keep, early exit, timeout, validation, log interval, dry run."""
 
     save: str = ""
     """run directory for config, metrics and checkpoints; an existing run in it is resumed. Without it nothing is written"""
@@ -141,7 +141,7 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class MonitoringConfig:
-    """Logging backends, timers and profiler."""
+    """Flags of TensorBoard, Weights & Biases, megatron-core's timers, straggler reports and torch's profiler."""
 
     tensorboard_dir: str = ""
     """directory for TensorBoard event files with every number of metrics.jsonl and validation.jsonl"""
@@ -170,7 +170,10 @@ class MonitoringConfig:
     """ranks that are profiled"""
 
     def check(self, save: str, steps: int, world_size: int) -> None:
-        """Raise InputError, naming the flag, for invalid combinations in a run of `steps` steps with the run directory `save`."""
+        """Raise InputError for Weights & Biases or profiler flags that lack another flag, or bad profiled steps or ranks.
+
+        The run has `steps` steps and the run directory `save`.
+        """
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(self, name) and not self.wandb_project:
                 raise InputError(

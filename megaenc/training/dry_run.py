@@ -20,7 +20,7 @@ _SAMPLED_STEPS = 100_000  # of a mixture
 
 
 def print_dry_run(plan: Plan) -> None:
-    """Print `plan` on rank 0: model, layout, data, phases with their steps and tokens, learning rate."""
+    """Print `plan` on rank 0: model, layout, corpora, phases, objectives with target counts, learning rate, validation."""
     if get_rank():
         return
     console = build_rich_console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
@@ -119,17 +119,14 @@ def _format_model(plan: Plan) -> str:
     return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
 
 
-def format_run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused: dict[str, bool], resumed: int) -> str:
-    """Return the lines printed at the start of a run: model, devices, kernels, phases, output and data.
-
-    `fused`: whether each kernel is used, by name; `resumed`: the step of the loaded checkpoint, or 0.
-    """
+def format_run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused_kernels: dict[str, bool], resumed: int) -> str:
+    """Return the 3-line header of a run: model, devices, kernels, `resumed` step (0: none), phases, --save, corpora."""
     settings, phases, rows = plan.settings, plan.schedule.phases, plan.corpus_usage
     computed = (
         settings.layout.describe(settings.shape.num_layers, get_world_size()) + f"; attention by {kernels.attention_backend}"
     )
     if not backend.is_cpu:
-        computed += f"; fused kernels: {', '.join(name for name, used in fused.items() if used) or 'none'}"
+        computed += f"; fused kernels: {', '.join(name for name, used in fused_kernels.items() if used) or 'none'}"
     start = f"resuming after step {resumed}" if resumed else plan.start.describe()
     phase_text = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
     more = f", ... ({len(phases):,} phases)" if len(phases) > _HEADER_PHASES else ""
@@ -144,7 +141,7 @@ def format_run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused
 
 
 def format_run_footer(step: int, total: int, loss: float | None, save: str, stop_reason: str | None) -> str:
-    """Return the line printed at the end of a run: its last step of `total`, loss, run directory and why it was stopped."""
+    """Return the line at the end of a run: `step` of `total`, loss ("no target" for None), directory, `stop_reason`."""
     saved = f", saved in {save}" if save else ""
     stopped = ""
     if stop_reason and step < total:
@@ -153,7 +150,7 @@ def format_run_footer(step: int, total: int, loss: float | None, save: str, stop
 
 
 def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
-    """Return the line printed at a loss spike at `step`, and whether the run rewinds."""
+    """Return the line that reports a loss spike, and, with --max-rewinds, the number of the rewind or that none is left."""
     allowed, rewinds = plan.settings.health.max_rewinds, len(plan.rewinds)
     action = f"; rewind {rewinds + 1} of {allowed}" if rewinds < allowed else f"; all of --max-rewinds {allowed} are used"
     spike = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"

@@ -31,7 +31,10 @@ from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimer
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Sums over one or more global batches, equal on all ranks; `flops` counts matrix products, forward and backward."""
+    """Sums over one or more global batches and all ranks: loss, predicted and correctly predicted tokens, FLOPs.
+
+    `flops` counts matrix products, forward and backward.
+    """
 
     loss_sum: float = 0.0
     predicted: int = 0
@@ -48,13 +51,13 @@ class StepMetrics:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the share of predicted tokens with a correct most likely guess; None without predicted tokens."""
+        """Return the share of predicted tokens whose most likely token is the label; None without predicted tokens."""
         return self.correct / self.predicted if self.predicted else None
 
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """Metrics of one training step, equal on all ranks."""
+    """Result of a training step, equal on all ranks: metrics, gradient norm before clipping, if weights were updated."""
 
     metrics: StepMetrics
     grad_norm: float
@@ -64,7 +67,7 @@ class TrainStepResult:
 
 
 class Engine:
-    """The part of the model and of the optimizer that one rank holds."""
+    """Model chunks and optimizer shard that one rank holds under megatron-core, to train steps of `plan` and evaluate."""
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
         """Build both; `init_weights=False` leaves the weights uninitialized, to be filled by the caller."""
@@ -137,13 +140,13 @@ class Engine:
         return methods if len(methods) > 1 else methods[0]
 
     def gather_parameters(self) -> None:
-        """Wait until this rank holds all weights of the last step; `--overlap-param-gather` fetches them only on use."""
+        """Gather the updated weights on this rank, which --overlap-param-gather delays; do nothing without that flag."""
         if self.layout.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     def train_step(self, step: int) -> TrainStepResult:
-        """Train step number `step` (1, 2, ...) and return its metrics."""
+        """Train on the global batch of `step` (1, 2, ...), skipping a non-finite update; return the TrainStepResult."""
         self.step_timers = StepTimers()
         for timer in self.timers._timers.values() if self.timers else ():
             timer.reset()
@@ -162,13 +165,13 @@ class Engine:
         return [MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in self.micro_batch_samples(step)]
 
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
-        """Return the sample numbers of each micro-batch that this rank reads in `step`."""
+        """Return the sample numbers of each micro-batch of this rank in `step`, as one list per micro-batch, in order."""
         sampler = dataclasses.replace(self.sampler, global_batch_size=self.plan.settings.batch_sizes.size(step))
         positions = sampler.samples(self.plan.samples_read(step - 1))
         return [[self.plan.sample_at(position) for position in row] for row in positions]
 
     def zero_grad(self) -> None:
-        """Reset the gradients of model and optimizer."""
+        """Set the gradients of all model chunks and of the optimizer to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -199,7 +202,7 @@ class Engine:
 
     @contextlib.contextmanager
     def no_grad_reduction(self) -> Iterator[None]:
-        """Disable the gradient reduction between model replicas inside the context, for `local_loss_and_grad_norm`."""
+        """Disable gradient reduction between model replicas inside the context; afterwards set all gradients to zero."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
         with self._gathered_parameters():
@@ -211,9 +214,9 @@ class Engine:
                 self.zero_grad()
 
     def local_loss_and_grad_norm(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
-        """Return summed loss and gradient norm of the packs `row` on this model replica, under `no_grad_reduction`.
+        """Return this rank's summed loss (0 if it computes none) and gradient norm of the samples `row`, without an update.
 
-        The loss is 0 on ranks that compute none. Ranks of a replica pass the same row; all replicas pass as many packs.
+        Within `no_grad_reduction`. Ranks of a replica pass the same row; all replicas pass as many packs.
         """
         self.zero_grad()
         repeats = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # the minimum of interleaved stages
@@ -226,7 +229,7 @@ class Engine:
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def evaluate(self, packs: PackedDataset, batches: int, objective: Objective) -> StepMetrics:
-        """Return the metrics of `objective` over the first `batches` global batches of `packs`, always with the same masks."""
+        """Return the StepMetrics of `objective` over the first `batches` global batches of `packs`; masks never change."""
         for chunk in self.chunks:
             chunk.eval()
         starts = range(0, batches * self.sampler.global_batch_size, self.sampler.global_batch_size)

@@ -8,10 +8,10 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class WSDSchedule:
-    """Learning rate with linear warm-up, constant phase and linear decay (WSD) over steps n = 1..total.
+    """Learning rate as a callable of the step: linear `warmup`, constant `peak`, linear `decay`, in `total` steps.
 
-    peak * n / warmup for n <= warmup, then peak, then peak * (total - n + 1) / decay over the last `decay` steps: the rate of no
-    step is zero.
+    For steps n = 1..total: peak * n / warmup for n <= warmup, then peak, then peak * (total - n + 1) / decay over the last
+    `decay` steps: the rate of no step is zero.
     """
 
     peak: float
@@ -36,9 +36,9 @@ class WSDSchedule:
 
 
 def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:
-    """Return `iters`, or `fraction` of `total` steps rounded half up; InputError if both are given or out of range.
+    """Return `iters`, else `fraction` (else `default`) of `total` steps, rounded; InputError if both are given or invalid.
 
-    They are the values of the flags `--{flag}-iters` and `--{flag}-fraction`; `default`: the fraction without either.
+    They are the values of the flags `--{flag}-iters` and `--{flag}-fraction`.
     """
     if iters is not None and fraction is not None:
         raise InputError(f"--{flag}-iters and --{flag}-fraction: found both, expected one")

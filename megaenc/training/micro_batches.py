@@ -20,7 +20,10 @@ DEPTH = 2  # prefetched micro-batches: the next, and one more in case it takes l
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One row of S = packs x seq_length tokens with its targets; N of its positions are predicted (N may be 0)."""
+    """Packs in one row as tensors: input tokens, positions, document edges (`packing`), predicted positions, their labels.
+
+    The row has S = packs x seq_length tokens; N of its positions are predicted (N may be 0).
+    """
 
     tokens: Tensor  # int64[1, S]
     positions: Tensor  # int64[S], from 0 in each document
@@ -32,7 +35,7 @@ class MicroBatch:
 def build_micro_batch(
     packs: PackedDataset, samples: Sequence[int], objective: Objective, seed: int, device: torch.device
 ) -> MicroBatch:
-    """Return the packs of `samples`, concatenated in one row, with the inputs and labels of `objective` under `seed`."""
+    """Return a MicroBatch on `device`: packs `samples` end to end in a row, with the targets of `objective` under `seed`."""
     edges, tokens, predict_at, labels, prefixes = [0], [], [], [], []
     for sample in samples:
         pack = packs[sample]
@@ -51,7 +54,7 @@ def build_micro_batch(
 
 
 class MicroBatchSpec(NamedTuple):
-    """The arguments of `build_micro_batch` except the device."""
+    """Description of a micro-batch (data set, sample numbers, objective, seed), from which `build` makes it on a device."""
 
     packs: PackedDataset
     samples: tuple[int, ...]
@@ -59,13 +62,13 @@ class MicroBatchSpec(NamedTuple):
     seed: int
 
     def build(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch on `device`."""
+        """Read the described packs, apply the objective to them, and return the MicroBatch with its tensors on `device`."""
         return build_micro_batch(*self, device)
 
 
 @dataclass(frozen=True)
 class DataParallelSampler:
-    """Distribution of the samples of a global batch over data-parallel ranks, as rank `rank` of `size` sees it."""
+    """Assignment of samples to the micro-batches of data-parallel rank `rank` of `size`; holds the two batch sizes too."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -73,14 +76,14 @@ class DataParallelSampler:
     size: int
 
     def samples(self, start: int) -> Iterator[range]:
-        """Yield the samples of each of this rank's micro-batches of the global batch that begins with sample `start`."""
+        """Yield a range of sample numbers for each micro-batch of this rank; `start`: first sample of the global batch."""
         micro = self.micro_batch_size
         for first in range(start + self.rank * micro, start + self.global_batch_size, micro * self.size):
             yield range(first, first + micro)
 
 
 class Prefetcher:
-    """Background thread that calls `build` for up to DEPTH keys ahead of the one in use.
+    """Background thread that computes `build(key)` in advance, for up to DEPTH (2) keys beyond the one in use.
 
     A wrong guess of the next keys only costs the time of building them. The thread ends with the interpreter or when this object
     is deleted.
@@ -93,7 +96,7 @@ class Prefetcher:
         self._pending: deque[tuple[Any, Future]] = deque()
 
     def iterate(self, keys: Sequence[Any], following: Sequence[Any] = ()) -> Iterator[Any]:
-        """Yield `build(key)` for each of `keys`; `following`: the likely keys of the next call, to prefetch.
+        """Yield `build(key)` for each of `keys` in order, and begin to build `following`, the likely keys of the next call.
 
         The iterator must be consumed completely.
         """

@@ -13,7 +13,7 @@ from megaenc.training.skip_ranges import SkippedPacks
 
 
 def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
-    """Run each pack of `step` separately and return the cause of the non-finite values and a remedy, both as text.
+    """Run the packs of `step` separately to find non-finite ones; return two texts, the cause (packs, ranks) and a remedy.
 
     All ranks call this together and get the same texts. Weights and optimizer are unchanged.
     """
@@ -45,12 +45,12 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     return cause, f"give the same command with --skip-packs {' '.join((plan.skipped | faulty).texts)}"
 
 
-def report_skipped_step(engine: Engine, step: int, metrics: StepMetrics, skipped: int) -> None:
-    """Print why `step` was skipped, as the `skipped`th step; InputError on all ranks beyond `--max-skipped-updates`."""
+def report_skipped_step(engine: Engine, step: int, metrics: StepMetrics, skipped_count: int) -> None:
+    """Print the cause of the skipped `step`; InputError on all ranks if `skipped_count` exceeds --max-skipped-updates."""
     (cause, remedy), limit = diagnose_nonfinite_step(engine, step), engine.plan.settings.health.max_skipped_updates
     quantity = "gradient" if math.isfinite(metrics.loss_sum) else "loss"
-    line = f"step {step}: {quantity} is NaN or infinite, {cause}; step skipped, {skipped} so far"
-    if skipped > limit:
+    line = f"step {step}: {quantity} is NaN or infinite, {cause}; step skipped, {skipped_count} so far"
+    if skipped_count > limit:
         raise InputError(f"{line}, --max-skipped-updates allows {limit}; {remedy}")
     print_rank_0(line)
 

@@ -27,7 +27,7 @@ _SAMPLE_FIELDS = ("data", "split", "packing", "seq_length", "seed")
 
 
 def resolve_run_init(plan: Plan) -> RunInit:
-    """Return the starting point of the run of `plan`, as recorded in its run directory if that has a checkpoint.
+    """Return the RunInit of `plan`: as recorded in --save if checkpoints exist, else by --branch-from, --init-from or new.
 
     InputError if the parent run of `--branch-from` or `--init-from` does not match `plan`.
     """
@@ -45,14 +45,14 @@ def resolve_run_init(plan: Plan) -> RunInit:
 
 
 def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
-    """Return `settings` with the step and the skipped samples of `start` as values of --branch-at, --init-at, --skip-samples."""
+    """Return `settings` with the step and skipped samples of `start` in --branch-at or --init-at, and --skip-samples."""
     at = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
     values = ({at: start.at} if at else {}) | {"skip_samples": start.skip_samples or settings.start.skip_samples}
     return dataclasses.replace(settings, start=dataclasses.replace(settings.start, **values))
 
 
 class ParentRun:
-    """A run that another starts from, with the content of its run directory."""
+    """Run directory that another run starts from: its flags, identity, starting point, skipped packs and checkpoints."""
 
     def __init__(self, flag: str, run: str, save: str):
         """Read the run directory `run` given as `flag`; InputError if it is invalid or equal to `save` of the new run."""
@@ -77,11 +77,14 @@ class ParentRun:
         self.settings = read_config_file(str(self.path / CONFIG_FILE))
 
     def samples_read(self, step: int) -> int:
-        """Return how many samples steps 1 to `step` of this run read."""
+        """Return the number of samples (packs) that steps 1 to `step` of this run read, not counting skipped ones."""
         return self.settings.batch_sizes.first_sample(step + 1)
 
     def read_progress(self, step: int) -> dict[str, Any]:
-        """Return PROGRESS_FIELDS and `skip_packs` of the checkpoint of `step`. Raises InputError."""
+        """Return the PROGRESS_FIELDS (counters such as `tokens`) and `skip_packs` of the checkpoint of `step`, by name.
+
+        InputError if the checkpoint is damaged or lacks one of them.
+        """
         try:
             values = self.checkpoints.read_state(step)
             return {name: values[name] for name in PROGRESS_FIELDS} | {"skip_packs": SkippedPacks.parse(values["skip_packs"])}
@@ -92,7 +95,7 @@ class ParentRun:
             raise InputError(f"{path}: {error!r}; not written by a save, choose another checkpoint") from None
 
     def check_has_checkpoint(self, flag: str, step: int | None) -> int:
-        """Return `step`, the value of `flag`; InputError, with the existing steps, if it has no checkpoint."""
+        """Return `step`; InputError, with `flag` and the steps that exist, if `step` has no checkpoint or is None."""
         steps = self.checkpoints.steps()
         if step not in steps:
             problem = f"{flag}: missing" if step is None else f"{flag} {step}: {self.run} has no checkpoint of this step"
@@ -100,7 +103,7 @@ class ParentRun:
         return step
 
     def check_same_fields(self, plan: Plan, names: Iterable[str], reason: str) -> None:
-        """Raise InputError with `reason` if a field of `names` differs between the identities of this run and of `plan`."""
+        """Raise InputError, ending in `reason`, if a field of `names` differs in the identity of this run and of `plan`."""
         parents, current = ({name: values.get(name) for name in names} for values in (self.identity, plan.identity))
         if mismatch := describe_difference(parents, current):
             raise InputError(f"{self.flag}: {mismatch}; {reason}")
@@ -198,7 +201,7 @@ def _check_learning_rate(schedule: WSDSchedule, parent: ParentRun, at: int) -> N
 
 
 def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | None:
-    """Return the first of steps 1..last in which two schedules train different objectives; None if they are equal."""
+    """Return the first of steps 1 to `last` in which two schedules train different objectives; None if there is none."""
     step = 1
     while step <= last:
         phase, other_phase = one.phase_at(step), other.phase_at(step)

@@ -19,7 +19,7 @@ from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `settings` resolve to: packs, objective and learning-rate schedules over steps 1..N, starting point."""
+    """Resolved run: settings, tokenizer, packs, objective schedule, learning rate, start, skipped packs and rewinds."""
 
     settings: PretrainConfig
     vocabulary: Vocabulary
@@ -34,64 +34,64 @@ class Plan:
 
     @property
     def packs(self) -> PackedDataset:
-        """Return the training packs."""
+        """Return the data set of training packs, by sample number."""
         return self.data.train
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of rows of the embedding: `--vocab-size`, or the number of the tokenizer's ids."""
+        """Return the number of rows of the embedding: --vocab-size, or without it the number of ids of the tokenizer."""
         return self.settings.shape.vocab_size or self.vocabulary.size
 
     @property
     def validation(self) -> PackedDataset | None:
-        """Return the held-out packs; None if validation is turned off or the split leaves no text for it."""
+        """Return the data set of held-out packs; None if validation is turned off or the split leaves no text for it."""
         return self.data.held_out if self.settings.eval_every else None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the data type that layers compute in: torch.bfloat16 with `--bf16`, else torch.float32."""
+        """Return the data type that layers compute in: torch.bfloat16 with --bf16, else torch.float32."""
         return torch.bfloat16 if self.settings.bf16 else torch.float32
 
     def first_sample(self, step: int) -> int:
-        """Return the number of the first sample that `step` (1, 2, ...) reads."""
+        """Return the number, in the data order, of the first unskipped sample that `step` (1, 2, ...) reads."""
         return self.sample_at(self.samples_read(step - 1))
 
     def samples_read(self, step: int) -> int:
-        """Return how many samples steps 1 to `step` read."""
+        """Return the number of samples (packs) that steps 1 to `step` read, not counting skipped ones."""
         return self.settings.batch_sizes.first_sample(step + 1)
 
     def sample_at(self, position: int) -> int:
-        """Return the number of the sample at `position` (0, 1, ...) of those that the run reads, without skipped ones."""
+        """Return the number, in the data order, of the unskipped sample that the run reads at `position` (0, 1, ...)."""
         return self.skipped.sample_at(self.start.skip_samples, position)
 
     def step_tokens(self, step: int) -> int:
-        """Return the number of tokens that `step` reads."""
+        """Return the number of tokens that `step` reads: its global batch size in packs times --seq-length."""
         return self.settings.batch_sizes.size(step) * self.settings.data.seq_length
 
     def with_skipped(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
-        """Return a copy of the plan that skips the packs `skipped`, added by `rewinds`."""
+        """Return a copy of the plan that skips exactly `skipped`, also in --skip-packs; `rewinds`: parts due to rewinds."""
         data = dataclasses.replace(self.settings.data, skip_packs=skipped.texts)
         settings = dataclasses.replace(self.settings, data=data)
         return dataclasses.replace(self, settings=settings, skipped=skipped, rewinds=rewinds)
 
     @property
     def log_interval(self) -> int:
-        """Return `--log-interval`; without it 10 if the run has over 1,000 steps and no phase below 10 steps, else 1."""
+        """Return --log-interval; without it 10 if the run has over 1,000 steps and no phase below 10 steps, else 1."""
         interval, shortest = self.settings.output.log_interval, min(len(phase) for phase in self.schedule.phases)
         return interval or (10 if self.settings.total_iters > 1000 and shortest >= 10 else 1)
 
     @property
     def corpus_usage(self) -> list[CorpusUsage]:
-        """Return how much of each corpus the whole run reads, including the steps of a branch's parent."""
+        """Return share, packs, epochs, dropped tokens of each corpus in the whole run, with steps of a branch's parent."""
         first = self.start.skip_samples
         end = self.skipped.end_sample(first, self.samples_read(self.settings.total_iters))
         return self.data.corpus_usage(end, first, without=self.skipped.clip(first, end).ranges)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the settings on which the weights after each step depend (up to rounding), JSON-ready.
+        """Return by name, JSON-ready, the settings and data on which the weights after each step depend, equal for one run.
 
-        Two runs are the same if these are equal: layout, kernels, intervals, micro-batch and paths may differ. Skipped packs are
+        Layout, kernels, intervals, micro-batch and paths may differ in the same run, and weights by rounding. Skipped packs are
         compared separately, by what has been read (`saw_same_data`).
         """
         settings = self.settings
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def run_metadata(self) -> dict[str, Any]:
-        """Return the content of run.json: identity, data usage and starting point, JSON-ready."""
+        """Return the content of run.json: version, model size, corpus usage, start, skipped packs, rewinds, identity."""
         return {
             "megaenc": __version__,
             "vocab_size": self.vocab_size,
@@ -135,7 +135,7 @@ class Plan:
 
 
 def validation_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str, Objective]:
-    """Return the objectives to validate under, by text: clm, mlm (with a mask token) and those of the schedule.
+    """Return the objectives to validate under, by text: clm, mlm if there is a mask token, and all of the schedule.
 
     clm and mlm are always among them, so that any two runs can be compared.
     """

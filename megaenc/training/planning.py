@@ -16,7 +16,7 @@ from megaenc.training.skip_policy import resolve_skip_ranges
 
 
 def build_plan(settings: PretrainConfig) -> Plan:
-    """Open data, tokenizer and parent run that `settings` name and check that they fit together. Raises InputError."""
+    """Return the Plan of `settings`, opening data (by default the demo corpus), tokenizer and parent run; or InputError."""
     settings.check(get_world_size())
     total, optimizer, data = settings.total_iters, settings.optimizer, settings.data
     learning_rate = WSDSchedule(

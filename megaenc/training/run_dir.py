@@ -30,10 +30,10 @@ METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE = "metrics.jsonl", "validation.js
 
 
 class RunDir:
-    """The directory `--save`, locked and written by rank 0 only.
+    """Context for the run directory `--save`, locked and written by rank 0: configuration, metadata, tokenizer, metrics.
 
-    `config.yaml` holds the flags (and can be given to --config), `run.json` metadata of data, tokenizer and kernels, `tokenizer/`
-    a copy of the tokenizer, `metrics.jsonl` a row per logged step, `validation.jsonl` one per validation (including step 0),
+    `config.yaml` holds the flags (for --config), `run.json` metadata of data, tokenizer and kernels, `tokenizer/` a copy of the
+    tokenizer, `metrics.jsonl` a row per logged step, `validation.jsonl` one per validation (including step 0),
     `stragglers.jsonl` one per straggler report, `checkpoints/` the checkpoints.
     """
 
@@ -80,15 +80,15 @@ class RunDir:
             with atomic_dir(path / TOKENIZER_DIR) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
 
-    def write_plan(self, plan: "Plan", kernels: KernelConfig | None = None, fused: dict[str, bool] | None = None) -> None:
-        """Write run.json and config.yaml of `plan`, with the selected `kernels` once known.
+    def write_plan(self, plan: "Plan", kernels: KernelConfig | None = None, fused_kernels: dict[str, bool] | None = None) -> None:
+        """Write run.json (metadata of `plan`, and `kernels` with `fused_kernels` once known) and config.yaml (all flags).
 
-        `fused`: whether each fused kernel is used, by name.
+        `fused_kernels`: whether each fused kernel is used, by name.
         """
         path = self.path
         self.lock.check()
         if kernels:
-            self._kernels_entry = {"kernels": dataclasses.asdict(kernels) | {"fused": fused or {}}}
+            self._kernels_entry = {"kernels": dataclasses.asdict(kernels) | {"fused": fused_kernels or {}}}
         # First, because run.json marks the directory as a run.
         atomic_write(path / RUN_FILE, json.dumps(plan.run_metadata | self._kernels_entry, indent=1))
         values = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
@@ -105,7 +105,7 @@ class RunDir:
         self.lock.release()
 
     def restore(self) -> None:
-        """Restore the content that the directory had before this process, unless rows were written or dropped since."""
+        """Restore run.json, config.yaml and tokenizer/ of before this process, unless rows were written or the lock lost."""
         if self._has_rows_changed or not self.lock.is_held():
             return
         for file, content in reversed(self._original_contents.items()):
@@ -118,9 +118,9 @@ class RunDir:
         self.lock.remove_created()
 
     def drop_rows_after(self, step: int) -> None:
-        """Delete the rows after `step` from all metrics files, before those steps are trained again.
+        """Delete rows after `step`, and a cut-off last row, from metrics.jsonl, validation.jsonl and stragglers.jsonl.
 
-        LocalInputError, naming the line, for an invalid row before one up to `step`; a kill may have cut off the last row.
+        LocalInputError, naming the line, for an invalid row before one up to `step`.
         """
         rows = {file: _read_rows(self.path / file, step) for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE)}
         self._has_rows_changed = True
@@ -130,14 +130,14 @@ class RunDir:
                     atomic_write(self.path / file, "".join(line + "\n" for line in lines))
 
     def append_row(self, file: str, row: dict[str, Any]) -> None:
-        """Append `row` as a JSON line to the metrics file `file`; NaN and infinity become null."""
+        """Append `row` as a JSON line to the metrics file `file`, null for NaN and infinity; LocalInputError if it fails."""
         self._has_rows_changed = True
         row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         with self._convert_write_errors(file), open(self.path / file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """Flush the metrics files to the disk, as needed before a checkpoint is saved."""
+        """Flush metrics.jsonl, validation.jsonl and stragglers.jsonl to the disk (fsync), before a checkpoint is saved."""
         for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE):
             with contextlib.suppress(FileNotFoundError), self._convert_write_errors(file), open(self.path / file, "rb") as stream:
                 os.fsync(stream.fileno())
@@ -201,9 +201,9 @@ def _check_same_run(path: Path, plan: "Plan") -> dict[str, Any]:
 def describe_difference(
     recorded: dict[str, Any], current: dict[str, Any], names: tuple[str, str] = ("there", "here")
 ) -> str | None:
-    """Return text with the first field that differs between two identities and both values; None if they are equal.
+    """Return text such as `seed is 1 there, 2 here` on the first differing field of two identities; None if they are equal.
 
-    `names`: how the text calls the two, such as ("on rank 0", "on rank 3").
+    `names`: the words for `there` and `here`, such as ("on rank 0", "on rank 3").
     """
     for name in dict.fromkeys((*current, *recorded)):
         values = recorded.get(name), current.get(name)

@@ -11,7 +11,7 @@ PROGRESS_FIELDS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "lo
 
 @dataclass(frozen=True)
 class Ancestor:
-    """An earlier run, or a Hugging Face model, whose weights another run started from."""
+    """Earlier run or Hugging Face model that weights come from: its directory or name, step, schedule, tokens read."""
 
     run: str
     """Its directory or name, as given in the command."""
@@ -30,7 +30,10 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class RunInit:
-    """The starting point of a run, stored in run.json so that a resume does not need the other run."""
+    """Starting point of a run: new weights, a branch of another run, or its weights, with that run's step and counters.
+
+    It is stored in run.json, so that a resume does not need the other run.
+    """
 
     kind: Literal["new", "branch", "weights"] = "new"
     run: str = ""
@@ -54,7 +57,7 @@ class RunInit:
 
     @classmethod
     def from_run_metadata(cls, metadata: dict[str, Any]) -> Self:
-        """Return the starting point in the content of a run.json, new weights by default; TypeError for invalid values."""
+        """Return the RunInit of `metadata`, the content of a run.json; new weights if it has none. TypeError if invalid."""
         values = metadata.get("start", {})
         if not isinstance(values, dict):
             raise TypeError(f"start is a {type(values).__name__}")
@@ -62,7 +65,7 @@ class RunInit:
         return cls(**{**values, "skip_packs": tuple(values.get("skip_packs", ())), "before": before})
 
     def check(self, source: str) -> None:
-        """Raise InputError, naming `source` and the field, for a value of a wrong type."""
+        """Raise InputError, naming `source` and the field, if a field of this RunInit or its ancestors has a wrong type."""
         from megaenc import flags  # lazily, because readers of run.json need no command line
 
         for part in (self, *self.before):
@@ -71,18 +74,18 @@ class RunInit:
 
     @property
     def step(self) -> int:
-        """Return the step before the first one of this run: that of the branch, otherwise 0."""
+        """Return the number of the step before this run's first one: the branched step `at` for a branch, otherwise 0."""
         return self.at if self.kind == "branch" else 0
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the part of the run's identity that depends on its starting point; empty for new weights and all data."""
+        """Return the entries `start` and `skip_samples` of a run's identity; {} for new weights and no skipped samples."""
         kind = {"branch": "branch at step", "weights": "weights of step"}.get(self.kind)
         start = {"start": f"{kind} {self.at} of run {self.parent}"} if kind else {}
         return start | ({"skip_samples": self.skip_samples} if self.skip_samples else {})
 
     def describe(self) -> str:
-        """Return console text such as `from new weights` or `as a branch of runs/a at step 15`."""
+        """Return console text such as `from new weights`, or `as a branch of runs/a at step 15`, for the starting point."""
         if self.kind == "branch":
             return f"as a branch of {self.run} at step {self.at:,}"
         text = f"from the weights of {self.run} at step {self.at:,} with a new optimizer" if self.run else "from new weights"
@@ -93,5 +96,5 @@ NEW_WEIGHTS = RunInit()
 
 
 def identity_digest(identity: dict[str, Any]) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of a run's `identity`."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of the run identity `identity`, as sorted JSON."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ _ACQUIRE_ATTEMPTS = 20  # while other processes may be removing the directory
 
 
 class RunLock(FileLock):
-    """Lock on the run directory `folder`, which is created if missing; held until `release` or the end of the process."""
+    """Lock, by its file `.lock`, of the run directory `folder`, created if missing; held until `release` or process end."""
 
     def __init__(self, folder: Path, patience: float = 0.0):
         """Acquire the lock; InputError if that fails or another process still holds it after `patience` seconds.
@@ -53,7 +53,7 @@ class RunLock(FileLock):
             time.sleep(0.1)
 
     def acquire(self) -> bool:
-        """Return whether the lock was acquired; creates its file and missing directories. Raises OSError."""
+        """Create directory and lock file if missing; return, without waiting, whether the lock was acquired; or OSError."""
         for _ in range(_ACQUIRE_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):  # another process is removing the directories
                 missing = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
@@ -64,7 +64,7 @@ class RunLock(FileLock):
         return super().acquire()
 
     def check(self) -> None:
-        """Raise InputError if the lock is lost and another process may be training in the directory."""
+        """Raise InputError if the lock file was removed or replaced, as another process may then train in the directory."""
         if not self.is_held():
             raise InputError(
                 f"{self.path}: found it removed or replaced, expected the lock of this run, which stops because another process "
@@ -72,12 +72,12 @@ class RunLock(FileLock):
             )
 
     def refresh(self) -> None:
-        """Check the lock and update the time of its file, because scratch disks purge old files."""
+        """Raise InputError if the lock is lost, else set its file's time to now, because scratch disks purge old files."""
         self.check()
         os.utime(self._descriptor)
 
     def remove_created(self) -> None:
-        """Remove the lock file and the empty directories that this lock has created."""
+        """Remove the lock file, if still held, and the empty directories, as far as this lock has created them."""
         if self.is_held():
             self._remove_file()
         self._remove_folders()

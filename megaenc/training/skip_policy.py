@@ -14,10 +14,9 @@ from megaenc.training.skip_ranges import SkippedPacks
 
 
 def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
-    """Return the packs that the run of `plan` skips, and the ranges among them that rewinds have added, as text.
+    """Return the packs to skip (by --skip-packs and rewinds, else as recorded in --save or parent), and the rewinds' ranges.
 
-    They are those of the run directory or, for a new branch, of its parent. InputError if `--skip-packs` differs from them in
-    what has been read already.
+    InputError if `--skip-packs` differs from the recorded ones in what has been read already.
     """
     texts, start = plan.settings.data.skip_packs, plan.start
     recorded, rewinds = _read_recorded_skips(Path(plan.settings.output.save)) if plan.settings.output.save else (None, ())
@@ -36,10 +35,7 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
 
 
 def saw_same_data(plan: Plan, state: dict[str, Any]) -> bool:
-    """Return whether the checkpoint with the JSON `state` was trained on the data that `plan` reads up to its step.
-
-    It was not if a later rewind has skipped some of it.
-    """
+    """Return whether the checkpoint with the state.json `state` skipped the same packs, up to its step, as `plan` does."""
     checkpoint_skips = SkippedPacks.parse(state.get("skip_packs", ()))
     return checkpoint_skips.reads_same(plan.skipped, plan.start.skip_samples, plan.samples_read(state["step"]))
 
@@ -74,10 +70,7 @@ def _newest_compatible_step(plan: Plan, recorded: SkippedPacks) -> int:
 
 
 def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) -> Plan:
-    """Return `plan` with the packs of the `--rewind-skip-iters` steps up to `step` skipped.
-
-    If all checkpoints are among those steps, only the packs after the oldest checkpoint are skipped.
-    """
+    """Return `plan` skipping also packs of the --rewind-skip-iters steps to `step`, after the oldest `checkpoint_steps`."""
     first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
     first = max(first, min(checkpoint_steps, default=0)) + 1
     packs = SkippedPacks.from_ranges([(plan.first_sample(first), plan.sample_at(plan.samples_read(step) - 1))])

@@ -15,13 +15,13 @@ _MAX_LISTED_RANGES = 8  # in a console line
 
 @dataclass(frozen=True)
 class SkippedPacks:
-    """Sorted, disjoint, non-adjacent ranges (first, last) of sample numbers to skip."""
+    """Set of sample numbers that a run skips, as sorted, disjoint, non-adjacent `ranges` (first, last), both inclusive."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_ranges(cls, ranges: Iterable[tuple[int, int]]) -> Self:
-        """Return the union of `ranges`, given as (first, last) in any order."""
+        """Return the SkippedPacks of inclusive `ranges` (first, last) in any order, merging overlapping, adjacent ones."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted(ranges):
             if merged and first <= merged[-1][1] + 1:
@@ -32,12 +32,12 @@ class SkippedPacks:
 
     @classmethod
     def from_numbers(cls, numbers: Iterable[int]) -> Self:
-        """Return the ranges that cover exactly `numbers`, in any order."""
+        """Return the SkippedPacks of exactly the sample numbers `numbers`, given in any order."""
         return cls.from_ranges((number, number) for number in numbers)
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Self:
-        """Return the ranges in the values of `--skip-packs`, such as `1200-1215` and `1300`, or `none`. Raises InputError."""
+        """Return the SkippedPacks of --skip-packs values such as `1200-1215`, `1300`, or `none` alone. InputError if bad."""
         ranges = []
         for text in texts if tuple(texts) != NO_SKIPPED_PACKS else ():
             match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
@@ -48,18 +48,18 @@ class SkippedPacks:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the ranges as values of `--skip-packs`, the input of `parse`."""
+        """Return the ranges as values of `--skip-packs`, such as ("1200-1215", "1300"); () without ranges."""
         return tuple(f"{first}-{last}" if last > first else f"{first}" for first, last in self.ranges)
 
     def format_short(self, separator: str = " ") -> str:
-        """Return the `texts` in one line, shortened after _MAX_LISTED_RANGES ranges."""
+        """Return the ranges as one text such as `1200-1215 1300`, joined by `separator`; `...` stands for those beyond 8."""
         return separator.join(self.texts if len(self.texts) <= _MAX_LISTED_RANGES else (*self.texts[:_MAX_LISTED_RANGES], "..."))
 
     def __or__(self, other: "SkippedPacks") -> "SkippedPacks":
         return SkippedPacks.from_ranges(self.ranges + other.ranges)
 
     def sample_at(self, first: int, position: int) -> int:
-        """Return the number of the sample at `position` (0, 1, ...) of the unskipped samples from number `first` on."""
+        """Return the number of the sample at `position` (0, 1, ...) among the unskipped samples from number `first` on."""
         sample = first + position
         for start, last in self.ranges:
             if start > sample:
@@ -68,25 +68,25 @@ class SkippedPacks:
         return sample
 
     def end_sample(self, first: int, count: int) -> int:
-        """Return one past the number of the last of `count` unskipped samples from number `first` on."""
+        """Return 1 + the number of the last of `count` unskipped samples from number `first` on; `first` if `count` is 0."""
         return self.sample_at(first, count - 1) + 1 if count else first
 
     def clip(self, start: int, stop: int) -> "SkippedPacks":
-        """Return the part of the ranges from number `start` to `stop` - 1."""
+        """Return the SkippedPacks of the skipped numbers from `start` to `stop` - 1 only, cutting ranges that go beyond."""
         clipped = ((max(first, start), min(last, stop - 1)) for first, last in self.ranges)
         return SkippedPacks(tuple((first, last) for first, last in clipped if first <= last))
 
     def describe(self) -> str:
-        """Return the end of a console line such as `; 17 packs left out: 1200-1215 1300`; empty without ranges."""
+        """Return the end of a console line such as `; 17 packs left out: 1200-1215 1300`; empty text without ranges."""
         return f"; {self.pack_count:,} pack{'s' * (self.pack_count > 1)} left out: {self.format_short()}" if self.ranges else ""
 
     @property
     def pack_count(self) -> int:
-        """Return the number of skipped samples."""
+        """Return the number of skipped packs (samples), summed over all ranges."""
         return sum(last + 1 - first for first, last in self.ranges)
 
     def reads_same(self, other: "SkippedPacks", first: int, count: int) -> bool:
-        """Return whether `self` and `other` leave the same first `count` samples from number `first` on."""
+        """Return whether the first `count` unskipped samples from number `first` on are the same in `self` and `other`."""
         end = self.end_sample(first, count)
         return self.clip(first, end) == other.clip(first, end)
 

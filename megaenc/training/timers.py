@@ -19,7 +19,7 @@ DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
 
 
 class StepTimers:
-    """Wall-clock seconds and CPU seconds of this thread for each part of a step on this rank.
+    """Seconds spent in each part of a step on this rank: wall-clock time in `wall`, CPU time of this thread in `processor`.
 
     Parts end where a step synchronizes the device anyway: forward_backward at its sums, optimizer at the gradient norm.
     """
@@ -30,14 +30,14 @@ class StepTimers:
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Add the time inside the context to `part`."""
+        """Add the wall-clock and CPU seconds inside the context to the sums of `part`."""
         wall, processor = time.perf_counter(), time.thread_time()
         yield
         self.wall[part] += time.perf_counter() - wall
         self.processor[part] += time.thread_time() - processor
 
     def measure_items(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield `items` and add the time to produce each to `part`."""
+        """Yield `items` up to the first None, and add the wall-clock and CPU seconds to produce each to `part`."""
         iterator = iter(items)
         while True:
             with self.measure(part):
@@ -47,13 +47,16 @@ class StepTimers:
             yield item
 
     def seconds(self) -> dict[str, float]:
-        """Return the wall-clock seconds of data, forward_backward (without data) and optimizer."""
+        """Return the wall-clock seconds by part: `data`, `forward_backward` (without data) and `optimizer`."""
         forward_backward = self.wall[FORWARD_BACKWARD] - self.wall[DATA]
         return {DATA: self.wall[DATA], FORWARD_BACKWARD: forward_backward, OPTIMIZER: self.wall[OPTIMIZER]}
 
 
 def memory_usage(backend: Backend) -> dict[str, float]:
-    """Return the GiB that this process uses: peak accelerator memory and resident host memory, by metric name."""
+    """Return this process's memory in GiB by metric name: on a GPU its peaks allocated and reserved, and host memory.
+
+    On a CPU only `memory_gib`, the resident host memory.
+    """
     resident = psutil.Process().memory_info().rss / 2**30
     if backend.is_cpu:
         return {"memory_gib": resident}
@@ -65,14 +68,14 @@ def memory_usage(backend: Backend) -> dict[str, float]:
 
 
 def max_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return the maximum of each of `values` over all ranks, which call this together with the same names."""
+    """Return the maximum over all ranks of each of `values`, by name; all ranks call this together with the same names."""
     maxima = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return dict(zip(values, maxima.tolist(), strict=True))
 
 
 def max_timer_seconds(timers: Timers) -> dict[str, float]:
-    """Return the maximum seconds of each of megatron-core's `timers` over all ranks, which call this together."""
+    """Return the maximum seconds over all ranks of each of megatron-core's `timers`, by name; ranks call it together."""
     local_seconds = {name: timer.elapsed(reset=False) for name, timer in timers._timers.items()}
     rank_seconds: list = [None] * dist.get_world_size()  # by name: pipeline stages may have different timers
     dist.all_gather_object(rank_seconds, local_seconds)

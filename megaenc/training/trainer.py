@@ -34,7 +34,7 @@ from megaenc.training.skip_policy import plan_after_rewind, saw_same_data
 
 
 class Rewind(Exception):
-    """A request, raised on all ranks, to continue from the last checkpoint under another `plan`."""
+    """Request, raised on all ranks after a loss spike, to continue from the last checkpoint under the plan it holds."""
 
     def __init__(self, plan: Plan):
         super().__init__()
@@ -42,9 +42,9 @@ class Rewind(Exception):
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
-    """Train from the newest checkpoint in `--save` (else the plan's start) to the last step or the next `--exit-interval`.
+    """Train or resume `plan` to its last step or --exit-interval; return False only if a signal or time limit stopped it.
 
-    Return False if a signal or `--exit-duration-in-mins` ended the run, which is saved first if `--save` is given.
+    The newest checkpoint in --save is resumed, and a stopped run saved first if --save is given.
     """
     output = plan.settings.output
     checkpoints = None
@@ -161,7 +161,10 @@ class _Trainer:
             self.validate(self.start_step)
 
     def train_step(self, step: int) -> Plan | None:
-        """Train and log `step`; return the plan to rewind with after a loss spike. InputError after too many skipped steps."""
+        """Train and log `step`; after a loss spike, return the plan to rewind with if `max_rewinds` allows it, else None.
+
+        InputError after too many skipped steps.
+        """
         plan, progress = self.plan, self._progress
         self._watchdog.beat("step", step)
         with self.logger.measure_step(step):
@@ -192,13 +195,13 @@ class _Trainer:
         return plan
 
     def validate(self, step: int) -> None:
-        """Validate the model after `step` and log the result; do nothing without held-out text."""
+        """Evaluate the model after `step` on held-out packs and log the scores; do nothing if `plan` has no validation."""
         if self._validator:
             self._watchdog.beat("validation", step)
             self.logger.log_validation(step, self._progress, self._validator)
 
     def save(self, step: int, block: bool) -> None:
-        """Save a checkpoint after `step` if `--save` is given; unless `block`, it is written while training continues."""
+        """Save a checkpoint after `step`, after any running save, without waiting unless `block`; nothing without --save."""
         if self._checkpoints:
             with self.logger.measure_pause("save"):
                 self._watchdog.beat("writing", step)  # the previous save, if it is still running
@@ -230,7 +233,7 @@ def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:
 
 
 class Validator:
-    """Validation under `validation_objectives`, in every phase on the same held-out packs and masks."""
+    """Callable that scores an engine under each of `objectives`, always on the same held-out packs and masks."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -268,7 +271,7 @@ MAX_RECENT_LOSSES, MIN_RECENT_LOSSES = 128, 32
 
 
 def compute_deviations(loss: float, recent: Sequence[float]) -> float:
-    """Return by how many robust standard deviations `loss` lies above the median of `recent`.
+    """Return by how many robust standard deviations `loss` lies above the median of `recent`, negative below it.
 
     The deviation is 1.4826 times the median absolute deviation (the standard deviation of normal noise), and at least a
     thousandth of the median, so that equal losses leave room for rounding. Earlier spikes hardly change either.
@@ -279,7 +282,7 @@ def compute_deviations(loss: float, recent: Sequence[float]) -> float:
 
 
 class RecentLosses:
-    """The most recent losses of each objective, from which loss spikes are detected."""
+    """Up to 128 most recent losses of each objective, with its last step, to which new losses are compared for spikes."""
 
     def __init__(self, state: dict[str, Any] | None = None):
         """Restore the `state` attribute of an earlier instance, or start empty."""
@@ -287,7 +290,7 @@ class RecentLosses:
         """JSON-ready: for each objective its last `step` and up to MAX_RECENT_LOSSES `losses`."""
 
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
-        """Add the loss of `step` and return its `compute_deviations` from the objective's earlier losses; None if too few.
+        """Add the loss of `step`; return its deviations from the objective's earlier losses, None if below 32 or not finite.
 
         The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is cleared first: the model
         has changed in the meantime.

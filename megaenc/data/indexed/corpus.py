@@ -22,7 +22,7 @@ _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per to
 
 
 class Corpus:
-    """The documents of one corpus on disk, each a range of one or more sequences of the .idx.
+    """Tokenized corpus on disk, memory-mapped: tokens, document and sequence lengths, and metadata (None without .json).
 
     prefix: path without extension; metadata: contents of PREFIX.json, None for a corpus written by Megatron's own tool;
     document_lengths: int64[D] in tokens, zeros allowed; sequence_lengths: int32[S] in tokens; first_sequences: int64[D + 1],
@@ -54,7 +54,7 @@ class Corpus:
 
     @classmethod
     def open(cls, prefix: str | Path) -> "Corpus":
-        """Open PREFIX.bin and PREFIX.idx and return the corpus, without reading its tokens.
+        """Open PREFIX.bin, .idx and, if present, .json; return the checked Corpus without reading its tokens.
 
         Raises InputError for a missing, foreign or truncated file, and for a PREFIX.json that does not match the two.
         """
@@ -71,10 +71,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash that identifies the corpus wherever it is stored: the sha256 of the .bin from its metadata.
-
-        Without metadata: a hash of the .idx and of the first and last megabyte of tokens.
-        """
+        """Return the .bin's sha256 from the metadata; without, a hash of the .idx and first and last megabyte of tokens."""
         if self.metadata is not None:
             return self.metadata.sha256["bin"]
         digest = hashlib.sha256(Path(f"{self.prefix}.idx").read_bytes())
@@ -90,7 +87,7 @@ class Corpus:
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences; equals the number of documents unless documents are split into sentences."""
+        """Return the number of sequences: sentences if the documents were split into sentences, else documents."""
         return len(self.sequence_lengths)
 
     @property
@@ -99,7 +96,7 @@ class Corpus:
         return self._tokens.dtype.name
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens start..stop-1 of one document as int64[stop - start], a copy.
+        """Return tokens start..stop-1 of document number `document` as int64[stop - start], a copy.
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
@@ -108,7 +105,7 @@ class Corpus:
         return self.read_spans(np.array([document]), np.array([start]), np.array([stop]))
 
     def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return tokens starts..stops-1 (at least one each) of `documents`, concatenated, as int64[sum(stops - starts)], a copy.
+        """Return tokens starts[i]..stops[i]-1, one or more, of each documents[i], concatenated as int64 in a copy.
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
@@ -127,10 +124,7 @@ class Corpus:
         return tokens
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raise InputError unless the corpus was tokenized with the tokenizer of `vocabulary` and its ids are within it.
-
-        Only the start of the corpus is read now; later ids are checked as they are read.
-        """
+        """Raise InputError for another tokenizer in the metadata or too large ids at the start; later reads check ids."""
         if self.metadata is not None:
             check_tokenizer(self.prefix, self.metadata, vocabulary)
         self._id_limit = vocabulary.size
@@ -149,9 +143,9 @@ class Corpus:
 
 
 def check_index(prefix: str) -> type[np.number]:
-    """Check the .idx header and the file sizes of a corpus and return its token dtype.
+    """Return the NumPy type of a corpus's tokens; InputError for missing files, a bad .idx header or size, or no tokens.
 
-    Raises InputError. Cheap: reads only the header.
+    Cheap: reads only the header.
     """
     for extension in (".idx", ".bin"):
         if not os.path.isfile(prefix + extension):  # unlike Path's, False for a name that is too long
@@ -183,7 +177,7 @@ def check_index(prefix: str) -> type[np.number]:
 
 
 def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
-    """Raise InputError unless the sequences in `index`, which passed `check_index`, are contiguous and fill the .bin."""
+    """Raise InputError if documents or sequences in the checked .idx are inconsistent or do not fill the .bin."""
     size = np.dtype(token_type).itemsize
     lengths, indices, pointers = index.lengths, index.documents, index.pointers
     # Differences of non-negative numbers cannot overflow.
@@ -198,7 +192,7 @@ def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.numb
 
 
 def check_bin_size(prefix: str, expected_bytes: int) -> None:
-    """Raise InputError unless the .bin has the size that follows from the sequence lengths in the .idx."""
+    """Raise InputError unless PREFIX.bin has `expected_bytes`, computed from the sequence lengths in the .idx."""
     found_bytes = Path(f"{prefix}.bin").stat().st_size
     if found_bytes != expected_bytes:
         problem = "truncated" if found_bytes < expected_bytes else "too long"
@@ -210,7 +204,7 @@ def check_bin_size(prefix: str, expected_bytes: int) -> None:
 def check_metadata(
     prefix: str, metadata: CorpusMetadata, *, documents: int, sequences: int, tokens: int, token_type: type[np.number]
 ) -> None:
-    """Raise InputError unless the counts and sizes in the metadata match the .bin and .idx."""
+    """Raise InputError unless `metadata` holds these counts, this token type and the sizes of the .bin and .idx on disk."""
     actual = {
         "documents": documents,
         "sequences": sequences,
@@ -228,7 +222,7 @@ def check_metadata(
 
 
 def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabulary) -> None:
-    """Raise InputError unless `metadata` names the tokenizer of `vocabulary`, and all its ids fit into that vocabulary."""
+    """Raise InputError if `metadata` has another tokenizer fingerprint than `vocabulary`, or more ids than its size."""
     identity = metadata.tokenizer
     if identity.fingerprint != vocabulary.fingerprint:
         raise InputError(
@@ -252,7 +246,7 @@ def _suggest_prefix(prefix: str) -> str:
 
 
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
-    """Parse `99,1,0` into the weights of training, validation and test documents. Raises InputError."""
+    """Return the training, validation and test weights in text such as `99,1,0`; InputError for other text or only zeros."""
     try:
         # A number with an exponent of many digits would fill the memory.
         weights = () if re.search(r"[eE][+-]?\d{4}", text) else tuple(Fraction(part.strip()) for part in text.split(","))
@@ -264,7 +258,7 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def split_documents(count: int, fractions: tuple[Any, Any, Any] = (99, 1, 0)) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split documents 0..count-1 into (training, validation, test), sorted int64 arrays that hold every document once.
+    """Split documents 0..count-1, in a fixed random order, by weight into sorted int64 (training, validation, test).
 
     `fractions` are weights in any unit. The split depends only on the corpus, not on the run's seed. Each part with a nonzero
     weight gets at least one document if there are enough.

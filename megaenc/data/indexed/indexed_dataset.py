@@ -23,13 +23,13 @@ TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the name of the token dtype: `uint16` below 65,500 ids, else `int32` (megatron-core's rule)."""
+    """Return the dtype of stored token ids, as megatron-core: `uint16` for a `vocab_size` below 65,500, else `int32`."""
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
 @dataclass(frozen=True)
 class IndexArrays:
-    """The arrays of an .idx, memory-mapped.
+    """Memory-mapped arrays of an .idx: length and byte offset of each sequence, and first sequence of each document.
 
     They are unaligned, and many NumPy functions copy unaligned arrays: pass slices.
     """
@@ -43,7 +43,7 @@ class IndexArrays:
 
     @classmethod
     def map(cls, path: str | Path) -> "IndexArrays":
-        """Memory-map the arrays of an .idx whose header and size have been checked."""
+        """Return the memory-mapped arrays of the .idx at `path`, whose header and size must have been checked."""
         with open(path, "rb") as stream:
             *_, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
         arrays, offset = [], HEADER.size
@@ -54,7 +54,7 @@ class IndexArrays:
 
 
 class IndexedWriter:
-    """Writer of the .bin and .idx of one corpus, whose documents have one or more sequences."""
+    """Writer of one corpus: the .bin as documents are added, the .idx at the end; counts documents, sequences and tokens."""
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:
         self._bin_path, self._idx_path, self._dtype = bin_path, idx_path, np.dtype(dtype)
@@ -67,7 +67,7 @@ class IndexedWriter:
         self.tokens = 0
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
-        """Append documents to the corpus.
+        """Append documents to the .bin, with the length of each sequence and the number of sequences per document.
 
         tokens: dtype[sum(lengths)], the documents concatenated; lengths: int32[sequences], each at least 1; counts:
         int32[documents], number of sequences of each document, at least 1.
@@ -76,9 +76,9 @@ class IndexedWriter:
         self._record_lengths(lengths, counts)
 
     def append_corpus(self, bin_path: Path, idx_path: Path, sha256: dict[str, str]) -> None:
-        """Append a finished corpus; `sha256` is the return value of its writer's `finish`.
+        """Append all documents of a finished .bin and .idx; InputError unless `sha256` holds the hash of each.
 
-        Raises InputError if a file does not have its sha256.
+        `sha256` is the return value of `finish` of their writer.
         """
         index = idx_path.read_bytes()
         _check_sha256(idx_path, hashlib.sha256(index), sha256["idx"])
@@ -107,7 +107,7 @@ class IndexedWriter:
         self.tokens += int(lengths.sum(dtype=np.int64))
 
     def finish(self) -> dict[str, str]:
-        """Close the .bin, write the .idx and return the sha256 of each file under `bin` and `idx`."""
+        """Close the .bin, write the .idx and return the sha256 of both files under `bin` and `idx`."""
         self.close()
         lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         pointers = np.cumsum(lengths, dtype=np.int64)
@@ -124,13 +124,13 @@ class IndexedWriter:
         return {"bin": self._hash.hexdigest(), "idx": hashed.hexdigest()}
 
     def close(self) -> None:
-        """Close the .bin; does nothing if it is closed."""
+        """Close the .bin without writing the .idx; do nothing if the .bin is closed already."""
         self._stream.close()
 
 
 @contextlib.contextmanager
 def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
-    """Yield a writer for each corpus and close them afterwards; `files` lists every .bin, then every .idx."""
+    """Yield an IndexedWriter per corpus, closed (not finished) afterwards; `files` lists every .bin, then every .idx."""
     with contextlib.ExitStack() as stack:
         writers = [IndexedWriter(*pair, dtype) for pair in zip(files[: len(files) // 2], files[len(files) // 2 :], strict=True)]
         for writer in writers:

@@ -15,7 +15,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Name and fingerprint of the tokenizer of a corpus."""
+    """The tokenizer of a corpus: name, fingerprint, and ids of its end-of-document and mask tokens, None if missing."""
 
     name: str
     """Name on the Hub, or the last part of the folder's path; only the fingerprint identifies the tokenizer."""
@@ -27,7 +27,10 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True)
 class CorpusMetadata:
-    """Contents of `PREFIX_KEY_document.json`, which is renamed before the .idx, so that no corpus opens without it."""
+    """Contents of a corpus's PREFIX.json: tokenizer, counts, token dtype, sizes and sha256 of the .bin and .idx, sources.
+
+    The file is renamed before the .idx, so that no corpus opens without it.
+    """
 
     format: int
     tokenizer: TokenizerIdentity
@@ -59,20 +62,17 @@ class CorpusMetadata:
     """Output of `PunktModel.describe`; None if each sequence is a document."""
 
     def write(self, path: Path) -> None:
-        """Write the metadata to `path` as JSON."""
+        """Write all fields of the metadata to the file `path` as a JSON object."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def metadata_path(prefix: str | Path) -> Path:
-    """Return the path of the metadata of the corpus `prefix` (`.../corpus_text_document`)."""
+    """Return PREFIX.json, the path of the metadata of the corpus `prefix` (`.../corpus_text_document`)."""
     return Path(f"{prefix}.json")
 
 
 def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
-    """Read and check the metadata of the corpus `prefix`.
-
-    Raises InputError if the file is missing, not JSON, of another format or incomplete.
-    """
+    """Return the checked contents of PREFIX.json; InputError if missing, not JSON, of another format or incomplete."""
     path = metadata_path(prefix)
     try:
         values = parse_json(read_regular_file(path))

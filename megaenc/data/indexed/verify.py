@@ -28,7 +28,7 @@ _ENTRIES = 1 << 20  # of the .idx, checked together
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Flags of `megaenc data verify`."""
+    """Flags of `megaenc data verify`: prefixes of the corpora to check, and optionally the tokenizer that made them."""
 
     prefix: Annotated[tuple[str, ...], Positional, arg(metavar="PREFIX")]
     """Corpora: paths of their .bin, .idx and .json without the extension."""
@@ -38,7 +38,7 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class VerifiedCorpus:
-    """Counts and size of a corpus that passed verification."""
+    """Document, sequence and token counts, dtype and bytes of a corpus that passed verification, and the checks skipped."""
 
     documents: int
     sequences: int
@@ -53,10 +53,10 @@ class VerifiedCorpus:
 def verify_corpus(
     prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None
 ) -> VerifiedCorpus:
-    """Read a whole corpus, check it and return its counts.
+    """Read and check all files of a corpus; return its counts and the checks skipped; InputError for the first damage.
 
-    `vocabulary` belongs to the tokenizer that must have made it; `tick` is called with the number of bytes read. Raises
-    InputError for the first damage, with file, position, found and expected value.
+    `vocabulary` belongs to the tokenizer that must have made it; `tick` is called with the number of bytes read. The error names
+    file, position, found and expected value.
     """
     try:
         return _verify_files(str(prefix), vocabulary, tick)
@@ -235,7 +235,7 @@ def _compare_hash(digest: Any, metadata: CorpusMetadata | None, extension: str) 
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc data verify`: print a line for each intact corpus, then raise one error for all damaged ones."""
+    """Run `megaenc data verify`: print a line for each intact corpus, then fail with one error for all damaged ones."""
     silence_libraries()
     settings = flags.parse(VerifyConfig, argv, prog="megaenc data verify", description=__doc__)
     if not settings.prefix:

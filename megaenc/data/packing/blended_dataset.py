@@ -16,7 +16,7 @@ PERIOD = 1 << 16  # longest period of the corpus order, in samples; also the res
 
 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
-    """Parse `A`, `0.3 A 0.7 B` or `A B` into (weight, prefix) of each corpus; weights may be None. Raises InputError."""
+    """Return (weight, prefix) of each corpus in --data-path `0.3 A 0.7 B` or `A B` (weights None); InputError for others."""
     weights = [parse_weight(word) for word in words[::2]]
     if None not in weights and len(words) % 2 == 0:
         pairs = list(zip(weights, words[1::2], strict=True))
@@ -33,7 +33,7 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
 
 
 def parse_weight(word: str) -> Fraction | None:
-    """Parse a word of --data-path as a weight; return None if it is a corpus prefix."""
+    """Return a word of --data-path as a number, or None if it is none, and so the prefix of a corpus."""
     if re.search(r"[eE][+-]?\d{4}", word):
         return None  # a number with this exponent would fill the memory
     try:
@@ -43,9 +43,10 @@ def parse_weight(word: str) -> Fraction | None:
 
 
 def compute_sample_counts(weights: Sequence[Fraction]) -> list[int]:
-    """Compute the number of samples of each corpus in a period of at most PERIOD samples, exact if the weights allow it.
+    """Return how many samples of each repeating period (at most PERIOD) each corpus gives, in proportion to `weights`.
 
-    Raises InputError, with the number of the corpus, for a weight that rounds to zero.
+    The counts are exact if the weights allow it. Raises InputError, with the number of the corpus, for a weight that rounds to
+    zero.
     """
     shares = [Fraction(weight) / sum(weights) for weight in weights]
     period = lcm(*(share.denominator for share in shares))
@@ -65,7 +66,7 @@ def compute_sample_counts(weights: Sequence[Fraction]) -> list[int]:
 
 
 def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
-    """Compute the corpus of each sample of a period, uint16[sum(counts)], in which corpus c occurs counts[c] times.
+    """Return the corpus number of each sample of a period, uint16[sum(counts)], c occurring counts[c] times, evenly spread.
 
     After any number of samples each corpus is less than one sample away from its share. The rule is Tijdeman's (The chairman
     assignment problem, 1980): of the corpora that are behind by at least 1 / (2 corpora - 2), take the one that will be a whole
@@ -88,7 +89,7 @@ def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
 
 
 class BlendedDataset:
-    """Packs of several corpora: `dataset[s]` is the Pack of sample s.
+    """Endless packs of several corpora mixed evenly by weight: `dataset[s]` is the Pack of sample s, from one corpus.
 
     The order of corpora repeats after at most PERIOD samples and depends only on the weights. Within a corpus, packs keep the
     order that they have without the other corpora.
@@ -118,13 +119,13 @@ class BlendedDataset:
         return int(self._corpus_order[sample % len(self._corpus_order)])
 
     def count_samples(self, corpus: int, samples: int) -> int:
-        """Return how many of the first `samples` samples come from corpus number `corpus`."""
+        """Return how many of the first `samples` samples come from the corpus with index `corpus` in `datasets`."""
         periods, rest = divmod(samples, len(self._corpus_order))
         return periods * self._counts[corpus] + int(np.count_nonzero(self._corpus_order[:rest] == corpus))
 
     @property
     def samples_before_repeat(self) -> int:
-        """Return the number of samples before some corpus starts its second epoch."""
+        """Return the number of samples before the first one with which any corpus starts its second epoch."""
         return min(self._find_sample(corpus, dataset.samples_before_repeat) for corpus, dataset in enumerate(self.datasets))
 
     def _find_sample(self, corpus: int, number: int) -> int:

@@ -26,7 +26,7 @@ PACKINGS: dict[str, type[CorpusPackedDataset]] = {
 
 @dataclass(frozen=True)
 class CorpusUsage:
-    """Packs and epochs of one corpus that some part of a run reads."""
+    """Use of a corpus by part of a run: prefix, share of packs by weight, packs and epochs read, share of tokens dropped."""
 
     prefix: str
     share: float
@@ -40,9 +40,9 @@ class CorpusUsage:
 
 @dataclass(frozen=True)
 class RunData:
-    """Training and held-out packs of a run, blended from one or more corpora by the same weights.
+    """Packs of a run, `train` and `held_out` (None if no document is), blended by `shares` from one or more `corpora`.
 
-    `held_out` is None if the split leaves no documents for it. corpora, train_datasets and shares (which add up to 1) correspond.
+    corpora, train_datasets and shares (which add up to 1) correspond.
     """
 
     corpora: tuple[Corpus, ...]
@@ -55,7 +55,7 @@ class RunData:
     def open(
         cls, data_path: Sequence[str], vocabulary: Vocabulary, *, split: str, packing: str, seq_length: int, seed: int
     ) -> "RunData":
-        """Open the corpora of `A`, `0.3 A 0.7 B` or `A B` (weighted by their tokens) and cut them into packs.
+        """Open the corpora of --data-path, weighted by training tokens by default; cut training and held-out packs.
 
         Held-out packs are always `concat` and in one order, so that runs of different packing or seed are measured on the same
         text. Raises InputError for a corpus that cannot be used.
@@ -87,13 +87,13 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """Return a string that is equal for the same corpora in the same proportions, wherever they are stored."""
+        """Return the corpora's content hashes, with their shares if several, as a string; the same wherever stored."""
         if len(self.corpora) == 1:
             return self.corpora[0].fingerprint
         return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
 
     def corpus_usage(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[CorpusUsage]:
-        """Return the usage of each corpus by samples first..end-1, except the ranges `without` of (first, last) sample."""
+        """Return each corpus's CorpusUsage by samples first..end-1 without the (first, last) sample ranges `without`."""
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         rows = []
         for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_datasets, self.shares, strict=True)):
@@ -107,7 +107,7 @@ class RunData:
 
 
 def split_corpus(corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split a corpus into (training, validation, test) documents as `split_documents`, shared by the processes of a machine."""
+    """Return a corpus's (training, validation, test) document numbers by weight, computed once per machine and shared."""
     key = (*corpus.key, "split", [str(fraction) for fraction in fractions])
     train, held_out, test = share_arrays(key, partial(split_documents, len(corpus), fractions))
     return train, held_out, test

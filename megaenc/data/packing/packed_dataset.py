@@ -20,7 +20,7 @@ LONGEST_PACK = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """T tokens with document boundaries that attention never crosses.
+    """Sample of a run: number, epoch in which it starts, T token ids, and document edges that attention never crosses.
 
     sample: its number in the run; epoch: the pass over the data in which it starts; tokens: int64[T];
     edges: int32[D + 1], 0 first, T last, strictly increasing (the `cu_seqlens` of packed attention).
@@ -38,13 +38,13 @@ class Pack:
 
 
 def position_ids(edges: np.ndarray) -> np.ndarray:
-    """Return int64[T] positions that restart from 0 at each of `edges`, which start with 0 and end with T."""
+    """Return int64[T], the position of each token after the last of `edges`, int[D + 1] which begin with 0, end with T."""
     starts = edges[:-1].astype(np.int64)
     return np.arange(edges[-1]) - np.repeat(starts, np.diff(edges))
 
 
 class PackedDataset(Protocol):
-    """Interface of the packs of one corpus or of a blend: `dataset[s]` is the Pack of sample s = 0, 1, 2, ... without end."""
+    """Interface of endless packs of one corpus or a blend: `dataset[s]` is the Pack of sample s, of `seq_length` tokens."""
 
     seq_length: int
 
@@ -52,11 +52,11 @@ class PackedDataset(Protocol):
 
     @property
     def samples_before_repeat(self) -> int:
-        """Return the number of samples before the second epoch; the last one may reach into it."""
+        """Return the number of samples before the first that starts a second epoch (in a blend, of any corpus)."""
 
 
 class CorpusPackedDataset(ABC):
-    """Base of the packs of one corpus, visited in random order within each epoch.
+    """Base class of the endless packs of one corpus, cut from its token stream, in random order within each epoch.
 
     Without that order the pieces of one long document would meet in one batch.
     """
@@ -70,15 +70,15 @@ class CorpusPackedDataset(ABC):
 
     @abstractmethod
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the epoch in which the pack of a sample starts."""
+        """Return the number of the epoch, from 0, in which the pack of sample number `sample` starts."""
 
     @abstractmethod
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """Return the first sample that starts in `epoch`, or after it if none does (a corpus shorter than a pack)."""
+        """Return the number of the first sample that starts in `epoch`, or after it if none does (tiny corpus)."""
 
     @abstractmethod
     def start_of_pack(self, pack: int) -> int:
-        """Return the position in the token stream at which pack number `pack`, in stream order, begins."""
+        """Return the token position in the stream at which pack number `pack`, in stream order, begins."""
 
     def __getitem__(self, sample: int) -> Pack:
         """Return the Pack of sample number `sample`, counted from 0 without end."""
@@ -90,21 +90,21 @@ class CorpusPackedDataset(ABC):
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Return the number of tokens of all documents."""
+        """Return the number of tokens of all documents, the length of one epoch of the token stream."""
         return self.stream.tokens_per_epoch
 
     @property
     def samples_before_repeat(self) -> int:
-        """Return the number of samples of the first epoch."""
+        """Return the number of samples whose pack starts in the first epoch."""
         return self.first_sample_of_epoch(1)
 
     @property
     def dropped(self) -> float:
-        """Return the share of the tokens that is in no pack."""
+        """Return 0.0, the share of the tokens that is in no pack; a packing that drops tokens overrides this."""
         return 0.0
 
     def epochs_after(self, samples: int) -> float:
-        """Return the number of epochs, as a fraction, that the first `samples` samples read."""
+        """Return the number of epochs, such as 1.25, that the first `samples` samples cover."""
         epoch = self.epoch_of_sample(samples)
         first, end = self.first_sample_of_epoch(epoch), self.first_sample_of_epoch(epoch + 1)
         return epoch + (samples - first) / (end - first)
@@ -117,20 +117,20 @@ class CorpusPackedDataset(ABC):
 
 
 class ConcatPackedDataset(CorpusPackedDataset):
-    """Packs cut from the stream every `seq_length` tokens without loss, with an edge at each document end."""
+    """Packs of one corpus cut from the stream every `seq_length` tokens without loss, with an edge at each document end."""
 
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the epoch in which the pack of a sample starts."""
+        """Return the number of the epoch in which the pack of `sample` starts, from 0; IndexError if negative."""
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         return sample * self.seq_length // self.tokens_per_epoch
 
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """Return the first sample that starts in or after `epoch`."""
+        """Return the number of the first sample whose pack starts in or after `epoch`."""
         return -(-epoch * self.tokens_per_epoch // self.seq_length)
 
     def start_of_pack(self, pack: int) -> int:
-        """Return the position in the token stream at which a pack begins."""
+        """Return `pack` * `seq_length`, the token position in the stream at which pack number `pack` begins."""
         return pack * self.seq_length
 
 
@@ -138,7 +138,7 @@ SHORTEST_CHUNK = 12  # tokens, as in arXiv 2507.00994
 
 
 def check_two_chunks_fit(seq_length: int) -> None:
-    """Raise InputError if a pack of --packing random-length has no room for two chunks."""
+    """Raise InputError if `seq_length` is below 24, the two shortest chunks of a pack of --packing random-length."""
     if seq_length < 2 * SHORTEST_CHUNK:
         raise InputError(
             f"--packing random-length: found --seq-length {seq_length}, expected at least {2 * SHORTEST_CHUNK} "
@@ -147,16 +147,16 @@ def check_two_chunks_fit(seq_length: int) -> None:
 
 
 def mean_squared_chunk_lengths(seq_length: int) -> float:
-    """Return the mean, over all positions of the cut, of the sum of the squared lengths of a pack's two chunks."""
+    """Return the mean, over all cut positions of a pack, of the sum of its two squared chunk lengths (random-length)."""
     shortest, longest = SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK
     to_longest, below = (end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1))  # 1 + 4 + 9 + ... + end^2
     return 2 * (to_longest - below) / (longest - shortest + 1)  # both chunks have the same distribution
 
 
 class RandomLengthPackedDataset(ConcatPackedDataset):
-    """Packs cut at a random position into two chunks of at least 12 tokens (as in arXiv 2507.00994).
+    """Packs of one corpus, each cut at random into two chunks of at least 12 tokens, the only edges of attention.
 
-    A chunk may span documents; it has no edges inside, so attention crosses their ends.
+    As in arXiv 2507.00994. A chunk may span documents: attention crosses their ends.
     """
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seq_length: int, seed: int):

@@ -13,7 +13,7 @@ from megaenc.errors import InputError
 
 
 def check_has_sentences(prefix: str, metadata: CorpusMetadata | None, *, sequences: int, documents: int) -> None:
-    """Raise InputError if every document of the corpus is one sequence.
+    """Raise InputError if the metadata records no sentence splitting and the corpus has one sequence per document.
 
     Only the metadata distinguishes documents of one sentence each from whole documents.
     """
@@ -24,7 +24,7 @@ def check_has_sentences(prefix: str, metadata: CorpusMetadata | None, *, sequenc
 
 
 class SentencePackedDataset(CorpusPackedDataset):
-    """Packs that each start at a sentence; the rest of the sentence that a pack cuts is dropped.
+    """Packs of one corpus that each start at a sentence; the rest of a sentence that a pack cuts is dropped.
 
     Attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one pack.
     """
@@ -44,7 +44,7 @@ class SentencePackedDataset(CorpusPackedDataset):
         self._pack_starts = lru_cache(maxsize=2)(self._share_pack_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the epoch in which the pack of a sample starts."""
+        """Return the number of the epoch in which the pack of `sample` starts, from 0; IndexError if negative."""
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         while self._first_samples[-1] <= sample:
@@ -52,19 +52,19 @@ class SentencePackedDataset(CorpusPackedDataset):
         return bisect_right(self._first_samples, sample) - 1
 
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """Return the first sample that starts in or after `epoch`."""
+        """Return the number of the first sample whose pack starts in or after `epoch`."""
         while len(self._first_samples) <= epoch:
             self._append_epoch(len(self._first_samples) - 1)
         return self._first_samples[epoch]
 
     def start_of_pack(self, pack: int) -> int:
-        """Return the position in the token stream at which a pack begins."""
+        """Return the token position of the sentence in the stream at which pack number `pack`, in stream order, begins."""
         epoch = self.epoch_of_sample(pack)
         return epoch * self.tokens_per_epoch + int(self._pack_starts(epoch)[pack - self._first_samples[epoch]])
 
     @property
     def dropped(self) -> float:
-        """Return the share of the first epoch's tokens that is in no pack, being the rest of a cut sentence."""
+        """Return the share of the first epoch's tokens that is in no pack: the rests of cut sentences."""
         packs = self.first_sample_of_epoch(1)
         return 1 - packs * self.seq_length / self.start_of_pack(packs)
 

@@ -28,11 +28,11 @@ _ALIGNMENT = 64  # bytes
 
 
 def share_arrays(key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays of `compute`, which runs in one process of the machine; `key`, plain values, identifies them.
+    """Return the arrays of `compute`, run by one process of the run on this machine and shared read-only under `key`.
 
-    Other processes wait; if the computing one is killed, the next takes over. A process that cannot map another's arrays, or asks
-    after all holders have released them, computes its own; containers do not share with each other. The arrays are read-only if
-    there are several processes.
+    `key`, plain values, identifies the arrays. Other processes wait; if the computing one is killed, the next takes over. A
+    process that cannot map another's arrays, or asks after all holders have released them, computes its own; containers do not
+    share with each other. The arrays of a run with one process are not shared, and writable.
     """
     if not has_local_peers():
         return compute()
@@ -54,12 +54,12 @@ def share_arrays(key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arra
 
 
 def has_local_peers() -> bool:
-    """Return whether the run has several processes on this machine."""
+    """Return whether the run has more than one process on this machine."""
     return get_local_world_size() > 1
 
 
 def hash_array(array: np.ndarray) -> str:
-    """Return a hash of the dtype and contents of a contiguous array, for use in keys."""
+    """Return a hash in hex of the dtype and contents of a contiguous array, for use in keys of `share_arrays`."""
     return hashlib.blake2b(array.data, digest_size=16, person=str(array.dtype).encode()).hexdigest()
 
 

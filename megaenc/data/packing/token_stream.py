@@ -12,17 +12,17 @@ from megaenc.errors import InputError
 
 
 class DocumentSource(Protocol):
-    """Interface of the documents of a token stream, implemented by Corpus."""
+    """Interface of a corpus for TokenStream: `document_lengths`, and `read_spans`, which reads tokens of documents."""
 
     document_lengths: np.ndarray
     """int64[D], length of each document in tokens."""
 
     def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return tokens starts..stops-1 (at least one each) of `documents`, concatenated, as int64[sum(stops - starts)]."""
+        """Return tokens starts[i]..stops[i]-1, one or more, of each documents[i], concatenated as int64."""
 
 
 class TokenStream:
-    """All documents concatenated in a new random order each epoch, epoch after epoch without a gap.
+    """Endless token sequence of a corpus: its documents joined in a new random order each epoch; readable at any position.
 
     Documents without tokens are left out. A position is a number of tokens from the start of the stream.
     """
@@ -47,11 +47,11 @@ class TokenStream:
         self.epoch_order = lru_cache(maxsize=2)(self._epoch_order)
 
     def share_arrays(self, key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
-        """Return `compute()`, computed once for all processes of a machine under `key`; see `shared_memory`."""
+        """Return `compute()`, run once for all processes of a machine under `key`, or here if nothing is shared."""
         return compute() if self._key is None else share_arrays((*self._key, *key), compute)
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `count` tokens from position `start`, int64[count], and their document edges, int32[D + 1] from 0 to `count`."""
+        """Return `count` tokens from position `start`, int64, and their document edges, int32[D + 1] from 0 to `count`."""
         tokens, edges, done = [], [np.zeros(1, dtype=np.int64)], 0
         while done < count:
             epoch, begin = divmod(start + done, self.tokens_per_epoch)
@@ -78,5 +78,5 @@ class TokenStream:
 
 
 def narrow_to_int32(values: np.ndarray) -> np.ndarray:
-    """Return non-negative integers as int32 if they fit, which saves 400 MB for 100 million documents."""
+    """Return non-negative integers as int32 if they all fit, else unchanged; saves 400 MB for 100 million documents."""
     return values.astype(np.int32) if not len(values) or values.max() < 2**31 else values

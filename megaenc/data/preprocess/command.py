@@ -37,7 +37,7 @@ _MAX_PARTITIONS = 100_000  # with a few files each
 
 @dataclass(frozen=True)
 class PreprocessConfig(resolve.InputConfig):
-    """Flags of `megaenc preprocess`."""
+    """Flags of `megaenc preprocess`: input, output prefix, tokenizer, keys, sentence splitting, workers and partitions."""
 
     output_prefix: str
     """Prefix of the output files, OUTPUT_PREFIX_KEY_document.bin, .idx and .json for each JSON key."""
@@ -75,7 +75,7 @@ class _PreprocessJob:
     vocab_size: int
 
     def build_plan(self) -> dict[str, object]:
-        """Return everything that the partitions depend on, as stored in plan.json."""
+        """Return the contents of plan.json: the flags, input hash, tokenizer and version that decide the partitions."""
         files, plan = hashlib.sha256(), dataclasses.asdict(self.settings)
         for entry in self.inputs.file_stats():
             files.update(repr(entry).encode())
@@ -86,7 +86,7 @@ class _PreprocessJob:
         return {"input": self.settings.input, "files": files.hexdigest(), **plan, **made_with}
 
     def build_metadata(self, writer: IndexedWriter, counts: _Counts, files: Sequence[Path]) -> CorpusMetadata:
-        """Finish the corpus of one key, whose .bin and .idx are `files`, and return its metadata."""
+        """Finish `writer`, which writes the .idx, and return its corpus's metadata; `files` are its .bin and .idx."""
         hashes = writer.finish()
         return CorpusMetadata(
             format=FORMAT,
@@ -110,7 +110,7 @@ class _PreprocessJob:
 
 
 def preprocess(settings: PreprocessConfig) -> list[Path]:
-    """Tokenize `settings.input` and return the corpus prefixes written (`OUTPUT_PREFIX_KEY_document`), one per key.
+    """Tokenize the input into a .bin, .idx and .json per JSON key; return their prefixes, `OUTPUT_PREFIX_KEY_document`.
 
     Files appear complete or not at all, the .idx last. Their bytes do not depend on workers, partitions or kinds of input files.
     Raises InputError for unusable input, tokenizer or output, for input that changes meanwhile, and if a worker dies.
@@ -119,7 +119,7 @@ def preprocess(settings: PreprocessConfig) -> list[Path]:
 
 
 def prepare_preprocessing(settings: PreprocessConfig) -> Callable[[], list[Path]]:
-    """Check flags and input, load the tokenizer and return a function that does the rest of `preprocess`."""
+    """Check flags and input, load the tokenizer; return a function that writes the corpora and returns their prefixes."""
     if settings.partitions > _MAX_PARTITIONS:
         raise InputError(f"--partitions {settings.partitions}: expected at most {_MAX_PARTITIONS:,}")
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
@@ -325,7 +325,7 @@ def _format_summary(corpus: CorpusMetadata) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc preprocess`, also available as tools/preprocess_data.py."""
+    """Run `megaenc preprocess` (tools/preprocess_data.py): tokenize the input to .bin, .idx and .json; print the counts."""
     silence_libraries()
     settings = flags.parse(PreprocessConfig, argv, prog="megaenc preprocess", description=__doc__)
     with exit_on_sigterm():

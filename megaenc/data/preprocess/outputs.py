@@ -16,7 +16,7 @@ _SUFFIXES = (".bin", ".json", ".idx")  # in the order of renaming: a corpus with
 
 
 def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
-    """Return the corpus prefix of each key. Raises InputError if the flags give no, duplicate or unusable file names."""
+    """Return the corpus prefix of each key, OUTPUT_PREFIX_KEY_document; InputError for unusable keys or file names."""
     if not Path(output_prefix).name or output_prefix.endswith("/"):
         raise InputError(f"--output-prefix {output_prefix}: ends without a file name; expected something like out/corpus")
     if not keys or len(set(keys)) < len(keys):
@@ -35,21 +35,22 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
 
 
 def output_files(prefixes: Sequence[Path]) -> list[Path]:
-    """Return all files of the corpora in the order of renaming: every .bin, then every .json, then every .idx."""
+    """Return the paths of all files of the corpora in order of renaming: every .bin, then every .json, then every .idx."""
     return [Path(f"{prefix}{suffix}") for suffix in _SUFFIXES for prefix in prefixes]
 
 
 def refuse_existing_outputs(prefixes: Sequence[Path], allowed: Collection[Path] = ()) -> None:
-    """Raise InputError if a file of the corpora exists that is not in `allowed`."""
+    """Raise InputError if a .bin, .json or .idx of one of the corpora exists that is not in `allowed`."""
     for path in reversed(output_files(prefixes)):
         if path not in allowed:
             refuse_existing(path, "--output-prefix")
 
 
 def report_stale_files(*paths: Path) -> None:
-    """Print the temporary files that interrupted runs left for `paths`, all in one folder.
+    """Print number, size and names of the temporary files that stopped runs left for `paths`; nothing if there are none.
 
-    They are not removed: a process id in the name may now belong to another process or to another machine.
+    All paths are in one folder. The files are not removed: a process id in the name may now belong to another process or to
+    another machine.
     """
     stale_files = find_stale_temp_files(*paths)
     if stale_files:
@@ -64,7 +65,7 @@ def report_stale_files(*paths: Path) -> None:
 
 
 def find_outputs_by_hash(prefixes: Sequence[Path], hashes: dict[str, str]) -> set[Path]:
-    """Return the existing files of the corpora whose sha256 is the one that `hashes` lists under their name."""
+    """Return the existing .bin, .json and .idx files of the corpora whose sha256 `hashes` lists under their file name."""
     files = set()
     for path in output_files(prefixes):
         if path.name in hashes and path.is_file() and compute_sha256(path) == hashes[path.name]:
@@ -73,7 +74,7 @@ def find_outputs_by_hash(prefixes: Sequence[Path], hashes: dict[str, str]) -> se
 
 
 def compute_sha256(path: Path) -> str:
-    """Return the sha256 of a file. Raises InputError if it cannot be read."""
+    """Return the sha256 of a file in hex; InputError if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

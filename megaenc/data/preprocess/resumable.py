@@ -21,7 +21,7 @@ _OWN_FILES = re.compile(r"plan\.json|lock|merged|part-\d{5,}(-.*\.(bin|idx)|\.js
 
 
 def read_merge_record(folder: Path) -> dict[str, str]:
-    """Return the sha256, by name, of the output files that the partitions in `folder` were merged into, or {} before merging.
+    """Return the sha256, by file name, of the outputs that a merge of `folder` began to rename; {} without such a record.
 
     Files with these hashes may be overwritten: an interrupted merge wrote them.
     """
@@ -32,7 +32,7 @@ def read_merge_record(folder: Path) -> dict[str, str]:
 
 
 class PartitionStore:
-    """Partitions 0..count-1 of a corpus per key, stored in a work folder.
+    """Store of partitions 0..count-1 in a work folder, each a .bin and .idx per key and a JSON record of counts and hashes.
 
     Files: part-00001-KEY.bin and .idx for each key, then part-00001.json, which is written last.
     """
@@ -42,15 +42,15 @@ class PartitionStore:
         self._keys, self._dtype = keys, dtype
 
     def missing_partitions(self) -> list[int]:
-        """Return the numbers of the partitions that are missing or do not match their record."""
+        """Return the numbers, from 0, of the partitions that are absent or do not match their JSON record."""
         return [number for number in range(self.count) if self._read_record(number) is None]
 
     def write(
         self, number: int, fill: Callable[[list[IndexedWriter]], dict[str, int]], before_rename: Callable[[], None] | None = None
     ) -> None:
-        """Write partition `number`; `fill` passes its documents to one writer per key and returns the counts to record.
+        """Write partition `number`: `fill` adds its documents to one writer per key and returns counts to record.
 
-        `before_rename` may refuse the written partition by raising InputError.
+        The files appear together. `before_rename` may refuse the written partition by raising InputError.
         """
         paths = [*self._files(number), self._record_path(number)]
         with atomic_files(*paths, before_rename=before_rename) as [*files, record], open_writers(files, self._dtype) as writers:
@@ -60,7 +60,7 @@ class PartitionStore:
             record.write_text(json.dumps({"counts": counts, "sha256": hashes, "bytes": sizes}) + "\n")
 
     def merge(self, writers: Sequence[IndexedWriter]) -> list[dict[str, int]]:
-        """Append all partitions to one writer per key and return their counts. Raises InputError for a changed partition."""
+        """Append all partitions to one writer per key; return the counts of each; InputError for a changed one."""
         records = [self._read_record(number) for number in range(self.count)]
         total = sum(sum(record["bytes"]) for record in records)
         done = 0
@@ -79,7 +79,7 @@ class PartitionStore:
         return [record["counts"] for record in records]
 
     def record_merge(self, hashes: dict[str, str]) -> None:
-        """Write the sha256, by name, of the merged files, which are renamed next."""
+        """Write `hashes`, the sha256 by file name of the outputs to rename next, to the work folder's file `merged`."""
         atomic_write(self.folder / _MERGED, json.dumps(hashes) + "\n")
 
     def _files(self, number: int) -> list[Path]:
@@ -104,7 +104,7 @@ class PartitionStore:
 
 @contextlib.contextmanager
 def open_work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
-    """Lock the work folder; remove it after the block if the block succeeds or has written no partition.
+    """Hold a locked work folder with plan.json for the block; then remove it if the block succeeds or left no partition.
 
     `plan` is what the partitions depend on, with a field per flag. Raises InputError if another process uses the folder, or if it
     holds partitions of another plan or foreign files.

@@ -21,14 +21,14 @@ _CONTEXT = 1_000  # characters that must follow a sentence end for it to count
 
 @dataclass(frozen=True)
 class PunktModel:
-    """A Punkt model of one language; picklable."""
+    """Sentence model of nltk's Punkt: language (`learnt` if trained on the input) and parameters; picklable."""
 
     language: str
     """`english` and so on for an installed model, `learnt` for one trained on the input."""
     parameters: "PunktParameters"
 
     def describe(self) -> dict[str, Any]:
-        """Return method, language and fingerprint, for the corpus metadata."""
+        """Return `method` (punkt), `language` and `fingerprint` (sha256 of the parameters) for the corpus metadata."""
         parameters = self.parameters
         orthography = sorted((word, flags) for word, flags in parameters.ortho_context.items() if flags)
         lists = [sorted(parameters.abbrev_types), sorted(parameters.collocations), sorted(parameters.sent_starters), orthography]
@@ -37,9 +37,9 @@ class PunktModel:
 
 
 def load_installed_punkt(language: str) -> PunktModel | None:
-    """Return nltk's installed `punkt_tab` model of `language`, or None if it is not installed. Downloads nothing.
+    """Return nltk's installed Punkt model of `language`, None if not installed; InputError for an invalid name.
 
-    Raises InputError for an invalid language name.
+    Downloads nothing.
     """
     from nltk.tokenize.punkt import PunktTokenizer
 
@@ -52,7 +52,7 @@ def load_installed_punkt(language: str) -> PunktModel | None:
 
 
 def train_punkt(texts: Iterable[str]) -> PunktModel:
-    """Train a model on the first TRAINING_CHARACTERS of `texts`; the same texts give the same model."""
+    """Return a Punkt model trained on the first 4,000,000 characters of `texts`; the same texts give the same model."""
     from nltk.tokenize.punkt import PunktTrainer
 
     _disable_regex_timeouts()
@@ -69,7 +69,7 @@ def train_punkt(texts: Iterable[str]) -> PunktModel:
 
 
 def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
-    """Return a function that splits a text into sentences whose concatenation is the text.
+    """Return a function that splits a text by `punkt` into a list of sentences, whose concatenation is the text.
 
     White space between two sentences belongs to the second.
     """

@@ -13,7 +13,7 @@ from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 
 @dataclass(frozen=True)
 class TokenizedBlock:
-    """Tokens of a block: the concatenated documents of each key, without empty ones."""
+    """Tokenized block: tokens, sequence lengths and sequences per document, by key; document and byte counts, position."""
 
     tokens: list[np.ndarray]
     lengths: list[np.ndarray]
@@ -30,7 +30,7 @@ class TokenizedBlock:
 
 @dataclass(frozen=True)
 class BlockTokenizer:
-    """Function from a text block to tokens: parsing, sentence splitting if `punkt` is set, encoding, appending `eod`."""
+    """Callable that turns a text block into a TokenizedBlock: parses, splits by `punkt` if set, encodes, appends `eod`."""
 
     encoder: FastEncoder
     keys: tuple[str, ...]

@@ -26,7 +26,7 @@ _HUB_FILE_BYTES = 1 << 28  # assumed size of a Hub file, for partitions of simil
 
 @dataclass(frozen=True)
 class TableBlock(TextBlock):
-    """Rows of a table, each a document."""
+    """Block of table rows, each a document: text columns as an Arrow stream, table name, first row number, and position."""
 
     name: str
     first_row: int
@@ -52,7 +52,7 @@ class TableBlock(TextBlock):
 
 
 class ParquetFile(TextSource):
-    """A Parquet file whose rows are documents and whose row groups are split points."""
+    """Text source of a Parquet file: rows are documents, and split points are numbers of row groups."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
         """Read the footer. Raises InputError if it is not Parquet or lacks a text column for one of `keys`."""
@@ -68,11 +68,14 @@ class ParquetFile(TextSource):
         self._starts = [0, *accumulate(rows)]
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first row group at or after the share `offset` / `size` of the rows."""
+        """Return the number of the first row group at or after share `offset` / `size` of the rows."""
         return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield the rows of row groups start..stop-1, never holding a whole row group in memory."""
+        """Yield the rows of row groups start..stop-1 as TableBlocks, with `before` bytes added to their positions.
+
+        Never holds a whole row group in memory.
+        """
         rows = max(self._starts[-1], 1)
         return _group_into_blocks(
             self.name, self._read_batches(start, stop), 1 + self._starts[start], lambda row: before + self.size * row // rows
@@ -108,7 +111,7 @@ class ParquetFile(TextSource):
 
 
 class SavedDatasetFile(TextSource):
-    """One Arrow file of a data set written by `save_to_disk`, whose rows are documents and split points."""
+    """Text source of one Arrow file written by `save_to_disk`: rows are documents, and split points are row numbers."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
         self.name, self._keys, self.file_stats = path, keys, stat_files([path])
@@ -122,17 +125,17 @@ class SavedDatasetFile(TextSource):
             raise InputError(f"{self.name}: cannot be read as a saved data set ({first_error_line(error)})") from None
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first row at or after the share `offset` / `size` of the rows."""
+        """Return the number of the first row at or after share `offset` / `size` of the rows."""
         return -(-offset * self.end // self.size)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield rows start..stop-1 as blocks."""
+        """Yield rows start..stop-1 as TableBlocks, with `before` bytes added to their positions."""
         batches = self._map_table().select(list(self._keys)).slice(start, stop - start).to_batches(max_chunksize=1 << 16)
         return _group_into_blocks(self.name, batches, start + 1, lambda row: before + self.size * row // self.end)
 
 
 def find_saved_dataset_files(folder: str, split: str, keys: Sequence[str]) -> list[SavedDatasetFile]:
-    """Return the Arrow files of a data set written by `save_to_disk`; `split` selects from a DatasetDict."""
+    """Return a source per Arrow file of the data set that `save_to_disk` wrote, of its `split`; InputError if unusable."""
     import datasets
 
     try:
@@ -150,7 +153,7 @@ def find_saved_dataset_files(folder: str, split: str, keys: Sequence[str]) -> li
 
 
 class HubDataset(TextSource):
-    """A streamed data set of the Hub, whose rows are documents and whose files are split points; its size is unknown."""
+    """Text source streamed from a Hub data set: rows are documents, split points are file numbers, its size is a guess."""
 
     is_size_known = False
 
@@ -178,11 +181,11 @@ class HubDataset(TextSource):
         self.size = self.end * _HUB_FILE_BYTES
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first file at or after byte `offset`, if each file has the assumed size."""
+        """Return the number of the first file at or after byte `offset`, taking each file as 256 MiB."""
         return -(-offset // _HUB_FILE_BYTES)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield the rows of files start..stop-1 as blocks; the position is not known."""
+        """Yield the rows of files start..stop-1 as TableBlocks, all at position `before`, the true one being unknown."""
         return _group_into_blocks(self.name, self._read_batches(start, stop), 1, lambda row: before)
 
     def _read_batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
@@ -202,7 +205,7 @@ class HubDataset(TextSource):
 
 
 def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
-    """Raise InputError unless each of `keys` is a text column."""
+    """Raise InputError unless the table `name` has exactly one column for each of `keys`, of text, in `schema`."""
     for key in keys:
         if key not in schema.names:
             raise InputError(f"{name}: no column `{key}`; found {format_names(schema.names)}")

@@ -16,7 +16,7 @@ from megaenc.errors import InputError
 
 
 class TextSource(ABC):
-    """Documents in a fixed order, readable between two split points."""
+    """Base class of a text source: documents in a fixed order, read between split points, with size and file stats."""
 
     name: str
     """Path, or name on the Hub."""
@@ -29,20 +29,20 @@ class TextSource(ABC):
     """(path, bytes, modification time in ns) of each file before it was read; empty for the Hub."""
 
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
-        """Return the entries of `file_stats` for the documents between two split points."""
+        """Return (path, bytes, modification time) of the files between two split points; by default of all files."""
         return self.file_stats
 
     @abstractmethod
     def find_split_point(self, offset: int) -> int:
-        """Return the first split point at or after byte `offset` of `size`; increases with `offset`."""
+        """Return the first split point (byte, row, file) at or after share `offset` / `size`; never falls with `offset`."""
 
     @abstractmethod
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield the documents between two split points as blocks; `before` (bytes) is added to their positions."""
+        """Yield the documents from split point `start` to `stop` as blocks; `before` bytes are added to positions."""
 
 
 def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (path, bytes, modification time in ns) of each file. Raises InputError for one that is missing."""
+    """Return (absolute path, bytes, modification time in ns) of each file, in order; InputError for one that is missing."""
     stats = []
     for path in paths:
         try:
@@ -54,7 +54,7 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 class LineFile(TextSource):
-    """A JSONL file, or a text file in which each line or paragraph is a document."""
+    """Text source of a JSONL file, or of a text file in which each line or paragraph is a document."""
 
     def __init__(self, path: str, sample_by: str | None) -> None:
         """Open `path`; `sample_by` is `line` or `paragraph` for a text file, None for JSONL."""
@@ -65,17 +65,17 @@ class LineFile(TextSource):
         self.end = 1 if self._is_indivisible else self.size
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first line start at or after byte `offset`; indivisible files have only a start and an end."""
+        """Return the first line start at or after byte `offset`; for compressed files and paragraphs 0 or 1, the end."""
         return min(offset, 1) if self._is_indivisible else text_files.find_line_start(self.name, offset)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield the lines or paragraphs that begin in bytes start..stop-1 as blocks."""
+        """Yield the lines that begin in bytes start..stop-1 as LineBlocks; compressed files and paragraphs whole."""
         byte_range = (0, None) if self._is_indivisible else (start, stop)
         return text_files.read_line_blocks(self.name, *byte_range, before, self._sample_by) if start < stop else iter(())
 
 
 class TextGroup(TextSource):
-    """Several text files, each a document."""
+    """Text source of several text files, each a document; split points are file numbers."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.name, self._paths, self.file_stats = paths[0], paths, stat_files(paths)
@@ -83,14 +83,15 @@ class TextGroup(TextSource):
         self.size, self.end = self._ends[-1], len(paths)
 
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
+        """Return (path, bytes, modification time in ns) of files start..stop-1."""
         return self.file_stats[start:stop]
 
     def find_split_point(self, offset: int) -> int:
-        """Return the number of the first file that starts at or after byte `offset`."""
+        """Return the number of the first file that starts at or after byte `offset` of all files laid end to end."""
         return 0 if offset <= 0 else bisect.bisect_left(self._ends, offset) + 1
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield files start..stop-1 as blocks of about BLOCK_BYTES."""
+        """Yield files start..stop-1 as FileBlocks of about 1 MiB, with `before` bytes added to their positions."""
         while start < stop:
             done = self._ends[start - 1] if start else 0
             end = max(start + 1, min(stop, bisect.bisect_right(self._ends, done + text_files.BLOCK_BYTES), start + 1000))

@@ -21,7 +21,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class InputConfig:
-    """Flags for text input, shared by all commands that read text."""
+    """Flags for text input of all commands that read text: --input, --sample-by, --dataset-config and --dataset-split."""
 
     input: tuple[str, ...]
     """JSONL, Parquet or text files, folders of them or of a saved data set, or names of data sets on the Hugging Face Hub."""
@@ -35,7 +35,7 @@ class InputConfig:
 
 @dataclass(frozen=True)
 class ResolvedInputs:
-    """Sources of one command, in order."""
+    """Text input of a command: its sources in order, a metadata entry for each --input, and messages for the user."""
 
     sources: list[TextSource]
     origins: list[dict[str, Any]]
@@ -47,21 +47,21 @@ class ResolvedInputs:
 
     @property
     def size(self) -> int:
-        """Return the bytes on disk; each Hub file counts as a fixed guess."""
+        """Return the bytes on disk of all sources, with 256 MiB assumed for each file of a Hub data set."""
         return sum(source.size for source in self.sources)
 
     @property
     def known_size(self) -> int | None:
-        """Return `size`, or None if part of it is a guess."""
+        """Return the bytes on disk of all sources, or None if one is a Hub data set, whose size is unknown."""
         return self.size if all(source.is_size_known for source in self.sources) else None
 
     def file_stats(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, bytes, modification time in ns) of every file as resolved, which identifies the input."""
+        """Yield (path, bytes, modification time in ns) of each file when resolved; (name, files, 0) of a Hub data set."""
         for source in self.sources:
             yield from source.file_stats or [(source.name, source.end, 0)]
 
     def check_unchanged(self, ranges: "Sequence[DocumentRange] | None" = None) -> None:
-        """Raise InputError if a file of `ranges` (None: all) has changed since it was resolved."""
+        """Raise InputError if the size or modification time of a file of `ranges` (None: all) has changed."""
         for document_range in full_ranges(self) if ranges is None else ranges:
             for path, size, changed in self.sources[document_range.source].file_stats_between(
                 document_range.start, document_range.stop
@@ -81,7 +81,7 @@ class ResolvedInputs:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """Documents of one source between two split points."""
+    """Documents of source number `source` of the input, from split point `start` up to split point `stop`."""
 
     source: int
     start: int
@@ -89,7 +89,7 @@ class DocumentRange:
 
 
 def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs:
-    """Resolve every --input to sources. Raises InputError for missing, empty or unknown input and missing columns `keys`."""
+    """Return the sources of every --input, with metadata and messages; InputError if unusable or without columns `keys`."""
     if not settings.input:
         raise InputError(f"--input: missing, expected {EXPECTED}")
     inputs, kinds = ResolvedInputs([], [], []), set()
@@ -127,7 +127,7 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
 
 
 def read_blocks(inputs: ResolvedInputs, ranges: Sequence[DocumentRange] | None = None) -> Iterator[TextBlock]:
-    """Yield the blocks of `ranges` (None: everything) in order. Raises InputError for unreadable input."""
+    """Yield the unparsed TextBlocks of `ranges` (None: of all input), in order; InputError for unreadable input."""
     before = [0, *accumulate(source.size for source in inputs.sources)]
     for document_range in full_ranges(inputs) if ranges is None else ranges:
         yield from inputs.sources[document_range.source].read_blocks(
@@ -136,19 +136,19 @@ def read_blocks(inputs: ResolvedInputs, ranges: Sequence[DocumentRange] | None =
 
 
 def read_texts(inputs: ResolvedInputs, key: str) -> Iterator[str]:
-    """Yield the text under `key` of every document. Raises InputError for unreadable input and bad documents."""
+    """Yield the text under `key` of each document of the input, in order; InputError for unreadable input or documents."""
     for block in read_blocks(inputs):
         for (text,) in block.parse([key], False).texts:
             yield text
 
 
 def full_ranges(inputs: ResolvedInputs) -> list[DocumentRange]:
-    """Return one range per source that covers all its documents."""
+    """Return one DocumentRange per source, in order, that covers all its documents."""
     return [DocumentRange(number, 0, source.end) for number, source in enumerate(inputs.sources)]
 
 
 def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRange]]:
-    """Split the input into at most `count` lists of ranges, in order and of similar size in bytes."""
+    """Return at most `count` partitions of the input, in order and of similar size in bytes, each a list of ranges."""
     ends = list(accumulate(source.size for source in inputs.sources))
     edges = [(0, 0)]
     for number in range(1, count) if inputs.size else ():
@@ -171,7 +171,7 @@ def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRa
 
 
 def format_paths(paths: Sequence[str]) -> str:
-    """Format the first three of a list of paths for a message; bytes that are not UTF-8 are replaced."""
+    """Return the first three paths, joined by commas, and the number of others; bytes that are not UTF-8 are replaced."""
     names = ", ".join(os.fsencode(path).decode("utf-8", "replace") for path in paths[:3])
     return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 

@@ -35,7 +35,7 @@ _COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  
 
 
 class ParsedDocuments(NamedTuple):
-    """Documents of one block."""
+    """Documents of one parsed block: a tuple of texts, one per key, for each; and the number of bad documents left out."""
 
     texts: list[tuple[str, ...]]
     """One tuple per document, with a text per requested key."""
@@ -44,7 +44,7 @@ class ParsedDocuments(NamedTuple):
 
 
 class TextBlock(ABC):
-    """Documents that were read but not parsed; fits into memory and is picklable."""
+    """Base class of a block of unparsed documents (lines, table rows or whole files); fits into memory and is picklable."""
 
     position: int
     """Bytes on disk (compressed) read so far in the whole input, for progress."""
@@ -52,11 +52,11 @@ class TextBlock(ABC):
 
     @property
     def size(self) -> int:
-        """Return the number of decompressed bytes to parse."""
+        """Return the number of decompressed bytes of the block, which `parse` reads."""
         return len(self.data)
 
     def parse(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
-        """Parse the block into texts under `keys`. Raises InputError `file:line: ...` for a bad document unless `skip_bad`."""
+        """Return each document's texts under `keys`; count bad documents if `skip_bad`, else InputError with the place."""
         texts, skipped = [], 0
         for number, document in self._parse_documents(keys):
             if not isinstance(document, InputError):
@@ -78,7 +78,7 @@ class TextBlock(ABC):
 
 @dataclass(frozen=True)
 class LineBlock(TextBlock):
-    """Whole lines of a JSONL file, or lines or paragraphs of a text file, whose text is the same under every key."""
+    """Block of whole lines of a JSONL file, or of lines or paragraphs of a text file, with their path and line numbers."""
 
     path: str
     range_start: int
@@ -88,7 +88,7 @@ class LineBlock(TextBlock):
     data: bytes
     position: int
     sample_by: str | None = None
-    """`line` or `paragraph` for text, None for JSONL."""
+    """`line` or `paragraph` for text, which is the same under every key; None for JSONL."""
 
     def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
         """Yield the line number of each document with its texts under `keys` or the error in it."""
@@ -124,7 +124,7 @@ class LineBlock(TextBlock):
 
 @dataclass(frozen=True)
 class FileBlock(TextBlock):
-    """Text files that are one document each, with the same text under every key; opened only when parsed."""
+    """Block of text files that are one document each, with the same text under every key; read only when parsed."""
 
     paths: tuple[str, ...]
     position: int
@@ -140,6 +140,7 @@ class FileBlock(TextBlock):
 
     @property
     def size(self) -> int:
+        """Return the number of decompressed bytes of all files, reading them at the first use."""
         return sum(map(len, self._contents))
 
     def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
@@ -156,9 +157,10 @@ class FileBlock(TextBlock):
 
 @contextlib.contextmanager
 def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file and yield (raw file, whose `tell` counts bytes on disk; stream of decompressed bytes).
+    """Open a file, plain, gzip or Zstandard; yield (raw file, stream of decompressed bytes), the same object if plain.
 
-    Raises InputError from inside the block for a file that cannot be read or whose compressed data are broken.
+    The raw file's `tell` counts bytes on disk. Raises InputError from inside the block for a file that cannot be read or whose
+    compressed data are broken.
     """
     try:
         with open(path, "rb") as raw:
@@ -177,7 +179,7 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def is_compressed(path: str) -> bool:
-    """Return whether a file starts like gzip or Zstandard data. Raises InputError if it cannot be read."""
+    """Return whether a file starts with the first bytes of gzip or Zstandard; InputError if it cannot be read."""
     with open_decompressed(path) as (raw, content):
         return content is not raw
 
@@ -185,9 +187,9 @@ def is_compressed(path: str) -> bool:
 def read_line_blocks(
     path: str, start: int = 0, stop: int | None = None, before: int = 0, sample_by: str | None = None
 ) -> Iterator[LineBlock]:
-    """Yield the lines of a file that begin in bytes start..stop-1, in blocks of about LINES_BYTES or one long line.
+    """Yield LineBlocks of about 4 MiB of the lines that begin in bytes start..stop-1; `before` is added to positions.
 
-    `start` must be the beginning of a line; compressed files can only be read as a whole. `before` is added to positions.
+    `start` must be the beginning of a line; compressed files can only be read as a whole.
     `sample_by`: see LineBlock; with `paragraph`, blocks hold whole paragraphs.
     """
     first_line = 1
@@ -222,7 +224,7 @@ def read_line_blocks(
 
 
 def find_line_start(path: str, offset: int) -> int:
-    """Return the first byte at or after `offset` of an uncompressed file at which a line begins, or the file's end."""
+    """Return the first byte from `offset` on at which a line of an uncompressed file begins, or the file's length."""
     if offset <= 0:
         return 0
     with open_decompressed(path) as (raw, _):
@@ -233,7 +235,7 @@ def find_line_start(path: str, offset: int) -> int:
 
 
 def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts under `keys` of a mapping. Raises InputError for a missing key or another type."""
+    """Return the text under each of `keys` in a mapping, as a tuple; InputError for a missing key or no text under it."""
     for key in keys:
         if key not in record:
             raise InputError(f"no key `{key}`; found {format_names(record)}")
@@ -245,7 +247,7 @@ def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Format the first eight keys of a record or columns of a table, for an error message."""
+    """Return the first eight names in backquotes, joined by commas, for errors; `no key at all` if there are none."""
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
 
 

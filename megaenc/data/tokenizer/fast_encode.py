@@ -37,7 +37,7 @@ PROBES = (
 
 
 class FastEncoder:
-    """Encoder of documents with one tokenizer; small to pickle, so that worker processes need no transformers."""
+    """Encoder of documents by gigatoken where its ids match, else by tokenizers; picklable, and needs no transformers."""
 
     def __init__(self, tokenizer_json: str, use_gigatoken: bool | None = None) -> None:
         """Build an encoder from `tokenizer_json`, the serialized backend of a Hugging Face fast tokenizer.
@@ -64,7 +64,7 @@ class FastEncoder:
 
     @property
     def is_fast(self) -> bool:
-        """Return whether gigatoken encodes documents, except those that spell an added token which is not special."""
+        """Return whether gigatoken encodes documents (except those with an added non-special token), not tokenizers."""
         return self._gigatoken is not None
 
     def __reduce__(self):
@@ -80,7 +80,7 @@ class FastEncoder:
         return [next(slow) if spells(text) else self._gigatoken.encode(text.encode()) for text in texts]
 
     def encode_concatenated(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode documents as concatenated ids uint32[tokens] and lengths int64[documents]; releases the interpreter's lock."""
+        """Return the ids of all texts concatenated, uint32[tokens], and the token count of each text, int64[texts]."""
         if self._gigatoken is None or self._spells_added_token is not None:
             rows = self(texts)
             return np.concatenate([np.empty(0, np.uint32), *rows]), np.array([len(row) for row in rows], np.int64)

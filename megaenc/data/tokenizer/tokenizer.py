@@ -30,7 +30,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask
 
 
 def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
-    """Load a Hugging Face fast tokenizer from a folder or by its Hub name. Raises InputError if that is impossible."""
+    """Return the Hugging Face fast tokenizer in a folder or of a Hub name; InputError if missing, unreadable or slow."""
     name = str(name_or_dir)
     folder = Path(name)
     # Paths are ruled out first, because transformers waits long for the Hub.
@@ -97,7 +97,7 @@ def _build_class_config(folder: Path) -> Any:
 
 
 def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
-    """Return the size, special ids and fingerprint of a tokenizer."""
+    """Return the Vocabulary of a tokenizer: number of ids, end, mask and all special ids, and fingerprint."""
     ids = tokenizer.get_vocab().values()
     special = {token for token in tokenizer.all_special_ids if token is not None}
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -111,7 +111,7 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
 
 
 def get_encoder(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
-    """Return the cached plain-text encoder of `tokenizer` (see megaenc.data.tokenizer.fast_encode)."""
+    """Return the FastEncoder of `tokenizer`, which encodes plain text without special tokens; the last four are cached."""
     return _encoder(tokenizer.backend_tokenizer.to_str())
 
 
@@ -119,14 +119,15 @@ _encoder = lru_cache(maxsize=4)(FastEncoder)
 
 
 def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[np.ndarray]:
-    """Encode each text as plain text to uint32[tokens] (see megaenc.data.tokenizer.fast_encode)."""
+    """Return the ids of each text as uint32[tokens]; no token is added, and special tokens spelled in a text are text."""
     return get_encoder(tokenizer)(texts)
 
 
 def decode_in_spans(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> list[tuple[int, str]]:
-    """Decode `ids` into (token count, text) spans, the shortest that split no character, since one may take several tokens.
+    """Return (token count, text) of consecutive spans of `ids`, the shortest that split no character.
 
-    The concatenated texts are the text of all ids. A character whose tokens are incomplete becomes U+FFFD. Takes quadratic time.
+    A character may take several tokens; one whose tokens are incomplete becomes U+FFFD. The concatenated texts are the text of
+    all ids. Takes quadratic time.
     """
     decode, ids = tokenizer.backend_tokenizer.decode, [int(token) for token in ids]
     full_text = decode(ids, skip_special_tokens=False)
@@ -148,7 +149,7 @@ def decode_in_spans(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) ->
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE tokenizer of at most `vocab_size` ids; the same texts give the same tokenizer.
+    """Return a byte-level BPE tokenizer of at most `vocab_size` ids trained on `texts`; the same texts give the same one.
 
     `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1) hides a token. Encoding and decoding preserve any text. Small
     corpora may give fewer ids. Raises InputError for a `vocab_size` out of range.

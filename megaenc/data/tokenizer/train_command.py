@@ -14,7 +14,7 @@ from megaenc.output_paths import check_parent_writable, create_parent_with_rollb
 
 @dataclass(frozen=True)
 class TrainTokenizerConfig(InputConfig):
-    """Flags of `megaenc tokenizer`."""
+    """Flags of `megaenc tokenizer`: text input, output folder, maximum vocabulary size, and JSON key of the text."""
 
     output: str
     """Folder to write; must be empty or missing."""
@@ -25,7 +25,7 @@ class TrainTokenizerConfig(InputConfig):
 
 
 def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
-    """Train a tokenizer and write its folder atomically. Raises InputError for unusable input or output."""
+    """Train a tokenizer on the input, write its folder atomically and print its size; InputError for unusable paths."""
     output = Path(settings.output)
     refuse_existing(output, "--output")
     inputs = resolve_inputs(settings, [settings.json_key])
@@ -56,7 +56,7 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc tokenizer`."""
+    """Run `megaenc tokenizer`: train a byte-level BPE tokenizer on the input, write its folder and print its size."""
     silence_libraries()
     settings = flags.parse(TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__)
     with exit_on_sigterm():

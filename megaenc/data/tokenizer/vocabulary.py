@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Size, special ids and fingerprint of a tokenizer; ids are 0..size-1, added tokens included."""
+    """Facts of a tokenizer: number of ids (0..size-1, added tokens included), end, mask and special ids, and fingerprint."""
 
     size: int
     eos_id: int | None

@@ -33,7 +33,7 @@ _HOPPER, _FLASH_ATTN_3 = (9, 0), "flash_attn_interface"  # the device that flash
 
 
 def compute_attention(name: str, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
-    """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] with the backend `name`; `scale` defaults to 1 / sqrt(D)."""
+    """Return attention [S, H, D] within documents of q [S, H, D], k and v [S, G, D], by the attention backend `name`."""
     width = q.size(-1)
     scale = 1 / math.sqrt(width) if scale is None else scale
     if name == "sdpa":
@@ -47,7 +47,7 @@ def compute_attention(name: str, q: Tensor, k: Tensor, v: Tensor, packing: Packe
 
 
 def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason why backend `name` cannot run on `device` in `dtype`; empty if it can."""
+    """Return the reason why attention backend `name` cannot run on `device` in `dtype`; an empty string if it can."""
     if name == "sdpa":
         return ""
     if device.type != "cuda":
@@ -82,7 +82,7 @@ def flash_attn_module(device: torch.device) -> str:
 
 @functools.cache
 def load_flash_kernel(device: torch.device) -> Kernel:
-    """Load the kernel of the flash-attn module for `device`, which must be installed."""
+    """Return flash-attn's attention function for `device` as a `Kernel`; flash-attn must be installed."""
     function = importlib.import_module(flash_attn_module(device)).flash_attn_varlen_func
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):

@@ -24,7 +24,7 @@ MASK_BYTES_LIMIT = 4 * 2**30
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Documents of similar length, padded to [B, L]; some rows may be empty."""
+    """Token positions and attention mask of documents of similar length, padded to [B, L]; some rows may be empty."""
 
     shape: tuple[int, int]  # B, L
     tokens: int  # N, without padding
@@ -34,7 +34,7 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class PaddedBatches:
-    """All documents of a pack as padded batches."""
+    """All documents of a pack as padded batches, with the order of the tokens in them and its inverse."""
 
     order: Tensor  # int64[S], the tokens in the order of the batches
     inverse_order: Tensor  # int64[S], the position of each token in `order`
@@ -42,7 +42,7 @@ class PaddedBatches:
 
     @classmethod
     def from_packed(cls, packing: PackedSequences, device: torch.device, dtype: torch.dtype) -> "PaddedBatches":
-        """Build it from a pack, computed on the CPU without waiting for `device`."""
+        """Return the PaddedBatches of a pack on `device`, with masks in `dtype`, without waiting for the device."""
         spans = np.array(packing.spans())
         lengths, prefixes = spans[:, 2] - spans[:, 0], spans[:, 1] - spans[:, 0]
         padded_lengths = np.maximum(_MIN_LENGTH, 1 << np.ceil(np.log2(lengths)).astype(np.int64))
@@ -65,7 +65,7 @@ class PaddedBatches:
 
 
 def max_mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
-    """Return the approximate maximum size of a micro-batch's masks in bytes, reached if documents fill their packs."""
+    """Return the approximate maximum bytes of the masks of a micro-batch of `packs`, reached if documents fill them."""
     length = max(_MIN_LENGTH, next_power_of_2(seq_length))
     return next_power_of_2(packs) * length**2 * dtype.itemsize
 
@@ -82,7 +82,7 @@ def _build_mask(sizes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend_padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
-    """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D], with cuDNN on padded batches."""
+    """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents, by cuDNN on padded batches."""
     key = ("padded", q.dtype)
     if key not in packing.cache:  # once for all layers
         packing.cache[key] = PaddedBatches.from_packed(packing, q.device, q.dtype)

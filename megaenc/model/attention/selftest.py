@@ -30,19 +30,19 @@ _QUERY_SCALE = 2.0  # makes attention peaked, so that a wrong scale or mask is n
 
 @dataclass(frozen=True)
 class TrialPack:
-    """Document lengths for the self-test: one token, longer than a kernel's tile, no round length."""
+    """Pack of a self-test: the `lengths` of its documents and, for prefix attention, the length of each one's prefix."""
 
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # one token, longer than a kernel's tile, no round length
     prefixes: tuple[int, ...]  # part of a document, most of it, none, all but one token
 
     @property
     def edges(self) -> list[int]:
-        """Return the document boundaries, from 0 to the number of tokens."""
+        """Return the document boundaries as token positions, from 0 to the number of tokens."""
         return [0, *accumulate(self.lengths)]
 
     @property
     def loud(self) -> Tensor:
-        """Return bool[S, 1, 1], the tokens of every other document, which are scaled to detect leaks into its neighbors."""
+        """Return bool[S, 1, 1], True for tokens of every other document, which are scaled to detect leaks from them."""
         return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[:, None, None]
 
 
@@ -63,7 +63,7 @@ def check_backend(
     seq_length: int = 0,
     packs: int = 1,
 ) -> SelfTestResult:
-    """Test the backend `name` on `device` under each of `masks`; an exception is a failed test.
+    """Return the result of testing attention backend `name` on `device` under each of `masks`; an exception is a failure.
 
     `heads` (query) and `groups` (key/value) are this rank's; a micro-batch has `packs` of `seq_length` tokens.
     """
@@ -180,7 +180,10 @@ def _draw_inputs(tokens: int, heads: int, groups: int, head_dim: int) -> list[Te
 def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]
 ) -> tuple[Tensor, ...]:
-    """Return attention by its formula, document by document, and its gradients; `spans`: see `PackedSequences.spans`."""
+    """Return float32 attention by its formula, and the gradients of q, k and v for the output gradient `upstream`.
+
+    `spans`: (start, prefix end, stop) of each document.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         repeats, parts = q.size(1) // k.size(1), []

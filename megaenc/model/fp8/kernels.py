@@ -13,7 +13,7 @@ _TILE = 64
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude in `x` as int32[] bits of float32; see `Float8Recipe.amax`."""
+    """Return the largest magnitude in `x` as int32[] with its float32 bits, by Triton; NaN is the largest, then infinity."""
     x = x.contiguous()
     top = torch.zeros((), dtype=torch.int32, device=x.device)
     programs = min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS)
@@ -22,7 +22,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple[Tensor, Tensor]:
-    """Return `x` quantized to `dtype` and its inverse scale; see `Float8Recipe.quantize`; `max_bits`: as of `max_value_bits`."""
+    """Return `x` scaled for its `amax`, `top`, as `dtype`, and the inverse scale; `max_bits`: `max_value_bits(dtype)`."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
@@ -31,7 +31,7 @@ def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Return the transpose of a float8 matrix, its rows padded with zeros; see `Float8Recipe.transpose`."""
+    """Return float8[columns, rows], the transpose of `x` with rows padded by zeros to a multiple of 16, by Triton."""
     rows, columns = x.shape
     width = triton.cdiv(rows, FLOAT8_ALIGNMENT) * FLOAT8_ALIGNMENT
     out = torch.empty(columns, width, dtype=x.dtype, device=x.device)

@@ -19,7 +19,7 @@ from megaenc.model.fp8.tensor import TEST_ROWS, Float8Recipe, rounding_error, se
 
 
 def check_linear_layers(kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
-    """Raise InputError if this machine lacks what `kernels` need for linear layers, or computes wrong results with it.
+    """Raise InputError if this machine lacks Transformer Engine or correct float8 products that `kernels` choose.
 
     `widths`: (output, input) widths of the layers.
     """
@@ -84,11 +84,11 @@ class _Float8LinearMixin:
 
 
 class Float8ColumnParallelLinear(_Float8LinearMixin, ColumnParallelLinear):
-    """A float8 linear layer of which each rank has some of the output columns."""
+    """Linear layer with float8 matrix products, of which each rank has some of the output columns."""
 
 
 class Float8RowParallelLinear(_Float8LinearMixin, RowParallelLinear):
-    """A float8 linear layer of which each rank has some of the input columns."""
+    """Linear layer with float8 matrix products, of which each rank has some of the input columns."""
 
 
 class _Float8Linear(torch.autograd.Function):

@@ -23,7 +23,7 @@ _SMALLEST, _INFINITE, _NAN = 27 << 23, 255 << 23, 0x7FC00000  # the bits of 2^-1
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """float8 types of linear layers: `forward` for inputs and weights, `gradient` for output gradients."""
+    """float8 dtypes of linear layers (`forward`: inputs and weights, `gradient`: output gradients) and their operations."""
 
     forward: torch.dtype
     gradient: torch.dtype
@@ -31,7 +31,7 @@ class Float8Recipe:
     """whether our Triton kernels quantize and transpose matrices, with the same results as torch in fewer passes"""
 
     def amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude in `x` as int32[], its bits in float32; infinity and then NaN are the largest."""
+        """Return the largest magnitude in `x` as int32[] with its float32 bits; NaN is the largest, then infinity."""
         if self.triton:
             from megaenc.model.fp8 import kernels
 
@@ -39,7 +39,7 @@ class Float8Recipe:
         return torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32).abs().view(torch.int32)
 
     def quantize(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return `x` quantized to `dtype` with the scale for `top` (see `amax`), and the inverse scale, float32[].
+        """Return `x` scaled by a power of two for its `amax`, `top`, as float8 `dtype`, and the inverse scale, float32[].
 
         The inverse scale is NaN if `top` is not finite.
         """
@@ -54,7 +54,7 @@ class Float8Recipe:
         return (x.contiguous() * scale.view(torch.float32)).to(dtype), inverse.view(torch.float32)
 
     def transpose(self, x: Tensor) -> Tensor:
-        """Return float8[columns, rows], the transpose of `x` with `rows` padded with zeros to a multiple of 16."""
+        """Return float8[columns, rows], the transpose of `x` with rows padded by zeros to a multiple of 16."""
         if self.triton:
             from megaenc.model.fp8 import kernels
 
@@ -64,7 +64,7 @@ class Float8Recipe:
 
     @staticmethod
     def matmul(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
-        """Return a [n, k] times the transpose of b [m, k], multiplied by both inverse scales.
+        """Return [n, m] in `out_dtype`: a [n, k] times the transpose of b [m, k] times both inverse scales.
 
         `fast`: the hardware's less accurate accumulation, sufficient for forward.
         """
@@ -75,19 +75,19 @@ class Float8Recipe:
 
 @functools.cache
 def max_value_bits(dtype: torch.dtype) -> int:
-    """Return the largest finite number of `dtype` as the bits of a float32."""
+    """Return the bits, as an integer, of the float32 number that is the largest finite number of `dtype`."""
     return int(torch.tensor(torch.finfo(dtype).max, dtype=torch.float32).view(torch.int32))
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """Return an upper bound of the root mean square relative error of rounding to `dtype`."""
+    """Return an upper bound of the root mean square relative error of rounding numbers to the float8 `dtype`."""
     after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)  # torch.finfo is wrong for float8_e5m2fnuz
     return (float(after_one) - 1) / 2 / math.sqrt(3)
 
 
 @functools.cache
 def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
-    """Return the float8 types of `--fp8-format` on this machine, with Triton kernels if they match torch bit by bit.
+    """Return the float8 types of `fp8_format` on this machine, with Triton kernels if they match torch bit by bit.
 
     Raises InputError if the machine has no float8 matrix products.
     """

@@ -13,7 +13,7 @@ NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
 def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, columns, width, COLUMNS: tl.constexpr):
-    """Compute the statistics of one row per program, block by block, rescaling the sum when a higher score occurs."""
+    """Write highest score, sum of exp, label's score and likeliest token of one row per program to `out` [4, rows]."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     highest = LOWEST
@@ -41,7 +41,7 @@ def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, co
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
 def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr):
-    """Overwrite a block of COLUMNS logits of one row per program by their gradient."""
+    """Overwrite COLUMNS logits of one row per program by the loss's gradient: softmax, minus 1 at the label."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pointers = logits + row * stride + column
@@ -54,11 +54,11 @@ def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, col
 
 
 def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
-    """Return float32[4, n], the softmax statistics of n rows over this rank's share of the vocabulary.
+    """Return float32[4, n]: highest score, sum of exp(score - highest), label's score and likeliest token of each row.
 
-    Highest score, sum of exp(score - highest), the label's score (0 if another rank's) and the likeliest token, the lowest id on
-    a tie, exact below 2^24; for a share of only padding float32's lowest number, 0, 0 and `first`. The share begins at token id
-    `first`; columns from `columns` on are padding.
+    Over this rank's share of the vocabulary, which begins at token id `first`; columns from `columns` on are padding. The label's
+    score is 0 if it is another rank's; the token is the lowest id on a tie, exact below 2^24. For a share of only padding:
+    float32's lowest number, 0, 0 and `first`.
     """
     rows, width = logits_nV.shape
     out_4n = torch.empty(4, rows, dtype=torch.float32, device=logits_nV.device)

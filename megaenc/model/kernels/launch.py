@@ -22,14 +22,14 @@ def next_power_of_2(number: int) -> int:
 
 
 def row_tile_constants(width: int) -> dict[str, int]:
-    """Return ROWS, COLUMNS and num_warps for kernels whose programs process several full rows of `width` elements."""
+    """Return a dict of ROWS, COLUMNS and num_warps for kernels whose programs take several full rows of `width` elements."""
     columns = next_power_of_2(width)
     rows = max(1, _TILE_ELEMENTS // columns)
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 256, 1), 16)}
 
 
 def column_block_constants(width: int) -> dict[str, int]:
-    """Return COLUMNS and num_warps for kernels whose programs process a block of columns of one row."""
+    """Return a dict of COLUMNS and num_warps for kernels whose programs take some columns of one row of `width` elements."""
     columns = min(next_power_of_2(width), _TILE_ELEMENTS)
     return {"COLUMNS": columns, "num_warps": min(max(columns // 256, 1), 8)}
 
@@ -42,5 +42,5 @@ def flatten_rows(x: Tensor) -> Tensor:
 
 @functools.cache
 def resident_programs(device: torch.device) -> int:
-    """Return about how many programs `device` runs at the same time; 4 on a CPU, on which an interpreter runs them."""
+    """Return about how many Triton programs `device` runs at the same time, 4 per multiprocessor; 4 on a CPU."""
     return 4 if device.type == "cpu" else 4 * torch.cuda.get_device_properties(device).multi_processor_count

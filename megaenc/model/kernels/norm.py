@@ -11,7 +11,7 @@ from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, flatten_rows, reside
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def rms_norm_forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Normalize a tile of ROWS rows per program."""
+    """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < width)
@@ -26,7 +26,7 @@ def rms_norm_backward_kernel(
     gradient, x, weight, to_x, to_weight, rows, gradient_stride, x_stride, width, epsilon,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute input gradients of every num_programs-th tile of rows, and the tile sums of the weight gradient in `to_weight`."""
+    """Write the gradient of x to `to_x`, and each program's part of the weight's gradient to its row of `to_weight`."""
     column = tl.arange(0, COLUMNS)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -46,7 +46,7 @@ def rms_norm_backward_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32; only inputs are saved for backward."""
+    """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 by Triton, with gradients."""
     return _TritonRMSNorm.apply(x, weight, epsilon)
 
 

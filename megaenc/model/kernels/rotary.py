@@ -12,7 +12,7 @@ from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, next_power_of_2, row
 def rotary_kernel(
     x, cos, sin, out, token_stride, head_stride, heads, half, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Rotate ROWS heads of one token, which share their angles, per program."""
+    """Write ROWS heads of one token of `x` per program to `out`, rotated by SIGN times the token's angles."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]

@@ -19,7 +19,7 @@ round once, which in bfloat16 is an error of half of this; Triton's interpreter 
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """Result of the self-test of a kernel or an attention backend."""
+    """Result of a kernel's or attention backend's self-test: name, availability, largest error, reason for failure."""
 
     name: str
     available: bool
@@ -32,7 +32,7 @@ class SelfTestResult:
 
     @property
     def passed(self) -> bool:
-        """Return whether it passed, so that a run may use it."""
+        """Return whether the self-test passed, so that a run may use the kernel or attention backend."""
         return not self.reason
 
 
@@ -51,7 +51,7 @@ Comparison = tuple[str, Tensor, Tensor]
 
 
 def check_kernel(name: str, device: torch.device, dtype: torch.dtype, widths: LayerWidths) -> SelfTestResult:
-    """Test the kernel `name` of `CHECKS` in float32 or bfloat16, on the model's `widths` and on widths that fill no block."""
+    """Return the result of testing Triton kernel `name` in `dtype` against float64, on the model's `widths` and others."""
     worst = SelfTestResult(name, True, 0.0, TOLERANCE[dtype], "")
     try:
         for label, actual, expected in CHECKS[name](_RandomTensors(device, dtype), widths):
@@ -88,7 +88,7 @@ class _RandomTensors:
         return (torch.randn(shape, generator=self.generator) * size).to(self.device, self.dtype).requires_grad_()
 
     def labels(self, rows: int, below: int) -> Tensor:
-        """Draw int64[rows], token ids below `below`."""
+        """Return random int64[rows] on the device, token ids from 0 to `below` - 1."""
         return torch.randint(0, below, (rows,), generator=self.generator).to(self.device)
 
 
@@ -208,7 +208,7 @@ CHECKS: dict[str, Callable[[_RandomTensors, LayerWidths], Iterator[Comparison]]]
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Flags that enable the Triton kernels, one for each of `CHECKS`."""
+    """Flags that enable the Triton kernels of norm, rotary positions, SwiGLU and loss, and the loss's float32 sum."""
 
     norm: bool = False
     rotary: bool = False
@@ -221,7 +221,7 @@ NO_FUSED_KERNELS = FusedKernels()
 
 
 def select_fused_kernels(enabled: bool, device: torch.device, dtype: torch.dtype, widths: LayerWidths) -> FusedKernels:
-    """Test the kernels on all ranks, enable those that pass on every rank, and print the others.
+    """Return the Triton kernels that pass the self-test on every rank, and print the others; none if not `enabled`.
 
     A collective call of all ranks. No kernel is enabled on a CPU, except with Triton's interpreter (TRITON_INTERPRET=1).
     """

@@ -11,7 +11,7 @@ from megaenc.model.kernels.launch import column_block_constants, flatten_rows
 
 @triton.jit
 def swiglu_forward_kernel(x, out, x_stride, width, COLUMNS: tl.constexpr):
-    """Compute SwiGLU of a block of COLUMNS columns of one row per program."""
+    """Write silu(gate) * up of a block of COLUMNS columns of one row per program to `out`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -22,7 +22,7 @@ def swiglu_forward_kernel(x, out, x_stride, width, COLUMNS: tl.constexpr):
 
 @triton.jit
 def swiglu_backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, COLUMNS: tl.constexpr):
-    """Compute the gradient of SwiGLU's input for a block of COLUMNS columns of one row per program."""
+    """Write the gradients of gate and up for a block of COLUMNS columns of one row per program to `to_x`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -38,7 +38,7 @@ def swiglu_backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, 
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., F] of the halves of x [..., 2 F], in the dtype of `x`, computed in float32."""
+    """Return silu(gate) * up [..., F] of the halves of x [..., 2 F], in its dtype, computed in float32 by Triton."""
     return _TritonSwiGLU.apply(x)
 
 

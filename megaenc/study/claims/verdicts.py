@@ -21,7 +21,7 @@ from megaenc.study.stats.inference import LEVEL
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of testing one claim, or one part of a claim."""
+    """Outcome of testing a claim, or a part of one: holds, reversed, not resolved or no data, with the reason."""
 
     claim: int
     title: str
@@ -98,10 +98,10 @@ the models and the number of bootstrap draws."""
 
 
 def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
-    """Test the study's six claims on the evidence and return their nine verdicts, in order.
+    """Test the study's six claims and return nine Verdicts in order (1a to 1d, 2 to 6), p corrected over them by Holm.
 
-    `draws`: bootstrap samples for the intervals shown next to each verdict; 0 for none. Reads the example scores of all compared
-    models.
+    `draws`: bootstrap samples for the intervals shown next to each verdict; 0 for none. Reads the example scores of all
+    compared models.
     """
     models = ModelSelector(evidence)
     drafts = {name: draft(models, draws) for name, (*_, draft) in _CLAIMS.items()}
@@ -155,7 +155,7 @@ def _format_reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) ->
 
 
 def format_p_value(p: float) -> str:
-    """Format p with two significant digits: 0.023, `< 0.0001` below that, 1 from 0.995."""
+    """Format p with two significant digits, such as 0.023; `< 0.0001` if it is smaller, and 1 from 0.995."""
     return "< 0.0001" if p < 0.0001 else f"{p:.2g}" if p < 0.995 else "1"
 
 

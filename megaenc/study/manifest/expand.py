@@ -120,10 +120,7 @@ class PlannedModel:
 def expand_models(
     entries: Sequence[ManifestEntry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
 ) -> tuple[PlannedModel, ...]:
-    """Return the models of all entries, parents first; the flags in `pretrain` hold for all, those in `sizes` by size.
-
-    Raises InputError for an invalid entry, or a name that two models have.
-    """
+    """Return the models of all entries, parents first; `pretrain`: flags of all, `sizes`: by size. InputError if invalid."""
     for size in sizes:
         _check_name("sizes", size)
     models: dict[str, PlannedModel] = {}

@@ -43,7 +43,7 @@ SCORES = "scores.csv"
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Options of `megaenc study report`."""
+    """Options of `megaenc study report`: manifest, results, pretraining runs, output directory, intervals, and facts."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
     """manifest of the study, which defines its models; without it, models are recognised by the names of the original study"""
@@ -71,7 +71,7 @@ _OURS = (
 
 
 def build_report(config: ReportConfig) -> ReportPage:
-    """Read the manifest, results and runs that the options name and build the report. Raises InputError for invalid input."""
+    """Return the ReportPage of the files that `config` names, or of the published tables; InputError for invalid input."""
     if config.published:
         conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
         if conflicting:
@@ -145,7 +145,7 @@ def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
 
 
 def write_report(report: ReportPage, output: Path) -> None:
-    """Write tables, figures and the page atomically into `output`, and remove files that only an earlier report wrote.
+    """Write tables, figures and index.html into `output`, each atomically; delete files that only an earlier report wrote.
 
     FILES lists all files before they are written, so that a killed attempt leaves none unlisted. Raises InputError for a
     directory that cannot be written or that contains anything but a report.
@@ -173,7 +173,7 @@ def write_report(report: ReportPage, output: Path) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc study report`."""
+    """Run `megaenc study report`: write tables, figures and an HTML page to --output; print verdicts and missing scores."""
     silence_libraries()
     config = flags.parse(ReportConfig, argv, prog="megaenc study report", description=__doc__)
     output = Path(config.output)

@@ -20,7 +20,7 @@ from megaenc.study.results.groups import FAMILY_LABELS, dataset_label
 
 @dataclass(frozen=True)
 class ReportPage:
-    """Content of a report page."""
+    """Content of a report page: title, verdicts, published verdicts, figures, tables, scores as CSV, facts and gaps."""
 
     title: str
     lead: str
@@ -50,7 +50,7 @@ _OUTCOME_LABELS = {
 
 
 def render_page(report: ReportPage) -> str:
-    """Render the report as HTML text from report.html.j2, with all text from results, runs and manifests escaped."""
+    """Return the report as one self-contained HTML page, rendered from report.html.j2 with all inserted text escaped."""
     environment = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,

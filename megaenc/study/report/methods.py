@@ -21,7 +21,7 @@ Fact = tuple[str, str]
 
 
 def published_facts() -> list[Fact]:
-    """Return the facts on the published tables as (name, text)."""
+    """Return four (name, text) facts on the published tables: source of the numbers, intervals, cost and tests."""
     tests = "of published means and intervals only, with less power than tests over single seeds and examples"
     return [
         ("Numbers", f"{SOURCE}: means and intervals of five fine-tuning seeds, as published"),
@@ -32,7 +32,7 @@ def published_facts() -> list[Fact]:
 
 
 def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact]:
-    """Return the facts on fine-tuning runs as (name, text): counts, next to the planned ones, seeds, rates and hours."""
+    """Return (name, text) facts on fine-tuning: models, data sets, runs, seeds, learning rates and, if known, hours."""
     scope = evidence.scope
     finished = [one for one in results if one.test is not None]
     outside = len(results) - sum(len(one.collapsed_by_run) for one in evidence.grids)
@@ -72,7 +72,7 @@ def _total_seconds(results: Sequence[Result]) -> float:
 
 
 def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
-    """Return the facts on pretraining runs as (name, text); steps that runs share with a parent count once."""
+    """Return (name, text) facts on pretraining: runs, steps, tokens, hours, main flags and software; [] without runs."""
     if not runs:
         return []
     every = list(runs.values())
@@ -94,10 +94,7 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
 
 
 def read_notes(results: Path, about: Sequence[str]) -> list[Fact]:
-    """Return the (name, text) notes from the provenance file next to the results and from `about`, a list of NAME=TEXT.
-
-    Raises InputError for text in another form.
-    """
+    """Return (name, text) notes from study.json next to `results` and from `about`, NAME=TEXT; InputError for other text."""
     notes = provenance.read_provenance(results.parent / provenance.PROVENANCE_FILE)
     for text in about:
         name, equals, value = text.partition("=")
@@ -111,12 +108,12 @@ PUBLISHED_SEEDS = 5
 
 
 def normal_interval_coverage(seeds: int) -> float:
-    """Return the coverage of intervals of 1.96 standard errors over `seeds` seeds: 0.70 for two, 0.88 for five."""
+    """Return the probability that mean +- 1.96 standard errors over `seeds` seeds covers the true mean: 0.88 for five."""
     return float(1 - 2 * stdtr(seeds - 1, -1.96))
 
 
 def describe_intervals(evidence: Evidence, published: Evidence | None = None) -> str:
-    """Describe the kind and coverage of the intervals, and those of `published` values shown next to them if they differ."""
+    """Return text on the kind, seeds and coverage of the scores' intervals, and of `published` ones if they differ."""
 
     def describe(counts: Sequence[int], kind: IntervalKind) -> str:
         """Describe intervals of this kind over these numbers of seeds."""

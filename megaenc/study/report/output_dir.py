@@ -24,7 +24,7 @@ _WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")  # 
 
 
 def check_report_dir(output: Path) -> set[str]:
-    """Return the files that an earlier report wrote, as paths relative to `output`; empty for a new or empty directory.
+    """Return the paths, relative to `output`, of files an earlier report wrote (empty if new); InputError for other content.
 
     Raises InputError for a file, a symbolic link, or a directory with other content.
     """
@@ -71,7 +71,7 @@ def _list_permanent_entries(folder: Path) -> list[str]:
 
 
 def prepare_report_dir(output: Path, earlier: Collection[str], names: Iterable[str]) -> None:
-    """Create the subdirectories and write the list of `names` (to be written) and `earlier` files. Raises InputError."""
+    """Create tables/ and figures/, list `names` and `earlier` in files.txt; InputError if a file of `names` is foreign."""
     for name in names:
         if name not in earlier and _entry_type(output / name):
             raise InputError(
@@ -86,7 +86,7 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Iterable[s
 
 
 def remove_stale_files(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
-    """Remove the files of the `earlier` report that are not in `names`, and temporary files; write the list of `names`."""
+    """Delete the `earlier` files that are not in `names`, and stale temporary files; then list `names` in files.txt."""
     _check_entry_types(output)
     own = {output / name for name in (*earlier, *names, PAGE, FILES)}
     stale = [output / name for name in set(earlier) - set(names)]

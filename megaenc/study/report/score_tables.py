@@ -82,13 +82,13 @@ def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
 
 
 def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
-    """Build a table of the study's own score for each setup, with the `published` row below that of the same model."""
+    """Return a Table of the study's own score for each setup; `published` values are a row below those of the same model."""
     note = "Percent on test: mean over the seeds (half the interval)."
     return _build_setup_tables(evidence, _list_score_columns(evidence), "{}", "{}", note, published)
 
 
 def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence]) -> list[Table]:
-    """Build a table of standard metrics for each setup from the evidence of each metric in `standard`."""
+    """Return a Table of standard metrics for each setup; `standard` has the Evidence of each metric; [] if it is empty."""
     by_metric = {one.metric: one for one in standard}
     places = [
         (f"{family}, {METRIC_LABELS[metric]}", by_metric[metric], family, name)
@@ -172,7 +172,7 @@ _RUN_COLUMNS = (*_MODEL_AND_SEEDS, "collapsed_runs", "ended_trainings", "planned
 
 
 def format_scores_csv(evidence: Sequence[Evidence]) -> str:
-    """Format all scores as CSV, one a line, with the columns of the published file and then those of model and runs.
+    """Return CSV text with a line per score and setup: columns of the published file, then model, seeds, metric and runs.
 
     `collapsed_runs` counts runs at the chosen rate, `ended_trainings` and `planned_trainings` those at all rates.
     """
@@ -208,13 +208,13 @@ def _list_model_names(evidence: Evidence) -> list[str]:
 
 
 def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
-    """Build the tables of rate sensitivity, collapsed runs and variance, as far as the results allow."""
+    """Return the Tables of rate sensitivity, collapsed runs and variance, without those that the results do not allow."""
     tables = (build_rate_table(evidence), build_collapse_table(evidence), build_variance_table(evidence))
     return [table for table in tables if table is not None]
 
 
 def build_rate_table(evidence: Evidence) -> Table | None:
-    """Build the table of rate sensitivity (best less worst mean, number of rates near the best); None without two rates."""
+    """Return the Table of best less worst mean score over the learning rates, by model and data set; None if empty."""
 
     def format_cell(score: Score) -> CellValue:
         """Format spread, number of near-best rates, and marks of a score."""
@@ -254,13 +254,13 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 
 
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
-    """Return the rate sensitivity of a score over the rates with every seed, or None if there are fewer than two."""
+    """Return the mean score at each learning rate with every seed, as RateSensitivity; None with fewer than two."""
     sensitivity = aggregate.compute_sensitivity(score.rate_scores_with_failures, score.seed_scores)
     return sensitivity if sensitivity is not None and len(sensitivity.means) > 1 else None
 
 
 def build_collapse_table(evidence: Evidence) -> Table | None:
-    """Build the table of collapsed runs of each model by data set and by rate; None for published tables."""
+    """Return the Table of collapsed or failed runs (k/n) by model, data set and learning rate; None without any runs."""
     if not evidence.grids:
         return None
     sets = datasets_by_family((one.family, one.dataset) for one in evidence.grids)
@@ -308,10 +308,10 @@ TARGET_DIFFERENCES = (0.002, 0.005, 0.01, 0.02)
 
 
 def build_variance_table(evidence: Evidence) -> Table | None:
-    """Build the table of standard deviations due to seeds and examples, and of required seeds, by data set; None without seeds.
+    """Return the Table of standard deviations due to seeds and examples, and of required seeds; None without several seeds.
 
-    Standard deviations are root mean squares over the models. Required seeds are for differences of neighbouring models in the
-    tables that share seeds and examples.
+    A row per data set. Standard deviations are root mean squares over the models. Required seeds are for differences of
+    neighbouring models in the tables that share seeds and examples.
     """
     rows = []
     order = {model: at for at, model in enumerate(_list_model_names(evidence))}

@@ -45,7 +45,7 @@ RateScores = Mapping[float, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Score:
-    """A model's score, as a fraction, on a data set or on the average of a task family, with its interval and its runs."""
+    """Mean score, as a fraction, of one model on a data set or a family's average, with half width and scores by run."""
 
     model: str
     model_key: ModelKey | None
@@ -81,7 +81,7 @@ class Score:
 
     @property
     def rate_scores_with_failures(self) -> RateScores:
-        """Return the scores by rate and seed, with the trivial baseline (if known) in place of each failed run."""
+        """Return scores by learning rate and seed; failed runs count as the trivial baseline, or are left out if unknown."""
         if self.members:
             return _mean_rate_scores([member.rate_scores_with_failures for member in self.members])
         scores = {rate: dict(by_seed) for rate, by_seed in self.rate_scores.items()}
@@ -91,7 +91,7 @@ class Score:
         return dict(sorted(scores.items()))
 
     def stack_examples(self, seeds: Sequence[int]) -> np.ndarray | None:
-        """Return the example scores of these seeds, float32[S, N]; None if some are missing or their counts differ."""
+        """Return float32[S, N], the scores of N test examples for each of `seeds`; None if missing or if counts differ."""
         by_seed = self.load_examples()
         if any(seed not in by_seed for seed in seeds) or len({len(by_seed[seed]) for seed in seeds}) != 1:
             return None
@@ -100,7 +100,7 @@ class Score:
 
 @dataclass(frozen=True)
 class GridStatus:
-    """State of a model's fine-tuning runs on a data set, also if they are too few for a score."""
+    """State of a model's fine-tuning runs on one data set: numbers planned and failed, and collapsed or not by run."""
 
     model: str
     model_key: ModelKey | None
@@ -117,7 +117,7 @@ class GridStatus:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All scores of a study in one metric, with the state of its fine-tuning grids."""
+    """All scores of a study in one metric, the states of its fine-tuning grids, and the scope that a manifest plans."""
 
     scores: list[Score]
     metric: str = PAPER_SCORE
@@ -139,11 +139,11 @@ class Evidence:
         return index
 
     def find(self, model: ModelKey | str, dataset: str, family: str = "") -> Score | None:
-        """Return the score of a model (its key, or its name if it has none) on a data set; averages also need the family."""
+        """Return the Score of a model (its key, or name if it has none) on a data set, or None; family "" matches any."""
         return self._score_index.get((model, dataset, str(family)))
 
     def model_names(self) -> dict[ModelKey, str]:
-        """Return the names of the evaluated models by model key, in order of appearance; models without a key are left out."""
+        """Return the names of models with a score by model key, in order of appearance; models without key are left out."""
         names: dict[ModelKey, str] = {}
         for score in self.scores:
             if score.model_key is not None:
@@ -151,31 +151,31 @@ class Evidence:
         return names
 
     def model_keys(self) -> list[ModelKey]:
-        """Return the keys of the evaluated models, in order of appearance; models without a key are left out."""
+        """Return the keys of the models with a score, in order of appearance; models without a key are left out."""
         return list(self.model_names())
 
     def planned_model_keys(self) -> list[ModelKey]:
-        """Return the manifest's models, evaluated or not, then the evaluated models of sizes that the manifest does not list."""
+        """Return the manifest's model keys, then those with a score of sizes not in it (of any size without manifest)."""
         planned = self.scope.model_keys.values()
         return [*planned, *(key for key in self.model_keys() if not planned or key.size not in self.scope.sizes)]
 
     def group_by_setup(self, model_keys: Iterable[ModelKey] | None = None) -> Groups:
-        """Return these models (default: all evaluated ones) by setup, as megaenc.study.results.groups.group_by_setup."""
+        """Return model keys (default: all with a score) in table order by setup ("base", "cpt", ...), some in several."""
         return group_by_setup(
             self.model_keys() if model_keys is None else model_keys, self.planned_model_keys(), self.scope.sizes
         )
 
     def sort_sizes(self, model_keys: Iterable[ModelKey]) -> list[str]:
-        """Return the sizes of these models, smallest first if the manifest or their names tell."""
+        """Return the distinct size names, smallest first: in the manifest's order, else by numbers such as 210M."""
         return sort_sizes(model_keys, self.scope.sizes)
 
     @functools.cached_property
     def reference_mask_ratio(self) -> float | None:
-        """Return the mask ratio of the models that represent MLM, as megaenc.study.results.groups.reference_mask_ratio."""
+        """Return the most frequent mask ratio (fraction) of the planned models, which represents MLM; None without any."""
         return reference_mask_ratio(self.planned_model_keys())
 
     def datasets(self) -> list[tuple[str, str]]:
-        """Return (family, data set) of all scores: the study's own first, then others in order of appearance, averages last."""
+        """Return distinct (family, data set) pairs with a score: in each family the study's, then others, averages last."""
         by_family = datasets_by_family(((score.family, score.dataset) for score in self.scores), STUDY_DATASETS)
         return [(family, name) for family, names in by_family.items() for name in names]
 
@@ -183,10 +183,7 @@ class Evidence:
 def read_evidence(
     results: Path, model_keys: Mapping[str, ModelKey], metric: str = PAPER_SCORE, kind: IntervalKind = "normal"
 ) -> Evidence:
-    """Read the scores of a results directory, with `model_keys` by model name.
-
-    Raises InputError if there are no results or none has the metric.
-    """
+    """Read a results directory into Evidence; `model_keys`: key by model name. InputError without results or the metric."""
     return build_evidence(read_result_tree(results), model_keys.get, metric, kind)
 
 
@@ -197,9 +194,10 @@ def build_evidence(
     kind: IntervalKind = "normal",
     scope: StudyScope = EMPTY_SCOPE,
 ) -> Evidence:
-    """Build the evidence from result files; `resolve_model_key` maps a model's name to its key, or to None.
+    """Compute scores, intervals, averages and grid states from result files, as Evidence in one metric.
 
-    Runs outside the grid of `scope` are ignored. Raises InputError for a metric that no finished run has.
+    `resolve_model_key` maps a model's name to its key, or to None. Runs outside the grid of `scope` are ignored. Raises
+    InputError for a metric that no finished run has.
     """
     known = {PAPER_SCORE, *(name for run in results if run.test is not None for name in run.test.metrics)}
     if metric not in known:
@@ -300,7 +298,7 @@ def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, floa
 def collapsed_by_training(
     grids: Iterable[tuple[Hashable, Mapping[tuple[float, int], bool]]],
 ) -> dict[tuple[Hashable, float, int], bool]:
-    """Return for each training run, by (training set, rate, seed), whether it collapsed on any data set.
+    """Return by (training set, rate, seed) whether a training run collapsed on any of the data sets it was evaluated on.
 
     `grids`: pairs of training set and GridStatus.collapsed_by_run.
     """
@@ -323,7 +321,7 @@ def _read_example_scores(paths: Mapping[int, Path], metric: str) -> dict[int, np
 
 
 def describe_missing_scores(evidence: Evidence) -> str:
-    """Return sentences that name each model and data set without a score; "" if there is none."""
+    """Return sentences listing models and data sets without a score, with numbers of runs; "" if none is missing."""
     scored = {(one.model, one.dataset) for one in evidence.scores}
     grids: dict[str, list[GridStatus]] = {model: [] for model in evidence.scope.model_keys}
     for one in evidence.grids:

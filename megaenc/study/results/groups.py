@@ -41,7 +41,7 @@ METRIC_LABELS = {
 
 
 def objective_name(model_key: ModelKey) -> str:
-    """Return the objective of a model's first pretraining run: CLM, MLM, CLM + MLM, or the text of its schedule."""
+    """Return "CLM", "MLM" or "CLM + MLM", the objective before continued pretraining, or the text of a model's schedule."""
     if model_key.schedule:
         return model_key.schedule
     if model_key.clm_steps and model_key.mlm_steps:
@@ -55,7 +55,7 @@ def _is_single_objective(model_key: ModelKey) -> bool:
 
 
 def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()) -> Groups:
-    """Group models by setup, each in the row order of its table; a model can be in several setups, empty ones are left out.
+    """Return model keys in table order by setup ("base", "efficiency", "pfs", "cpt", "other"), some in several, none empty.
 
     Base models have one objective and the longest budget of their size that both objectives share. "pfs" adds the CLM and MLM
     models of the same budget to two-stage models, "cpt" adds the parents of continued models. Budgets and parents come from the
@@ -93,7 +93,7 @@ def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] =
 
 
 def parent_key(model_key: ModelKey) -> ModelKey:
-    """Return the key of the decayed model that continued pretraining of this one started from."""
+    """Return the key of the decayed model, without CPT steps, from which continued pretraining of `model_key` started."""
     mask = model_key.mask_ratio if model_key.mlm_steps else None
     return replace(model_key, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
 
@@ -108,13 +108,13 @@ def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
 
 
 def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> list[str]:
-    """Return the distinct sizes, smallest first: in `size_order` if it has all, else by the number in names such as 210M."""
+    """Return the distinct size names, smallest first: by `size_order` if it has all, else by numbers such as 210M."""
     names = list(dict.fromkeys(one.size for one in model_keys))
     return sorted(names, key=list(size_order).index if set(names) <= set(size_order) else _parse_parameter_count)
 
 
 def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> bool:
-    """Return whether `sort_sizes` knows their order: of one, of a manifest's, or of names that are numbers of parameters."""
+    """Return whether the sizes can be sorted: one size, all in `size_order`, or all names are numbers such as 210M."""
     names = {one.size for one in model_keys}
     return len(names) < 2 or names <= set(size_order) or not any(math.isinf(_parse_parameter_count(name)) for name in names)
 
@@ -126,13 +126,13 @@ def _parse_parameter_count(size: str) -> float:
 
 
 def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
-    """Return the mask ratio that represents MLM in comparisons: the most frequent one; ties go to the one nearest 40 %."""
+    """Return the most frequent mask ratio of models without a schedule, on ties the one nearest 0.4; None without any."""
     counts = Counter(one.mask_ratio for one in model_keys if one.mask_ratio is not None and not one.schedule)
     return max(counts, key=lambda ratio: (counts[ratio], -abs(ratio - 0.4)), default=None)
 
 
 def dataset_label(family: str, dataset: str) -> str:
-    """Return a data set's label in the study's tables, such as SST-2; its own name if the study does not have it."""
+    """Return a data set's label in the tables, SST-2 for sst2 and Average for average; unknown names are unchanged."""
     known, after, trained = dataset.partition(" after ")
     labels = {AVERAGE: "Average"} | DATASET_LABELS.get(family, {})
     return f"{labels.get(known, known)}{after}{labels.get(trained, trained)}"
@@ -141,7 +141,7 @@ def dataset_label(family: str, dataset: str) -> str:
 def datasets_by_family(
     pairs: Iterable[tuple[str, str]], order: Mapping[str, Iterable[str]] = DATASET_LABELS
 ) -> dict[str, list[str]]:
-    """Group (family, data set) pairs by family: data sets in `order` first (default: the study's), then others, averages last."""
+    """Return the distinct data sets of (family, data set) pairs by family: those in `order`, then others, averages last."""
     by_family: dict[str, list[str]] = {family: [] for family in FAMILY_LABELS}
     for family, dataset in dict.fromkeys(pairs):
         by_family.setdefault(family, []).append(dataset)
@@ -152,15 +152,15 @@ def datasets_by_family(
 
 
 def is_average(dataset: str) -> bool:
-    """Return whether a data set name stands for the average of a family."""
+    """Return whether a data set name is "average" or "average after TRAINSET", the mean over a family."""
     return dataset.partition(" after ")[0] == AVERAGE
 
 
 def format_percent(share: float | None) -> str:
-    """Format a share as a percentage with three significant digits, such as `40 %`; "" for None."""
+    """Format a share (0 to 1) as a percentage with up to three significant digits, such as `40 %`; "" for None."""
     return "" if share is None else f"{100 * share:.3g} %"
 
 
 def format_steps(count: int) -> str:
-    """Format a step count: 42000 as `42k`, 1024 as `1,024`."""
+    """Format a number of steps: a multiple of 1000 such as 42000 as `42k`, any other with commas as `1,024`."""
     return f"{count // 1000}k" if count and count % 1000 == 0 else f"{count:,}"

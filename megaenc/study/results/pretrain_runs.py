@@ -17,7 +17,7 @@ _OBJECTIVE_OF_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Content of one run directory; the steps of a branch's parent are not included."""
+    """Content of a run directory: run.json, logged steps without those of a branch's parent, validations, start progress."""
 
     name: str
     facts: Mapping[str, Any]
@@ -28,22 +28,22 @@ class TrainedRun:
 
     @property
     def start(self) -> str:
-        """Return how the run started: `new`, `branch` or `weights`."""
+        """Return how the run started: "new", "branch" (at a step of a parent) or "weights" (from those of a parent)."""
         return self.facts["start"].get("kind", "new")
 
     @property
     def parent(self) -> str:
-        """Return the directory name of the parent run; "" for a new run."""
+        """Return the directory name of the run that this one branched from or took the weights of; "" for a new run."""
         return Path(self.facts["start"].get("run", "")).name
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Return the flags that determine the training result, by name."""
+        """Return the flags that determine the training result, from run.json, as value by flag name."""
         return self.facts["identity"]
 
     @property
     def kind(self) -> str:
-        """Return the kind of objective: CLM, MLM, `CLM + MLM` (any order), `other`, or `continued` if started from weights."""
+        """Return the training objectives, "CLM", "MLM", "CLM + MLM" or "other", or "continued" if started from weights."""
         if self.start == "weights":
             return "continued"
         schedule = str(self.identity.get("objective_schedule", "")) or ",".join(row["objective"] for row in self.steps)
@@ -52,7 +52,7 @@ class TrainedRun:
 
 
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
-    """Read all run directories in `folder` that have a step, by name. Raises InputError if there is none or one is invalid."""
+    """Read each run directory in `folder` with a logged step, as TrainedRun by name; InputError if none or invalid."""
     try:
         run_dirs = sorted(path for path in folder.iterdir() if (path / RUN_FILE).is_file())
     except OSError as error:
@@ -67,7 +67,7 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
 
 
 def flops_by_model(runs: Mapping[str, TrainedRun], model_keys: Mapping[str, ModelKey]) -> dict[ModelKey, float]:
-    """Return the training FLOPs of each model, ancestors included; models whose runs are unknown are left out.
+    """Return training FLOPs by model key, all ancestors' included; models without a run or FLOPs in `runs` are left out.
 
     `model_keys`: by model name. An intermediate checkpoint RUN-STEP has the FLOPs logged at that step.
     """
@@ -99,7 +99,7 @@ _PACKS, _LENGTH, _CHUNK, _IDS = 1152, 2048, 1024, 128_256
 
 
 def published_model_flops(model_key: ModelKey) -> float | None:
-    """Compute the training FLOPs of a published model from its shape (1,152 packs a step); None for other sizes or schedules."""
+    """Compute a model's training FLOPs, 1,152 packs a step, from its shape; None for an unknown size or a schedule."""
     if (shape := PRESETS.get(model_key.size.lower())) is None or model_key.schedule:
         return None
 
@@ -114,6 +114,6 @@ def published_model_flops(model_key: ModelKey) -> float | None:
 
 
 def resolve_model_keys(names: list[str], manifest_keys: Mapping[str, ModelKey]) -> dict[str, ModelKey]:
-    """Return the model key of each name, from `manifest_keys` or else parsed from the name; unknown names are left out."""
+    """Return the model key by name, from `manifest_keys` or else parsed from the name; unknown names are left out."""
     model_keys = {name: manifest_keys.get(name) or parse_model_name(name) for name in names}
     return {name: model_key for name, model_key in model_keys.items() if model_key is not None}

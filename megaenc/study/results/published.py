@@ -24,13 +24,13 @@ DATASET_NAMES = {label: name for labels in DATASET_LABELS.values() for name, lab
 
 
 def read_published_rows() -> list[dict[str, str]]:
-    """Read the 800 cells of the published tables as dicts of text by column name, in table order."""
+    """Read published_results.csv of the package: 800 cells, each a dict of text by column name, in table order."""
     with resources.files(__package__).joinpath(TABLES).open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 
 
 def parse_model_key(row: dict[str, str]) -> ModelKey:
-    """Return the model key of a published row; rows of the setup "efficiency" are intermediate checkpoints."""
+    """Return the ModelKey that a published row describes; rows of setup "efficiency" are intermediate checkpoints."""
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
     mask, is_intermediate = float(row["mask_ratio"]) if row["mask_ratio"] else None, row["setup"] == "efficiency"
     return ModelKey(row["size"], *steps, mask, not is_intermediate, budget=DEFAULT_BUDGET if is_intermediate else 0)
@@ -38,7 +38,7 @@ def parse_model_key(row: dict[str, str]) -> ModelKey:
 
 @functools.cache
 def published() -> Evidence:
-    """Return the published means and intervals of all 46 models, in table order, without scores by seed, rate or example."""
+    """Return the published tables as Evidence: means and half widths of 46 models, no scores by seed, rate or example."""
     scores: dict[tuple[ModelKey, str, str], Score] = {}
     for row in read_published_rows():
         model_key, family, dataset = parse_model_key(row), row["task"], DATASET_NAMES[row["dataset"]]
@@ -50,7 +50,7 @@ def published() -> Evidence:
 
 
 def raw(folder: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal") -> Evidence:
-    """Read the scores of the study's raw result files: `folder` is the directory `results` of hgissbkh/EncodEval.
+    """Read the study's raw results (`folder`: `results` of hgissbkh/EncodEval) as Evidence on its twelve averaged data sets.
 
     Raises InputError if it has no results or none has the metric.
     """

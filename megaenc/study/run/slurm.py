@@ -106,10 +106,9 @@ def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
 
 
 def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig) -> dict[str, list[Any]]:
-    """Submit to Slurm the stages neither done nor queued, after those they need; return submitit's new jobs by stage id.
+    """Submit the stages neither done nor queued, after those they need; return new jobs by stage id. InputError if refused.
 
     submitit's local and debug executors know no dependencies: they get a stage when the stages that it needs have ended.
-    Raises InputError if a stage cannot be submitted.
     """
     submitit = import_submitit()
     on_slurm = cluster.slurm_cluster == "slurm"

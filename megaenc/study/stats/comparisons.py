@@ -27,7 +27,7 @@ ModelPairs = dict[int, tuple[ModelKey, ModelKey]]
 
 
 class ModelSelector:
-    """Selection of the model pairs that claims compare, from the evaluated models without a schedule of their own.
+    """Selector of the model pairs that claims compare, from evaluated models without an objective schedule of their own.
 
     The reference mask ratio and the longest budgets come from all planned models if a manifest lists them.
     """
@@ -46,9 +46,9 @@ class ModelSelector:
         shared_key: Callable[[ModelKey], tuple] = attrgetter("size", "steps"),
         model_keys: Iterable[ModelKey] | None = None,
     ) -> dict[tuple, ModelPairs]:
-        """Pair models of the left and the right side that have the same `shared_key` and pretraining seed, by that key.
+        """Return (left, right) models by `shared_key`, then pretraining seed; the first of each side, if both have one.
 
-        The first model of each side counts; `model_keys` defaults to all evaluated models.
+        `model_keys` defaults to all evaluated models without a schedule.
         """
         candidates: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
         for model_key in self.model_keys if model_keys is None else model_keys:
@@ -60,7 +60,7 @@ class ModelSelector:
         return {key: by_seed for key, by_seed in complete.items() if by_seed}
 
     def final_pairs(self) -> dict[str, ModelPairs]:
-        """Return the decayed MLM-only and CLM-only models of each size, smallest first, at their longest common budget."""
+        """Return (MLM-only, CLM-only) decayed models at the longest common budget, by size (smallest first) and seed."""
         ends = (lambda one: one.decayed and self.is_mlm_only(one), lambda one: one.decayed and is_clm_only(one))
         longest = dict(
             sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys))
@@ -70,18 +70,18 @@ class ModelSelector:
         return {size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs}
 
     def is_mlm_only(self, key: ModelKey) -> bool:
-        """Return whether a model was trained with MLM only, in one run, at the reference mask ratio."""
+        """Return whether a model was trained with MLM only, at the reference mask ratio, without continued pretraining."""
         return not key.clm_steps and not key.cpt_mlm_steps and key.mask_ratio == self.ratio and key.mlm_steps > 0
 
 
 def is_clm_only(key: ModelKey) -> bool:
-    """Return whether a model was trained with CLM only."""
+    """Return whether a model was trained with CLM only, without any MLM steps or continued pretraining."""
     return not key.mlm_steps and not key.cpt_mlm_steps and key.clm_steps > 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tested difference of two models, left less right, on a data set or pooled over several; in points (percent)."""
+    """Tested score difference of two models, left less right, on a data set or pooled: p, interval, effect and verdict."""
 
     left: str
     right: str
@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Return the difference in points."""
+        """Return the difference, left less right, in points (100 times the fraction)."""
         return 100 * self.test.difference
 
     @property
@@ -122,12 +122,12 @@ class Comparison:
 
     @property
     def high(self) -> float:
-        """Return the upper end of the 95 % interval in points."""
+        """Return the upper end of the 95 % interval in points; NaN if unknown; with one seed it covers the examples only."""
         return 100 * self.test.high
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:
-        """Return the seeds that give 80 % power for this difference; infinity if examples are too few, None if unknown."""
+        """Return the seeds needed for 80 % power; infinity if over 10,000, None with fewer than two seeds or without p."""
         if self.test.seed_count < 2 or math.isnan(self.test.p):
             return None
         needed = inference.required_seeds(self.test.difference, self.test.components, self.test.seed_count)
@@ -136,7 +136,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Weighted sum of scores, left less right side, that is to be tested."""
+    """Weighted sum of scores, left less right side, by pretraining seed, to be tested against 0; with names and place."""
 
     names: tuple[str, str]
     where: str
@@ -155,13 +155,13 @@ class Contrast:
 
     @property
     def weighted_scores(self) -> list[list[tuple[float, Score]]]:
-        """Return the original (weight, score) of each pretraining run, with averages replaced by their members."""
+        """Return (weight, original Score) pairs of each pretraining run, averages replaced by their data sets' scores."""
         every = (self.source or self.terms).values()
         return [[(weight, member) for weight, score in terms for member in score.members or (score,)] for terms in every]
 
     @functools.cached_property
     def collapsed(self) -> tuple[str, ...]:
-        """Return the sides of which at least half of the runs at the chosen rate have collapsed on one of the data sets."""
+        """Return names of sides with half or more of the runs at the chosen rate collapsed on a data set; empty if none."""
         counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         for weight, member in (pair for run_scores in self.weighted_scores for pair in run_scores):
             count = counts[self.names[weight < 0], member.dataset]
@@ -174,7 +174,7 @@ class Contrast:
 def family_terms(
     evidence: Evidence, family: str, model_keys: Sequence[ModelKey]
 ) -> tuple[str, list[list[tuple[float, Score]]]] | None:
-    """Return the label and, for each model, the (weight, score) terms that represent a task family; None if nothing is common.
+    """Return a label and each model's (weight, score) terms for the mean on a task family; None without a common data set.
 
     That is the family's average if all models have it over the same data sets, else the mean over the sets that all have.
     """
@@ -199,7 +199,7 @@ def build_contrasts(
     places: Iterable[tuple[str, ModelPairs]],
     families: Sequence[str] = tuple(STUDY_DATASETS),
 ) -> list[Contrast]:
-    """Build a contrast for each place (label, model pairs) and family in which both sides have scores on the same data sets."""
+    """Return a Contrast of `names`, left less right, by place (label, model pairs) and family with common data sets."""
     contrasts = []
     for (where, sides), family in itertools.product(places, families):
         evaluated = {seed: pair for seed, pair in sides.items() if family_terms(evidence, family, pair) is not None}
@@ -215,7 +215,7 @@ def build_contrasts(
 
 
 def adjust_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return the comparisons of one claim with Holm's p and a verdict each: holds above 0, reversed below."""
+    """Return a claim's comparisons with Holm's p and verdict: holds (above 0) or reversed if p < 0.05, else not resolved."""
     corrected = inference.holm_adjust([one.p for one in comparisons])
     outcomes = (("holds" if one.difference > 0 else "reversed") for one in comparisons)
     return [
@@ -225,7 +225,7 @@ def adjust_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def put_better_first(comparison: Comparison) -> Comparison:
-    """Return the comparison with its better side on the left."""
+    """Return the comparison; if negative, with sides swapped, signs flipped, and the verdict reversed turned into holds."""
     if not comparison.difference < 0:
         return comparison
     mirrored = replace(

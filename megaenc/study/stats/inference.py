@@ -20,7 +20,7 @@ _NORMAL_DF = 1e6  # Student's t equals the normal distribution from here on
 
 @dataclass(frozen=True)
 class VarianceComponents:
-    """Variance of a mean score that is due to the choice of seeds and to the choice of test examples."""
+    """Variance of a mean score in two parts: due to the choice of seeds, and due to the choice of test examples."""
 
     seed_variance: float
     """variance over the seeds' scores / S; NaN for one seed"""
@@ -35,7 +35,7 @@ class VarianceComponents:
 
 @dataclass(frozen=True)
 class TestResult:
-    """Result of testing a contrast: the difference in the units of the scores, its 95 % interval, and p."""
+    """Result of testing a difference of scores against 0: difference, 95 % interval, p, variances, degrees of freedom."""
 
     difference: float
     low: float
@@ -51,7 +51,7 @@ class TestResult:
 
 
 def variance_components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> VarianceComponents:
-    """Return the variance components of the mean of `scores`, float[S], given the example scores, float[S, N] per data set.
+    """Return the variance of the mean of `scores`, float[S], due to seeds and to `examples`, float[S, N] per data set.
 
     Two-way analysis of variance without repetition (Dorfman, Berbaum and Metz 1992): the example variance is
     (MS_examples - MS_residual) / (S * N), at least 0, summed over data sets; the seed variance includes the residuals.
@@ -62,7 +62,7 @@ def variance_components(scores: np.ndarray, examples: Sequence[np.ndarray] = ())
 
 
 def variance_of_mean(scores: np.ndarray) -> float:
-    """Return the variance of the mean of `scores`, float[S]; NaN for a single score."""
+    """Return the variance of the mean of `scores`, float[S]: sample variance / S; NaN for a single score."""
     return float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
 
 
@@ -88,10 +88,10 @@ def example_variance(blocks: Sequence[np.ndarray]) -> float:
 
 
 def contrast_t_test(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: float = 0.0) -> TestResult:
-    """Run a t test of the mean of `scores`, float[S], against 0, and with a `margin` also an equivalence test.
+    """Test the mean of `scores`, float[S], against 0 by t over seeds and over seeds and examples; the larger p counts.
 
-    `examples`: float[S, N] per data set. Tests over the seeds (S - 1 degrees of freedom) and over seeds and examples (degrees
-    of freedom by Hillis 2007); the less certain one counts. One seed gives an interval over its examples, and no p.
+    `examples`: float[S, N] per data set. Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. A
+    `margin` adds an equivalence test. One seed gives an interval over its examples, and no p.
     """
     parts, count = variance_components(scores, examples), len(scores)
     if count > 1:
@@ -108,7 +108,7 @@ def welch_satterthwaite_test(
     margin: float = 0.0,
     seed_count: int = 0,
 ) -> TestResult:
-    """Test a sum of independent parts against 0, given the (seed variance, degrees of freedom) of each and one example variance.
+    """Test `difference` against 0 by t, given the (variance, degrees of freedom) of its parts and one example variance.
 
     Degrees of freedom by Welch and Satterthwaite, for the seeds and for seeds and examples; the example variance counts as
     known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
@@ -124,7 +124,7 @@ def welch_satterthwaite_test(
 def welch_from_intervals(
     means: Sequence[float], half_widths: Sequence[float], weights: Sequence[float], seeds: int = 5, margin: float = 0.0
 ) -> TestResult:
-    """Run Welch's t test of a weighted sum of published means against 0; half widths are 1.96 * sd / sqrt(seeds)."""
+    """Run Welch's t test of a weighted sum of means against 0; half widths are 1.96 * sd / sqrt(seeds) of each mean."""
     each = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
     return welch_satterthwaite_test(float(np.dot(weights, means)), [(variance, seeds - 1) for variance in each], math.nan, margin)
 
@@ -156,9 +156,9 @@ def _t_cdf(value: float, df: float) -> float:
 
 
 def holm_adjust(p: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p values, which control the family-wise error rate (Scandinavian Journal of Statistics 6, 1979).
+    """Return Holm's adjusted p values (family-wise error rate) in the same order; NaN stays NaN and counts as no test.
 
-    NaN stays NaN and does not count as a test.
+    Scandinavian Journal of Statistics 6, 1979.
     """
     adjusted = np.array(p, dtype=np.float64)
     order = np.argsort(adjusted, kind="stable")[: np.count_nonzero(~np.isnan(adjusted))]  # nan is last
@@ -168,7 +168,7 @@ def holm_adjust(p: Sequence[float]) -> list[float]:
 
 
 def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Hedges' g, the difference of the two means over their pooled standard deviation; NaN if that is 0 or unknown."""
+    """Return Hedges' g: difference of means / pooled sd, bias-corrected; NaN for fewer than two scores or no spread."""
     sizes = len(first), len(second)
     if min(sizes) < 2:
         return math.nan
@@ -177,7 +177,7 @@ def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def standardised_difference(difference: float, sd: float, df: int) -> float:
-    """Return difference / sd with Hedges' small-sample correction (1981) for an sd with `df` degrees of freedom."""
+    """Return difference / sd with Hedges' small-sample correction for `df` degrees of freedom; NaN without a positive sd."""
     if not sd > _TOLERANCE:
         return math.nan
     return difference / sd * math.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / math.sqrt(df / 2)
@@ -186,13 +186,16 @@ def standardised_difference(difference: float, sd: float, df: int) -> float:
 _QUANTILES = (np.arange(400) + 0.5) / 400
 
 
-def t_test_power(difference: float, parts: VarianceComponents, seeds: int, seed_count: int) -> float:
-    """Return the power of `contrast_t_test` at 5 % with `seed_count` seeds for a true `difference`, uncorrected.
+def t_test_power(difference: float, parts: VarianceComponents, parts_seed_count: int, seed_count: int) -> float:
+    """Return the power, 0 to 1, of `contrast_t_test` at p < 0.05 with `seed_count` seeds for a true `difference`.
 
-    `parts`: variance components estimated from `seeds` seeds. Averages over 400 quantiles of the chi-squared distributed
-    variance estimate.
+    `parts` were estimated from `parts_seed_count` seeds. Averages over 400 quantiles of the chi-squared distributed variance
+    estimate; NaN below two seeds.
     """
-    seed_variance, example_part = parts.seed_variance * seeds / seed_count, float(np.nan_to_num(parts.example_variance))
+    seed_variance, example_part = (
+        parts.seed_variance * parts_seed_count / seed_count,
+        float(np.nan_to_num(parts.example_variance)),
+    )
     if seed_count < 2 or not seed_variance + example_part > 0:
         return math.nan
     error = math.sqrt(seed_variance + example_part)
@@ -206,20 +209,22 @@ def t_test_power(difference: float, parts: VarianceComponents, seeds: int, seed_
 
 
 def required_seeds(
-    difference: float, parts: VarianceComponents, seeds: int, target_power: float = 0.8, max_seeds: int = 10_000
+    difference: float, parts: VarianceComponents, parts_seed_count: int, target_power: float = 0.8, max_seeds: int = 10_000
 ) -> int | None:
-    """Return the smallest number of seeds with which `t_test_power` reaches `target_power`; None if `max_seeds` do not.
+    """Return the fewest seeds for which a t test has `target_power`; None if `max_seeds` are too few or the variance NaN.
 
-    `parts`: variance components estimated from `seeds` seeds. More seeds never make up for too few examples.
+    `parts` were estimated from `parts_seed_count` seeds. More seeds never make up for too few examples.
     """
-    if math.isnan(parts.seed_variance) or not t_test_power(difference, parts, seeds, max_seeds) >= target_power:
+    if math.isnan(parts.seed_variance) or not t_test_power(difference, parts, parts_seed_count, max_seeds) >= target_power:
         return None
     counts = range(2, max_seeds)  # power grows with the count
-    return 2 + bisect_left(counts, target_power, key=lambda seed_count: t_test_power(difference, parts, seeds, seed_count))
+    return 2 + bisect_left(
+        counts, target_power, key=lambda seed_count: t_test_power(difference, parts, parts_seed_count, seed_count)
+    )
 
 
 def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
-    """Return jackknife pseudo-values, float[S], of the variance between learning rates of `scores`, float[R, S].
+    """Return float[S], jackknife pseudo-values of the variance between learning rates of `scores`, float[R, S].
 
     Their mean is the variance component (MS_rates - MS_residual) / S of a two-way analysis of variance, to which noise adds
     nothing on average; they can be tested by t (Tukey; Arvesen 1969). Two seeds give float[1]. Raises ValueError for fewer than
@@ -237,7 +242,7 @@ def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
 
 
 def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
-    """Return the share of runs that collapsed and the ends of Wilson's 95 % interval; NaN without runs."""
+    """Return (share of runs that collapsed, low, high) with the ends of Wilson's 95 % interval; three NaN without runs."""
     if not runs:
         return math.nan, math.nan, math.nan
     interval = stats.binomtest(collapsed, runs).proportion_ci(1 - LEVEL, method="wilson")
@@ -247,7 +252,7 @@ def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
 def bootstrap_intervals(
     scores: np.ndarray, examples: Sequence[np.ndarray], draws: int = 2000, seed: int = 0
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the percentile and the studentised bootstrap 95 % interval of the mean, resampling seeds and then examples.
+    """Return the percentile and studentised bootstrap 95 % intervals of the mean, each (low, high); NaN below three seeds.
 
     `scores`: float[S]; `examples`: float[S, N] per data set. Not calibrated for as few as five seeds; NaN below three.
     """

@@ -29,7 +29,7 @@ BetweenRunVariances = Mapping[str, Mapping[Seeds, float]]
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """Both sides of a sum of contrasts, float[S]: by pretraining seed if there are several, else by fine-tuning seed."""
+    """Summed left and right scores, float[S] by pretraining seed (fine-tuning seed if there is one), and example scores."""
 
     left: np.ndarray
     right: np.ndarray
@@ -38,14 +38,14 @@ class ScoreRows:
 
     @property
     def scores(self) -> np.ndarray:
-        """Return the left less the right side, float[S]."""
+        """Return the scores of the left less the right side, float[S] by seed."""
         return self.left - self.right
 
 
 def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
-    """Estimate the variance between pretraining runs from the contrasts that have several, for those that have only one.
+    """Estimate a contrast's variance between pretraining runs, by family and seeds, from contrasts with several runs.
 
-    Averages over the contrasts of a family with the same seeds, and over the sets of seeds.
+    Averages over the contrasts of a family with the same seeds, and over the sets of seeds; collapsed ones do not count.
     """
     variances: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
     for contrast in contrasts:
@@ -69,7 +69,7 @@ def compare_contrasts(
     draws: int = 0,
     weights: Sequence[float] | None = None,
 ) -> Comparison:
-    """Test one contrast, or the mean (or weighted sum) of several, against 0; `margin` is a fraction, as in contrast_t_test.
+    """Test one contrast, or the mean (sum with `weights`) of several, against 0; return the Comparison, p uncorrected.
 
     The result is uncorrected: p_adjusted and verdict are set by the caller. Contrasts with the same pretraining seeds are summed
     by seed; such groups, and the contrasts with one pretraining run, are combined by Welch and Satterthwaite. The latter vary

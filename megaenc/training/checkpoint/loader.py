@@ -25,16 +25,16 @@ from megaenc.training.skip_policy import saw_same_data
 
 
 class CheckpointLoader(CheckpointDir):
-    """Verified loading of the checkpoints of a run."""
+    """Checkpoint directory of a run, whose checkpoints it verifies (checksums, pickles) and loads into models or engines."""
 
     _verified: tuple[int, dict[str, bytes]] | None = None
     """The step that was verified last and its rewritten pickles, by file name."""
 
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Verify the checksums of the checkpoint of `step` and return its state.json; all ranks call this together.
+        """Verify checksums, pickles and, if given, run `identity` of the checkpoint of `step`; return its state.json.
 
-        DamagedCheckpointError if a file has changed; InputError if the checkpoint belongs to a run with another `identity` or its
-        pickles hold more than plain values.
+        All ranks call this together. DamagedCheckpointError if a file has changed; InputError if the checkpoint belongs to a run
+        with another `identity` or its pickles hold more than plain values.
         """
         state = broadcast_call(lambda: self.read_state(step))
         path, names = self.path(step), sorted(state["files"])
@@ -49,10 +49,10 @@ class CheckpointLoader(CheckpointDir):
 
     @contextlib.contextmanager
     def open_verified(self, step: int) -> Iterator[str]:
-        """Yield a temporary directory from which the verified checkpoint of `step` can be loaded; all ranks call this together.
+        """Yield a temporary directory to load the checkpoint of `step` from: links to shards, and verified, new pickles.
 
-        It holds links to the shards, of which only tensors are read, and the pickles that `verify` has rewritten, because those
-        of the checkpoint may have changed since. InputError if there is no room.
+        All ranks call this together. Only tensors are read from the shards; the pickles of the checkpoint may have changed since
+        `verify`. InputError if there is no room.
         """
         if self._verified is None or self._verified[0] != step:
             self.verify(step)
@@ -72,9 +72,9 @@ class CheckpointLoader(CheckpointDir):
             yield all_gather_call(create_dir)[get_rank()]
 
     def verify_newest(self, plan: Plan) -> dict[str, Any] | None:
-        """Return state.json of the newest intact checkpoint with which `plan` can resume; None without checkpoints.
+        """Return state.json of the newest intact checkpoint that `plan` can resume; None without any, InputError if all bad.
 
-        All ranks call this together. Damaged checkpoints are reported on the console; InputError if all are damaged.
+        All ranks call this together. Damaged checkpoints are reported on the console.
         """
         identity = plan.identity
         steps = broadcast_call(lambda: [step for step in reversed(self.steps_up_to_tracker()) if self.is_compatible(step, plan)])
@@ -88,23 +88,23 @@ class CheckpointLoader(CheckpointDir):
         return None
 
     def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:
-        """Return whether the checkpoint of `step` was trained without packs that `plan` skips; `if_damaged` if unreadable."""
+        """Return whether the checkpoint of `step` was trained without packs that `plan` skips; `if_damaged` if damaged."""
         try:
             return saw_same_data(plan, self.read_state(step))
         except DamagedCheckpointError:
             return if_damaged
 
     def compatible_steps(self, plan: Plan) -> list[int]:
-        """Return the steps of complete checkpoints that were trained without packs that `plan` skips."""
+        """Return the sorted steps of complete checkpoints that were trained without packs that `plan` skips."""
         return [step for step in self.steps() if self.is_compatible(step, plan, if_damaged=False)]
 
     def load(self, engine: Engine, step: int) -> None:
-        """Load model and optimizer state of the verified checkpoint of `step` into `engine`, from any parallel layout."""
+        """Load model and optimizer state of the checkpoint of `step`, which it verifies, from any layout into `engine`."""
         with self.open_verified(step) as folder:
             load_into_engine(engine, dist_checkpointing.load(sharded_state_dict(engine, is_loading=True), folder))
 
     def load_weights(self, engine: Engine, step: int) -> None:
-        """Load only the weights of the verified checkpoint of `step` into `engine`, whose optimizer state stays new."""
+        """Load only weights of the checkpoint of `step`, which it verifies, into `engine`; optimizer state stays new."""
         with self.open_verified(step) as folder:
             load_into_model(engine, dist_checkpointing.load({"model": model_sharded_state_dict(engine)}, folder)["model"])
         engine.optimizer.reload_model_params()  # the float32 master weights of bf16
@@ -113,7 +113,7 @@ class CheckpointLoader(CheckpointDir):
 def load_model_weights(
     checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None
 ) -> None:
-    """Load the weights of the checkpoint of `step`, after verification, in place into the unsharded model `module`."""
+    """Verify the checkpoint of `step`, load its weights into unsharded `module`; InputError if damaged or not `identity`."""
     try:
         checkpoints.verify(step, identity)
     except DamagedCheckpointError as damage:
@@ -140,7 +140,10 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def sharded_state_dict(engine: Engine, is_loading: bool) -> dict[str, Any]:
-    """Return the sharded state dict of model and optimizer, to save or (`is_loading`) to load; all ranks call this together."""
+    """Return the sharded state of model and optimizer, as "model" and "optimizer", to save or (`is_loading`) to load it.
+
+    All ranks call this together.
+    """
     if not is_loading:
         engine.gather_parameters()
         for optimizer in engine.optimizer.chained_optimizers:  # zeros for weights without a step so far
@@ -158,7 +161,7 @@ def sharded_state_dict(engine: Engine, is_loading: bool) -> dict[str, Any]:
 
 
 def load_into_engine(engine: Engine, loaded: dict[str, Any]) -> None:
-    """Copy the `loaded` values of a `sharded_state_dict` into model and optimizer of `engine`."""
+    """Copy `loaded`, a `sharded_state_dict` filled from a checkpoint, into model and optimizer of `engine`."""
     load_into_model(engine, loaded["model"])
     optimizer = loaded["optimizer"]
     if engine.layout.use_distributed_optimizer:
@@ -174,16 +177,16 @@ def load_into_engine(engine: Engine, loaded: dict[str, Any]) -> None:
 
 
 def model_sharded_state_dict(engine: Engine) -> dict[str, Any]:
-    """Return the sharded state dict of each model chunk by its number."""
+    """Return the sharded weights of each model chunk of `engine` (megatron-core's state dict), by chunk number as text."""
     return {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
 
 
 def load_into_model(engine: Engine, loaded: dict[str, Any]) -> None:
-    """Copy the `loaded` values of a `model_sharded_state_dict` into the model of `engine`."""
+    """Copy `loaded`, state dicts of each model chunk by number as text, into the model chunks of `engine`."""
     for number, chunk in enumerate(engine.chunks):
         load_into_module(chunk.module, loaded[str(number)])
 
 
 def load_into_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load `state`, whose names have the checkpoint's prefix `model.`, into `module`."""
+    """Load the weights `state`, by parameter name with the checkpoint's prefix `model.`, into `module`."""
     module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})

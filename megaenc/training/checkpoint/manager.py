@@ -45,7 +45,10 @@ Bucket = tuple[str, str, tuple[list, list]]  # of megatron-core: path, name in t
 
 
 class ShardedStateWriter:
-    """Writer of a sharded state dict; all ranks construct it and call `write_metadata` together, on the main thread."""
+    """Writer of a sharded state dict to a checkpoint directory: each rank writes its shards, then rank 0 the metadata.
+
+    All ranks construct it and call `write_metadata` together, on the main thread.
+    """
 
     def __init__(self, state: dict[str, Any], folder: Path, copy: bool) -> None:
         """Plan the shards of `state` in the empty directory `folder` and copy this rank's shards off the accelerator.
@@ -68,7 +71,7 @@ class ShardedStateWriter:
             ]
 
     def write_shards(self) -> Digests:
-        """Write this rank's shards to the disk, one thread per file; return the `file_digest` of each file by name.
+        """Write this rank's shards to the disk, a thread per file; return size and SHA-256 of each by file name; {} if none.
 
         Not by megatron-core's forked processes: a fork next to threads of gloo or a GPU may hang, and a killed one is awaited
         forever. InputError if a file cannot be written.
@@ -97,14 +100,14 @@ class ShardedStateWriter:
         return shard_digests
 
     def write_metadata(self) -> None:
-        """Write the metadata of all shards, after all ranks have written theirs; LocalInputError if rank 0 cannot write."""
+        """Write the metadata of all ranks' shards, once all are written, on rank 0; LocalInputError if it cannot write."""
         with _convert_disk_errors(self.folder, LocalInputError):
             for finalize in self._request.finalize_fns:
                 finalize()
 
 
 def format_write_error(folder: Path, error: Exception) -> str:
-    """Return the message that `folder` cannot be written to, with the operating system's reason for `error`."""
+    """Return text such as `DIR: cannot be written to: No space left on device`, by the OSError in the causes of `error`."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # torch's writer raises its own error after a failed write
         cause = cause.__cause__ or cause.__context__
@@ -130,7 +133,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class CheckpointManager(CheckpointLoader):
-    """Loading, saving and deletion of the checkpoints of a running run."""
+    """Checkpoint directory of a running run, in which it saves (also in the background), loads and deletes checkpoints."""
 
     def __init__(
         self, folder: Path, keep_last: int | None = None, keep_every: int | None = None, keep_steps: Collection[int] = ()
@@ -146,7 +149,10 @@ class CheckpointManager(CheckpointLoader):
         """Callback on rank 0 before a checkpoint gets its final name, which an InputError prevents."""
 
     def retarget_tracker(self, plan: Plan) -> None:
-        """Point the tracker, which exports read, on rank 0 to the newest checkpoint without packs that `plan` skips."""
+        """Set the tracker file back to the newest step trained without packs that `plan` skips; remove the file without one.
+
+        Exports read the tracker. A tracked checkpoint without these packs stays. For rank 0.
+        """
         tracked = self.tracked_step()
         if tracked is None or self.is_compatible(tracked, plan):
             return
@@ -157,11 +163,11 @@ class CheckpointManager(CheckpointLoader):
             (self.folder / TRACKER_FILE).unlink()
 
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
-        """Write the checkpoint of `step` with `progress` in state.json; all ranks call this together, on the main thread.
+        """Save the checkpoint of `step` with `progress`, set the tracker and delete old ones; only begin it unless `block`.
 
-        When it is on the disk it gets its name, the tracker is updated, and old checkpoints are deleted. Without `block` a thread
-        writes it from a copy: call `finish_save` until it is done. A running save is finished first. An InputError leaves nothing
-        of the new checkpoint and all others unchanged.
+        `progress` goes to state.json. All ranks call this together, on the main thread. Without `block` a thread writes from a
+        copy: call `finish_save` until done. A running save is finished first. An InputError leaves nothing of the new checkpoint
+        and all others unchanged.
         """
         self.finish_save()
         self._stages = self._save_stages(engine, step, progress, copy=not block)
@@ -172,11 +178,11 @@ class CheckpointManager(CheckpointLoader):
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save is running; the same on all ranks."""
+        """Return whether a save has begun and is not finished by `finish_save` yet; the same on all ranks."""
         return self._work is not None
 
     def finish_save(self, block: bool = True) -> None:
-        """Finish a running save, or (`block=False`) only the stages that are done on all ranks. Raises the errors of `save`.
+        """Wait for a running save and finish it; with `block=False` finish only stages done on all ranks. Raises its errors.
 
         All ranks call this together, on the main thread.
         """
@@ -210,7 +216,7 @@ class CheckpointManager(CheckpointLoader):
             raise type(error)(f"{error}; step {step} is not saved, {self._describe_last_checkpoint(step)}") from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write the unsharded model `module` without optimizer as the checkpoint of step 0, freeing its weights on the way."""
+        """Write weights of unsharded `module`, freeing them on the way, as the checkpoint of step 0 with run `identity`."""
         attempt = self._create_attempt_dir(0)
         state = module.sharded_state_dict(prefix="model.")
         for name, factory in state.items():
@@ -226,7 +232,7 @@ class CheckpointManager(CheckpointLoader):
 
     @contextlib.contextmanager
     def drain_saves(self) -> Iterator[None]:
-        """Leave no running save behind at the end of the context: finish it if all ranks leave together, else wait for it."""
+        """Finish a running save at the end of the context; after an error that not all ranks share, only wait for it."""
         try:
             yield
         except BaseException as error:
@@ -239,7 +245,7 @@ class CheckpointManager(CheckpointLoader):
         self.finish_save()
 
     def remove_attempt(self) -> None:
-        """Remove the files of a save that an error of one rank interrupted, after all other ranks have stopped writing."""
+        """Delete the directory of a save interrupted by an error of one rank, if any, once no other rank writes to it."""
         if self._attempt:
             shutil.rmtree(self._attempt, ignore_errors=True)
 
@@ -288,10 +294,10 @@ class CheckpointManager(CheckpointLoader):
         shutil.rmtree(hidden, ignore_errors=True)
 
     def delete_old(self, newest: int, plan: Plan | None = None) -> None:
-        """Delete on rank 0 the checkpoints before step `newest` that `checkpoints_to_delete` names or that are useless.
+        """Delete on rank 0 the checkpoints before `newest` that keep rules drop, are damaged or read packs `plan` skips.
 
-        Useless are damaged ones and those trained on packs that `plan` skips; they do not count as kept. Nothing is deleted
-        unless `newest` is complete. Later steps stay, and so do checkpoints that currently cannot be read or deleted.
+        Damaged ones and those with skipped packs do not count as kept. Nothing is deleted without keep rules or if `newest` is
+        incomplete. Later steps stay, and so do checkpoints that currently cannot be read or deleted.
         """
         if not any(self._keep) or not self.is_complete(newest):
             return
@@ -312,7 +318,7 @@ class CheckpointManager(CheckpointLoader):
                 self._remove(self.path(step))
 
     def remove_leftovers(self) -> None:
-        """Remove the files of interrupted saves and deletions, on rank 0, which holds the lock of the run directory."""
+        """Delete hidden directories and temporary files of interrupted saves and deletions from the checkpoint directory."""
         for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
             remove_path(stale)
 
@@ -320,9 +326,10 @@ class CheckpointManager(CheckpointLoader):
 def checkpoints_to_delete(
     older: Iterable[int], keep_last: int | None, keep_every: int | None, keep_steps: Collection[int] = ()
 ) -> list[int]:
-    """Return the steps among the `older` checkpoints to delete after a newer one is saved; none without a rule.
+    """Return steps of `older` but its `keep_last` - 1 newest, multiples of `keep_every`, `keep_steps`; [] without rules.
 
-    Kept are the `keep_last` newest, including the newer one (default 1), multiples of `keep_every`, and `keep_steps`.
+    `older` are the checkpoints before a newly saved one, which counts in `keep_last` (default 1). Without `keep_last` and
+    `keep_every` there is no rule.
     """
     if keep_last is None and keep_every is None:
         return []

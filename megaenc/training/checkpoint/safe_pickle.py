@@ -106,17 +106,17 @@ class _PlainUnpickler(pickle._Unpickler):  # not the C one, with which a pickle 
                 raise _RefusedPickleError(f"the hash of a {type(key).__name__}")
 
     def load_setitem(self) -> None:
-        """Set an item of a dictionary after checking its key."""
+        """Handle opcode SETITEM: set an item of a dictionary; _RefusedPickleError for a key of an unsafe class."""
         self._check_keys(self.stack[-2:-1])
         super().load_setitem()
 
     def load_setitems(self) -> None:
-        """Set several items of a dictionary after checking their keys."""
+        """Handle opcode SETITEMS: set items of a dictionary; _RefusedPickleError for a key of an unsafe class."""
         self._check_keys(self.stack[::2])
         super().load_setitems()
 
     def load_global(self) -> None:
-        """Raise _RefusedPickleError with the name of the class, because plain values have none."""
+        """Handle opcode GLOBAL, a class or function: always raise _RefusedPickleError, as plain values have none."""
         module, name = (self.readline()[:-1].decode("utf-8", errors="replace") for _ in range(2))
         raise _RefusedPickleError(f"{module}.{name}")
 
@@ -140,7 +140,7 @@ class _MetadataUnpickler(_PlainUnpickler):
                 raise _RefusedPickleError("the hash of a MetadataIndex of other values")
 
     def load_stack_global(self) -> None:
-        """Push a class or function of the allow-list onto the stack."""
+        """Handle opcode STACK_GLOBAL: push a class or function of the allow-list, else raise _RefusedPickleError."""
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:  # others may take forever to print or hash
             raise _RefusedPickleError("a class without a name")
@@ -149,14 +149,14 @@ class _MetadataUnpickler(_PlainUnpickler):
         self.append(_GLOBALS[module, name])
 
     def load_newobj(self) -> None:
-        """Push an empty object of a class of the allow-list onto the stack."""
+        """Handle opcode NEWOBJ: push an empty object of a class of the allow-list, else raise _RefusedPickleError."""
         arguments, cls = self.stack.pop(), self.stack.pop()
         if cls not in _CLASSES or arguments != ():
             raise _RefusedPickleError(f"{_type_name(cls)} as no save does")
         self.append(cls.__new__(cls))
 
     def load_reduce(self) -> None:
-        """Call a function of the allow-list with arguments of the expected types."""
+        """Handle opcode REDUCE: replace an allowed function on the stack by its result; _RefusedPickleError for others."""
         arguments, function = self.stack.pop(), self.stack[-1]
         kinds = _CALLS.get(function, ()) if callable(function) else ()
         expected = type(arguments) is tuple and len(arguments) == len(kinds) and all(map(isinstance, arguments, kinds))
@@ -168,7 +168,7 @@ class _MetadataUnpickler(_PlainUnpickler):
         self.stack[-1] = function(*arguments)
 
     def load_build(self) -> None:
-        """Set the attributes of an object of a class of the allow-list."""
+        """Handle opcode BUILD: set attributes of an object of a class of the allow-list, else raise _RefusedPickleError."""
         state, value = self.stack[-1], self.stack[-2]
         if type(value) not in _CLASSES or type(state) is not (tuple if type(value) is dcp.TensorProperties else dict):
             raise _RefusedPickleError(f"a change of {_type_name(value)}")
@@ -183,11 +183,11 @@ class _MetadataUnpickler(_PlainUnpickler):
 
 
 def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = None) -> dict[str, bytes]:
-    """Return the contents of the files with pickles in the checkpoint `folder`, by name, rewritten from their plain values.
+    """Return the pickle files of checkpoint `folder` as bytes by name, rewritten from plain values; InputError for others.
 
     These are `.metadata`, `common.pt` and `metadata.json`, and `extra_states` in place of objects among the tensors; torch reads
-    the tensors with its own allow-list. `entries`: size and SHA-256 of the verified files. InputError, naming file and class, for
-    anything but plain values; DamagedCheckpointError if a file has changed since its verification.
+    the tensors with its own allow-list. `entries`: size and SHA-256 of the verified files. InputError, naming file and class,
+    for anything but plain values; DamagedCheckpointError if a file has changed since its verification.
     """
     contents = {}
     for name, limit in _LIMITS.items():
@@ -206,7 +206,7 @@ def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = No
 
 
 def check_loadable(folder: Path) -> None:
-    """Raise RuntimeError if `rewrite_pickles` would refuse the new checkpoint `folder`, at its save and not at a resume."""
+    """Raise RuntimeError if the new checkpoint `folder` cannot be loaded: common.pt not plain, or .metadata too large."""
     try:
         _read_plain_values(read_regular_file(folder / COMMON, _LIMITS[COMMON]))
         if (size := (folder / METADATA).stat().st_size) > _LIMITS[METADATA]:

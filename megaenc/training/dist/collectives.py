@@ -25,7 +25,7 @@ _INPUT_ERROR_KEY, _FAILED_KEY, _REPORTED_KEY = "megaenc/wrong", "megaenc/failed"
 
 
 def all_gather_call(function: Callable[[], Result]) -> list[Result]:
-    """Call `function` on each rank; return the results of all ranks, or raise the first InputError, on every rank."""
+    """Call `function` on all ranks; return on each the list of results by rank, or raise the first rank's InputError."""
     outcomes: list = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, _call_catching_input_error(function))
     for _, error in outcomes:
@@ -35,7 +35,7 @@ def all_gather_call(function: Callable[[], Result]) -> list[Result]:
 
 
 def broadcast_call(function: Callable[[], Result]) -> Result:
-    """Call `function` on rank 0; return its result, or raise its InputError, on every rank."""
+    """Call `function` on rank 0 only; return its result, or raise its InputError, on every rank."""
     outcome = [*_call_catching_input_error(function)] if get_rank() == 0 else [None, None]
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -52,7 +52,7 @@ def _call_catching_input_error(function: Callable[[], Result]) -> tuple[Result |
 
 
 def check_same_plan(plan: Plan) -> None:
-    """Raise InputError on all ranks, naming field and rank, if their plans differ."""
+    """Raise InputError on all ranks, naming field and rank, if flags (except paths), identity or start of plans differ."""
     values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _NODE_LOCAL_FIELDS}
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
     (_, first), *others = all_gather_call(lambda: (socket.gethostname(), values))
@@ -63,10 +63,9 @@ def check_same_plan(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
-    """End all ranks if one of them raises an error inside the context, even if they wait in a collective.
+    """End all ranks if one raises in the context, unless all raise InputError: it calls `clean_up` and raises, others exit.
 
-    The rank that failed first waits for the others, calls `clean_up` and raises its error; the others exit silently with code 2.
-    An InputError that all ranks raise together passes unchanged.
+    The rank that failed first waits for the others to exit, with code 2, before it calls `clean_up`.
     """
     if dist.get_world_size() == 1:
         try:

@@ -13,7 +13,7 @@ _TIME_LIMIT = 1000  # above every signal number
 
 
 class SignalHandler:
-    """Context in which SIGTERM, SIGINT and SIGUSR1 request the end of the run; a second SIGINT kills the process.
+    """Context that records SIGTERM, SIGINT, SIGUSR1 or `minutes` passed, for `stop_reason`; a second SIGINT kills at once.
 
     After a request, other signals are ignored, also after the context. For the main thread.
     """
@@ -44,7 +44,7 @@ class SignalHandler:
                 signal.signal(number, signal.SIG_IGN)  # unlike a Python handler, this lasts until the end of the process
 
     def stop_reason(self) -> str | None:
-        """Return the signal or flag that requested the end on any rank, None without; all ranks call this together."""
+        """Return the signal or `--exit-duration-in-mins N` that ends the run on any rank, else None; all ranks call it."""
         if not self._signals and self._deadline is None:  # the same on all ranks
             return None
         is_late = self._deadline is not None and time.monotonic() >= self._deadline

@@ -30,27 +30,27 @@ _REPORT_SECONDS = 10.0  # to wait for the reports of other ranks; half of `fallb
 
 
 def fallback_delay(limit: float) -> float:
-    """Return the seconds after a timeout of `limit` seconds at which the watchdog's fallback takes over."""
+    """Return the seconds after a watchdog's `limit` at which `faulthandler` takes over: half of `limit`, from 5 to 30."""
     return min(30.0, max(5.0, limit / 2))
 
 
 def startup_timeout(limit: float) -> float:
-    """Return the timeout in seconds of the first step, validation, save or load, given the `limit` of later ones."""
+    """Return the seconds allowed for the first step, validation, save or load: 3 * `limit` (of later ones), at least 600."""
     return max(3 * limit, _MIN_STARTUP_SECONDS)
 
 
 def process_group_timeout(minutes: float) -> timedelta:
-    """Return the timeout of collectives, which expires after a watchdog of `minutes` and its fallback."""
+    """Return the timeout of collectives, longer than a watchdog of `minutes` needs at startup to report a hang and exit."""
     return timedelta(seconds=startup_timeout(60 * minutes) + 2 * fallback_delay(60 * minutes))
 
 
 class Watchdog:
-    """Context that ends the process with exit code EXIT_HUNG when `minutes` have passed since the last `beat`.
+    """Context that, `minutes` after the last `beat`, writes the stacks of all ranks to `folder` and exits with code 70.
 
-    Before, a thread writes all stack traces to `folder`/rank_00003.txt (without a folder to standard error), makes the other
-    ranks do the same and waits for them, because a launcher kills all ranks when the first exits. One rank prints a line with
-    the position of each rank. If the hanging thread holds the GIL, `faulthandler` writes the stack traces to standard error
-    `fallback_delay` later and exits with code 1. For the main thread of one process group.
+    The stacks go to `folder`/rank_00003.txt (without a folder to standard error). A thread makes the other ranks do the same and
+    waits for them, because a launcher kills all ranks when the first exits. One rank prints a line with each rank's position.
+    If the hanging thread holds the GIL, `faulthandler` writes the stacks to standard error `fallback_delay` later and exits with
+    code 1. For the main thread of one process group.
     """
 
     def __init__(self, minutes: float, folder: Path | None) -> None:
@@ -78,7 +78,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def beat(self, kind: str, step: int) -> None:
-        """Report progress: the beginning of an activity `kind` (`step`, `validation`, `save`, `load`, ...) of `step`."""
+        """Restart the time limit as activity `kind` ("save", ...) of `step` begins; the first of a kind gets longer."""
         limit = self._limit if kind in self._earlier_kinds else startup_timeout(self._limit)
         self._earlier_kinds.add(kind)
         now = time.monotonic()
@@ -183,7 +183,7 @@ _ACTIVITY_PREFIXES["validation"] = "validation after "
 
 
 def format_activity(kind: str, step: int) -> str:
-    """Return the text of an activity, such as `step 5`, `save of step 5`, `validation after step 5` or `start`."""
+    """Return an activity as text such as `save of step 5` or `validation after step 5`; others such as `start` as is."""
     return f"{_ACTIVITY_PREFIXES[kind]}step {step}" if kind in _ACTIVITY_PREFIXES else kind
 
 

@@ -34,7 +34,7 @@ TENSORBOARD_RUN = "megaenc_run"
 
 
 def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]:
-    """Open on rank 0 the loggers that the flags of `plan` request; return [] on other ranks."""
+    """Return the started TensorBoard and Weights & Biases loggers that flags of `plan` request; [] on ranks except 0."""
     monitoring, save = plan.settings.monitoring, plan.settings.output.save
     if get_rank():
         return []
@@ -48,7 +48,7 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
 
 
 class TensorBoardLogger:
-    """TensorBoard event files of one run, with float64 numbers as in metrics.jsonl."""
+    """Logger that writes a run's rows (numbers as float64, texts, config) to TensorBoard event files in one directory."""
 
     def __init__(self, folder: str, run: str, config: dict[str, Any]):
         """Claim `folder` for the run with the digest `run`; InputError if another run has written to it."""
@@ -62,7 +62,7 @@ class TensorBoardLogger:
         self._texts: dict[str, str] = {}
 
     def drop_rows_after(self, step: int) -> None:
-        """Start a new event file in which rows of older files after `step` are purged."""
+        """Start a new event file that makes TensorBoard drop rows after `step` of older files, and write the flags to it."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer:
@@ -73,7 +73,7 @@ class TensorBoardLogger:
         self._writer.add_text("config", "\n".join("    " + line for line in lines), step + 1)  # indented: code in Markdown
 
     def log(self, group: str, row: dict[str, Any]) -> None:
-        """Write the numbers and the changed texts of `row`, named after `group`."""
+        """Write the numbers and changed texts of `row` as events of its step, under names such as `group`/loss."""
         step = row["step"]
         for name, value in flatten_row(row, group).items():
             if not isinstance(value, str):
@@ -83,16 +83,16 @@ class TensorBoardLogger:
                 self._writer.add_text(name, value, step)
 
     def flush(self) -> None:
-        """Write buffered events to the disk."""
+        """Write buffered events to the event file on the disk."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
+        """Write buffered events and close the event file."""
         self._writer.close()
 
 
 class WandbLogger:
-    """A run at Weights & Biases; without API key or network it is logged offline, for `wandb sync`."""
+    """Logger of rows to a Weights & Biases run; without API key or network to local files, for `wandb sync`."""
 
     def __init__(self, monitoring: MonitoringConfig, save: str, run_id: str, config: dict[str, Any], patience: int = 30):
         """Start or resume the run `run_id`; offline without API key or if the server does not answer in `patience` seconds."""
@@ -131,7 +131,7 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, group: str, row: dict[str, Any]) -> None:
-        """Log the numbers and texts of `row`, named after `group`."""
+        """Log the numbers and texts of `row` with its step to the Weights & Biases run, under names such as `group`/loss."""
         self._run.log({"step": row["step"], **flatten_row(row, group)})
 
     def drop_rows_after(self, step: int) -> None:
@@ -141,12 +141,12 @@ class WandbLogger:
         """Do nothing, because a separate process of wandb writes."""
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the Weights & Biases run, waiting for its last rows."""
         self._run.finish()
 
 
 class BackgroundLogger:
-    """A logger that a background thread builds and calls, so that neither imports nor network delay the run."""
+    """Background thread that builds a logger and makes queued calls of its methods; errors end the logger, not the run."""
 
     def __init__(self, name: str, build: Callable[[], Any]):
         self._name, self._build, self._calls = name, build, queue.SimpleQueue()
@@ -155,18 +155,18 @@ class BackgroundLogger:
         self._thread.start()
 
     def submit(self, method: str, *arguments: Any) -> None:
-        """Queue a call of `method` of the logger."""
+        """Queue the call `method(*arguments)` of the logger for the background thread, without waiting for it."""
         self._calls.put((method, arguments, threading.Event()))
 
     def flush(self, seconds: float = 5.0) -> None:
-        """Wait up to `seconds` until queued rows are on the disk; return at once if the logger is not open yet."""
+        """Wait up to `seconds` until the logger has flushed all queued rows; return at once if it is not open yet."""
         is_done = threading.Event()
         if self._is_open.is_set():
             self._calls.put(("flush", (), is_done))
             is_done.wait(seconds)
 
     def close(self, seconds: float = 90.0) -> None:
-        """Close the logger, waiting at most `seconds`."""
+        """Close the logger after its queued calls, waiting up to `seconds`; print a warning if it takes longer."""
         self.submit("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -196,7 +196,7 @@ class BackgroundLogger:
 
 
 def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
-    """Return the finite numbers and the texts of a nested `row`, except its step, by names such as validation/mlm/loss."""
+    """Return finite numbers and texts of nested `row`, except `step`, by path from `group` on: validation/mlm/loss."""
     values: dict[str, float | str] = {}
     for name, value in row.items():
         path = group if name == "objectives" else f"{group}/{name}"

@@ -26,7 +26,10 @@ _GROUPS = {METRICS_FILE: "train", VALIDATION_FILE: "validation", STRAGGLERS_FILE
 
 
 class MetricsLogger:
-    """Logger of rows to the run directory, logging backends and progress line; all ranks call it together, as a context."""
+    """Context that logs steps, validations and stragglers to the run directory, logging backends and a progress line.
+
+    All ranks call its methods together.
+    """
 
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, run_dir: RunDir | None, start_step: int):
         """Open the loggers for steps after `start_step`; `run_dir` is set on rank 0 of a run with `--save`."""
@@ -53,14 +56,14 @@ class MetricsLogger:
 
     @contextlib.contextmanager
     def measure_step(self, step: int) -> Iterator[None]:
-        """Measure the seconds of `step` inside the context, and profile it if `--profile` requests it."""
+        """Measure the seconds of `step` inside the context, for `log_step`, and profile it if --profile selects it."""
         with self._profiler.profile_step(step) if self._profiler else contextlib.nullcontext():
             start = perf_counter()
             yield
             self._step_seconds = perf_counter() - start
 
     def log_step(self, step: int, result: TrainStepResult, progress: dict[str, Any], deviations: float | None) -> None:
-        """Log `step` if `--log-interval` is due or it is a spike or skipped, and update the progress line.
+        """Log a row of `step` if it is due, last, a spike or skipped, and a due straggler report; update the progress line.
 
         `progress`: PROGRESS_FIELDS of the run so far; `deviations`: result of `RecentLosses.add`.
         """
@@ -89,14 +92,14 @@ class MetricsLogger:
         self._line.update(step, description=row["objective"], **_progress_fields(row))
 
     def log_validation(self, step: int, progress: dict[str, Any], validate: Callable[[Engine], dict[str, Any]]) -> None:
-        """Call `validate` (see `Validator`) after `step` and log its result."""
+        """Log a row of validation.jsonl with `step`, `progress` and the scores that `validate` returns for the engine."""
         with self.measure_pause("evaluation"):
             scores = validate(self._engine)
         self._log(VALIDATION_FILE, {"step": step, **progress, **scores})
 
     @contextlib.contextmanager
     def measure_pause(self, kind: Literal["evaluation", "save"]) -> Iterator[None]:
-        """Measure the seconds inside the context, between two steps, for the next logged row."""
+        """Add the seconds inside the context, between steps, to `evaluation_seconds` or `save_seconds` of the next row."""
         start = perf_counter()
         yield
         self._pause_seconds[kind] += perf_counter() - start
@@ -109,14 +112,14 @@ class MetricsLogger:
             logger.submit("log", _GROUPS[file], row)
 
     def drop_rows_after(self, step: int) -> None:
-        """Delete the rows after `step`, before those steps are trained again."""
+        """Delete rows of steps after `step` from metrics files and logging backends, before those steps are repeated."""
         if self._run_dir:
             self._run_dir.drop_rows_after(step)
         for logger in self._loggers:
             logger.submit("drop_rows_after", step)
 
     def sync(self) -> None:
-        """Flush the rows to the disk, as needed before a checkpoint is saved."""
+        """Flush the metrics files, and the rows queued for logging backends, to the disk, before a checkpoint is saved."""
         if self._run_dir:
             self._run_dir.sync()
         for logger in self._loggers:
@@ -151,7 +154,7 @@ PROFILE_DIR, TABLE_ROWS = "profile", 20
 
 
 class Profiler:
-    """torch's profiler over the steps and ranks in `monitoring`, which writes a trace and a table to the run directory."""
+    """torch's profiler for chosen steps and ranks; writes a trace (.json.gz) and a table (.txt) to SAVE/profile."""
 
     def __init__(self, monitoring: MonitoringConfig, backend: Backend, run_dir: str, start_step: int):
         """Prepare profiling of a run that starts after `start_step`; print a line if the chosen steps are over."""
@@ -166,7 +169,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def profile_step(self, step: int) -> Iterator[None]:
-        """Profile `step` inside the context if it is one of the chosen steps."""
+        """Profile `step` inside the context if it is a chosen one; after the last chosen step write trace and table."""
         if self._is_profiled and step == self._first and not self._running:
             self._running = profile(activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA]))
             self._running.start()
@@ -176,7 +179,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write trace and table of the profiled steps, if any."""
+        """Stop a running profiler and write trace and table of its steps to SAVE/profile; do nothing if none is running."""
         if not self._running:
             return
         finished, self._running = self._running, None

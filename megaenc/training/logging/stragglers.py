@@ -30,7 +30,10 @@ _MEASURES = ("data_seconds", "compute_seconds", "probe_seconds")
 
 
 class StragglerDetector:
-    """Comparison of the ranks' speed every `interval` steps; all ranks construct and call it together."""
+    """Detector of slow ranks: sums each rank's own work times and compares the ranks every `interval` steps.
+
+    All ranks construct and call it together.
+    """
 
     def __init__(self, engine: Engine, backend: Backend, interval: int):
         self._engine, self._backend, self._interval = engine, backend, interval
@@ -49,7 +52,10 @@ class StragglerDetector:
         self._slow_reports: Counter[int] = Counter()  # consecutive ones by rank
 
     def record_step(self, step: int) -> dict[str, Any] | None:
-        """Add the timings of `step` and return a report if one is due; print a line if a rank was slow repeatedly."""
+        """Add this rank's times of `step`; every `interval` steps return a report of the slowest ranks, else None.
+
+        It also prints a line for each rank that was slow in CONSECUTIVE_REPORTS reports. The first step is not measured.
+        """
         timers = self._engine.step_timers
         thread_seconds = timers.processor[FORWARD_BACKWARD] - timers.processor[DATA] + timers.processor[OPTIMIZER]
         compute = self._forward.pop_seconds() if self._forward else thread_seconds
@@ -86,7 +92,7 @@ class StragglerDetector:
 
 
 def compare_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the slowest rank, its ratio, and `ranks` from slow to fast with `ratio` to the median and part `slow_in`.
+    """Return `slowest_rank`, `slowest_ratio` and `ranks`, slowest first, each with `ratio` to the median and part `slow_in`.
 
     Data and probe are the same work for all ranks; compute is compared among the ranks of a pipeline stage. The median of two
     is the faster one.
@@ -105,7 +111,7 @@ def compare_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class ForwardTimer:
-    """Timer of the accelerator's seconds in the forward passes of model `chunks` during training."""
+    """Timer of the accelerator's seconds in forward passes during training, by events that hooks on model chunks record."""
 
     def __init__(self, chunks: list[torch.nn.Module]):
         self._events: list[torch.cuda.Event] = []  # begin, end, begin, end, ...
@@ -120,13 +126,13 @@ class ForwardTimer:
             self._events[-1].record()
 
     def pop_seconds(self) -> float:
-        """Return the seconds since the last call; to be called after a step, which synchronizes the device."""
+        """Return the accelerator's seconds in forward passes since the last call; the device must be synchronized."""
         events, self._events = self._events, []
         return sum(begin.elapsed_time(end) for begin, end in zip(events[::2], events[1::2], strict=True)) / 1000
 
 
 def time_matmul(device: torch.device, repeats: int = 5) -> float:
-    """Return the minimum seconds, over `repeats`, of a fixed number of matrix products on `device`."""
+    """Return the seconds of a fixed number of matrix products on `device`, the minimum of `repeats` measurements."""
     host = device.type == "cpu"
     size, products = (384, 1) if host else (2048, 50)
     matrix = torch.ones(size, size, device=device, dtype=torch.float32 if host else torch.bfloat16)

@@ -141,7 +141,7 @@ def test_hedges_correction():
 @pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
 def test_seeds_needed_are_those_of_the_tables(effect, pairs):
     """Pairs for 80 % power, two-sided 5 %, effect in sd of the differences: as in Cohen's tables and G*Power."""
-    assert required_seeds(effect, VarianceComponents(1 / 5, NAN), seeds=5) == pairs
+    assert required_seeds(effect, VarianceComponents(1 / 5, NAN), parts_seed_count=5) == pairs
 
 
 def test_examples_limit_what_seeds_can_show():

@@ -23,7 +23,7 @@ TEXT_COLOUR, MUTED_COLOUR, GRID_COLOUR, BACKGROUND_COLOUR = "#1a1a1a", "#5f5f5f"
 
 @dataclass(frozen=True)
 class FigurePoint:
-    """Mean in percent at a position of the x axis, with half the width of its interval if known."""
+    """Point of a figure: x position, mean, half width of its interval if known, and whether it includes collapsed runs."""
 
     x: float
     mean: float
@@ -34,7 +34,7 @@ class FigurePoint:
 
 @dataclass(frozen=True)
 class FigureLine:
-    """Points under one legend entry; `joined` connects them by a line."""
+    """Points under one legend entry with colour and marker; `joined` connects them by a line."""
 
     name: str
     colour: str
@@ -48,7 +48,7 @@ class FigureLine:
 
 @dataclass(frozen=True)
 class FigurePanel:
-    """One pair of axes."""
+    """One pair of axes of a figure: title, lines, axis labels, and ticks, scale and unit of the x axis."""
 
     title: str
     lines: tuple[FigureLine, ...]
@@ -63,7 +63,7 @@ class FigurePanel:
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """Content of a figure; without panels there is nothing to draw and the caption gives the reason."""
+    """Content of a figure: title, caption and panels; without panels nothing is drawn and the caption gives the reason."""
 
     key: str
     title: str
@@ -73,7 +73,7 @@ class FigureSpec:
 
     @cached_property
     def figure(self) -> Any:
-        """Return the matplotlib Figure, drawn once."""
+        """Return the matplotlib Figure with all panels, drawn on the first access and cached."""
         from matplotlib import rc_context
 
         with rc_context(_STYLE):
@@ -81,7 +81,7 @@ class FigureSpec:
 
     @cached_property
     def svg(self) -> str:
-        """Return the figure as SVG text."""
+        """Return the figure as SVG text, drawn on the first access and cached."""
         return figure_to_svg(self.figure, self.key)
 
 
@@ -90,7 +90,7 @@ FigureSeries = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, ModelK
 
 
 def headline_datasets(evidence: Evidence) -> dict[str, str]:
-    """Return the data set that figures show of each family: the average if there is one, else the first data set."""
+    """Return by family the data set that figures show: the average if there is one, else the first data set."""
     sets = datasets_by_family(evidence.datasets())
     return {family: next(filter(is_average, names), names[0]) for family, names in sets.items()}
 
@@ -106,7 +106,7 @@ def build_family_figure(
     joined: bool = True,
     **axis: Any,
 ) -> FigureSpec:
-    """Build a figure with one panel per task family that has scores; `published` values of the same models are drawn lightly.
+    """Return a FigureSpec with a panel per task family that has scores, a line per series, `published` values drawn lightly.
 
     `dodge` shifts neighbouring series on the x axis so that their points do not cover each other; `axis`: FigurePanel's fields.
     """
@@ -133,12 +133,12 @@ def build_family_figure(
 
 
 def has_published_lines(panels: Sequence[FigurePanel]) -> bool:
-    """Return whether any panel contains published values."""
+    """Return whether any panel has a light line of published values, named "..., published"."""
     return any(line.light and line.name.endswith(_PUBLISHED) for panel in panels for line in panel.lines)
 
 
 def describe_bars(evidence: Evidence, published: Evidence | None, panels: Sequence[FigurePanel]) -> str:
-    """Describe the interval bars and hollow points of these panels, for a caption."""
+    """Return caption text on the interval bars of these panels, and on hollow points (collapsed runs) if there are any."""
     hollow = any(point.collapsed for panel in panels for line in panel.lines for point in line.points)
     hollow_note = " Hollow points in strong colours include runs that collapsed to worthless predictions." if hollow else ""
     return f"Bars: {describe_intervals(evidence, published if has_published_lines(panels) else None)}.{hollow_note}"
@@ -148,18 +148,18 @@ _PUBLISHED = ", published"
 
 
 def published_label(name: str) -> str:
-    """Return the legend label of a line's published values."""
+    """Return the legend label of published values: `name` followed by ", published"."""
     return name + _PUBLISHED
 
 
 def panel_title(family: str, dataset: str) -> str:
-    """Return a panel's title: the family's name, and the data set if it is not the average."""
+    """Return a panel's title: the family's full name, followed by the data set's label if it is not the average."""
     name = FAMILY_LABELS.get(family, family)
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
 
 
 def build_points(evidence: Evidence, family: str, places: Iterable[tuple[float, str, ModelKey]]) -> tuple[FigurePoint, ...]:
-    """Return the points of a family's available scores, given (x, data set, model) of each."""
+    """Return a FigurePoint in percent for each (x, data set, model) that has a score in this family, in the given order."""
     scores = [(x, evidence.find(key, dataset, family)) for x, dataset, key in places]
     return tuple(_build_point(x, score) for x, score in scores if score is not None)
 
@@ -267,7 +267,7 @@ def _set_x_ticks(axis: Any, panel: FigurePanel) -> None:
 
 
 def figure_to_svg(figure: Any, name: str) -> str:
-    """Return a matplotlib Figure as SVG with real text, always the same bytes; `name` is the salt of its ids."""
+    """Return a matplotlib Figure as SVG text with real text, always the same bytes; `name` is the salt of its ids."""
     from matplotlib import rc_context
 
     stream = io.StringIO()
@@ -278,7 +278,7 @@ def figure_to_svg(figure: Any, name: str) -> str:
 
 
 def embed_svg(svg: str, name: str, alt: str) -> str:
-    """Prepare SVG for inlining in the page: prefix its ids with `name`, use the page's colours, add the text `alt`."""
+    """Return SVG text for the page: ids prefixed with `name`, colours of the page, no metadata, alternative text `alt`."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     for place, own in ((' id="', f' id="{name}-'), ("url(#", f"url(#{name}-"), ('xlink:href="#', f'href="#{name}-')):
         svg = svg.replace(place, own)

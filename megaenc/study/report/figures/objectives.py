@@ -36,7 +36,7 @@ from megaenc.viz.style import assign_styles, format_count
 
 
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Build the figure of CLM and MLM base models (reference mask ratio) by size, or by data set if there is one size."""
+    """Return the figure of CLM and MLM (reference mask ratio) base models' scores by size, or by data set with one size."""
     key, title = "objectives", "CLM and MLM"
     base, mask = evidence.group_by_setup().get("base", []), evidence.reference_mask_ratio
     models = {
@@ -80,7 +80,7 @@ def _build_dataset_panels(
 
 
 def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Build the figure of MLM base models of each size over their mask ratios."""
+    """Return the figure of scores of MLM base models over the mask ratio, a line per size; no panels below two ratios."""
     key, title = "mask-ratios", "Mask ratios"
     base = [one for one in evidence.group_by_setup().get("base", []) if objective_name(one) == "MLM"]
     if len({one.mask_ratio for one in base}) < 2:
@@ -93,7 +93,7 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
 
 
 def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Build the figure of MLM-only and CLM-then-MLM models over mask ratios, for sizes and budgets with two ratios of both."""
+    """Return the figure of scores over the mask ratio of MLM-only and CLM-then-MLM models of the same size and budget."""
     key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, float], list[ModelKey]] = defaultdict(list)
     for one in evidence.model_keys():
@@ -135,7 +135,7 @@ def _list_styles(count: int) -> list[tuple[str, str]]:
 
 
 def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Build the figure of intermediate checkpoints over their training steps."""
+    """Return the figure of intermediate checkpoints' scores over training steps; no panels below two numbers of steps."""
     places = {one: float(one.steps) for one in evidence.model_keys() if not one.decayed}
     steps = sorted(set(places.values()))
     axis = {
@@ -149,7 +149,7 @@ def build_step_efficiency_figure(evidence: Evidence, published: Evidence | None 
 def build_flop_efficiency_figure(
     evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None
 ) -> FigureSpec:
-    """Build the figure of intermediate checkpoints over their training FLOPs, given in `flops`; others are left out."""
+    """Return the figure of intermediate checkpoints' scores over training FLOPs; models not in `flops` are left out."""
     key, title = "efficiency-flops", "Data efficiency by FLOP"
     checkpoints = [one for one in evidence.model_keys() if not one.decayed]
     places = {one: flops[one] for one in checkpoints if one in flops}
@@ -187,7 +187,7 @@ def _build_efficiency_figure(
 
 
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Build the figure of models from scratch (reference mask ratio) over their CLM share, for budgets with a two-stage model."""
+    """Return the figure of scores over CLM share (MLM at the reference ratio), a line per budget with a two-stage model."""
     key, title, mask = "clm-shares", "CLM share at each budget", evidence.reference_mask_ratio
     budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one in evidence.model_keys():
@@ -215,7 +215,7 @@ def _name_budgets(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> d
 
 
 def build_continued_pretraining_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Build the figure of continued MLM pretraining by its length; finished models are at 0."""
+    """Return the figure of scores over the MLM steps of continued pretraining, a line per parent, which is at 0."""
     key, title, model_keys = "continued-pretraining", "Continued pretraining by length", evidence.model_keys()
     groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
     for one in model_keys:
@@ -250,7 +250,7 @@ _REFERENCE_STYLES = {"MLM": (ORANGE, "s"), "CLM": (BLUE, "o"), "MLM on CLM": (BL
 
 
 def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
-    """Build the figure of models with other schedules next to CLM and MLM models of the same size and steps; None without any."""
+    """Return the figure of scores of models with other schedules next to CLM and MLM of equal steps; None without any."""
     names = {one.model_key: one.model for one in evidence.scores if one.model_key is not None}
     groups: dict[tuple[str, int], list[ModelKey]] = defaultdict(list)
     for one in names:

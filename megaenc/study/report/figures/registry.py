@@ -33,7 +33,7 @@ from megaenc.viz.style import assign_styles
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """Figure of the report, with a second one of the published results if they are not part of the first."""
+    """Figure of the report, with a separate one of the published results if the first does not contain them, else None."""
 
     figure: FigureSpec
     published: FigureSpec | None = None
@@ -42,7 +42,7 @@ class ReportFigure:
 def build_figures(
     evidence: Evidence, runs: Mapping[str, TrainedRun], flops: Mapping[ModelKey, float], published: Evidence | None = None
 ) -> list[ReportFigure]:
-    """Build all figures of the report, with `published` results in or next to them; `flops`: training FLOPs by model."""
+    """Return all figures of the report, in order; `published` results in or next to them; `flops`: FLOPs by model."""
     published_flops = published_flops_by_model(published) if published else {}
 
     def build_flop_figure(scores: Evidence, published: Evidence | None = None) -> FigureSpec:
@@ -75,7 +75,7 @@ def build_figures(
 
 
 def published_flops_by_model(evidence: Evidence) -> dict[ModelKey, float]:
-    """Return the training FLOPs of the published models among the evaluated ones, computed from their shapes."""
+    """Return training FLOPs by key of evaluated model, computed from its shape; without other sizes and schedules."""
     flops = {key: published_model_flops(key) for key in evidence.model_keys()}
     return {key: count for key, count in flops.items() if count}
 
@@ -92,7 +92,7 @@ _RUN_KIND_STYLES = {
 
 
 def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
-    """Build the figure of the held-out losses of all pretraining runs over their steps, a panel per objective."""
+    """Return the figure of pretraining runs' held-out losses over steps, a panel per objective; no panels without any."""
     key, title = "losses", "Held-out loss of the runs"
     curves = {name: run_curves for name, run in runs.items() if (run_curves := held_out_curves(run.validations))}
     if not curves:
@@ -120,7 +120,7 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
 
 
 def build_rate_figure(evidence: Evidence) -> FigureSpec:
-    """Build the figure of points lost at each learning rate against a model's best rate, per model and as mean per objective."""
+    """Return the figure of points lost at each fine-tuning rate against a model's best, by model and mean per objective."""
     key, title = "learning-rates", "Sensitivity to the learning rate"
     panels = []
     for family, dataset in headline_datasets(evidence).items():
