@@ -65,7 +65,7 @@ def check_same_plan(plan: Plan) -> None:
 def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
     """End all ranks if one raises in the context, unless all raise InputError: it calls `clean_up` and raises, others exit.
 
-    The rank that failed first waits for the others to exit, with code 2, before it calls `clean_up`.
+    The others exit silently with code 2, even from a collective, once the rank that failed first has called `clean_up`.
     """
     if dist.get_world_size() == 1:
         try:

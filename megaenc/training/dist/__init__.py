@@ -1,0 +1,1 @@
+"""Coordination of ranks: collective calls, signal handling and the watchdog."""
