@@ -238,9 +238,9 @@ class Worker(ChildProcess):
             raise self._describe_end() from None
 
     def results(self, deadline: float | None = None) -> Iterator[Any]:
-        """Yield the result of `work` for one sent item, or each value of a generator as it arrives.
+        """Yield the result of `work` for one sent item, or each value of a generator; TimeoutError at `deadline`.
 
-        Raises the exception of `work`, WorkerDied if the process ends first, TimeoutError at `deadline` (`time.monotonic`).
+        Raises the exception of `work`, or WorkerDied if the process ends first. `deadline`: of `time.monotonic`.
         """
         last = False
         while not last:

@@ -75,7 +75,7 @@ class Backend:
 
 @functools.cache
 def detect_backend() -> Backend:
-    """Return this process's Backend: accelerator number LOCAL_RANK if torch has any, else the CPU.
+    """Return this process's Backend: accelerator number LOCAL_RANK, or the CPU without any; InputError if too few.
 
     Raises InputError if there are more processes than accelerators.
     """

@@ -72,7 +72,7 @@ class RunCheckpoint:
         return self.start.kind == "new" and not self.origin
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raise InputError if `vocabulary`, of the run folder's tokenizer, is not the one that the run was trained with."""
+        """Raise InputError if `vocabulary`, of the tokenizer in the folder, is not the run's or too large for the model."""
         where, expected = self.folder / TOKENIZER_DIR, str(self.identity.get("tokenizer"))
         if vocabulary.fingerprint != expected:
             raise InputError(

@@ -68,7 +68,7 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
 
 
 def select_export_family(architecture: str | None, run: RunCheckpoint) -> tuple[ModelFamily, Attention]:
-    """Return (ModelFamily, Attention) of an export for the value `architecture` of --as: a decoder's name is causal.
+    """Return (ModelFamily, Attention) of an export for --as `architecture`: causal if that is a decoder's name, else not.
 
     A family name, "source" for the family that the model was converted from, or None for EuroBERT or, if that does not support
     the model, the source's. All but decoder families given by name are bidirectional. Raises InputError for an unknown family.

@@ -49,7 +49,7 @@ class ProbeBatch:
 
 
 class ProbeOutputs(NamedTuple):
-    """Float32 outputs of a model for a ProbeBatch: logits, or hidden states of a model without an output layer."""
+    """A model's float32 outputs for `documents` and `variants` of a ProbeBatch: logits, or hidden states without a head."""
 
     documents: list[Tensor]  # [length, V] each
     variants: Tensor  # [1 + n, n, V]

@@ -86,7 +86,7 @@ class ModelConfig:
         return 6 * self.num_layers * self._layer_matrices
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
-        """Return forward and backward FLOPs of attention in all layers for one document of `length` tokens.
+        """Return forward and backward FLOPs of attention, all layers, for `length` tokens, the first `prefix` bidirectional.
 
         6 (s^2 + p^2) q per layer; s: `length`; q: the width of all heads; p: the length of the bidirectional `prefix` (0 if
         causal, s if bidirectional).

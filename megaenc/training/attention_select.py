@@ -12,7 +12,7 @@ from megaenc.model.attention.backends import BACKENDS
 from megaenc.model.attention.selftest import check_backend
 from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.objectives import Attention
-from megaenc.training.dist.collectives import all_gather_call
+from megaenc.training.distributed.collectives import all_gather_call
 from megaenc.training.plan import Plan, validation_objectives
 
 

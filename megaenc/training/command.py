@@ -29,14 +29,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         print_dry_run(plan)
         return
     from megaenc import backend
-    from megaenc.training.dist.watchdog import process_group_timeout
+    from megaenc.training.distributed.watchdog import process_group_timeout
 
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
     device = backend.init_distributed(
         settings.layout, settings.seed, settings.layout.chunks_per_stage(settings.shape.num_layers), timeout
     )
-    from megaenc.training.dist.collectives import all_gather_call
-    from megaenc.training.dist.signals import EXIT_STOPPED
+    from megaenc.training.distributed.collectives import all_gather_call
+    from megaenc.training.distributed.signals import EXIT_STOPPED
     from megaenc.training.trainer import pretrain
 
     try:

@@ -23,7 +23,7 @@ from megaenc.model.encoder import build_model_chunks
 from megaenc.model.fp8.linear import check_linear_layers
 from megaenc.objectives import Objective
 from megaenc.training.attention_select import select_plan_attention
-from megaenc.training.dist.collectives import all_gather_call
+from megaenc.training.distributed.collectives import all_gather_call
 from megaenc.training.micro_batches import DataParallelSampler, MicroBatch, MicroBatchSpec, Prefetcher
 from megaenc.training.plan import Plan
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimers

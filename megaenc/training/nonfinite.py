@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from megaenc.console import print_rank_0
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
-from megaenc.training.dist.collectives import all_gather_call
+from megaenc.training.distributed.collectives import all_gather_call
 from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.skip_ranges import SkippedPacks
 

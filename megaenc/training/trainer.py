@@ -20,9 +20,9 @@ from megaenc.objectives import Objective
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.manager import CheckpointManager
 from megaenc.training.checkpoint_dir import DamagedCheckpointError
-from megaenc.training.dist.collectives import abort_all_on_error, broadcast_call, check_same_plan
-from megaenc.training.dist.signals import SignalHandler
-from megaenc.training.dist.watchdog import STACKS_DIR, Watchdog
+from megaenc.training.distributed.collectives import abort_all_on_error, broadcast_call, check_same_plan
+from megaenc.training.distributed.signals import SignalHandler
+from megaenc.training.distributed.watchdog import STACKS_DIR, Watchdog
 from megaenc.training.dry_run import format_run_footer, format_run_header, format_spike
 from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.logging.metrics_logger import MetricsLogger

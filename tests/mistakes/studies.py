@@ -63,7 +63,10 @@ ROWS = [
     ("megaenc study status nowhere.yaml --output new", "nowhere.yaml"),
     ("megaenc study status study-key.yaml --output new", "modles"),
     ("megaenc study status study.yaml --output file", "--output file"),
-    ("megaenc study status study.yaml --output mine --only nobody", "--only: found nobody, expected a name in `megaenc study plan`"),
+    (
+        "megaenc study status study.yaml --output mine --only nobody",
+        "--only: found nobody, expected a name in `megaenc study plan`",
+    ),
     ("megaenc study status study.yaml --output mine --live", "--live"),
     ("megaenc study status study-steps.yaml --output mine", "field `steps`: found 0"),
     ("megaenc study status study.yaml mine", "mine"),

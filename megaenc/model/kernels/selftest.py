@@ -221,9 +221,9 @@ NO_FUSED_KERNELS = FusedKernels()
 
 
 def select_fused_kernels(enabled: bool, device: torch.device, dtype: torch.dtype, widths: LayerWidths) -> FusedKernels:
-    """Return the Triton kernels that pass the self-test on every rank, and print the others; none if not `enabled`.
+    """Return the Triton kernels that pass the self-test on every rank, and print the others; none on a CPU or if disabled.
 
-    A collective call of all ranks. No kernel is enabled on a CPU, except with Triton's interpreter (TRITON_INTERPRET=1).
+    A collective call of all ranks. On a CPU Triton's interpreter (TRITON_INTERPRET=1) can run them.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not enabled or (device.type == "cpu" and not interpreted):

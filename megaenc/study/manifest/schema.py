@@ -115,7 +115,7 @@ class Manifest:
         return model.config.shape.vocab_size or self.corpus.vocab_size
 
 
-_Section = TypeVar("_Part")
+_Section = TypeVar("_Section")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
 from megaenc.training.checkpoint.safe_pickle import SHARD, rewrite_pickles
 from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, find_content_damage
-from megaenc.training.dist.collectives import all_gather_call, broadcast_call
+from megaenc.training.distributed.collectives import all_gather_call, broadcast_call
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference

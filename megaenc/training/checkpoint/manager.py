@@ -35,7 +35,7 @@ from megaenc.training.checkpoint_dir import (
     file_digests,
     json_digest,
 )
-from megaenc.training.dist.collectives import all_gather_call, broadcast_call
+from megaenc.training.distributed.collectives import all_gather_call, broadcast_call
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import saw_same_data

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megaenc.errors import InputError, LocalInputError
 from megaenc.training.checkpoint.manager import CheckpointManager
-from megaenc.training.dist.signals import EXIT_STOPPED
+from megaenc.training.distributed.signals import EXIT_STOPPED
 
 SLOW, LATE = runs.WORKERS / "slow_disk.py", ["2", "1"]  # written two updates later, or after a second
 NEVER = ["100000", "120"]

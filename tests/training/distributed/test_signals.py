@@ -11,7 +11,7 @@ import pytest
 import runs
 
 from megaenc.training.checkpoint.loader import CheckpointLoader
-from megaenc.training.dist.signals import EXIT_STOPPED
+from megaenc.training.distributed.signals import EXIT_STOPPED
 
 LONG = ["--no-bf16", "--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0"]  # ends only when it is told to
 
@@ -114,7 +114,7 @@ def test_a_signal_to_one_rank_stops_both_at_one_step(small_corpus, tmp_path):
 
 SECOND = """
 import os, signal, torch
-from megaenc.training.dist.signals import SignalHandler
+from megaenc.training.distributed.signals import SignalHandler
 with SignalHandler(None, torch.device("cpu")):
     os.kill(os.getpid(), signal.SIGINT)
     print("once", flush=True)
@@ -125,7 +125,7 @@ with SignalHandler(None, torch.device("cpu")):
 
 AFTERWARDS = """
 import atexit, os, signal, sys, torch
-from megaenc.training.dist.signals import SignalHandler
+from megaenc.training.distributed.signals import SignalHandler
 def repeat():
     for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         os.kill(os.getpid(), name)

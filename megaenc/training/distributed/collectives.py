@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc import flags
+from megaenc.dist_env import get_rank
 from megaenc.errors import InputError, LocalInputError
 from megaenc.torchelastic import exit_without_restart
-from megaenc.dist_env import get_rank
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import runs
 
-from megaenc.training.dist.watchdog import EXIT_HUNG, _format_hang, _parse_report
+from megaenc.training.distributed.watchdog import EXIT_HUNG, _format_hang, _parse_report
 
 SECONDS = 6  # a step takes a hundredth of it
 
@@ -73,7 +73,7 @@ def test_a_rank_that_holds_the_lock_of_the_interpreter_is_ended_by_the_fallback(
 ALONE = f"""
 import time
 import torch.distributed as dist
-from megaenc.training.dist import watchdog
+from megaenc.training.distributed import watchdog
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 with watchdog.Watchdog({SECONDS / 60}, None) as dog:
     dog.beat("step", 1)

@@ -16,8 +16,8 @@ from typing import Any, Self
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc.console import escape_unprintable
-from megaenc.json_files import parse_json
 from megaenc.dist_env import get_rank, get_world_size
+from megaenc.json_files import parse_json
 from megaenc.training.skip_ranges import SkippedPacks
 
 EXIT_HUNG = 70  # sysexits.h: EX_SOFTWARE
