@@ -16,7 +16,7 @@ from random import Random
 
 import runs
 from faults.life import Kill, Life
-from faults.moments import KINDS, Moment, Pace, SavedRun
+from faults.moments import KINDS, FaultRun, Moment, Pace
 from faults.processes import start
 
 STEPS = 24
@@ -49,7 +49,7 @@ class Campaign:
         self.kills: list[Kill] = []
         self.failures: list[str] = []
         self.lives = 0
-        self._undisturbed: dict[str, tuple[SavedRun, Pace]] = {}
+        self._undisturbed: dict[str, tuple[FaultRun, Pace]] = {}
 
     def run(self) -> None:
         """Say each kill in a line. What is wrong is in `failures` at the end."""
@@ -81,11 +81,11 @@ class Campaign:
         launcher, flags = LAYOUTS[layout]
         return [sys.executable, *launcher, str(runs.PRETRAIN), *self.data, *MODEL, *flags, *saves, "--save", str(folder)]
 
-    def _left_alone(self, layout: str) -> tuple[SavedRun, Pace]:
+    def _left_alone(self, layout: str) -> tuple[FaultRun, Pace]:
         """The run without a kill, made when first needed, and how long its parts take here."""
         if layout in self._undisturbed:
             return self._undisturbed[layout]
-        run = SavedRun(self.root / f"undisturbed_{len(self._undisturbed)}")
+        run = FaultRun(self.root / f"undisturbed_{len(self._undisturbed)}")
         log = run.folder.with_suffix(".log")
         began, first, saves = time.monotonic(), 0.0, {}
         process = start(self._command(layout, SAVES[0], run.folder), str(run.folder), log)

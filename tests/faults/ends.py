@@ -6,12 +6,12 @@ from pathlib import Path
 
 import runs
 import torch
-from faults.moments import SavedRun
+from faults.moments import FaultRun
 
 from megaenc.training.checkpoint_dir import find_content_damage, find_size_damage
 
 
-def differences(run: SavedRun, reference: SavedRun, step: int) -> list[str]:
+def differences(run: FaultRun, reference: FaultRun, step: int) -> list[str]:
     """What differs, in words: the checkpoint of the last `step` bit by bit, rows but for what is measured, what is left."""
     found = [f"half-written and left: {path}" for path in run.leftovers()]
     if run.tracked() != step or step not in run.steps():
@@ -30,7 +30,7 @@ def differences(run: SavedRun, reference: SavedRun, step: int) -> list[str]:
     return found
 
 
-def damaged_checkpoints(run: SavedRun) -> list[str]:
+def damaged_checkpoints(run: FaultRun) -> list[str]:
     """Of the checkpoints that can be seen: files that are missing or not as state.json says."""
     found = []
     for step in run.steps():
@@ -43,7 +43,7 @@ def damaged_checkpoints(run: SavedRun) -> list[str]:
     return found
 
 
-def _checkpoint(run: SavedRun, step: int) -> dict[str, object]:
+def _checkpoint(run: FaultRun, step: int) -> dict[str, object]:
     """What is in it, by name: state.json with the checksum of every shard, and plain values.
 
     Two files say the same in other words: one pickles equal strings once or twice, the other names the attempt and lists shards

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults.ends import damaged_checkpoints, differences
-from faults.moments import Moment, Pace, SavedRun, Watch
+from faults.moments import FaultRun, Moment, Pace, Watch
 from faults.processes import marked, start, wait_until_gone
 
 # Seconds until no process of a killed launcher is alive; and until a run, or one that has lost a worker, has come to its end.
@@ -43,12 +43,12 @@ class Life:
 
     def __init__(self, number: int, command: list[str], folder: Path, steps: int, pace: Pace):
         self.number, self.command, self.folder, self.steps, self.pace = number, command, folder, steps, pace
-        self.run, self.mark = SavedRun(folder), str(folder)
+        self.run, self.mark = FaultRun(folder), str(folder)
         self.failures: list[str] = []
         self.kills: list[Kill] = []
         self._starts = 0
 
-    def live(self, moments: Iterable[Moment], reference: SavedRun) -> Iterator[Kill]:
+    def live(self, moments: Iterable[Moment], reference: FaultRun) -> Iterator[Kill]:
         """Kill it at each of the `moments`, yielding each kill; then let it finish and compare it with `reference`."""
         for moment in moments:
             kill = self._start_and_kill(moment)

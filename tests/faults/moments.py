@@ -49,7 +49,7 @@ class Moment:
         return cls(kind, random.random(), random.random(), launcher, random.random())
 
 
-class SavedRun:
+class FaultRun:
     """What a run folder shows, also while it is written to and after a kill."""
 
     def __init__(self, folder: Path):
@@ -88,7 +88,7 @@ class SavedRun:
 class Watch:
     """Looks at a command that is about to start and saves to `run`: construct it before."""
 
-    def __init__(self, run: SavedRun, total: int):
+    def __init__(self, run: FaultRun, total: int):
         self.run, self.total = run, total
         self.old_attempts, (self.old_rows, _) = run.attempts(), run.rows()
 

@@ -7,7 +7,7 @@ import pytest
 import runs
 from faults.campaign import MODEL
 from faults.ends import differences
-from faults.moments import SavedRun
+from faults.moments import FaultRun
 
 from megaenc.training.command import main
 
@@ -43,4 +43,4 @@ def test_a_kill_before_any_kind_of_operation_changes_nothing(saves, below, insta
     print(f"{len(kills)} kills:", *kills, sep="\n")
     assert set(instants.values()) <= kills.keys()
     assert not any(kills.values()), kills
-    assert differences(SavedRun(tmp_path / "run"), SavedRun(tmp_path / "alone"), STEPS) == []
+    assert differences(FaultRun(tmp_path / "run"), FaultRun(tmp_path / "alone"), STEPS) == []

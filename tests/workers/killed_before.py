@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from faults.ends import damaged_checkpoints
-from faults.moments import SavedRun
+from faults.moments import FaultRun
 from fork_server import import_all
 
 from megaenc.backend import detect_backend
@@ -76,7 +76,7 @@ def run(below: str, flags: list[str]) -> None:
             if code != -signal.SIGKILL:
                 sys.exit(f"a start that was to be killed ended with {code}, after {sorted(known)}")
             known.add(kind)
-            kills.write(json.dumps([kind, damaged_checkpoints(SavedRun(Path(folder)))]) + "\n")
+            kills.write(json.dumps([kind, damaged_checkpoints(FaultRun(Path(folder)))]) + "\n")
 
 
 if __name__ == "__main__":
