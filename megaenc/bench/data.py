@@ -39,7 +39,7 @@ _RATIOS = {
 
 @dataclass(frozen=True)
 class DataBenchConfig:
-    """Flags of `megaenc bench data`."""
+    """Flags of `megaenc bench data`: JSON file for results, text, tokenizer, size, rounds and workers."""
 
     output: str = "bench.json"
     """JSON file for the results."""
@@ -58,7 +58,7 @@ class DataBenchConfig:
 
 
 def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
-    """Run all backends in turns and return the results; raise InputError for wrong input and differing ids."""
+    """Run all tokenizers in turns; return speeds, memory and megaenc's ratios; InputError for wrong input, differing ids."""
     report.check_positive(config, "rounds", "workers", "megabytes")
     check_process_count("--workers", config.workers)
     check_output_file(Path(config.output), "--output")
@@ -176,7 +176,7 @@ def _summarize_turns(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """Return the results as a table for the console."""
+    """Return the results as text for the console: a row of speed and memory per tokenizer, then megaenc's ratios."""
     size = f"{results['bytes'] / 1e6:,.1f} MB of JSONL, {results['documents']:,} documents, {results['tokens']:,} tokens"
     lines = [f"{size}; the ids of all are identical", f"{'':18}{'MB/s':>8}{'lowest':>8}{'highest':>8}{'tokens/s':>14}{'MiB':>8}"]
     for backend, row in results["ways"].items():
@@ -193,7 +193,7 @@ def format_table(results: dict[str, Any]) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc bench data`."""
+    """Run the command `megaenc bench data`: compare tokenizers, write the results as JSON to --output, print a table."""
     silence_libraries()
     config = flags.parse(DataBenchConfig, argv, prog="megaenc bench data", description=__doc__)
     report.run_benchmark(measure_tokenization, format_table, config)

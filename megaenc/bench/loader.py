@@ -38,7 +38,7 @@ _OPEN_PACKS: list[CorpusPackedDataset] = []
 
 @dataclass(frozen=True)
 class LoaderBenchConfig:
-    """Flags of `megaenc bench loader`."""
+    """Flags of `megaenc bench loader`: JSON file for results, sizes of the corpora, packings, rounds and processes."""
 
     output: str = "loader.json"
     """JSON file for the results."""
@@ -63,7 +63,7 @@ class LoaderBenchConfig:
 
 
 def draw_lengths(documents: int, mean: int) -> np.ndarray:
-    """Return log-normal document lengths in tokens, int32[documents] of at least 1, as in web text: 5 % exceed 3 x `mean`."""
+    """Return log-normal document lengths in tokens, int32[documents] of at least 1; 5 % exceed 3 x `mean`."""
     drawn = np.random.default_rng(0).standard_normal(documents, dtype=np.float32)
     np.exp(drawn, out=drawn)
     drawn *= mean / np.exp(0.5)
@@ -71,7 +71,7 @@ def draw_lengths(documents: int, mean: int) -> np.ndarray:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: np.ndarray = _NO_TOKENS) -> None:
-    """Write an indexed corpus with `counts` sequences per document and uint16 `tokens`; without tokens, a sparse .bin file."""
+    """Write PREFIX.bin and .idx: `lengths` of sequences, `counts` of them per document; without tokens, a sparse .bin."""
     files = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     writer = IndexedWriter(*files, "uint16")
     writer.add_documents(tokens, lengths, counts)
@@ -80,7 +80,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: 
 
 
 def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
-    """Run all measurements and return the results; raise InputError for wrong flags."""
+    """Return median, lowest and highest of each measurement by packing: startup and reading; InputError for wrong flags."""
     sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
     report.check_positive(config, *sizes)
     check_process_count("--processes", config.processes)
@@ -158,7 +158,7 @@ def _open_packs(prefix: str, packing: str, seq_length: int) -> CorpusPackedDatas
 
 
 def measure_index(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
-    """Return time and memory from opening a corpus to its first pack, given (prefix, packing, config); the packs stay open."""
+    """Open a corpus and its first pack; return seconds, CPU seconds and GiB by name. Arguments: prefix, packing, config."""
     import torch  # noqa: F401 - keeps the import out of the timing
 
     from megaenc.backend.megatron import import_megatron
@@ -176,7 +176,7 @@ def measure_index(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, fl
 
 
 def measure_reading(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
-    """Return tokens per second as packs and as micro-batches, after a warm-up, given (prefix, packing, config)."""
+    """Return tokens per second of reading packs and of MLM micro-batches, by name. Arguments: prefix, packing, config."""
     import torch
 
     from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -210,7 +210,7 @@ MEASURES = {"index": measure_index, "reading": measure_reading}
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """Return the results as a table for the console."""
+    """Return the results as text for the console: a row of startup time, memory and reading speed per packing."""
     documents = results["settings"]["documents"]
     lines = [f"{documents:,} documents, from opening to the first pack; millions of tokens per second of one process"]
     processes = f"of {results['settings']['processes']} processes"
@@ -229,7 +229,7 @@ def format_table(results: dict[str, Any]) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc bench loader`."""
+    """Run the command `megaenc bench loader`: measure loading, write the results as JSON to --output, print a table."""
     silence_libraries()
     config = flags.parse(LoaderBenchConfig, argv, prog="megaenc bench loader", description=__doc__)
     report.run_benchmark(measure_loader, format_table, config)

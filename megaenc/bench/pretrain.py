@@ -38,7 +38,7 @@ megaenc bench pretrain --model 210m --vocab-size 128256 --longest 2048 --batch 3
 
 @dataclass(frozen=True)
 class PretrainBenchConfig:
-    """Flags of `megaenc bench pretrain`."""
+    """Flags of `megaenc bench pretrain`: JSON file for results, model, objective, documents, batch, rounds and dtype."""
 
     output: str = ""
     """JSON file for all results"""
@@ -66,7 +66,7 @@ class PretrainBenchConfig:
     """above 1: adds a contender, megaenc with that many tensor-parallel processes on the same cores"""
 
     def check(self) -> None:
-        """Raise InputError for invalid flags."""
+        """Raise InputError for numbers out of range, or an objective that transformers cannot train."""
         least = {"documents": 1, "batch": 1, "shortest": 2, "passes": 1, "rounds": 1, "tensor_model_parallel_size": 1}
         for name, lowest in (least | {"vocab_size": MASK + 2, "longest": self.shortest}).items():
             if (value := getattr(self, name)) < lowest:
@@ -80,7 +80,7 @@ class PretrainBenchConfig:
             raise InputError(f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)")
 
     def build_job(self, weights: str) -> TrainingJob:
-        """Return the training job that all contenders share, with initial weights at the path `weights`."""
+        """Return the TrainingJob shared by all contenders; `weights` is the path of the initial weights."""
         names = ("vocab_size", "objective", "documents", "shortest", "batch", "passes", "bf16")
         same = {name: getattr(self, name) for name in names}
         return TrainingJob(shape=get_preset(self.model), seq_length=self.longest, weights=weights, **same)
@@ -89,7 +89,7 @@ class PretrainBenchConfig:
 def build_contenders(
     config: PretrainBenchConfig, weights: str
 ) -> dict[str, tuple[Callable[[TrainingJob], dict[str, Any]], TrainingJob]]:
-    """Return the training function and job of each contender by name, in the order of a round."""
+    """Return (training function, job) of each contender by name, in the order of a round: megaenc first."""
     job, parts = config.build_job(weights), config.tensor_model_parallel_size
     parallel = (train_worker.train_with_megaenc, dataclasses.replace(job, tensor_model_parallel_size=parts))
     return {
@@ -101,7 +101,7 @@ def build_contenders(
 
 
 def find_fastest_attention(job: TrainingJob) -> str:
-    """Return transformers' attention implementation that is fastest for one batch of the job's documents."""
+    """Return the name of transformers' attention that is fastest for one batch; RuntimeError if none runs here."""
     seconds: dict[str, float] = {}
     for kernel in ("sdpa", "eager", "flash_attention_2"):
         trial = dataclasses.replace(job, kernel=kernel, documents=job.batch, passes=1)
@@ -116,19 +116,19 @@ def find_fastest_attention(job: TrainingJob) -> str:
 
 
 def losses_match(losses: Sequence[float], bf16: bool) -> bool:
-    """Return whether all losses equal the first within the rounding of the dtype."""
+    """Return whether all losses are within a relative 1e-2 (if `bf16`) or 1e-4 of the first."""
     return all(abs(loss - losses[0]) <= TOLERANCE[bf16] * losses[0] for loss in losses)
 
 
 def check_losses(losses: dict[str, float], bf16: bool) -> None:
-    """Raise RuntimeError if the contenders' losses differ."""
+    """Raise RuntimeError that lists the losses, by contender, if they differ by more than the dtype's rounding."""
     if not losses_match(list(losses.values()), bf16):
         values = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
         raise RuntimeError(f"the contenders' losses differ, so their work is not the same: {values}")
 
 
 def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
-    """Run all contenders in turns and return the results; raise RuntimeError if one fails or its loss differs."""
+    """Train with each contender in turn; return speeds and ratios. RuntimeError if one fails or their losses differ."""
     config.check()
     if config.output:
         check_output_file(Path(config.output), "--output")
@@ -155,7 +155,7 @@ def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
 def summarize_turns(
     config: PretrainBenchConfig, kernel: str, turns: dict[str, list[dict[str, Any]]], rate: float
 ) -> dict[str, Any]:
-    """Return the JSON object with speeds and ratios of all turns; `rate` is the machine's peak FLOP/s."""
+    """Return the JSON object of all turns: speed and memory by contender, and ratios; `rate` is the peak FLOP/s."""
     job = config.build_job("")
     documents = job.read_documents()
     attention = job.parse_objective(job.objective).attention
@@ -199,7 +199,7 @@ def summarize_turns(
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """Return the results as a table for the console."""
+    """Return the results as text for the console: a row of speed and memory per contender, then megaenc's speedups."""
     kind = "bfloat16" if results["settings"]["bf16"] else "float32"
     rate = f"{results['peak_flops'] / 1e9:,.0f} GFLOP/s" if results["peak_flops"] else "unknown"
     objective = results["settings"]["objective"]
@@ -223,7 +223,7 @@ def format_table(results: dict[str, Any]) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc bench pretrain`."""
+    """Run the command `megaenc bench pretrain`: time all contenders, print a table, write JSON to --output if given."""
     silence_libraries()
     config = flags.parse(PretrainBenchConfig, argv, prog="megaenc bench pretrain", description=DESCRIPTION)
     start = time.monotonic()

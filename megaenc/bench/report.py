@@ -44,10 +44,7 @@ def describe_machine() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def run_workers(work: Callable[[Any], Any], item: Any, *environments: Mapping[str, str]) -> Iterator[list[Worker]]:
-    """Start a process per environment that calls `work(item)`; yield the workers and kill them after the block.
-
-    Raises WorkerDied with the last output if one ends early.
-    """
+    """Start a process per environment for `work(item)`; yield the Workers, then kill them; WorkerDied if one ends early."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile())
         workers = []
@@ -63,25 +60,25 @@ def run_workers(work: Callable[[Any], Any], item: Any, *environments: Mapping[st
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise InputError for the first of these flags that is not above 0."""
+    """Raise InputError for the first of the fields `names` of `config` that is not above 0, naming its flag."""
     for name in names:
         if not getattr(config, name) > 0:
             raise InputError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected more than 0")
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Return `median`, `lowest` and `highest` of at least one value."""
+    """Return {"median": m, "lowest": l, "highest": h} of at least one value."""
     return {"median": median(values), "lowest": min(values), "highest": max(values)}
 
 
 def write_report(path: str | Path, results: dict[str, Any]) -> None:
-    """Write results atomically as JSON to the path of --output; raise InputError if it cannot be written."""
+    """Write `results` as JSON to `path`, the file of --output, atomically, and create its missing parent folders."""
     create_parent_dir(Path(path), "--output")
     atomic_write(Path(path), json.dumps(results, indent=1) + "\n")
 
 
 def run_benchmark(measure: Callable[[Any], dict[str, Any]], format_table: Callable[[dict[str, Any]], str], config: Any) -> None:
-    """Call `measure(config)`, write its results to --output and print them with `format_table`."""
+    """Call `measure(config)`; write the results as JSON to `config.output` and print them with `format_table`."""
     with exit_on_sigterm():
         results = measure(config)
         write_report(config.output, results)

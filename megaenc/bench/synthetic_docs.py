@@ -24,7 +24,7 @@ MAX_STEPS = 1 << 20  # more than any benchmark runs
 
 @dataclass(frozen=True)
 class SyntheticDocuments:
-    """Random documents 0..count - 1 of `shortest` to `longest` tokens that end with EOS.
+    """Data set of `count` random documents of `shortest` to `longest` tokens that end with EOS, one per pack.
 
     Implements `PackedDataset` with one document per pack, repeated after `count`, and `token_stream.DocumentSource` for packs of
     several documents. Lengths, tokens and masks depend only on seed and document number, so any order and batching has the same
@@ -41,7 +41,7 @@ class SyntheticDocuments:
 
     @cached_property
     def document_lengths(self) -> np.ndarray:
-        """Return document lengths in tokens, int64[count]."""
+        """Return the documents' lengths in tokens, int64[count], uniform between the limits."""
         draws = [counter_rng.uniforms(self.seed, "benchmark lengths", 1, counters=(number,)) for number in range(self.count)]
         return self.shortest + (np.concatenate(draws) * (self.longest - self.shortest + 1)).astype(np.int64)
 
@@ -56,12 +56,12 @@ class SyntheticDocuments:
         return documents
 
     def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return the concatenated tokens `starts[i]` to `stops[i]` of each document (see `token_stream.DocumentSource`)."""
+        """Return tokens `starts[i]` to `stops[i]` of document `documents[i]`, all concatenated, int64."""
         return np.concatenate([self._tokens[number][a:b] for number, a, b in zip(documents, starts, stops, strict=True)])
 
     @property
     def seq_length(self) -> int:
-        """Return the maximum document length."""
+        """Return the maximum document length in tokens, which is the maximum length of a pack."""
         return self.longest
 
     def __getitem__(self, sample: int) -> Pack:
@@ -71,27 +71,27 @@ class SyntheticDocuments:
 
     @property
     def tokens(self) -> int:
-        """Return the total tokens of all documents."""
+        """Return the total number of tokens of all documents."""
         return int(self.document_lengths.sum())
 
     def targets(self, objective: Objective, sample: int) -> tuple[Pack, Targets]:
-        """Return the document of sample number `sample` as a pack, and its targets under an objective."""
+        """Return the Pack of sample number `sample`, one document, and its Targets under an objective."""
         pack = self[sample]
         return pack, objective.targets(pack, SampleRandomness(self.seed, pack.sample, pack.epoch))
 
     def spans(self, attention: Attention) -> list[tuple[int, int, int]]:
-        """Return (0, prefix, length) of each document, for `ModelConfig.training_flops`."""
+        """Return (0, prefix, length) of each document; prefix is the length if bidirectional, else 0."""
         is_bidirectional = attention == Attention.BIDIRECTIONAL
         return [(0, length if is_bidirectional else 0, length) for length in self.document_lengths.tolist()]
 
     def order_by_length(self) -> tuple[int, ...]:
-        """Return document numbers in ascending order of length."""
+        """Return the document numbers in ascending order of length."""
         return tuple(np.argsort(self.document_lengths, kind="stable").tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSetup:
-    """Model and synthetic data of a benchmark."""
+    """Setup of a benchmark: model, vocabulary size, document lengths, dtype, learning rate and kernels."""
 
     shape: ModelConfig
     vocab_size: int
@@ -104,24 +104,24 @@ class BenchSetup:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary of the synthetic documents."""
+        """Return the Vocabulary of the synthetic documents: `vocab_size` ids, with EOS 0 and MASK 1."""
         return Vocabulary(self.vocab_size, EOS, MASK, (EOS, MASK), f"benchmark {self.vocab_size}")
 
     def build_documents(self, count: int) -> SyntheticDocuments:
-        """Return `count` documents in order."""
+        """Return `count` synthetic documents of `shortest` to `seq_length` tokens, in random lengths."""
         return SyntheticDocuments(count, self.shortest, self.seq_length, self.vocab_size)
 
     def build_schedule(self, *texts: str) -> Schedule:
-        """Return the schedule of one objective, or of an equal mixture of several; raise InputError."""
+        """Return the schedule of one objective, or of an equal mixture; InputError if a text is invalid."""
         text = texts[0] if len(texts) == 1 else f"mix({','.join(f'{each}:1' for each in texts)})"
         return Schedule.build(text, MAX_STEPS, self.vocabulary)
 
     def parse_objective(self, text: str) -> Objective:
-        """Return the objective with the schedule notation `text`; raise InputError."""
+        """Return the objective that `text`, such as "mlm(mask=0.4)", describes; InputError if invalid."""
         return Schedule.build(text, 1, self.vocabulary).objective(1)
 
     def build_plan(self, packs: PackedDataset, *objectives: str, batch: int = 1) -> "Plan":
-        """Return the plan of an endless run on `packs` with `batch` packs per step that trains `objectives`."""
+        """Return the Plan of a run (about a million steps) on `packs`, `batch` per step, of `objectives` equally."""
         from megaenc.backend import KernelConfig
         from megaenc.data.packing.builder import RunData
         from megaenc.dist_env import get_world_size

@@ -27,7 +27,7 @@ _BATCH_SIZE = 1000  # documents, as in datasets.map
 
 
 def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """Return the timed function of `megaenc preprocess`, which writes .bin, .idx and .json files."""
+    """Return the function to time: preprocess `text` into files in `folder`, and return a getter of ids and lengths."""
     from megaenc.data.indexed.indexed_dataset import IndexArrays
     from megaenc.data.indexed.metadata import read_corpus_metadata
     from megaenc.data.preprocess.command import PreprocessConfig, prepare_preprocessing
@@ -49,7 +49,7 @@ def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Wor
 
 
 def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """Return the timed function of gigatoken's file API, multithreaded with all ids in memory."""
+    """Return the function to time: encode the JSONL file `text` by gigatoken, and return a getter of ids and lengths."""
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     from gigatoken import JsonlFileSource, Tokenizer
 
@@ -92,7 +92,7 @@ def _prepare_encode_batch(method: str, text: str, tokenizer: str, workers: int, 
 
 
 def prepare_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """Return the timed function of Hugging Face datasets: load the JSONL file, then a batched `map` in several processes."""
+    """Return the function to time: encode `text` by datasets' batched `map`, and return a getter of ids and lengths."""
     os.environ |= {"HF_DATASETS_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers > 1 else "true"
     import datasets
@@ -141,7 +141,7 @@ def _cpu_seconds() -> float:
 
 
 def run_backend(arguments: tuple[str, str, str, int]) -> dict[str, Any]:
-    """Run (backend, text, tokenizer, workers) once; return time, memory, counts and a checksum of the ids."""
+    """Run (backend, text, tokenizer, workers) once; return seconds, memory, counts and a SHA-256 of the ids, by name."""
     # Workers forked by libraries, such as datasets.map, would otherwise outlive a killed parent.
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
     name, text, tokenizer, workers = arguments

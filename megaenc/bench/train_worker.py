@@ -27,7 +27,7 @@ IGNORED = -100  # label that transformers' losses ignore
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(BenchSetup):
-    """Training job of one contender; only layout, `by_length` and `kernel` differ between contenders."""
+    """One contender's training job: setup, objective, documents, batch, passes, weights, order and attention kernel."""
 
     objective: str  # in the notation of --objective-schedule: clm or mlm(...)
     documents: int
@@ -38,19 +38,19 @@ class TrainingJob(BenchSetup):
     kernel: str = "sdpa"  # transformers' attention implementation
 
     def read_documents(self) -> SyntheticDocuments:
-        """Return the documents in this contender's order."""
+        """Return the job's synthetic documents, in ascending order of length if `by_length`."""
         documents = self.build_documents(self.documents)
         return dataclasses.replace(documents, order=documents.order_by_length()) if self.by_length else documents
 
     @property
     def timed_steps(self) -> int:
-        """Return the number of timed steps."""
+        """Return the number of timed steps: `passes` over all documents, `batch` documents a step."""
         return self.passes * self.documents // self.batch
 
 
 @contextlib.contextmanager
 def measure_usage(results: dict[str, Any]) -> Iterator[None]:
-    """Write the block's `seconds` and `cpu_seconds`, and `peak_memory` in bytes, into `results`."""
+    """Put the block's `seconds` and `cpu_seconds`, and the process's `peak_memory` in bytes, into `results`."""
     synchronize_device()
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     yield
@@ -77,7 +77,7 @@ def synchronize_device() -> None:
 
 
 def write_weights(job: TrainingJob, fill: Callable[[Any], None] | None = None) -> dict[str, Any]:
-    """Write megaenc's initial weights of seed 0, or those that `fill` sets, to `job.weights` with transformers' names."""
+    """Write random weights of seed 0, or those that `fill` sets, to `job.weights` with transformers' names; return {}."""
     import torch
     from safetensors.torch import save_file
 
@@ -101,7 +101,7 @@ def write_weights(job: TrainingJob, fill: Callable[[Any], None] | None = None) -
 
 
 def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
-    """Train a job with megaenc's engine on packed documents; return loss, time and memory summed over processes."""
+    """Train a job with megaenc; return initial loss, predictions, seconds, and CPU seconds and memory of all processes."""
     import torch
     import torch.distributed as dist
 
@@ -122,7 +122,7 @@ def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
 
 
 def train_engine(engine: "Engine", job: TrainingJob) -> dict[str, Any]:
-    """Return the initial loss over all documents, and time and memory of the timed steps of an engine."""
+    """Train with an engine; return initial loss and predictions of all documents, seconds and memory of the timed steps."""
     result = engine.evaluate(engine.plan.packs, job.documents // job.batch, job.parse_objective(job.objective))
     results = {"loss": result.loss, "predicted": result.predicted}
     engine.train_step(1)  # warm-up
@@ -133,7 +133,7 @@ def train_engine(engine: "Engine", job: TrainingJob) -> dict[str, Any]:
 
 
 def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
-    """Train a job with transformers in a plain loop with padded batches and autocast; return loss, time and memory."""
+    """Train a job with transformers on padded batches; return initial loss, predictions, seconds and memory by name."""
     import torch
 
     model, documents = load_hf_model(job), job.read_documents()
@@ -209,7 +209,7 @@ def load_hf_model(job: TrainingJob) -> Any:
 def build_padded_batch(
     job: TrainingJob, documents: SyntheticDocuments, objective: Any, step: int, device: Any
 ) -> tuple[dict[str, Any], int]:
-    """Return a batch for transformers, padded to its longest document, and its number of predicted tokens."""
+    """Return the batch of `step` for transformers, padded to its longest document, and its number of predictions."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -226,7 +226,7 @@ def build_padded_batch(
 
 
 def measure_peak_flops(job: TrainingJob) -> dict[str, Any]:
-    """Return the machine's peak FLOP/s as {"peak": ...}: measured on a CPU, from data sheets for accelerators; 0 if unknown."""
+    """Return {"peak": FLOP/s} of this machine: measured on a CPU, from data sheets for accelerators; 0 if unknown."""
     import torch
 
     from megaenc.backend import detect_backend
@@ -235,10 +235,7 @@ def measure_peak_flops(job: TrainingJob) -> dict[str, Any]:
 
 
 def run_in_processes(side: Callable[[TrainingJob], dict[str, Any]], job: TrainingJob) -> dict[str, Any]:
-    """Call a training function of this module in new processes, one per tensor-parallel rank, and return its result.
-
-    Raises RuntimeError with the last output if it fails.
-    """
+    """Call `side(job)` in new processes, one per tensor-parallel rank; return one's result; RuntimeError if it fails."""
     count = job.tensor_model_parallel_size
     threads = int(os.environ.get("OMP_NUM_THREADS", usable_core_count()))
     environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // count))}

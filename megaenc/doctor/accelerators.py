@@ -26,12 +26,12 @@ _RESTART = "the driver does not answer: look at `dmesg` for {}; a restart of the
 
 
 def find_program(program: str) -> str:
-    """Return the path of a program on the PATH or in ROCm's directory; an empty string if it is not installed."""
+    """Return the path of a program on the PATH or in /opt/rocm/bin; an empty string if it is not installed."""
     return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_ROCM_BIN}") or ""
 
 
 def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """Run `command`; return its output and an error line: empty, its exit code and last line, or a timeout after `seconds`.
+    """Run `command`, for `seconds` at most; return its output with stderr and an error text, empty after exit code 0.
 
     After the timeout it is killed and not waited for: a process that hangs in a driver cannot be reaped.
     """
@@ -48,7 +48,7 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
 
 
 def check_driver(context: ProbeContext) -> list[Finding]:
-    """Return findings from nvidia-smi or rocm-smi: devices, driver, memory in use, errors and links."""
+    """Return findings from nvidia-smi or rocm-smi: devices, driver, memory in use, errors, links; else on their lack."""
     seconds = 0.4 * context.timeout
     nvidia, rocm = find_program("nvidia-smi"), find_program("rocm-smi")
     if rocm and (not nvidia or (context.root / "dev/kfd").exists()):
@@ -74,7 +74,7 @@ def check_driver(context: ProbeContext) -> list[Finding]:
 
 
 def parse_nvidia_smi(output: str) -> list[Finding]:
-    """Return findings from nvidia-smi's CSV output with the columns `_NVIDIA_QUERY`."""
+    """Return findings (devices, driver, memory in use and errors) from nvidia-smi's CSV; a problem if it lists no device."""
     rows = [
         [cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.count(",") == len(_NVIDIA_QUERY) - 1
     ]
@@ -94,7 +94,7 @@ def parse_nvidia_smi(output: str) -> list[Finding]:
 
 
 def parse_rocm_smi(output: str) -> list[Finding]:
-    """Return findings from rocm-smi's output; an empty list if it lists no device."""
+    """Return findings (devices, architecture, driver, memory in use) from rocm-smi's output; [] if it lists no device."""
 
     def values(name: str) -> list[str]:
         return re.findall(rf"{name}:\s*(.+?)\s*$", output, re.MULTILINE)
@@ -124,7 +124,7 @@ def _format_counts(names: list[str]) -> str:
 
 
 def parse_topology(output: str) -> dict[tuple[int, int], str]:
-    """Return the link type of each device pair (lower, higher) from `nvidia-smi topo -m` or `rocm-smi --showtopotype`."""
+    """Return the link type by pair of device numbers (lower, higher), from nvidia-smi's or rocm-smi's topology."""
     lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()]
     rows = {
         int(words[0][3:]): words[1:]
@@ -137,7 +137,7 @@ def parse_topology(output: str) -> dict[tuple[int, int], str]:
 
 
 def check_links(command: Sequence[str], seconds: float) -> list[Finding]:
-    """Return the link types that `command` prints, as a note if slow links limit tensor parallelism."""
+    """Run the topology `command`; return a finding with counts by link type (a note if it fails or some are slow), or []."""
     output, failure = run_program(command, seconds)
     if failure:
         advice = "run it by hand: links between devices decide the layout"
@@ -150,7 +150,7 @@ def check_links(command: Sequence[str], seconds: float) -> list[Finding]:
 
 
 def check_torch_devices(context: ProbeContext) -> list[Finding]:
-    """Return a finding about the devices that torch sees, their memory, and whether each process has one."""
+    """Return a finding on the devices that torch sees: a problem if fewer than processes, or none though some exist."""
     import torch
 
     label, is_gpu_build, processes = "seen by torch", torch.version.hip or torch.version.cuda, get_local_world_size()

@@ -17,7 +17,7 @@ _MODULUS = 251  # small integers: exact sums in any order
 
 
 def check_collectives(context: ProbeContext) -> list[Finding]:
-    """Check results, latency and bandwidth of the collectives used in training, on the backend a run would use."""
+    """Run each collective of training on this rank's device; return a finding each: wrong, or latency and bandwidth."""
     join_group(context.timeout)
     backend, group, size = detect_backend(), None, dist.get_world_size()
     if not backend.is_cpu:
@@ -73,7 +73,7 @@ def _ring(own, numbers, group):
 
 
 def build_rank_tensor(owner: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return float32[count] of integers that differ by owner rank and position."""
+    """Return float32[count] of integers from 0 to 250 that differ by position and by the rank `owner`."""
     return ((torch.arange(count, device=device) * (owner + 1) + owner) % _MODULUS).float()
 
 

@@ -80,7 +80,7 @@ _GATHER_TIMEOUTS = 10  # multiples of --timeout that rank 0 waits for other rank
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Flags of `megaenc doctor`."""
+    """Flags of `megaenc doctor`: directory to test, JSON file, subjects to check and the time limit of a check."""
 
     save: str = "."
     """directory for run directories: its disk is tested with a temporary file of at most 512 MiB"""
@@ -95,7 +95,7 @@ class DoctorConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc doctor`."""
+    """Run the command `megaenc doctor`: print the findings, and exit with status 1 if one of them is a problem."""
     environment = dict(os.environ)
     die_with_launcher()
     exit_if_restart_forbidden()
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_probes(runner: ProbeRunner, subjects: Sequence[str], findings: list[Finding]) -> RankFindings:
-    """Run this rank's probes of `subjects` with their follow-up probes; append each finding to `findings` at once."""
+    """Run this rank's probes of `subjects` and their follow-up probes; return the findings, also appended to `findings`."""
     queue = deque(each for each in PROBES if each.subject in subjects and (each.scope != "node" or get_local_rank() == 0))
     cross_rank_probes = [each for each in queue if each.scope == "ranks"]
     if cross_rank_probes and _JOIN_PROBE not in cross_rank_probes and get_world_size() > 1:

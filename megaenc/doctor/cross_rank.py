@@ -26,7 +26,7 @@ _MAX_NAMED_HOSTS = 4
 
 
 def join_ranks(context: ProbeContext) -> list[Finding]:
-    """Join all ranks in one gloo process group, which the following cross-rank probes use."""
+    """Join all ranks in a gloo process group; return a finding on rank 0, [] on others; ProbeAborted if one is missing."""
     begin = time.perf_counter()
     try:
         join_group(context.timeout)
@@ -44,7 +44,7 @@ def join_ranks(context: ProbeContext) -> list[Finding]:
 
 @functools.cache
 def join_group(seconds: float) -> None:
-    """Join the gloo group of all ranks, or create one with a single process; raise RuntimeError if ranks are missing in time."""
+    """Join the gloo group of all ranks once, or create one with a single process; RuntimeError if ranks miss the timeout."""
     import torch.distributed as dist
 
     from megaenc.backend.initialize import rendezvous
@@ -65,7 +65,7 @@ def _all_gather(value: Any) -> list[Any]:
 
 
 def check_clocks(context: ProbeContext) -> list[Finding]:
-    """Return on rank 0 a finding about the clock differences between ranks; an empty list on other ranks."""
+    """Return on rank 0 a finding on the clock differences between ranks; an empty list on other ranks and with one rank."""
     if get_world_size() == 1:
         return []
     hosts, offsets = _all_gather(socket.gethostname()), measure_clock_offsets()
@@ -73,7 +73,7 @@ def check_clocks(context: ProbeContext) -> list[Finding]:
 
 
 def measure_clock_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
-    """Return on rank 0 each rank's (clock offset, error bound) in seconds; an empty list on other ranks.
+    """Return on rank 0 each rank's (clock minus rank 0's, error bound) in seconds, by rank; an empty list on others.
 
     NTP's method (RFC 5905, section 8): of several round trips, the shortest has an error of at most half its duration.
     """
@@ -102,7 +102,7 @@ def measure_clock_offsets(clock: Callable[[], float] = time.time) -> list[tuple[
 
 
 def assess_clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
-    """Return a finding for the result of `measure_clock_offsets` and the host of each rank."""
+    """Return a finding on each rank's (offset, error bound) in seconds: ok if all are within 1 s, a problem beyond 60 s."""
 
     def seconds(value: float) -> str:
         return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
@@ -121,7 +121,7 @@ def assess_clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> F
 
 
 def check_shared_folder(context: ProbeContext) -> list[Finding]:
-    """Check that all ranks see the same --save folder and respect a lock held by rank 0."""
+    """Test that ranks see rank 0's file in --save and its lock; return a finding on rank 0; [] elsewhere or if read-only."""
     if get_world_size() == 1:
         return []
     path = nearest_existing_dir(Path(context.save)) / f".megaenc-doctor-{_all_gather(secrets.token_hex(8))[0]}"
@@ -160,7 +160,7 @@ def _observe_lock_file(path: Path) -> str:
 
 
 def assess_sharing(observations: list[str]) -> Finding:
-    """Return a finding for each rank's result of `_observe_lock_file`."""
+    """Return a problem if a rank's observation of rank 0's locked file is "missing", a note if "unlocked", else ok."""
     missing, unlocked = (
         [rank for rank, observation in enumerate(observations) if observation == word] for word in ("missing", "unlocked")
     )
@@ -174,7 +174,7 @@ def assess_sharing(observations: list[str]) -> Finding:
 
 
 def check_shared_arrays(context: ProbeContext) -> list[Finding]:
-    """Check that the processes of a node share one copy of arrays as a run does (data.packing.shared_memory)."""
+    """Share an array among a node's processes as a run does; return on rank 0 a finding on wrong values or extra copies."""
     if get_world_size() == 1:
         return []
     import numpy as np
@@ -194,7 +194,7 @@ def check_shared_arrays(context: ProbeContext) -> list[Finding]:
 
 
 def assess_array_copies(hosts_and_builders: list[tuple[str, bool]], is_corrupt: list[bool]) -> list[Finding]:
-    """Return findings for each rank's (host, whether it built its own array) and whether its array has wrong values."""
+    """Return a problem for wrong values, a note for several copies on a host, else ok; [] with one process a host."""
     name, hosts = "shared arrays", Counter(host for host, _ in hosts_and_builders)
     if any(is_corrupt):
         text = f"wrong values on rank {format_ranks([at for at, bad in enumerate(is_corrupt) if bad])}"
@@ -212,14 +212,14 @@ def assess_array_copies(hosts_and_builders: list[tuple[str, bool]], is_corrupt: 
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return ranks as text with ranges, such as "0-3, 7"."""
+    """Return rank numbers as text in ascending order with ranges, such as "0-3, 7"."""
     starts = [each for each in sorted(ranks) if each - 1 not in ranks]
     stops = [each for each in sorted(ranks) if each + 1 not in ranks]
     return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(starts, stops, strict=True))
 
 
 def gather_findings(context: ProbeContext, own_findings: str, timeout: float) -> dict[int, bytes]:
-    """Return on rank 0 the serialized findings by rank, without ranks that miss the timeout; an empty dictionary on others.
+    """Send findings to rank 0, which returns the serialized findings by rank without late ranks; other ranks return {}.
 
     They pass through the launcher's store, which needs no process group and which anyone who reaches its port can write to.
     """

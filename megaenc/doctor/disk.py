@@ -23,13 +23,13 @@ _VOLATILE = {"tmpfs": "memory and lost when the machine stops", "overlay": "the 
 
 
 def nearest_existing_dir(folder: Path) -> Path:
-    """Return `folder`, or its nearest parent that exists and is visible to this user."""
+    """Return the real path of `folder`, or of its nearest parent that exists and is visible to this user."""
     folder = Path(os.path.realpath(folder))
     return next(place for place in (folder, *folder.parents) if os.path.exists(place))
 
 
 def check_disk_space(context: ProbeContext) -> list[Finding]:
-    """Return findings about the file system of --save: its type, free bytes and free inodes."""
+    """Return findings on the file system of --save: its type, free space (a note below 40 GiB), and few free inodes."""
     folder = nearest_existing_dir(Path(context.save))
     about, kind = os.statvfs(folder), file_system_type(folder, context.root)
     free, names = about.f_frsize * about.f_bavail, about.f_favail
@@ -46,7 +46,7 @@ def check_disk_space(context: ProbeContext) -> list[Finding]:
 
 
 def check_temp_space(context: ProbeContext) -> list[Finding]:
-    """Return a finding about free space for temporary files of the launcher, compilers and tokenizers."""
+    """Return a finding on space for temporary files: a note below 1 GiB, a problem if no folder is writable."""
     name, advice = "temporary files", "free space there, or export TMPDIR=FOLDER"
     try:
         folder = gettempdir()
@@ -58,14 +58,14 @@ def check_temp_space(context: ProbeContext) -> list[Finding]:
 
 
 def file_system_type(place: Path, root: Path = Path("/")) -> str:
-    """Return the kernel's name for the type of the file system that holds `place`."""
+    """Return the type of the file system that holds `place`, such as "ext4"; "an unknown file system" if not mounted."""
     mounts = [line.split()[1:3] for line in read_kernel_file(root / "proc/mounts").splitlines()]
     holding = [(len(mount), kind) for mount, kind in mounts if f"{place}/".startswith(f"{mount.rstrip('/')}/")]
     return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[1]
 
 
 def check_file_system(context: ProbeContext) -> list[Finding]:
-    """Check locks, renaming, syncing and write speed in a temporary subdirectory of --save."""
+    """Test locks, renaming, fsync and write speed in a temporary folder in --save; return a finding on each."""
     folder, findings = nearest_existing_dir(Path(context.save)), []
     try:
         with TemporaryDirectory(prefix=".megaenc-doctor-", dir=folder) as name:
@@ -82,7 +82,7 @@ def check_file_system(context: ProbeContext) -> list[Finding]:
 
 
 def check_locks(folder: Path) -> str:
-    """Return an error text if two open files can hold the same lock, else an empty string."""
+    """Lock a new file in `folder` by two open files; return an error text if both get the lock, else an empty string."""
     with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
@@ -93,7 +93,7 @@ def check_locks(folder: Path) -> str:
 
 
 def check_renames(folder: Path) -> str:
-    """Return an error text if renaming files or folders over existing ones fails, else an empty string."""
+    """Rename a file over another, and a folder, in `folder`; return an error text if wrong, else an empty string."""
     source, target = folder / "here", folder / "there"
     for place, content in ((source, "new"), (target, "old")):
         place.mkdir()
@@ -106,7 +106,7 @@ def check_renames(folder: Path) -> str:
 
 
 def check_fsync(folder: Path) -> str:
-    """Return an empty string after fsync of a file and a folder; raise OSError if fsync fails."""
+    """Call fsync on a new file in `folder` and on `folder`; return an empty string; raise OSError if fsync fails."""
     for path, how in ((folder / "synced", os.O_WRONLY | os.O_CREAT), (folder, os.O_RDONLY)):
         descriptor = os.open(path, how, 0o600)
         try:
@@ -124,7 +124,7 @@ _FILE_SYSTEM_CHECKS = (
 
 
 def measure_write_speed(folder: Path) -> Finding:
-    """Return a finding with the synced write bandwidth of one process, as in a checkpoint."""
+    """Write 2 s with fsync in `folder`; return a finding with MB/s, a note below 50; a problem if writing fails."""
     piece, begin, written = os.urandom(_CHUNK_BYTES), time.perf_counter(), 0
     try:
         with open(folder / "written", "wb", buffering=0) as stream:

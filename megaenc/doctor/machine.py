@@ -31,7 +31,7 @@ _MIN_LOCKED_BYTES = 16 * GIB
 
 
 def check_processors(context: ProbeContext) -> list[Finding]:
-    """Return findings about the processor's model, usable cores, CPU quota and thread count."""
+    """Return findings on the processor's model, usable cores and threads, and a note if a CPU quota is below the cores."""
     cores, share = usable_core_count(), cpu_quota(context.root)
     findings = [
         ok("processor", read_processor_name(context.root), mismatch_level="note"),
@@ -45,7 +45,7 @@ def check_processors(context: ProbeContext) -> list[Finding]:
 
 
 def check_threads(context: ProbeContext, cores: int) -> Finding:
-    """Return a finding that compares OMP_NUM_THREADS, which applies to single-process runs only, with the cores."""
+    """Return a finding on threads per process; a note if OMP_NUM_THREADS differs from `cores`, or processes exceed them."""
     name, processes = "threads", get_local_world_size()
     value = context.environment.get("OMP_NUM_THREADS", "")
     if processes > cores:
@@ -61,14 +61,14 @@ def check_threads(context: ProbeContext, cores: int) -> Finding:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the CPU quota of the container or job in cores; None without a limit."""
+    """Return the lowest CPU quota of the container's or job's control groups, in cores; None without a limit."""
     pairs = [text.split() for text in _read_cgroup(root, "cpu.max")]
     pairs.append([read_kernel_file(root / "sys/fs/cgroup/cpu" / file) for file in ("cpu.cfs_quota_us", "cpu.cfs_period_us")])
     return min((int(pair[0]) / int(pair[1]) for pair in pairs if pair and all(word.isdigit() for word in pair)), default=None)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the memory limit of the container or job in bytes; None without a limit."""
+    """Return the lowest memory limit of the container's or job's control groups, in bytes; None without a limit."""
     texts = [*_read_cgroup(root, "memory.max"), read_kernel_file(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
     return min((int(text) for text in texts if text.isdigit() and int(text) < 2**60), default=None)
 
@@ -84,7 +84,7 @@ def _read_cgroup(root: Path, file: str) -> list[str]:
 
 
 def check_memory(context: ProbeContext) -> list[Finding]:
-    """Return findings about total and free memory, the memory limit, used swap and reserved huge pages."""
+    """Return a finding on total, free and allowed memory, and notes on over 10 % swapped out or reserved as huge pages."""
     total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
     limit, about = memory_limit(context.root), read_kernel_file(context.root / "proc/meminfo")
     text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} free"
@@ -102,7 +102,7 @@ def check_memory(context: ProbeContext) -> list[Finding]:
 
 
 def check_dev_shm(context: ProbeContext) -> list[Finding]:
-    """Return a finding about size, free space and permissions of /dev/shm."""
+    """Return a finding on /dev/shm: ok, or a problem if missing, read-only or too small (a note without accelerators)."""
     path, name = context.root / "dev/shm", "/dev/shm"
     try:
         about = os.statvfs(path)
@@ -123,7 +123,7 @@ def check_dev_shm(context: ProbeContext) -> list[Finding]:
 
 
 def check_resource_limits(context: ProbeContext) -> list[Finding]:
-    """Return findings about this process's limits of open files and of locked memory, which InfiniBand needs."""
+    """Return findings on this process's limits of open files and locked memory; a problem if too low for the job."""
     unlimited, ranks = resource.RLIM_INFINITY, get_world_size()
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process may raise its soft limit to the hard one
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

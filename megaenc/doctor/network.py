@@ -16,7 +16,7 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so")
 
 
 def check_network_cards(context: ProbeContext) -> list[Finding]:
-    """Return findings about Slingshot, InfiniBand and RoCE cards, their state and this process's access to them."""
+    """Return findings on Slingshot, InfiniBand and RoCE cards: state, plugin and device files; one if there is no card."""
     classes = context.root / "sys/class"
     slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))  # HPE's, unsupported by RCCL and NCCL without a plugin
     ports = sorted((classes / "infiniband").glob("*/ports/*"))
@@ -73,7 +73,7 @@ def _check_port(port: Path, context: ProbeContext) -> Finding:
 
 
 def check_interfaces(context: ProbeContext) -> list[Finding]:
-    """Return findings about the interfaces that are up and those that NCCL and gloo choose."""
+    """Return findings: the addresses of each interface that is up, and the interfaces that NCCL and gloo choose."""
     addresses = {
         name: [each.address for each in interface_addresses if each.family == socket.AF_INET]
         for name, interface_addresses in psutil.net_if_addrs().items()
@@ -95,7 +95,7 @@ def check_interfaces(context: ProbeContext) -> list[Finding]:
 
 
 def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
-    """Return a finding about the interfaces of `usable` that NCCL and RCCL choose, given NCCL_SOCKET_IFNAME."""
+    """Return a finding on the interfaces NCCL chooses of `usable`, by NCCL_SOCKET_IFNAME=`ifname` or, if None, by itself."""
     label = "NCCL meets over"
     if ifname:
         chosen = ", ".join(name for name in usable if matches_ifname(ifname, name))
@@ -109,7 +109,7 @@ def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
 
 
 def matches_ifname(ifname: str, name: str) -> bool:
-    """Return whether NCCL_SOCKET_IFNAME=`ifname` selects an interface: by prefixes, `=` by full names, `^` excludes."""
+    """Return whether NCCL_SOCKET_IFNAME=`ifname` selects interface `name`: by prefixes, `=` by full names, `^` excludes."""
     kind, names = re.match(r"(\^=|\^|=|)(.*)", ifname).groups()
     patterns = [word.strip() for word in names.split(",") if word.strip()]
     is_match = any(name == word if "=" in kind else name.startswith(word) for word in patterns)
@@ -117,7 +117,7 @@ def matches_ifname(ifname: str, name: str) -> bool:
 
 
 def check_gloo_interface(ifname: str | None, usable: list[str], own: list[str], owners: dict[str, str]) -> Finding:
-    """Return a finding about the interface gloo chooses: GLOO_SOCKET_IFNAME, else the one of the host name's address.
+    """Return a finding on gloo's interface: `ifname`, else the host name's; a problem if down, or lo on several nodes.
 
     `own`: addresses of the host name; `owners`: interface by address.
     """

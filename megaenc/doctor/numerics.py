@@ -36,7 +36,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_matmul(context: ProbeContext) -> list[Finding]:
-    """Compare float32 and bfloat16 matrix products with float64 on the host, and measure their speed."""
+    """Compare float32 and bfloat16 matrix products with float64; return findings on errors, speed and bfloat16 support."""
     backend = detect_backend()
     divide_cores_among_ranks()
     findings, rates = [], {}
@@ -76,7 +76,7 @@ def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square matrix product, the best of six; size 8192 on an accelerator."""
+    """Return the FLOP/s of a matrix product: on an accelerator the best of six of size 8192, else the CPU's peak."""
     if device.type == "cpu":
         return detect_backend().peak_flops(dtype)
     size = 8192
@@ -87,7 +87,7 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def attention_probes(context: ProbeContext) -> list[Probe]:
-    """Return a probe for each attention backend."""
+    """Return a Probe for each attention backend, to run next, which calls `check_attention_backend` with its name."""
     _init_backend()
     from megaenc.model.attention.backends import BACKENDS
 
@@ -100,7 +100,7 @@ def attention_probes(context: ProbeContext) -> list[Probe]:
 
 
 def check_attention_backend(context: ProbeContext, name: str) -> list[Finding]:
-    """Compare an attention backend with the reference under every mask, in each dtype that a run may use."""
+    """Compare an attention backend with the reference in all masks and dtypes; return ok (also if unusable) or a problem."""
     device = _init_backend().device
     from megaenc.model.attention.selftest import check_backend
     from megaenc.objectives import Attention
@@ -121,7 +121,7 @@ def check_attention_backend(context: ProbeContext, name: str) -> list[Finding]:
 
 
 def kernel_probes(context: ProbeContext) -> list[Finding | Probe]:
-    """Return a probe for each fused kernel, or one finding if runs on this device do not use them."""
+    """Return a Probe for each fused kernel, to run next, or an ok finding on a CPU, where runs use none."""
     if detect_backend().is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         return [ok("fused kernels", "accelerators only; CPUs use torch's operations")]
     from megaenc.model.kernels.selftest import CHECKS
@@ -133,7 +133,7 @@ def kernel_probes(context: ProbeContext) -> list[Finding | Probe]:
 
 
 def check_fused_kernel(context: ProbeContext, name: str) -> list[Finding]:
-    """Compare a fused kernel's output and gradients with torch's, in bfloat16 and float32."""
+    """Compare a fused kernel with torch in bfloat16 and float32; return ok, a problem if wrong, a note if it cannot run."""
     device = _init_backend().device
     from megaenc.model.kernels.selftest import LayerWidths, check_kernel
 
@@ -150,7 +150,7 @@ def check_fused_kernel(context: ProbeContext, name: str) -> list[Finding]:
 
 
 def check_fp8_products(context: ProbeContext) -> list[Finding]:
-    """Check the float8 products of both --fp8-format values; return a note if a run with that flag would refuse to start."""
+    """Check float8 products of both --fp8-format values; return ok or, if wrong or without Triton on a GPU, a note."""
     backend, label = _init_backend(), "float8 products"
     from megaenc.model.fp8.linear import check_float8_linear
     from megaenc.model.fp8.tensor import select_float8_recipe

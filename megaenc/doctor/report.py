@@ -19,7 +19,7 @@ _MAX_ODD_GROUPS = 6  # groups of ranks reported for one finding
 
 @dataclass(frozen=True)
 class RankFindings:
-    """Findings of one rank and the scopes it probed."""
+    """Findings of one rank, with its number, its host's name and the (subject, scope) pairs that it probed."""
 
     rank: int
     host: str
@@ -29,12 +29,12 @@ class RankFindings:
 
 
 def serialize_findings(rank_findings: RankFindings) -> str:
-    """Return findings as JSON text for `parse_findings`."""
+    """Return one rank's findings, host and probed scopes as JSON text."""
     return json.dumps(asdict(rank_findings) | {"probed_scopes": sorted(rank_findings.probed_scopes)})
 
 
 def parse_findings(content: bytes, rank: int) -> RankFindings:
-    """Return the findings that `rank` wrote to the launcher's store; raise ValueError for malformed content.
+    """Return the RankFindings in `content`, the JSON that `rank` sent; raise ValueError for malformed content.
 
     Anyone who reaches the store's port can write to it: size and types are checked, control characters are escaped.
     """
@@ -63,7 +63,7 @@ def _text(value: Any) -> str:
 
 
 def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
-    """Return the findings of all ranks merged by name, with deviating ranks reported, in the order of first appearance."""
+    """Return all ranks' findings merged by subject and name, in order of appearance, with deviating ranks reported."""
     by_name: dict[tuple[str, str], dict[int, Finding]] = {}
     for each in rank_findings:
         for finding in each.findings:
@@ -114,7 +114,7 @@ def _merge_finding(by_rank: dict[int, Finding], hosts: dict[int, str], must_matc
 
 
 def format_report(findings: Sequence[Finding], subjects: Sequence[str]) -> str:
-    """Return findings as text: a paragraph for each subject, then the number of problems and each problem with its advice."""
+    """Return findings as text: a paragraph for each of `subjects`, the number of problems, and each with its advice."""
     lines: list[str] = []
     for subject in subjects:
         subject_lines = [line for finding in findings if finding.subject == subject for line in _format_finding(finding)]
@@ -142,7 +142,7 @@ def _wrap(words: str, first: str, rest: str) -> list[str]:
 
 
 def format_json(rank_findings: Sequence[RankFindings], findings: Sequence[Finding], metadata: dict[str, Any]) -> str:
-    """Return JSON text with `metadata`, the merged findings and the findings of each rank."""
+    """Return JSON text: `metadata`, the worst level, the merged `findings`, and the host and findings of each rank."""
 
     def rows(findings: Sequence[Finding]) -> list[dict[str, str]]:
         keys = {"subject": "subject", "what": "name", "level": "level", "found": "result", "advice": "advice"}

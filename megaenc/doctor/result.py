@@ -14,7 +14,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a probe, with its severity and advice."""
+    """One result of a probe: name, text, level (ok, note or problem), advice, and level if other ranks differ."""
 
     name: str
     """Unique within its subject."""
@@ -31,28 +31,28 @@ class Finding:
 
 
 def ok(name: str, result: str, mismatch_level: Level = "ok") -> Finding:
-    """Return a finding of level "ok"."""
+    """Return a Finding of level "ok" without advice; `mismatch_level` is the level if another rank's result differs."""
     return Finding(name, result, mismatch_level=mismatch_level)
 
 
 def note(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> Finding:
-    """Return a finding of level "note", or of level "ok" if `advice` is empty."""
+    """Return a Finding of level "note" with its advice, or of level "ok" if `advice` is empty."""
     return Finding(name, result, "note" if advice else "ok", advice, mismatch_level)
 
 
 def problem(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> Finding:
-    """Return a finding of level "problem"."""
+    """Return a Finding of level "problem", which stops or spoils a run, with its advice."""
     return Finding(name, result, "problem", advice, mismatch_level)
 
 
 def multi_node_problem(name: str, result: str, advice: str) -> Finding:
-    """Return a finding of level "problem" in a job on several nodes, of level "note" on one node."""
+    """Return a Finding of level "problem" in a job on several nodes, of level "note" in a job on one node."""
     return (problem if is_multi_node() else note)(name, result, advice)
 
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """Arguments shared by all probes."""
+    """Arguments shared by all probes: run directory, timeout, environment variables, and root of /sys, /proc, /dev."""
 
     save: str = "."
     """Run directory, which may not exist yet."""
@@ -66,7 +66,7 @@ class ProbeContext:
 
 @dataclass(frozen=True)
 class Probe:
-    """One isolated check, which may hang or crash without affecting the others.
+    """One check, run in a subprocess: subject, name, function, ranks that run it, time limit, advice if it crashes.
 
     `function`, "module:name", is called with a `ProbeContext` and `arguments`; it returns findings and probes to run next.
     """
@@ -101,5 +101,5 @@ def read_kernel_file(file: Path) -> str:
 
 
 def has_accelerators(context: ProbeContext) -> bool:
-    """Return whether the machine has NVIDIA or AMD device files, without calling a driver."""
+    """Return whether the machine has NVIDIA or AMD device files in /dev, without calling a driver."""
     return any((context.root / "dev").glob("nvidia[0-9]*")) or (context.root / "dev/kfd").exists()

@@ -27,7 +27,7 @@ class ProbeFailure(Exception):
 
 
 class ProbeRunner:
-    """Context manager that runs probes in a subprocess and survives their hangs and crashes."""
+    """Context manager that runs probes in a subprocess, replaced after a hang, crash or problem, and killed at the end."""
 
     def __init__(self, context: ProbeContext):
         self._context = context
@@ -40,7 +40,7 @@ class ProbeRunner:
         self._kill()
 
     def run(self, probe: Probe) -> tuple[list[Finding | Probe], bool]:
-        """Run `probe`; return its findings and follow-up probes, and whether it completed."""
+        """Run `probe`; return (findings and follow-up probes, whether it completed); a hang or crash is a problem."""
         try:
             results, is_complete = self.call(
                 probe.function, *probe.arguments, seconds=probe.timeout_factor * self._context.timeout
@@ -56,7 +56,7 @@ class ProbeRunner:
         return results, is_complete
 
     def call(self, function: str, *arguments: Any, seconds: float) -> tuple[Any, bool]:
-        """Call `function`, "module:name", in the subprocess; return its result and True, or the findings of an error and False.
+        """Call `function`, "module:name", in the subprocess; return (its result, True), or ([finding on its error], False).
 
         Raises ProbeFailure after `seconds`, or if the subprocess dies.
         """
@@ -104,7 +104,7 @@ def _run_probe(call: tuple[str, ProbeContext, Sequence[Any]]) -> tuple[Any, bool
 
 
 def format_exception(error: BaseException) -> str:
-    """Return an exception as one line; an InputError without its class name."""
+    """Return an exception as one line, its class name and message; an InputError without its class name."""
     message = " ".join(str(error).split())[:300]
     return message if isinstance(error, InputError) and message else f"{type(error).__name__}: {message}".rstrip(": ")
 

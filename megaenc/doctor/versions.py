@@ -22,7 +22,7 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-r
 
 
 def check_versions(context: ProbeContext) -> list[Finding | Probe]:
-    """Return findings about megaenc, Python and missing packages, and a probe for each installed or required package."""
+    """Return findings on megaenc, Python, requirements and absent packages, and a probe per package and of libraries."""
     installed = [name for name in _OPTIONAL if _package_version(name)]
     return [
         ok("megaenc", f"{megaenc.__version__} in {Path(megaenc.__file__).parent}", mismatch_level="problem"),
@@ -38,7 +38,7 @@ def check_versions(context: ProbeContext) -> list[Finding | Probe]:
 
 
 def check_package(context: ProbeContext, name: str) -> list[Finding]:
-    """Check that a package is installed, importable and of a supported version."""
+    """Return ok with the version of a package, a problem if missing or unsupported, a note if an optional one is broken."""
     version, is_required = _package_version(name), name in _REQUIRED
     if not version:
         return [problem(name, "not installed", f"pip install {name}, or ./install.sh for all", mismatch_level="problem")]
@@ -76,7 +76,7 @@ def _check_triton(loaded_version: str) -> Finding:
 
 
 def check_requirements() -> Finding:
-    """Return a finding that lists megaenc's requirements that are missing or of another version."""
+    """Return a problem that lists megaenc's missing or unsupported requirements, else ok; a note if run from source."""
     try:
         requirements = _read_requirements("megaenc")
     except metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def _package_version(name: str) -> str:
 
 
 def check_libraries(context: ProbeContext) -> list[Finding]:
-    """Return findings about torch's build target and its NCCL or RCCL and cuDNN versions."""
+    """Return findings with torch's build target (CUDA, ROCm or CPU) and, with a GPU, its NCCL or RCCL and cuDNN versions."""
     import torch
 
     hip, cuda = torch.version.hip, torch.version.cuda

@@ -32,7 +32,7 @@ _STUDY_VOCAB_SIZE = 128_256
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """Flags of `megaenc estimate`."""
+    """Flags of `megaenc estimate`: device type and count, overrides of its rates, output, and all of `megaenc pretrain`."""
 
     gpu: str = ""
     """device type: a100, a100-40gb, h100, h100-pcie, h200, gh200, b200, l40s, mi210, mi250, mi250x (one die each), mi300a,
@@ -66,7 +66,7 @@ class EstimateConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `megaenc estimate`."""
+    """Run the command `megaenc estimate`: print the estimate and a suggested layout; write them as JSON to --output."""
     silence_libraries()
     config = parse_estimate_config(sys.argv[1:] if argv is None else argv, "megaenc estimate")
     if config.output:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
-    """Parse flags, over the `--config` file, over the preset of `--model`, into a config; raise InputError."""
+    """Return the checked config: flags, over the `--config` file, over the preset of `--model`; raise InputError."""
     # All accelerators of the table support bf16; only torch can tell for this machine.
     base = EstimateConfig(pretrain=PretrainConfig(bf16="--calibrate" not in argv or has_bf16()))
     default = replace(base, pretrain=merge_defaults(argv, prog, base.pretrain))
@@ -110,7 +110,7 @@ def _check_config(config: EstimateConfig) -> None:
 
 
 def build_report(config: EstimateConfig) -> EstimateReport:
-    """Return the estimate of a run with the suggested layout; raise InputError."""
+    """Return a run's EstimateReport, with the best layout unless --no-suggest or --mfu; InputError for unusable input."""
     pretrain = config.pretrain
     vocab_size, vocab_text = resolve_vocab_size(config)
     docs = build_length_model(pretrain.data, config.document_tokens)
@@ -135,7 +135,7 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 
 
 def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
-    """Return the run's phases and validations (CLM, MLM and the run's own objectives)."""
+    """Return the run's Workload: phases, number of validations, and batches of each (for CLM, MLM and its objectives)."""
     pretrain = config.pretrain
     phases = build_phases(pretrain, vocab_size, docs)
     steps = sum(phase.last - phase.first + 1 for phase in phases)

@@ -41,23 +41,23 @@ class Link:
 
 
 def count_messages(ranks: int) -> int:
-    """Return the number of consecutive messages in an all-gather over `ranks`; see `Link.all_reduce`."""
+    """Return the consecutive messages of an all-gather: a ring's ranks - 1, or a tree's 5 per doubling if fewer."""
     return min(ranks - 1, 5 * (ranks - 1).bit_length())
 
 
 def intra_node_link(gb_s: float) -> Link:
-    """Return the link between devices of a node, given GB/s per device and direction."""
+    """Return the Link between devices of a node, with 75 % of `gb_s`, the data sheet's GB/s per device and direction."""
     return Link(_LINK_EFFICIENCY * (gb_s * 1e9), INSIDE_LATENCY)
 
 
 def inter_node_link(gb_s: float) -> Link:
-    """Return the link between nodes, given GB/s per device and direction."""
+    """Return the Link between nodes, with 75 % of `gb_s`, the data sheet's GB/s per device and direction."""
     return Link(_LINK_EFFICIENCY * (gb_s * 1e9), BETWEEN_LATENCY)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Throughput of megaenc on one device of a machine by kind of operation, in FLOP/s or bytes/s, with links and memory."""
+    """Speeds of megaenc on one device in FLOP/s or bytes/s by kind of operation, with fixed times, links and memory."""
 
     peak: float
     """dense peak FLOP/s, the denominator of utilization"""
@@ -144,7 +144,7 @@ TABLE = {
 
 
 def get_machine(name: str) -> Rates:
-    """Return the rates of a machine by case-insensitive name; raise InputError with the known names."""
+    """Return the Rates of a device in the table by name (such as h100, in any case); raise InputError if it is unknown."""
     rates = TABLE.get(name.lower())
     if rates is None:
         suggestion = closest_match(name.lower(), TABLE)

@@ -17,10 +17,10 @@ from megaenc.training.config import PretrainConfig
 
 @dataclass(frozen=True)
 class HypotheticalLayout(ParallelConfig):
-    """Parallel layout of another machine, parsed without megatron-core and torch."""
+    """Parallel layout of another machine, with ParallelConfig's flags; parsed without megatron-core and torch."""
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of each virtual stage, as ParallelConfig does with megatron-core."""
+        """Return the number of layers of each virtual stage in forward order, by the layout's flags."""
         text, stages = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
         if not text or stages == 1 or self.num_layers_per_virtual_pipeline_stage:
             return super().layers_per_chunk(num_layers)
@@ -33,7 +33,7 @@ class HypotheticalLayout(ParallelConfig):
 
 
 def parse_split(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
-    """Parse Megatron's pipeline notation, such as Et*6|t*7|t*7|t*6L, into layers per part; raise InputError if invalid."""
+    """Return the layers per part of Megatron's pipeline notation, such as Et*6|t*7|t*7|t*6L; raise InputError if invalid."""
     flag = f"--pipeline-model-parallel-layout {text}"
     expanded = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -47,13 +47,13 @@ def parse_split(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
 
 
 def format_split(split: Sequence[int]) -> str:
-    """Return layers per part in Megatron's pipeline notation."""
+    """Return layers per part in Megatron's pipeline notation, such as Et*6|t*7|t*7|t*6L for (6, 7, 7, 6)."""
     return f"E{'|'.join(f't*{layers}' if layers > 1 else 't' * layers for layers in split)}L"
 
 
 @dataclass(frozen=True)
 class CostTerm:
-    """Named quantity of an estimate with its unit and formula text."""
+    """One term of an estimate: its name, value, unit, and formula as text."""
 
     name: str
     value: float
@@ -63,7 +63,7 @@ class CostTerm:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Layers and parameters of one pipeline stage."""
+    """One pipeline stage: its number, layers, parameters on one rank, and whether it has the embedding and the head."""
 
     index: int
     layers: int
@@ -76,7 +76,7 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """Model, parallel layout and batch of a run.
+    """Model, vocabulary size, parallel layout, number of devices, batch sizes, pack length and dtype of a run.
 
     Letters in formulas: S tokens of a micro-batch, N predictions, H hidden size, F FFN size, q and k sizes of queries and keys,
     V padded vocabulary size; t tensor-parallel and d data-parallel ranks, p stages, m micro-batches, w bytes per value.
@@ -95,7 +95,7 @@ class LayoutCase:
 
     @classmethod
     def from_config(cls, config: PretrainConfig, vocab_size: int, gpus: int) -> "LayoutCase":
-        """Return the case of a pretraining config on `gpus` devices."""
+        """Return the LayoutCase of a pretraining config with a vocabulary of `vocab_size` on `gpus` devices."""
         split, batches = (
             config.layout.layers_per_chunk(config.shape.num_layers),
             (config.micro_batch_size, config.global_batch_size),
@@ -104,7 +104,7 @@ class LayoutCase:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Return the number of ranks that share each layer."""
+        """Return the number of tensor-parallel ranks, which share the matrices of each layer."""
         return self.layout.tensor_model_parallel_size
 
     @property
@@ -114,47 +114,47 @@ class LayoutCase:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return the number of model replicas."""
+        """Return the number of model replicas: devices / (tensor-parallel ranks x pipeline stages)."""
         return self.gpus // (self.tensor_parallel_size * self.num_stages)
 
     @property
     def virtual_stages(self) -> int:
-        """Return the number of virtual stages per pipeline stage; 1 unless interleaved."""
+        """Return the number of virtual stages on each pipeline stage; 1 without an interleaved schedule."""
         return len(self.split) // self.num_stages
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches of a rank per step."""
+        """Return the number of micro-batches that each rank processes per step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the tokens of a micro-batch."""
+        """Return the number of tokens of a micro-batch: packs x tokens of a pack."""
         return self.micro_batch_size * self.seq_length
 
     @property
     def value_bytes(self) -> int:
-        """Return the bytes of an activation value."""
+        """Return the bytes of one value of an activation: 2 in bfloat16, 4 in float32."""
         return 2 if self.bf16 else 4
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the bytes of a micro-batch's hidden states."""
+        """Return the bytes of the hidden states of all tokens of a micro-batch after one layer."""
         return self.micro_batch_tokens * self.shape.hidden_size * self.value_bytes
 
     @property
     def sequence_shards(self) -> int:
-        """Return the number of ranks that share norms and residuals by sequence parallelism."""
+        """Return the number of ranks that divide norms and residuals by sequence parallelism; 1 without it."""
         return self.tensor_parallel_size if self.layout.sequence_parallel else 1
 
     @property
     def kv_size(self) -> int:
-        """Return the total size of the keys of all groups."""
+        """Return the width of a token's keys (and of its values): query groups x head dimension."""
         return self.shape.num_query_groups * self.shape.head_dim
 
     @property
     def vocab_rows(self) -> int:
-        """Return the rows of the embedding on each rank, with padding."""
+        """Return the number of rows of the padded embedding matrix on each tensor-parallel rank."""
         return (
             padded_vocab_size(self.vocab_size, self.shape.make_vocab_size_divisible_by, self.tensor_parallel_size)
             // self.tensor_parallel_size
@@ -162,13 +162,13 @@ class LayoutCase:
 
     @property
     def layer_parameters(self) -> int:
-        """Return the parameters of a layer on each tensor-parallel rank."""
+        """Return the number of parameters of one layer on each tensor-parallel rank."""
         shape, widths = self.shape, self.shape.linear_shapes(self.tensor_parallel_size)
         norms = 2 * shape.hidden_size + shape.qk_layernorm * 2 * shape.head_dim
         return sum(map(math.prod, widths.values())) + shape.add_qkv_bias * widths["linear_qkv"][0] + norms
 
     def build_stage(self, number: int) -> PipelineStage:
-        """Return pipeline stage `number`, counted from 0."""
+        """Return pipeline stage `number`, counted from 0, with its layers and one rank's parameters."""
         layers, first, last = sum(self.split[number :: self.num_stages]), number == 0, number == self.num_stages - 1
         matrix = self.vocab_rows * self.shape.hidden_size
         own_head = self.shape.untie_embeddings_and_output_weights or not first  # a tied head is a copy on the last stage
@@ -176,13 +176,13 @@ class LayoutCase:
         return PipelineStage(number, layers, parameters, first, last)
 
     def build_stages(self) -> list[PipelineStage]:
-        """Return all pipeline stages."""
+        """Return all pipeline stages in forward order."""
         return [self.build_stage(number) for number in range(self.num_stages)]
 
 
 @dataclass(frozen=True)
 class ObjectiveWork:
-    """Average computation of one pack under an objective."""
+    """Average work of one pack under an objective: tokens, predictions, and sums of squared document lengths."""
 
     objective: str
     tokens: int
@@ -196,7 +196,7 @@ class ObjectiveWork:
 
     @property
     def is_causal(self) -> bool:
-        """Return whether attention is mostly causal."""
+        """Return whether attention is mostly causal: bidirectional parts are below half of the squared lengths."""
         return self.visible_squares < self.squares / 2
 
     def body_flops(self, shape: ModelConfig) -> float:
@@ -208,17 +208,17 @@ class ObjectiveWork:
         return shape.attention_flops(1, prefix=0) * (self.squares + self.visible_squares)
 
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
-        """Return the FLOPs of the output layer at the predicted positions of a pack."""
+        """Return the FLOPs of the output layer at a pack's predicted positions, forward and backward."""
         return 6.0 * shape.hidden_size * vocab_size * self.predicted
 
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
-        """Return the training FLOPs of a pack without recomputation and vocabulary padding, as `ModelConfig.training_flops`."""
+        """Return a pack's forward and backward FLOPs: layers, attention, output layer; no recomputation or padding."""
         return self.body_flops(shape) + self.attention_flops(shape) + self.head_flops(shape, vocab_size)
 
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """Phase of the schedule from step `first` to `last`, with the average number of steps of each objective."""
+    """Phase of the schedule: first and last step, average number of steps of each objective, and batch sizes."""
 
     text: str
     first: int
@@ -229,7 +229,7 @@ class PhaseWork:
 
 
 def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
-    """Return the phases of a run, for a branch those after --branch-at; raise InputError."""
+    """Return a run's phases with their average work, for a branch from --branch-at on; InputError for a wrong schedule."""
     any_vocabulary = Vocabulary(vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")  # parsing needs a mask token
     schedule = Schedule.build(config.objective_schedule, config.total_iters, any_vocabulary, config.seed)
     phases = []
@@ -246,7 +246,7 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
 
 
 def compute_objective_work(start: Objective, end: Objective, config: PretrainConfig, docs: LengthModel) -> ObjectiveWork:
-    """Return the average work of an objective whose options change linearly from `start` to `end`."""
+    """Return a pack's average ObjectiveWork under an objective whose options go linearly from `start` to `end`."""
     length = config.data.seq_length
     unpredicted = docs.pieces if start.shift else 0.0  # a document's first token has no predecessor
     predicted, visible_squares = (

@@ -20,7 +20,7 @@ _MAX_LENGTH = 1 << 40  # tokens per document
 
 @dataclass(frozen=True)
 class LengthModel:
-    """Average contents of a pack."""
+    """Average contents of a pack: squared lengths, number of documents or pieces of them, end-of-document tokens."""
 
     squares: float
     """sum of the squared lengths of documents and pieces of documents"""
@@ -34,7 +34,7 @@ class LengthModel:
 
 
 def build_length_model(data: DataConfig, document_tokens: tuple[int, ...]) -> LengthModel:
-    """Return the length model of given document lengths, else of the corpora on this disk, else of one document per pack.
+    """Return the LengthModel of documents of given lengths, else of the corpora on this disk, else of one document per pack.
 
     Random-length packing has two chunks per pack for any documents. Raises InputError for invalid lengths or corpora.
     """
@@ -62,7 +62,7 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...]) -> Le
 
 
 def read_vocab_size(data: DataConfig) -> int | None:
-    """Return the vocabulary size in the metadata of the corpora; None if they are not on this disk."""
+    """Return the largest vocabulary size in the metadata of --data-path's corpora; None if none is on this disk."""
     prefixes = [prefix for _, prefix in parse_data_path(data.data_path)] if data.data_path else []
     sizes = [read_corpus_metadata(prefix).vocab_size for prefix in prefixes if os.path.isfile(metadata_path(prefix))]
     return max(sizes, default=None)

@@ -15,25 +15,25 @@ LOGIT_BYTES_AT_ONCE = 2**30  # the same for its kernels on accelerators
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of a rank of one pipeline stage, by term."""
+    """Peak memory of a rank of one pipeline stage, by term in bytes."""
 
     stage: PipelineStage
     terms: tuple[CostTerm, ...]
 
     @property
     def total(self) -> float:
-        """Return the sum of all terms in bytes."""
+        """Return the rank's peak memory in bytes, the sum of all terms."""
         return sum(term.value for term in self.terms)
 
 
 def compute_max_memory(case: LayoutCase, works: list[ObjectiveWork], rates: Rates) -> RankMemory:
-    """Return the peak memory of the worst rank under the most expensive objective."""
+    """Return the RankMemory of the pipeline stage and objective with the largest peak memory."""
     memories = [compute_stage_memory(case, work, stage, rates) for work in works for stage in case.build_stages()]
     return max(memories, key=lambda memory: memory.total)
 
 
 def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, rates: Rates) -> RankMemory:
-    """Return the peak memory of a rank of `stage` under one objective."""
+    """Return the peak memory of a rank of `stage` by term under one objective; `rates` has base and fragmentation."""
     weights, width, layers, in_flight = stage.parameters, case.value_bytes, stage.layers, micro_batches_in_flight(case, stage)
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
     share = f" / {shared} data-parallel ranks" if shared > 1 else ""
@@ -74,7 +74,7 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
 
 
 def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
-    """Return the bytes that autograd saves of one layer for a micro-batch, by part of the layer, without recomputation.
+    """Return the bytes saved for one layer's backward pass of a micro-batch, by part of the layer; no recomputation.
 
     On the host, attention per document saves its output twice.
     """
@@ -93,7 +93,7 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
 
 
 def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool) -> tuple[float, str]:
-    """Return the activation bytes of one micro-batch on a stage, after recomputation, and a formula text per layer."""
+    """Return the activation bytes of one micro-batch on a stage, after recomputation, and a text with their formula."""
     layout, shape, parts = case.layout, case.shape, layer_activation_bytes(case, host)
     layer_total, entering = sum(parts.values()), case.hidden_bytes / case.sequence_shards
     listed = ", ".join(f"{name} {value / case.micro_batch_tokens:,.0f}" for name, value in parts.items())

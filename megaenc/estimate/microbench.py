@@ -49,7 +49,7 @@ _DATASET_TOKENS = 1 << 18  # total length of the synthetic documents
 
 @dataclass(frozen=True)
 class MicrobenchJob:
-    """Arguments of one measuring process."""
+    """Arguments of one measuring process: rank, config of a rank's shard, objectives, document lengths, seconds."""
 
     rank: int
     ranks: int
@@ -68,7 +68,7 @@ class MicrobenchJob:
 def calibrate(
     config: PretrainConfig, case: LayoutCase, workload: Workload, docs: LengthModel, known: Rates | None, seconds: float = 4.0
 ) -> Rates:
-    """Measure this machine's rates in one process per local rank, with about `seconds` per measurement, one minute in total.
+    """Return this machine's Rates, measured for about a minute in one process per device, `seconds` per measurement.
 
     `known`: rates of --gpu, which supply the links that one machine cannot measure.
     """
@@ -91,7 +91,7 @@ def calibrate(
 
 
 def build_share_config(config: PretrainConfig, case: LayoutCase) -> PretrainConfig:
-    """Return a single-process config of one tensor-parallel rank's shard of the layers and the vocabulary."""
+    """Return a single-process config with one tensor-parallel rank's shard of the layers and the vocabulary."""
     shape, tensor = config.shape, case.tensor_parallel_size
     shard = dataclasses.replace(
         shape,
@@ -122,7 +122,7 @@ def fit_rates(
     known: Rates | None,
     source: str,
 ) -> Rates:
-    """Return rates for which the formulas reproduce the measurements at both depths.
+    """Return the Rates with which the estimate's formulas reproduce the measured times and memory at both depths.
 
     The difference between the depths is a layer, which minus matrix products and attention gives the elementwise time. The rest
     of the shallow model is embedding, head and loss; the rest of a step is the optimizer. Memory beyond the formulas is
@@ -188,7 +188,7 @@ def fit_rates(
 
 
 def measure_rank(job: MicrobenchJob) -> dict[str, float]:
-    """Run all measurements of one process, in step with the other processes; return them by name."""
+    """Return the step times, memory and rates measured in this process, by name, in step with the other processes."""
     silence_libraries()
     os.environ |= {"LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(job.ranks)}
     prepare_megatron()

@@ -21,7 +21,7 @@ _MAX_PHASES = 12
 
 @dataclasses.dataclass(frozen=True)
 class EstimateReport:
-    """Estimate of a run's layout and of a suggested layout, if any."""
+    """Estimate of a run's layout and of a suggested layout, if any, with the model, documents and rates behind them."""
 
     model: str
     vocabulary: str
@@ -34,7 +34,7 @@ class EstimateReport:
     mfu: float | None
 
     def print(self, console: Console, *, explain: bool) -> None:
-        """Print the tables, with all terms if `explain`, and the suggestion."""
+        """Print tables of memory, step time and phases, all terms if `explain`, and the suggested layout's flags."""
         own, case, values = self.estimate, self.estimate.case, self.to_dict()
         precision = f"{values['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
         console.print(f"{self.model}: {precision}, {self.vocabulary}")
@@ -130,7 +130,7 @@ class EstimateReport:
         return [f"a better layout ({gain}: {cost}):", "  " + " ".join(format_layout_flags(suggestion.case))]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of the JSON file: inputs, estimate with all terms, suggestion."""
+        """Return the content of the JSON file: inputs, estimate with all terms, suggestion (None without one)."""
         better = (
             None
             if self.suggestion is None

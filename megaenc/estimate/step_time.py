@@ -13,7 +13,7 @@ _Seconds = tuple[str, float, str]  # name, value and formula of a term
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time, FLOPs and communication of a step under one objective."""
+    """Seconds of a step under one objective, its FLOPs, idle fraction, and terms of its time and of its bytes sent."""
 
     seconds: float
     flops: float
@@ -27,7 +27,7 @@ class StepTime:
 
 
 def compute_step_time(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> StepTime:
-    """Return the time of a step in the layout `case` under one objective."""
+    """Return the StepTime of a step in the layout `case` under one objective, by its slowest pipeline stage."""
     stages, count = case.build_stages(), case.micro_batches
     terms_by_stage = [micro_batch_terms(case, work, stage, rates) for stage in stages]
     times = [sum(seconds for _, seconds, _ in terms) for terms in terms_by_stage]
@@ -56,7 +56,7 @@ def compute_step_time(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> St
 
 
 def layer_bytes_moved(case: LayoutCase) -> float:
-    """Return the bytes that a layer's elementwise kernels read and write for a micro-batch, forward and backward.
+    """Return the bytes that one layer's elementwise kernels read and write for a micro-batch, forward and backward.
 
     In values of w bytes per token: norms and residuals 24 H, rotary embeddings 10 (q + k), concatenated heads 4 q, SwiGLU 16 F.
     Adding the gradient to the float32 buffer: 8 + 2 w bytes per parameter.
@@ -68,7 +68,7 @@ def layer_bytes_moved(case: LayoutCase) -> float:
 
 
 def embedding_loss_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage) -> float:
-    """Return the bytes that embedding and loss read and write for a micro-batch, with the gradients of their matrices.
+    """Return the bytes that a stage's embedding and loss read and write for a micro-batch, with weight gradients.
 
     Embedding: 8 + 3 w per parameter and 12 w H per token. Loss: 46 per logit in bfloat16, 36 in float32. Each chunk of logits
     adds to the output matrix's gradient, 12 or 8 per parameter, which is then scaled and cast.
@@ -86,7 +86,7 @@ def embedding_loss_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: Pip
 
 
 def micro_batch_terms(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, rates: Rates) -> list[_Seconds]:
-    """Return (name, seconds, formula) of each term of one micro-batch on a stage, forward and backward."""
+    """Return (name, seconds, formula) of each part of one micro-batch's forward and backward pass on a stage."""
     layers, packs = stage.layers, case.micro_batch_size
     part = layers / case.shape.num_layers / case.tensor_parallel_size
     products = part * packs * work.body_flops(case.shape)
@@ -181,7 +181,7 @@ def _data_parallel_terms(case: LayoutCase, stage: PipelineStage, rates: Rates, m
 
 
 def optimizer_bytes_moved(case: LayoutCase, stage: PipelineStage) -> float:
-    """Return the bytes that an optimizer step reads and writes on a rank.
+    """Return the bytes that an optimizer step reads and writes on one rank of a stage.
 
     Per parameter: zeroing gradients 4, scaling 8; per parameter of the optimizer's shard: norm 4, clip 8, AdamW 28, cast 6.
     """
@@ -190,7 +190,7 @@ def optimizer_bytes_moved(case: LayoutCase, stage: PipelineStage) -> float:
 
 
 def group_link(rates: Rates, stride: int, ranks: int) -> Link:
-    """Return the link of a group of `ranks` with `stride`: within a node if it fits, else the node's combined outside links."""
+    """Return the Link of a group of `ranks` with `stride`: inside a node if it fits, else limited by links between nodes."""
     if stride * ranks <= rates.devices:
         return rates.inside
     together = max(1, rates.devices // stride)
@@ -198,7 +198,7 @@ def group_link(rates: Rates, stride: int, ranks: int) -> Link:
 
 
 def communication_terms(case: LayoutCase, stage: PipelineStage, work: ObjectiveWork) -> list[CostTerm]:
-    """Return the bytes that one rank of a stage sends per step, by parallelism."""
+    """Return a term for each parallelism in use: the bytes that one rank of a stage sends per step."""
     row, count, n, d, parameters = (
         case.hidden_bytes,
         case.micro_batches,

@@ -24,7 +24,7 @@ _RECOMPUTE = ({}, {"recompute_granularity": "selective", "recompute_modules": ("
 
 @dataclass(frozen=True)
 class Workload:
-    """Computation of a run, independent of the layout."""
+    """Computation of a run in any layout: phases, number and batches of validations, and FLOPs utilization if given."""
 
     phases: tuple[PhaseWork, ...]
     validations: int
@@ -36,7 +36,7 @@ class Workload:
 
     @property
     def works(self) -> list[ObjectiveWork]:
-        """Return each objective once, the one with most steps first."""
+        """Return each objective of the run once, the one with most steps first."""
         steps: Counter[ObjectiveWork] = Counter()
         for phase in self.phases:
             for work, count in phase.parts:
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Tokens, FLOPs and seconds of one phase of the run."""
+    """Cost of one phase of the run: first and last step, tokens, FLOPs and seconds."""
 
     text: str
     first: int
@@ -58,7 +58,7 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and time of a run in one layout."""
+    """Estimate of a run in one layout: memory, whether it fits, step times by objective, and seconds of each phase."""
 
     case: LayoutCase
     memory: RankMemory
@@ -71,17 +71,17 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Return the duration of the run in seconds, without saving."""
+        """Return the run's duration in seconds: phases and validations, without saving."""
         return sum(phase.seconds for phase in self.phases) + self.validation
 
     @property
     def hours(self) -> float:
-        """Return the device hours of the run."""
+        """Return the device hours of the run: hours x number of devices."""
         return self.seconds * self.case.gpus / 3600
 
 
 def estimate_layout(case: LayoutCase, workload: Workload, rates: Rates) -> Estimate:
-    """Return memory, step times and hours of a run in the layout `case`."""
+    """Return the Estimate of a run in the layout `case`; step times follow from `workload.mfu` if that is set."""
     works = workload.works
     memory = compute_max_memory(case, works, rates)
 
@@ -109,7 +109,7 @@ def estimate_layout(case: LayoutCase, workload: Workload, rates: Rates) -> Estim
 
 
 def find_best_layout(case: LayoutCase, workload: Workload, rates: Rates) -> Estimate | None:
-    """Return the fastest layout that fits, or a simpler one within 2 % of it; None if none fits.
+    """Return the Estimate of the fastest layout that fits, or of a simpler one within 2 % of it; None if none fits.
 
     Global batch size, model and number of devices stay. Recomputation is tried only if a layout does not fit without it.
     """
@@ -158,7 +158,7 @@ def _candidate_layouts(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> I
 
 
 def balance_stages(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> tuple[int, ...]:
-    """Return layers per pipeline stage that minimize the slowest stage's time, given embedding and head at the ends.
+    """Return the layers per pipeline stage that minimize the slowest stage's time; `case.split` if a middle one got none.
 
     Greedy: each layer goes to the least busy stage, which is optimal for layers of equal duration.
     """
@@ -184,7 +184,7 @@ def _complexity_key(estimate: Estimate) -> tuple:
 
 
 def format_layout_flags(case: LayoutCase) -> list[str]:
-    """Return a layout as flags of `megaenc pretrain`."""
+    """Return the words of `megaenc pretrain` flags that set a layout and micro-batch size, without default values."""
     words = ["--micro-batch-size", str(case.micro_batch_size)]
     for name in _LAYOUT_FIELDS:
         value, flag = getattr(case.layout, name), "--" + name.replace("_", "-")

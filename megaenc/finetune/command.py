@@ -37,7 +37,7 @@ _BASELINE_DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class FinetuneRunConfig:
-    """Options of `megaenc finetune run`."""
+    """Options of `megaenc finetune run`: model, data set, learning rate, seed, results folder, and the training protocol."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -59,7 +59,7 @@ class FinetuneRunConfig:
 
 @handle_command_errors
 def run_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune run`; exit with code 1 if the run failed."""
+    """Run `megaenc finetune run`: train and evaluate unless done before, print the scores; exit with 1 if the run failed."""
     silence_libraries()
     settings = flags.parse_with_config(FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__)
     for name in ("model", "dataset"):

@@ -11,7 +11,7 @@ LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """Hyperparameters of fine-tuning and evaluation. The defaults are the study's."""
+    """Hyperparameters of fine-tuning and evaluation: batch, steps, AdamW, text length, precision; by default the study's."""
 
     batch_size: int = 32
     """examples of a step; in retrieval, the other documents of the batch are the negatives"""
@@ -52,7 +52,7 @@ class FinetuneConfig:
     """CPU threads of a run; the last bits of its results depend on this number"""
 
     def check(self) -> None:
-        """Raise InputError for a value outside its range."""
+        """Raise InputError, naming the flag, if a number is not finite or outside its field's range."""
         for name, value in vars(self).items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, float) and not math.isfinite(value):
@@ -67,12 +67,12 @@ class FinetuneConfig:
 
 
 def check_minimums(settings: Any, **minimums: int) -> None:
-    """Raise InputError if a field of `settings` is below its minimum or NaN; the error names the field's flag."""
+    """Raise InputError, naming the flag, if a field of `settings` is NaN or below its minimum, given as `field=minimum`."""
     for name, bound in minimums.items():
         if not (value := getattr(settings, name)) >= bound:
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")
 
 
 def format_learning_rate(rate: float) -> str:
-    """Return a learning rate in its shortest exact scientific notation, as in result folders: 2e-05, 5e-04, 1.5e-05."""
+    """Return a learning rate in scientific notation with the fewest digits that are exact, such as 2e-05 or 1.5e-05."""
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)

@@ -21,7 +21,7 @@ _TRAIN_SHARE = 0.95
 
 
 class TaskFamily(StrEnum):
-    """A task family; its value is its folder's name in results."""
+    """Task family: SC (sequence classification), TC (token classification), QA (question answering) or IR (retrieval)."""
 
     SC = "SC"  # sequence classification
     TC = "TC"  # token classification
@@ -34,7 +34,7 @@ SplitName: TypeAlias = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A text, or a text pair joined by a template, with the index of its label."""
+    """Example of sequence classification: an id, a text (a text pair is joined by a template) and the index of its label."""
 
     id: str
     text: str
@@ -43,7 +43,7 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class TaggedWords:
-    """The words of a sentence with the tag index of each word."""
+    """Example of token classification: an id, the words of a sentence, and the tag index of each word."""
 
     id: str
     words: tuple[str, ...]
@@ -52,7 +52,7 @@ class TaggedWords:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer span: `context[start : start + len(text)] == text`."""
+    """Answer span in a context: its text, and the character offset `start` at which the text stands in the context."""
 
     text: str
     start: int
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context; without answers it is unanswerable."""
+    """Example of question answering: an id, a question, a context, and the accepted answers, none if it is unanswerable."""
 
     id: str
     question: str
@@ -70,7 +70,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Pair:
-    """A training pair of retrieval: a query and a relevant document."""
+    """Training example of retrieval: an id, a query and a document relevant to the query, both with their prefix."""
 
     id: str
     query: str
@@ -79,7 +79,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class RetrievalExamples:
-    """An evaluation split of retrieval: queries and documents by id, with prefixes and titles, and relevance grades."""
+    """Validation or test split of retrieval: prefixed queries and documents by id, and relevance grades above 0."""
 
     queries: dict[str, str]
     documents: dict[str, str]
@@ -91,12 +91,12 @@ Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | 
 
 
 class DataUnavailable(OSError):
-    """Error of a temporary download failure, which a retry may cure. Its message is one line."""
+    """Error, with a message of one line, that a download failed for a temporary reason, so that a retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A labelled data set; its splits are read by `load_split`."""
+    """Labelled data set: name, task family, labels, name of its training set, SHA-256 fingerprints, reader of splits."""
 
     name: str
     """Name of the data set and of its folder in results."""
@@ -113,7 +113,7 @@ class Dataset:
     """Function that reads a split without the check of `load_split`."""
 
     def load_split(self, name: SplitName) -> Examples:
-        """Return the examples of a split; in retrieval, a list of Pair for `train`, else RetrievalExamples.
+        """Return the examples of the split `name`: a list, or RetrievalExamples for validation and test of IR.
 
         Raises InputError for a missing or empty split and for an invalid row.
         """
@@ -124,18 +124,18 @@ class Dataset:
 
 
 def hash_json(content: Any) -> str:
-    """Return the hexadecimal SHA-256 of a JSON value."""
+    """Return the hexadecimal SHA-256 of a JSON value, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Print a line, unless this process has printed it already."""
+    """Print a line (rank 0 only), unless this process has printed the same line before."""
     print_rank_0(text)
 
 
 def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split `count` rows into 95 % training and 5 % validation indices, int64 each.
+    """Return (training, validation) row indices, int64: 95 % of `count` rounded down, and the rest, shuffled with seed 42.
 
     The study's rule for data sets without a third split: train_test_split(train_size=0.95, seed=42) of `datasets`, in its order.
     """
@@ -145,19 +145,19 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def format_too_few_error(count: int, noun: str, file: str) -> str:
-    """Return the error text for a split too small to draw a validation split from."""
+    """Return the error text that `count` examples (`noun`) are too few to split off validation; expected: 2 or `file`."""
     return f"found {count}, too few {noun} to validate on part of them, expected 2 at least or a file {file}"
 
 
 def choose_validation_queries(query_ids: list[str]) -> set[str]:
-    """Draw half of the queries for validation, for data sets with judgements only for test (the study's rule for NQ)."""
+    """Return a random half of the query ids, always the same, to use for validation (the study's rule for NQ)."""
     ordered = sorted(query_ids)
     order = np.random.default_rng(_VALIDATION_SEED).permutation(len(ordered))
     return {ordered[at] for at in order[: round(len(ordered) / 2)]}
 
 
 def hash_examples(examples: Examples) -> str:
-    """Return the hexadecimal SHA-256 of all fields of `examples`."""
+    """Return the hexadecimal SHA-256 of all fields of all examples, in their order."""
     digest = hashlib.sha256()
     parts = (examples.queries, examples.documents, examples.relevant) if isinstance(examples, RetrievalExamples) else (examples,)
     for part in parts:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FillMaskConfig:
-    """Options of `megaenc fill-mask`."""
+    """Options of `megaenc fill-mask`: model folder, text files and key, mask ratio, and numbers of tokens and sentences."""
 
     model: str
     """Hugging Face folder of a masked language model, as written by `megaenc convert to-hf`; causal models are refused."""
@@ -39,7 +39,7 @@ class FillMaskConfig:
 
 @dataclass(frozen=True)
 class MaskScore:
-    """Accuracy on masked tokens, and that of a frequency baseline."""
+    """Number of masked tokens, the model's accuracy on them, and that of always guessing the most frequent one."""
 
     token_count: int
     accuracy: float
@@ -49,7 +49,7 @@ class MaskScore:
 
 @dataclass(frozen=True)
 class MaskedSentence:
-    """A sentence with one masked word: the text before it, the word, the text after it."""
+    """Sentence with one masked word: the text before the word, the word itself, and the text after the word."""
 
     before: str
     word: str
@@ -57,7 +57,7 @@ class MaskedSentence:
 
 
 def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """Load a masked language model in float32 on the default device, and its tokenizer.
+    """Return the masked language model in `folder`, float32 in eval mode on the default device, and its tokenizer.
 
     A decoder with bidirectional attention (`is_causal: false` in config.json) is accepted. If its logits stand before their
     tokens (`prediction_shift` in config.json), they are shifted; tokens too near the start get equal logits. Raises InputError
@@ -100,7 +100,7 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
 def compute_mask_score(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int
 ) -> MaskScore:
-    """Mask the first `limit` tokens of `texts` as the objective mlm does and score the model's predictions.
+    """Mask a share `mask` of the first `limit` tokens of `texts`, as in MLM pretraining; return the accuracy as MaskScore.
 
     Documents end with EOS and are split into windows of the smaller maximum length of model and tokenizer; the first token of a
     window is not scored. The masks are the same in every call. Raises InputError if no token can be masked.
@@ -169,7 +169,7 @@ _FUNCTION_WORDS = """
 
 
 def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[MaskedSentence]:
-    """Draw `count` sentences from `texts`, at most one per document, and mask a content word of one token in each."""
+    """Return at most `count` random sentences of different documents `texts`, each with a one-token content word masked."""
     sentences, function_words = [], _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
         choices = [
@@ -186,7 +186,7 @@ def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterato
 def predict_masked_words(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", sentences: list[MaskedSentence]
 ) -> list[list[tuple[str, float]]]:
-    """Return the three most likely tokens, with probabilities, for the masked word of each sentence.
+    """Return for each sentence the three most likely (token text, probability) pairs of its masked word, best first.
 
     Unlike transformers' fill-mask pipeline, it accepts decoders.
     """
@@ -205,7 +205,7 @@ def predict_masked_words(
 
 
 def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -> Any:
-    """Build rich's Table of masked sentences with the guesses of each; correct ones are marked."""
+    """Return rich's Table with a row per sentence: sentence with a gap, masked word, and guesses, correct ones marked."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -226,7 +226,7 @@ def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, f
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc fill-mask`."""
+    """Run `megaenc fill-mask`: print masked sentences with the model's guesses, then its accuracy on masked tokens."""
     silence_libraries()
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
     if not 0 < settings.mask <= 1:

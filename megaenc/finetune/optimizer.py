@@ -15,7 +15,7 @@ _NO_DECAY_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)"
 
 
 def check_warmup(steps: int, warmup: float) -> None:
-    """Raise InputError if the only step is the first of the warmup, at learning rate 0."""
+    """Raise InputError if there is only 1 step and a warmup above 0, as that step would have learning rate 0."""
     if steps == 1 and warmup:
         raise InputError(
             f"--warmup: found {warmup} and 1 step, whose rate is 0, "
@@ -24,9 +24,9 @@ def check_warmup(steps: int, warmup: float) -> None:
 
 
 class MasterWeightOptimizer:
-    """AdamW on the parameters of a model, with float32 master weights and gradients for 16-bit parameters.
+    """AdamW with warmup, linear decay and clipping, on float32 master weights and gradients of a model's 16-bit parameters.
 
-    Precision paper-bf16 has neither: its optimizer state is 16-bit too. A master weight starts from the parameter's attribute
+    Precision paper-bf16 has none: its optimizer state is 16-bit too. A master weight starts from the parameter's attribute
     `unrounded`, if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
     """
 
@@ -62,15 +62,15 @@ class MasterWeightOptimizer:
         parameter.grad = None
 
     def close(self) -> None:
-        """Remove the gradient hooks, through which the model's parameters keep the optimizer's state in memory."""
+        """Remove the gradient hooks from the model's parameters, which otherwise keep the optimizer's state in memory."""
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip the gradients, update the weights and the learning rate; return the gradient norm before clipping.
+        """Clip gradients, update weights and learning rate, clear gradients; return the gradient norm before clipping.
 
-        If the norm is NaN or inf, neither weights nor learning rate change. Gradients are cleared in any case.
+        If the norm is NaN or inf, neither weights nor learning rate change.
         """
         learned = [(parameter, master) for parameter, master in self._masters.items() if master.grad is not None]
         norm = nn.utils.get_total_norm([master.grad for _, master in learned])

@@ -28,7 +28,7 @@ _TEXTS_PER_BATCH = 1024  # bounds the memory of offsets, which are Python object
 
 @dataclass(frozen=True)
 class TokenizedTexts:
-    """Tokenized texts, concatenated, with per-row and per-token columns."""
+    """Tokenized texts: concatenated token ids, start offsets, number of cut texts, and a task's columns by row or token."""
 
     tokens: np.ndarray
     """int32[N]: the token ids of all texts, concatenated."""
@@ -41,7 +41,7 @@ class TokenizedTexts:
 
     @classmethod
     def from_rows(cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray) -> "TokenizedTexts":
-        """Build TokenizedTexts from `rows` of token ids, int[tokens] each."""
+        """Return the TokenizedTexts of `rows`, the token ids of a text each; `truncated` is the number of cut texts."""
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return cls(concatenate_rows(rows, np.int32), starts, truncated, columns)
 
@@ -54,23 +54,23 @@ class TokenizedTexts:
         return np.diff(self.starts)
 
     def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the token ids of each of `rows`, int32[tokens] each."""
+        """Return the token ids, int32[tokens], of each of the texts with indices `rows`, in that order."""
         return [self.tokens[self.starts[row] : self.starts[row + 1]] for row in rows]
 
     def gather_token_column(self, column: str, rows: np.ndarray) -> np.ndarray:
-        """Return the entries of a by-token column for `rows`, concatenated."""
+        """Return the entries of the by-token column `column` for the texts with indices `rows`, concatenated in order."""
         values = self.columns[column]
         return np.concatenate([values[:0], *(values[self.starts[row] : self.starts[row + 1]] for row in rows)])
 
 
 def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np.ndarray:
-    """Concatenate `rows` as `dtype`; without rows, return an empty array of entries of `shape`."""
+    """Return the arrays `rows` concatenated as `dtype`; without rows, an empty array whose entries have shape `shape`."""
     return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Tokenizer wrapper that adds BOS and EOS and cuts texts to `max_length` tokens.
+    """Tokenizer with a maximum length and the choice of BOS and EOS; turns texts into TokenizedTexts or token offsets.
 
     A cut text still ends with EOS. CLS and SEP stand in for missing BOS and EOS. Special tokens spelled in a text are tokenized
     as text. Raises InputError for a tokenizer without the tokens to add, and for a `max_length` too small for any text.
@@ -105,25 +105,25 @@ class TextEncoder:
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the maximum number of tokens of a text without BOS and EOS."""
+        """Return the maximum number of tokens of a text: `max_length` minus one for each of BOS and EOS that is added."""
         return self.max_length - self.add_bos - self.add_eos
 
     @cached_property
     def cache_key(self) -> dict[str, str | int | bool]:
-        """Return everything that determines the tokens of a text: cache format, tokenizer, length, BOS and EOS."""
+        """Return the dict of all that determines a text's tokens: cache format, tokenizer, max_length, add_bos, add_eos."""
         rule = {"max_length": self.max_length, "add_bos": self.add_bos, "add_eos": self.add_eos}
         return {"format": _CACHE_FORMAT, "tokenizer": read_vocabulary(self.tokenizer).fingerprint, **rule}
 
     def add_special_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        """Cut a text's `tokens` and add BOS and EOS; return int32[<= max_length]."""
+        """Return a text's `tokens` cut to `max_text_tokens`, with BOS and EOS where they are added, int32[<= max_length]."""
         return np.concatenate([self._bos_ids, tokens[: self.max_text_tokens], self._eos_ids]).astype(np.int32)
 
     def align_to_row(self, values: np.ndarray, fill: int) -> np.ndarray:
-        """Cut `values`, one per token of a text, like its row and add `fill` for BOS and EOS; return int32[tokens of the row]."""
+        """Return `values`, one per token of a text, cut as its row and with `fill` at BOS and EOS, int32[row's tokens]."""
         return np.concatenate([[fill] * self.add_bos, values[: self.max_text_tokens], [fill] * self.add_eos]).astype(np.int32)
 
     def encode(self, texts: Sequence[str]) -> TokenizedTexts:
-        """Tokenize `texts`, one row each. Raises InputError for a row without tokens."""
+        """Return `texts` as TokenizedTexts in order, cut and with BOS and EOS; InputError for a row without tokens."""
         rows, truncated = [], 0
         for start in range(0, len(texts), _TEXTS_PER_BATCH):
             self.progress(start, len(texts))
@@ -135,7 +135,7 @@ class TextEncoder:
         return TokenizedTexts.from_rows(rows, truncated)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the tokens, int32[tokens], and their character ranges, int32[tokens, 2] (start, end), of each text, uncut.
+        """Yield each text's token ids, int32[tokens], and character ranges, int32[tokens, 2] (start, end), uncut.
 
         Characters are those of the text as `replace_surrogates` gives it.
         """
@@ -162,7 +162,7 @@ TokenizedSplit = TokenizedTexts | dict[str, TokenizedTexts]
 def load_or_compute(
     folder: Path, key: dict, compute: Callable[[], TokenizedSplit], on_wait: Callable[[], None] = lambda: None
 ) -> TokenizedSplit:
-    """Return the split cached in `folder` under `key` (JSON values), else the result of `compute`, which is then cached.
+    """Return the split cached in `folder` under `key` (JSON values); if there is none, call `compute` and cache its result.
 
     Files are written atomically; an unreadable one is recomputed. Of several processes one computes; the others wait and call
     `on_wait` five times a second. Raises InputError if the cache cannot be written.

@@ -34,10 +34,9 @@ _DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.f
 
 
 def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progress: None) -> bool:
-    """Train a model, evaluate it and write its result files; return whether all losses and predictions were finite.
+    """Train a model, evaluate it, write its result files and return True; at a NaN or inf write failed.json, return False.
 
-    At the first NaN or inf it writes failed.json instead. Result files are a deterministic function of `job`. Raises InputError
-    for an unusable model or data set.
+    Result files are a deterministic function of `job`. Raises InputError for an unusable model or data set.
     """
     began, reporter = time.monotonic(), _ProgressReporter(report)
     reporter(RunProgress("loading"))
@@ -119,12 +118,12 @@ def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
 
 
 def count_training_steps(protocol: FinetuneConfig, examples: int) -> int:
-    """Return the number of optimizer steps for `examples` training examples: `epochs` epochs, at most `max_steps`."""
+    """Return the number of optimizer steps on `examples` training examples: `epochs` epochs, at most `max_steps` steps."""
     return min(protocol.max_steps, math.ceil(protocol.epochs * math.ceil(examples / protocol.batch_size)))
 
 
 def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> Iterator[np.ndarray]:
-    """Yield the example indices of each step's batch, int64[<= batch_size], reshuffled every epoch by `seed`."""
+    """Yield the example indices, int64[<= batch_size], of each of `steps` batches, reshuffled by `seed` every epoch."""
     steps_per_epoch = math.ceil(examples / batch_size)
     for step in range(steps):
         epoch, at = divmod(step, steps_per_epoch)
@@ -144,7 +143,7 @@ class _ProgressReporter:
         self._report(progress)
 
     def report_texts(self, done: int, total: int) -> None:
-        """Report that `done` of `total` texts of the current stage are processed."""
+        """Report to the run's callback that `done` of `total` texts of the current stage are processed."""
         self._report(dataclasses.replace(self._stage, done=done, total=total))
 
 
@@ -157,12 +156,12 @@ class _TokenizedSplitLoader:
     report: ProgressCallback
 
     def load_training(self, task: FinetuneTask, dataset: Dataset) -> TokenizedSplit:
-        """Return the tokenized training split; the examples are read only if they are not in the cache."""
+        """Return the tokenized training split from the cache on disk; without one, read, tokenize and cache the examples."""
         key = {"data": dataset.train_fingerprint, "split": "train"}
         return self._load_tokens(task, key, f"{dataset.train_on}, train", lambda: dataset.load_split("train"))
 
     def load_evaluation(self, task: FinetuneTask, dataset: Dataset, split: SplitName) -> tuple[TokenizedSplit, Examples]:
-        """Return the tokens and the examples of a validation or test split.
+        """Return the tokens, from the cache if they are there, and the examples of the validation or test split `split`.
 
         The cache key includes a digest of the examples, as the fingerprint of a Hub data set does not change with its data.
         """
@@ -206,7 +205,7 @@ def _make_deterministic(protocol: FinetuneConfig) -> None:
 
 
 def hash_weights(model: torch.nn.Module) -> str:
-    """Return the hexadecimal SHA-256 of all weights of `model`; it is equal only if they agree bit by bit."""
+    """Return the hexadecimal SHA-256 of the bytes of all weights of `model`; it is equal only if they agree bit by bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

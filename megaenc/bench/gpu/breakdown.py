@@ -26,7 +26,7 @@ MICRO_BATCHES = (1, 3)
 
 
 class ProfiledEngine(Engine):
-    """Engine that records time windows of loss, gradient clearing and optimizer step in `windows`, if that is a list.
+    """Engine that appends time windows of loss, gradient clearing and optimizer step to `windows`, if that is a list.
 
     It synchronizes the accelerator around each window, so that kernels can be assigned to windows by time.
     """
@@ -41,12 +41,12 @@ class ProfiledEngine(Engine):
         self._optimizer_step = self._window(kernel_groups.OPTIMIZER)(self._optimizer_step)
 
     def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: Objective) -> None:
-        """Run forward and backward of one micro-batch per row of pack numbers and keep the gradients."""
+        """Run forward and backward of a micro-batch per row of pack numbers; keep the gradients."""
         seed = self.plan.settings.seed
         self._run_micro_batches([MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
 
     def attention_flops(self, step: int) -> int:
-        """Return the FLOPs of attention in a step, as training counts them."""
+        """Return the FLOPs of attention, forward and backward, over the documents of a step."""
         shape = self.plan.settings.shape
         packings = [spec.build(torch.device("cpu")).packing for spec in self._micro_batch_specs(step)]
         spans = [span for packing in packings for span in packing.spans()]
@@ -66,7 +66,7 @@ class ProfiledEngine(Engine):
 
 
 def profile_steps(engine: ProfiledEngine, steps: Iterator[int], timed: dict[str, Any]) -> dict[str, Any]:
-    """Profile some steps; return the seconds of each kernel group per step of `timed`, a row of speed, and a suggestion."""
+    """Train two profiled steps; return a step's seconds by kernel group, its slowest kernels and a suggestion, by name."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences start and stop messages
     host = engine.device.type == "cpu"
     engine.windows = windows = []
@@ -79,7 +79,7 @@ def profile_steps(engine: ProfiledEngine, steps: Iterator[int], timed: dict[str,
 
 
 def iter_kernel_events(host: bool, profiled: profile) -> Iterator[KernelEvent]:
-    """Yield the accelerator's kernels, or the host's operations with their own time only."""
+    """Yield the accelerator's kernels or, if `host`, the CPU's operations, as KernelEvent with their own seconds."""
     first = profiled.profiler.kineto_results.trace_start_ns()
     for event in profiled.events():
         duration = event.self_cpu_time_total if host else event.time_range.elapsed_us()
@@ -88,7 +88,7 @@ def iter_kernel_events(host: bool, profiled: profile) -> Iterator[KernelEvent]:
 
 
 def summarize_events(events: list[KernelEvent], windows: list[TimeWindow], timed: dict[str, Any]) -> dict[str, Any]:
-    """Return the breakdown of a step from kernel events and time windows.
+    """Return a step's breakdown: seconds and shares by kernel group, slowest kernels, FLOP/s and a suggestion.
 
     Idle time is the rest of the step time measured without the profiler, which slows the host.
     """
@@ -113,7 +113,7 @@ def summarize_events(events: list[KernelEvent], windows: list[TimeWindow], timed
 
 
 def count_synchronizations(engine: ProfiledEngine, objective: Objective) -> dict[str, Any]:
-    """Return the number of host synchronizations per step and per micro-batch, with the source lines of the latter.
+    """Return the host synchronizations per step and per micro-batch, and by source line; on a CPU, the reason for none.
 
     Uses torch.cuda.set_sync_debug_mode on steps of one and of three micro-batches.
     """

@@ -43,7 +43,7 @@ HOST_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 @dataclass(frozen=True)
 class GpuBenchConfig:
-    """Flags of `benchmarks/gpu.sh`."""
+    """Flags of `benchmarks/gpu.sh`: JSON file for results, device, phases, time limit, models and kernels."""
 
     output: str = "gpu.json"
     """JSON file for all results; the table is written next to it as .md, output of libraries as .log"""
@@ -65,18 +65,18 @@ class GpuBenchConfig:
 
 
 def select_preset(config: GpuBenchConfig) -> BenchPreset:
-    """Return the full or, with --small, the miniature preset."""
+    """Return the sizes of all phases: the miniature BenchPreset with --small, else the full one."""
     return SMALL if config.small else FULL
 
 
 def parse_kernel_flags(config: GpuBenchConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the KernelConfig fields of --kernels and of each --compare value; raise InputError."""
+    """Return the KernelConfig fields of --kernels, and those of each --compare value added to them; raise InputError."""
     kernels = variants.parse_kernels(config.kernels, "--kernels")
     return kernels, [kernels | variants.parse_kernels(words.split(","), "--compare") for words in config.compare]
 
 
 class Benchmark:
-    """Results so far and the remaining time, with a method `run_PHASE` for each phase."""
+    """Results so far, remaining time and worker pools of a benchmark, with a method `run_PHASE` for each phase."""
 
     def __init__(self, config: GpuBenchConfig, folder: Path, device: WorkerPool, host: WorkerPool) -> None:
         """Prepare empty results; `device` and `host` run the jobs on the accelerator and on the host."""
@@ -92,13 +92,13 @@ class Benchmark:
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds left for all phases."""
+        """Return the seconds left of --seconds for all phases together; below 0 if they are over."""
         return self.config.seconds - (time.monotonic() - self.start)
 
     def run_phase(
         self, name: str, pool: WorkerPool, kind: str, min_seconds: float, max_seconds: float, /, **arguments: Any
     ) -> bool:
-        """Run a job if `min_seconds` are left, within `max_seconds`; store its results, return whether it completed."""
+        """Run a job if `min_seconds` are left; keep even partial results, write them; return whether it completed."""
         clock, seconds_left, status = time.monotonic(), self.seconds_left, ""
         if seconds_left < min_seconds:
             status = f"left out: {seconds_left:.0f} s left, {min_seconds:.0f} needed"
@@ -118,24 +118,24 @@ class Benchmark:
 
     @property
     def full_batch_row(self) -> dict[str, Any] | None:
-        """Return the speed row of the compared model's MLM with full micro-batches, if it was measured."""
+        """Return the MLM speed row of the compared model; None if the speed phase did not measure it."""
         return self.results.get("speed", {}).get(self.preset.compared_model, {}).get(MLM)
 
     def results_at(self, *way: str) -> dict[str, Any]:
-        """Return the results under nested keys, created if missing."""
+        """Return the dictionary of results under the nested keys `way`, created if missing."""
         part = self.results
         for name in way:
             part = part.setdefault(name, {})
         return part
 
     def write(self) -> None:
-        """Write the JSON file and the table atomically."""
+        """Write all results so far to the JSON file of --output and, as Markdown tables, next to it as .md."""
         self.results["seconds"] = round(time.monotonic() - self.start, 1)
         report.write_report(self.config.output, json.loads(json.dumps(self.results), parse_constant=lambda _: None))
         atomic_write(Path(self.config.output).with_suffix(".md"), format_table(self.results) + "\n")
 
     def run_correctness(self) -> None:
-        """Compare one micro-batch with float32 on the host."""
+        """Compare loss and gradients of a micro-batch on the device with float32 on the host; store the rows."""
         models, arguments = self.preset.correctness.items(), {"packs": 2, "folder": self.folder}
         reference = {width: _configure_setup(setup, "float32", variants.reference_kernels()) for width, setup in models}
         configured = {
@@ -150,7 +150,7 @@ class Benchmark:
             )
 
     def run_parity(self) -> None:
-        """Compare the losses of a short run with those of the same run on the host."""
+        """Train a few steps on host and device; store the losses and, under "rows", how far they differ."""
         preset, results = self.preset, self.results_at("parity")
         # Without bfloat16 instructions the host takes minutes; then float32 is the reference of both.
         has_fast_bf16 = self.config.small or self.results["device"]["host_bf16"]
@@ -166,7 +166,7 @@ class Benchmark:
         self.write()
 
     def run_speed(self) -> None:
-        """Measure the training speed of each model."""
+        """Measure and store the training speed of each of --models (or the preset's) with MLM and CLM."""
         for model in self.config.models or self.preset.speed:
             arguments = self._speed_arguments(model, self.kernels) | {"name": model, "objectives": (MLM, CLM)}
             self.run_phase(f"speed, {model}", self.device, "speed.measure_speed", 30, 90, **arguments)
@@ -178,7 +178,7 @@ class Benchmark:
         return {"setup": setup, "packs": preset.packs, "micro_batches": preset.micro_batches, "seconds": preset.seconds}
 
     def run_peer(self) -> None:
-        """Measure the speed of transformers on the same work."""
+        """Measure transformers and megaenc on the same documents; store their speeds and megaenc's ratios."""
         preset, results = self.preset, self.results_at("peer")
         job = TrainingJob(
             **vars(self._speed_arguments(preset.compared_model, self.kernels)["setup"]),
@@ -193,7 +193,7 @@ class Benchmark:
         self.write()
 
     def run_compare(self) -> None:
-        """Measure other kernels, all with half of the full micro-batch, since some need more memory."""
+        """Store the speed of the chosen kernels and of each variant, all with half of the full micro-batch."""
         model, base, full_row = self.preset.compared_model, self.kernels, self.full_batch_row
         candidates = self.compared_kernels
         if not candidates:
@@ -217,7 +217,7 @@ def _configure_setup(setup: BenchSetup, numbers: str, kernels: dict[str, Any]) -
 
 
 def compare_runs(losses: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Return a row per dtype that compares the device's losses with the host's in the same dtype, or else in float32."""
+    """Return a row per dtype with the worst relative error of the device's losses against the host's, and its verdict."""
     rows = []
     for kind, allowed in TOLERANCE.items():
         own = losses.get(f"device {kind}")
@@ -230,7 +230,7 @@ def compare_runs(losses: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 def compute_ratios(rows: dict[str, dict[str, Any]], full_row: dict[str, Any] | None) -> dict[str, float]:
-    """Return megaenc's speedups over each peer by name, with the same batch and with full micro-batches."""
+    """Return megaenc's speed relative to each peer, keyed "OURS / PEER", with equal batches and with full micro-batches."""
     sides = rows | ({"megaenc, card filled": full_row} if full_row else {})
     rates = {name: row["tokens_per_second"] for name, row in sides.items()}
     ours = [name for name in rates if name.startswith("megaenc")]
@@ -238,12 +238,12 @@ def compute_ratios(rows: dict[str, dict[str, Any]], full_row: dict[str, Any] | N
 
 
 def defaults_unless_set(environment: dict[str, str]) -> dict[str, str]:
-    """Return `environment`, or nothing if the user has set one of its variables."""
+    """Return `environment`, or an empty dictionary if the user has set one of its variables."""
     return {} if any(name in os.environ for name in environment) else environment
 
 
 def run_benchmark(config: GpuBenchConfig) -> dict[str, Any]:
-    """Run all phases and return the results; raise InputError for wrong flags."""
+    """Run the selected phases, writing the report after each job; return all results; InputError for flags or device."""
     report.check_positive(config, "seconds")
     models = select_preset(config).speed
     for name in config.models:
@@ -279,7 +279,7 @@ def run_benchmark(config: GpuBenchConfig) -> dict[str, Any]:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark of `benchmarks/gpu.sh`."""
+    """Run the command `benchmarks/gpu.sh`: run the phases, write JSON, Markdown and log files, and print the tables."""
     silence_libraries()
     config = flags.parse(GpuBenchConfig, argv, prog="benchmarks/gpu.sh", description=DESCRIPTION)
     results = run_benchmark(config)

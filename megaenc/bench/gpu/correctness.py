@@ -27,7 +27,7 @@ LossAndGradients = tuple[float, dict[str, torch.Tensor]]
 
 
 def build_engine(setup: BenchSetup, backend: Any) -> Engine:
-    """Return an engine with weights rounded to bfloat16 in any dtype."""
+    """Return an Engine on synthetic documents for CLM and MLM, with weights rounded to bfloat16 in any dtype."""
     engine = Engine(synthetic.build_plan(setup, *OBJECTIVES), backend)
     with torch.no_grad():
         for parameter in synthetic.unwrap_encoder(engine).parameters():
@@ -36,7 +36,7 @@ def build_engine(setup: BenchSetup, backend: Any) -> Engine:
 
 
 def compute_gradients(engine: Engine, setup: BenchSetup, text: str, packs: int) -> LossAndGradients:
-    """Return the mean loss over packs 0..`packs` - 1 and the gradient of the summed loss by parameter, in float32 on the host."""
+    """Return (mean loss of packs 0 to `packs` - 1, the summed loss's gradient by parameter, float32 on the host)."""
     objective, seed = setup.parse_objective(text), engine.plan.settings.seed
     with engine.no_grad_reduction():
         loss, _ = engine.local_loss_and_grad_norm(range(packs), objective)
@@ -47,14 +47,14 @@ def compute_gradients(engine: Engine, setup: BenchSetup, text: str, packs: int) 
 
 
 def write_reference(setups: dict[str, BenchSetup], packs: int, folder: Path, deadline: float) -> Iterator[JobResult]:
-    """Write the host's losses and gradients to `folder` for each setup, keyed by head dimension."""
+    """Write loss and gradients of each setup and objective to "HEAD_DIM OBJECTIVE.pt" in `folder`; then yield a label."""
     for file, _, _, _, result in _iter_gradients(setups, packs, folder):
         torch.save(result, file)
     yield ["correctness", "reference"], "float32 on the host"
 
 
 def compare_with_reference(setups: dict[str, BenchSetup], packs: int, folder: Path, deadline: float) -> Iterator[JobResult]:
-    """Yield the rows that compare each setup, keyed "HEAD_DIM DTYPE", with the reference in `folder`."""
+    """Yield the rows so far that compare loss and gradients of each setup and objective with the files in `folder`."""
     rows: list[dict[str, Any]] = []
     for file, setup, text, engine, result in _iter_gradients(setups, packs, folder):
         comparison = compare_gradients(setup, text, result, torch.load(file, weights_only=True))
@@ -75,7 +75,7 @@ def _iter_gradients(
 
 
 def compare_gradients(setup: BenchSetup, text: str, actual: LossAndGradients, expected: LossAndGradients) -> dict[str, Any]:
-    """Return a row with the errors of loss and gradients and whether they are within tolerance."""
+    """Return a row with the errors of loss and worst gradient, the tolerances, and whether both are within them."""
     kind = "bfloat16" if setup.bf16 else "float32"
     factor = FP8_FACTOR if setup.kernels.get("fp8_format") else 1.0
     allowed = {key: factor * tolerance for key, tolerance in TOLERANCE[kind].items()}
@@ -99,13 +99,13 @@ def compare_gradients(setup: BenchSetup, text: str, actual: LossAndGradients, ex
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference relative to the expected norm in float64; infinite for a zero expectation."""
+    """Return the norm of the difference over the norm of `expected`, in float64; infinite if `expected` is zero."""
     norm = float(torch.linalg.vector_norm(expected.double()))
     return float(torch.linalg.vector_norm(actual.double() - expected.double())) / norm if norm else float("inf")
 
 
 def run_losses(setups: dict[str, BenchSetup], packs: int, steps: int, deadline: float) -> Iterator[JobResult]:
-    """Yield the losses of short runs of two micro-batches of `packs` packs per step: CLM in the first half, then MLM."""
+    """Yield each setup's losses of `steps` steps of two micro-batches of `packs` packs: half of them CLM, then MLM."""
     for name, setup in setups.items():
         engine = Engine(synthetic.build_plan(setup, *OBJECTIVES), synthetic.init_process())
         losses: list[float] = []

@@ -52,7 +52,7 @@ _NAMES = (
 
 
 def classify_kernel(name: str) -> str:
-    """Return the group of a kernel or host operation by its name."""
+    """Return the group of a kernel or host operation by its name; the elementwise group if no pattern matches."""
     return next((group for group, pattern in _NAMES if re.search(pattern, name)), ELEMENTWISE)
 
 
@@ -63,7 +63,7 @@ TimeWindow = namedtuple("TimeWindow", "group start_ns end_ns")
 
 
 def sum_by_group(events: Iterable[KernelEvent], windows: Sequence[TimeWindow]) -> dict[str, float]:
-    """Return the seconds of each group; other kernels than matrix products, attention, communication follow their window."""
+    """Return seconds by group: matrix products, attention, communication by kernel name, others by their time window."""
     seconds = dict.fromkeys(GROUPS[:-1], 0.0)
     for event in events:
         group = classify_kernel(event.name)
@@ -74,7 +74,7 @@ def sum_by_group(events: Iterable[KernelEvent], windows: Sequence[TimeWindow]) -
 
 
 def suggest_optimization(seconds: dict[str, float]) -> str:
-    """Return the suggestion for the slowest group other than matrix products, counting attention as one group."""
+    """Return a text with the slowest group other than matrix products, attention as one group, and a suggestion."""
     totals = {group: value for group, value in seconds.items() if group not in (MATMUL, FORWARD, BACKWARD)}
     totals["attention"] = seconds[FORWARD] + seconds[BACKWARD]
     largest = max(totals, key=totals.__getitem__)

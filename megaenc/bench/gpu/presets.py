@@ -26,7 +26,7 @@ def _setups_by_head_dim(heads: int, groups: int, layers: int, vocab_size: int, s
 
 @dataclass(frozen=True)
 class BenchPreset:
-    """Sizes of all phases."""
+    """Sizes of a GPU benchmark: models by phase, packs, micro-batches, steps, documents, passes and seconds."""
 
     correctness: Mapping[str, BenchSetup]  # by head dimension
     parity: BenchSetup

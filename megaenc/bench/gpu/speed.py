@@ -26,7 +26,7 @@ MAX_TENSOR_SIZE = 2**31 - 1  # elements of a tensor that 32-bit kernels can inde
 
 @dataclass
 class SpeedMeasurement:
-    """Speed measurement of an engine that shrinks micro-batches when out of memory."""
+    """Speed measurement of an engine with its batch sizes and time limits; shrinks micro-batches when out of memory."""
 
     engine: ProfiledEngine
     setup: BenchSetup
@@ -38,7 +38,7 @@ class SpeedMeasurement:
     steps: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def measure(self, objective: str) -> dict[str, Any]:
-        """Return the speed row of an objective; reduce `packs` for good when out of memory."""
+        """Return an objective's speed row (tokens/s, FLOP/s, memory, loss); reduce `packs` if out of memory."""
         while True:
             try:
                 synthetic.configure_batches(self.engine, self.setup, objective, self.packs, self.micro_batches)
@@ -103,7 +103,7 @@ def measure_speed(
     deadline: float,
     is_profiled: bool = True,
 ) -> Iterator[JobResult]:
-    """Yield the speed row of each objective, and with `is_profiled` its breakdown and host synchronizations.
+    """Yield a speed row per objective; if `is_profiled`, also its time by kernel group, and host synchronizations.
 
     `packs` per micro-batch; 0 fills the device memory. Nothing starts after `deadline`.
     """
@@ -131,7 +131,7 @@ def _allocation_retries() -> int:
 
 
 def find_largest_batch(engine: ProfiledEngine, setup: BenchSetup, objectives: Sequence[str], steps: Iterator[int]) -> int:
-    """Return the packs of the largest micro-batch that fits the device memory; 1 on a CPU."""
+    """Return the most packs of a micro-batch that fit the device memory under all objectives; 1 on a CPU."""
     synthetic.configure_batches(engine, setup, objectives[0], 1, 1)
     engine.train_step(next(steps))  # allocates the optimizer state
     if engine.device.type == "cpu":

@@ -17,26 +17,26 @@ CORPUS_TOKENS = 1 << 21  # approximate tokens of the synthetic documents
 
 
 def build_plan(setup: BenchSetup, *objectives: str, tokens: int = CORPUS_TOKENS) -> Plan:
-    """Return the plan of a run that trains `objectives` on concatenated synthetic documents."""
+    """Return the Plan of a run on packs of concatenated synthetic documents, about `tokens` tokens, with `objectives`."""
     count = max(8, 2 * tokens // (setup.shortest + setup.seq_length))
     packs = ConcatPackedDataset(setup.build_documents(count), np.arange(count), setup.seq_length, 0)
     return setup.build_plan(packs, *objectives)
 
 
 def init_process() -> Backend:
-    """Initialize this process as a single-process run and return its backend."""
+    """Initialize megatron-core and torch.distributed in this process alone and return its Backend."""
     prepare_megatron()
     return distributed.init_distributed(ParallelConfig(), 0)
 
 
 def free_memory() -> None:
-    """Free unused host and device memory."""
+    """Collect garbage and free the accelerator memory that torch caches without using it."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def reset_peak_memory() -> None:
-    """Reset the accelerator's peak memory statistics."""
+    """Reset the accelerator's peak memory statistics; do nothing without one."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
@@ -48,7 +48,7 @@ def destroy_process() -> None:
 
 
 def configure_batches(engine: Engine, setup: BenchSetup, objective: str, packs: int, micro_batches: int) -> None:
-    """Reconfigure an engine to train `objective` with `micro_batches` micro-batches of `packs` packs per step."""
+    """Make an engine train `objective` with `micro_batches` micro-batches of `packs` packs per step from now on."""
     sizes = {"micro_batch_size": packs, "global_batch_size": packs * micro_batches}
     settings = dataclasses.replace(engine.plan.settings, **sizes)
     engine.plan = dataclasses.replace(engine.plan, settings=settings, schedule=setup.build_schedule(objective))
@@ -56,7 +56,7 @@ def configure_batches(engine: Engine, setup: BenchSetup, objective: str, packs: 
 
 
 def unwrap_encoder(engine: Engine) -> torch.nn.Module:
-    """Return the encoder inside megatron-core's wrappers."""
+    """Return the engine's encoder module without megatron-core's wrappers."""
     [model] = engine.chunks
     while hasattr(model, "module"):
         model = model.module
@@ -65,7 +65,7 @@ def unwrap_encoder(engine: Engine) -> torch.nn.Module:
 
 @torch.no_grad()
 def fill_random_weights(encoder: torch.nn.Module, deviation: float) -> None:
-    """Set reproducible random weights, drawn on the device since counter-based drawing on the host takes minutes."""
+    """Fill weights with normal numbers of `deviation` (seed 0, on the device), biases with 0, norms with 1."""
     device = distributed.detect_backend().device
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in encoder.named_parameters():
@@ -76,7 +76,7 @@ def fill_random_weights(encoder: torch.nn.Module, deviation: float) -> None:
 
 
 def build_random_engine(plan: Plan, backend: Backend, kind: type[Engine] = Engine) -> Engine:
-    """Return an engine for `plan` with the random weights of `fill_random_weights`."""
+    """Return an engine of class `kind` for `plan` with random weights of seed 0, drawn on the device."""
     engine = kind(plan, backend, init_weights=False)
     fill_random_weights(unwrap_encoder(engine), plan.settings.shape.init_method_std)
     engine.optimizer.reload_model_params()

@@ -41,7 +41,7 @@ _format_cells = _CellFormatter().vformat
 
 
 def format_table(results: Results) -> str:
-    """Return all results as Markdown with one section per phase."""
+    """Return all results as Markdown: a title with the device, then a section of tables per kind of result that exists."""
     parts = [_format_header(results)]
     for name, (heading, section) in SECTIONS.items():
         if lines := list(section(results, results.get(name, {}))):

@@ -13,7 +13,7 @@ PRIORITY_FIELDS = ("fused_kernels", "fp8_format")
 
 
 def parse_kernels(words: Sequence[str], flag: str) -> dict[str, Any]:
-    """Parse FIELD=VALUE words into fields of KernelConfig; raise InputError that names `flag`."""
+    """Return the KernelConfig fields that FIELD=VALUE words set, by name; raise InputError that names `flag`."""
     kernels: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -41,12 +41,12 @@ FIELD_VALUES = {name: _allowed_values(hint) for name, hint in get_type_hints(Ker
 
 
 def reference_kernels() -> dict[str, Any]:
-    """Return the KernelConfig fields that select torch's own operations, the reference of all checks."""
+    """Return the KernelConfig fields that select torch's own operations, the reference of all checks, by name."""
     return {"attention_backend": "sdpa"} | {name: False for name, allowed in FIELD_VALUES.items() if allowed == (True, False)}
 
 
 def list_variants(base: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return `base` with each possible change of one field, largest effect first."""
+    """Return a copy of `base` for each other value of each KernelConfig field; fused kernels and float8 first."""
     usual = dataclasses.asdict(KernelConfig()) | base
     names = sorted(FIELD_VALUES, key=lambda name: name not in PRIORITY_FIELDS)
     return [base | {name: value} for name in names for value in FIELD_VALUES[name] if value != usual[name]]
@@ -55,7 +55,7 @@ def list_variants(base: dict[str, Any]) -> list[dict[str, Any]]:
 def candidate_variants(
     base: dict[str, Any], computed: dict[str, Any] | None, missing_requirements: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the variants of `base` to compare, and the reason by name for each that is skipped.
+    """Return the variants of `base` to compare, and by name the reason for each one unavailable or measured already.
 
     `computed`: all fields of the kernels measured already, if any; `missing_requirements`: unavailable values by FIELD=VALUE.
     """
@@ -70,10 +70,10 @@ def candidate_variants(
 
 
 def format_kernels(kernels: dict[str, Any]) -> str:
-    """Return kernels as FIELD=VALUE words, or "defaults"."""
+    """Return kernel fields as FIELD=VALUE words in one string, or "defaults" if there are none."""
     return " ".join(f"{name}={format_value(value)}" for name, value in kernels.items()) or "defaults"
 
 
 def format_value(value: Any) -> str:
-    """Return a value in command line notation."""
+    """Return the value of a kernel field in lower case as on the command line: "true", "none" or a name."""
     return str(value).lower()

@@ -16,11 +16,11 @@ JobResult = tuple[list[str], Any]
 
 
 class JobFailed(Exception):
-    """Error for a job that did not complete."""
+    """Error for a job that raised an exception, ran out of time or whose process died."""
 
 
 def describe_device(deadline: float) -> Iterator[JobResult]:
-    """Yield descriptions of machine and device, with unavailable kernels and reasons by FIELD=VALUE."""
+    """Yield the machine's description, then the device's: name, bf16, peak, memory, and kernels it lacks, with reasons."""
     import torch
     from megatron.core.extensions import transformer_engine
 
@@ -52,7 +52,7 @@ def describe_device(deadline: float) -> Iterator[JobResult]:
 
 
 def run_job(job: dict[str, Any]) -> Iterator[JobResult]:
-    """Yield the results of a job, then its messages; an empty job only imports libraries without using the accelerator.
+    """Yield the (keys, value) results of a job, then its messages; for an empty job, only import libraries.
 
     Raises JobFailed, which every process can unpickle.
     """

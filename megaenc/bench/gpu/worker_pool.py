@@ -10,10 +10,9 @@ from megaenc.processes import Worker, WorkerDied, python_environment
 
 
 class WorkerPool:
-    """Context manager that runs jobs in worker processes.
+    """Context manager that runs one job at a time in a worker process, new or reused, with its output in `log`.
 
     `fresh`: run each job in a new process, so that device memory starts empty; the next process imports its libraries meanwhile.
-    `log`: file for the workers' output.
     """
 
     def __init__(self, environment: dict[str, str], fresh: bool, log: Path) -> None:
@@ -38,7 +37,7 @@ class WorkerPool:
         return worker
 
     def run(self, job: dict[str, Any], seconds: float, seconds_left: float) -> Iterator[tuple[list[str], Any]]:
-        """Yield the results of a job as they arrive; raise JobFailed.
+        """Yield a job's (keys, value) results as they arrive; JobFailed if it fails or its time is over.
 
         The job's deadline is 0.9 `seconds` and it is killed after `seconds`, counted from when its process is ready, and at the
         latest `seconds_left` from now.

@@ -33,14 +33,14 @@ _QRELS_FILES = {"train": ("train",), "validation": ("dev", "validation", "valid"
 
 
 def is_beir_folder(folder: Path) -> bool:
-    """Return whether `folder` has BEIR's corpus and queries files."""
+    """Return whether `folder` has the files corpus.jsonl and queries.jsonl, plain or compressed as .gz or .zst."""
     return _find_data_file(folder, "corpus") is not None and _find_data_file(folder, "queries") is not None
 
 
 def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
-    """Return the retrieval data set in BEIR's layout in `folder`.
+    """Return the Dataset `name` of the BEIR files in `folder`, which searches all or (not `whole_corpus`) judged documents.
 
-    It is searched in all documents if `whole_corpus`, else in those judged for validation or test.
+    Judged are those of validation and test. Files are hashed now and parsed by `load_split`. Raises InputError without qrels.
     """
     qrels = {
         split: path
@@ -136,7 +136,7 @@ def _add_validation_split(
 
 
 def move_to_validation(qrels_by_split: dict[SplitName, Qrels], source: SplitName, queries: Collection[str]) -> None:
-    """Move the qrels of `queries` from the split `source` to the split `validation`, in place."""
+    """Move the relevance grades of `queries` in place from the split `source` to the split "validation", replacing it."""
     qrels_by_split["validation"] = {query: grades for query, grades in qrels_by_split[source].items() if query in queries}
     qrels_by_split[source] = {query: grades for query, grades in qrels_by_split[source].items() if query not in queries}
 
@@ -159,7 +159,7 @@ def _read_qrels(path: Path) -> list[QrelLine]:
 
 
 def build_retrieval_examples(qrels: Qrels, queries: Mapping[str, str], documents: Mapping[str, str]) -> RetrievalExamples:
-    """Build the examples of an evaluation split: queries with a relevant document, all `documents`, and prefixes."""
+    """Return RetrievalExamples of the queries with a grade above 0 and of all `documents`, with prefixes added to texts."""
     positive = {query: {key: grade for key, grade in grades.items() if grade > 0} for query, grades in qrels.items()}
     relevant = {query: grades for query, grades in positive.items() if grades}
     return RetrievalExamples(

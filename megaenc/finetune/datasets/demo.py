@@ -34,7 +34,7 @@ DocumentedFunction = tuple[str, str, dict[str, str]]
 
 @dataclass(frozen=True)
 class DemoDatasetsConfig:
-    """Options of `megaenc finetune demo`."""
+    """Options of `megaenc finetune demo`: the folder in which the four demo data sets are written."""
 
     output: str = "demo/finetune"
     """folder for demo_sc, demo_tc, demo_qa and demo_ir; existing sets are kept. If its parent folder holds the quickstart's
@@ -44,7 +44,7 @@ class DemoDatasetsConfig:
 def ensure_demo_datasets(
     folder: str | Path = "demo/finetune", names: Sequence[str] = DEMO_DATASETS, flag: str = "demo folder"
 ) -> Path:
-    """Write those of the demo sets `names` that `folder` lacks; return the folder.
+    """Write the demo data sets of `names` that are missing in `folder`, and return `folder` as a Path; errors name `flag`.
 
     The three sets built from documentation are written together. Equal packages give equal bytes. A lock makes concurrent
     processes wait. Raises InputError for an unwritable folder, or a file at the path of a set.
@@ -74,7 +74,7 @@ def ensure_demo_datasets(
 
 
 def read_documentation() -> list[DocumentedFunction]:
-    """Return the documented functions and classes of the demo corpus's packages, in order, without importing them."""
+    """Return (id, description, texts by parameter) of each docstring with parameters in the demo corpus's source files."""
     files = corpus_demo.map_source_files(
         _parse_documented_functions, sorted(corpus_demo._find_source_files()), "reading what parameters are"
     )
@@ -100,7 +100,7 @@ def _parse_documented_functions(source: tuple[str, str]) -> list[DocumentedFunct
 
 
 def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[dict]:
-    """Yield a classification row {"source", "id", "text", "label"} per paragraph; the label is its package."""
+    """Yield {"source", "id", "text", "label"} per paragraph of 10 to 100 words; the label is its document's package."""
     for source, document in documents:
         for number, text in enumerate(document.split("\n\n")):
             if 10 <= len(text.split()) <= 100:
@@ -108,7 +108,7 @@ def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[
 
 
 def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield a tagging row {"source", "id", "tokens", "tags"} per sentence that mentions a parameter; IOB2 PARAM and CODE."""
+    """Yield {"source", "id", "tokens", "tags"} per new sentence that names a parameter; IOB2 tags PARAM and CODE."""
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = (part for text in (description, *parameters.values()) for part in _PARAGRAPH_END.split(text))
@@ -125,7 +125,7 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
 
 
 def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield a row {"source", "id", "question", "context", "answers"} per parameter; the answer is its first sentence."""
+    """Yield {"source", "id", "question", "context", "answers"} per parameter, answered by its description's start."""
     seen_texts: set[str] = set()
     for source, _, parameters in documentation:
         described = {name: _split_clean_sentences(text)[:2] for name, text in list(parameters.items())[:5]}
@@ -141,7 +141,7 @@ def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator
 
 
 def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield a row {"source", "id", "query", "document"} per function: its first sentence, and the rest of its description."""
+    """Yield {"source", "id", "query", "document"} per function: its first new sentence, and the next 6 (12 words up)."""
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = [part for text in (description, *parameters.values()) for part in text.split("\n\n")]
@@ -214,7 +214,7 @@ def _write_dataset(folder: Path, splits: dict[str, list[dict]]) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune demo`."""
+    """Run `megaenc finetune demo`: write those of demo_sc, demo_tc, demo_qa and demo_ir that are missing in --output."""
     silence_libraries()
     settings = flags.parse(DemoDatasetsConfig, argv, prog="megaenc finetune demo", description=__doc__)
     with exit_on_sigterm():

@@ -34,13 +34,13 @@ Row = tuple[str, dict[str, Any]]
 
 
 def strip_format_suffix(path: Path) -> str | None:
-    """Return a file's name without the suffixes of its format and compression; None for an unknown format."""
+    """Return the name of the file `path` without suffixes of format and compression; None if the format is unknown."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Read the rows of a file in the format given by its name and first line. Raises InputError if it is malformed."""
+    """Iterate over (location, fields) of the rows of a JSONL, TSV, CoNLL or SQuAD file; InputError if it is malformed."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(_COLUMNS):
         return _read_conll(path)
@@ -51,7 +51,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
-    """Return the task family that the keys of `row` imply. Raises InputError if there is none."""
+    """Return TC for a row with tokens and tags, QA with question and context, SC with text or label; else InputError."""
     if "tokens" in row and "tags" in row:
         return TaskFamily.TC
     if "question" in row and "context" in row:
@@ -62,7 +62,7 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, text without line end). Raises InputError for a line that is too long or not UTF-8."""
+    """Yield (number from 1, text without end) of each line of a file, decompressed; InputError if not UTF-8 or too long."""
     with open_decompressed(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > _MAX_LINE_BYTES:
@@ -74,7 +74,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSONL file as rows."""
+    """Yield (`path:line`, object) of each line of a JSONL file that is not blank; InputError if a line is no JSON object."""
     for number, line in read_lines(path):
         if not line.strip():
             continue
@@ -179,14 +179,14 @@ def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[s
 
 @dataclass(frozen=True)
 class LabelSet:
-    """The labels of a data set and their spelling in rows."""
+    """Labels of a data set in the order of their indices, and whether an integer in a row is an index (`is_indexed`)."""
 
     labels: tuple[str, ...]
     is_indexed: bool
     """True if an integer in a row is a label's position instead of its name."""
 
     def index(self, value: Any, location: str) -> int:
-        """Return the position of the label `value` of a row, an integer or text. Raises InputError for an unknown label."""
+        """Return the index of the label `value`: a name or, if `is_indexed`, an index; InputError if it is unknown."""
         name = parse_label(value, location)
         if self.is_indexed and (isinstance(value, int) or (name not in self.labels and _POSITION.fullmatch(name))):
             if 0 <= int(value) < len(self.labels):
@@ -200,7 +200,7 @@ class LabelSet:
 
 
 def parse_label(value: Any, location: str) -> str:
-    """Return a row's label, an integer or text, as text. Raises InputError for another type."""
+    """Return the label `value`, an integer or text that is not empty, as text; else raise InputError at `location`."""
     if isinstance(value, float):
         raise InputError(f"{location}: label {value}: found a number with a point, expected a class; regression is not supported")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
@@ -209,7 +209,7 @@ def parse_label(value: Any, location: str) -> str:
 
 
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
-    """Collect the labels in (location, row) pairs: numbers in ascending order, names alphabetically, the tag "O" first."""
+    """Return the LabelSet of (location, row) pairs: sorted classes (SC), or "O" and the other tags sorted (otherwise)."""
     names: set[str] = set()
     for location, row in rows:
         if family is TaskFamily.SC:
@@ -224,7 +224,7 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
 
 
 def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
-    """Return `tag` if it is an IOB2 tag, or a position if `is_indexed`; else raise InputError."""
+    """Return `tag` if it is IOB2 text (O, B-TYPE, I-TYPE) or, if `is_indexed`, a decimal number; else raise InputError."""
     if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (is_indexed and f"{tag}".isdecimal()):
         hint = "" if is_indexed else " (positions need a meta.json that lists the tags)"
         raise InputError(f"{location}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}")
@@ -234,7 +234,7 @@ def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
 def build_example(
     family: TaskFamily, row: Mapping[str, Any], location: str, name: str, labels: LabelSet, pair_template: str
 ) -> LabelledText | TaggedWords | Question:
-    """Convert a row of SC, TC or QA to an example; `name` is the id of a row without one.
+    """Return the LabelledText (SC), TaggedWords (TC) or Question (QA) of `row`; `name` is the id of a row without one.
 
     SC: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens` and `tags`. QA: `question`, `context` and
     `answers`, a mapping of two lists: `text` and `answer_start`. Raises InputError for an invalid row.
@@ -290,14 +290,14 @@ def _build_question(row: Mapping[str, Any], location: str, name: str) -> Questio
 
 
 def register_id(places: dict[str, str], key: str, location: str, kind: str = "id") -> None:
-    """Add the id `key` with its location to `places`. Raises InputError for a repeated id."""
+    """Record in `places` that the id `key` stands at `location`; raise InputError, naming both places, for a repeated id."""
     if key in places:
         raise InputError(f"{location}: {kind} {key!r}: found at {places[key]} too, expected unique ids")
     places[key] = location
 
 
 def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = object) -> Any:
-    """Return the value of `key` in `row`. Raises InputError if it is missing, null or not of type `kind` (str, list)."""
+    """Return `row[key]`; raise InputError at `location` if it is missing, null or not of type `kind` (str or list)."""
     if key not in row:
         raise InputError(f"{location}: no key `{key}`; found {format_names(list(row))}")
     if row[key] is None or not isinstance(row[key], kind):
@@ -307,7 +307,7 @@ def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = obje
 
 
 def format_name_list(names: Sequence[str]) -> str:
-    """Join the first 12 names with commas, for an error message."""
+    """Return the first 12 names joined by commas, followed by `and N more` if there are more, for an error message."""
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 

@@ -38,7 +38,7 @@ _ROWS_AT_ONCE = 100_000
 
 @dataclass(frozen=True)
 class HubSpec:
-    """Repository, columns, splits and text template of a data set on the Hub."""
+    """Description of a Hub data set: family, repository, columns by field, text template, labels, and rule of the splits."""
 
     family: TaskFamily
     repository: str
@@ -91,7 +91,7 @@ HUB_DATASETS: dict[str, HubSpec] = {
 
 
 def load_hub(name: str, revision: str = "") -> Dataset:
-    """Return the data set `name` of HUB_DATASETS at `revision` (commit, branch or tag) without downloading it."""
+    """Return the Dataset HUB_DATASETS[name] at a Hub commit, branch or tag (empty: default); only `load_split` downloads."""
     spec = HUB_DATASETS[name]
     is_retrieval = spec.family is TaskFamily.IR and name != TRAINING_PAIRS
     if revision and is_retrieval:

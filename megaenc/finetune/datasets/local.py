@@ -29,7 +29,7 @@ _SPLIT_WORDS = {"train": ("train",), "validation": ("validation", "valid", "val"
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Options of data sets, mostly of local files."""
+    """Options of data sets: task, template of text pairs, documents to search, training set of retrieval, demo folder."""
 
     task: Literal["", "SC", "TC", "QA", "IR"] = ""
     """task of local data, by default inferred from the files: SC sequence classification, TC token classification, QA question
@@ -44,7 +44,7 @@ class DatasetConfig:
     """folder of the demo sets; missing ones are written there"""
 
     def check(self) -> None:
-        """Raise InputError if `pair_template` does not format `text` and `text_pair`."""
+        """Raise InputError if `pair_template` is no format string with exactly the fields `text` and `text_pair`."""
         flag = f"--pair-template {self.pair_template!r}"
         try:
             fields = {part for _, part, _, _ in string.Formatter().parse(self.pair_template) if part is not None}
@@ -58,7 +58,7 @@ class DatasetConfig:
 
 
 def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) -> Dataset:
-    """Return the data set in the folder or file `path`, named `name`. Raises InputError if its format is unknown."""
+    """Return the Dataset `name` of the folder or file `path`; InputError if its format is unknown or not of `flags.task`."""
     if path.is_dir() and beir.is_beir_folder(path):
         if flags.task not in ("", "IR"):
             raise InputError(f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, expected --task IR")

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def find_dataset(name_or_path: str, **options: Any) -> Dataset:
-    """Return the data set given by name or path on a command line; `options` are fields of DatasetConfig.
+    """Return the Dataset of a known name, a local path or NAME=PATH, on a command line; `options`: fields of DatasetConfig.
 
     Accepts a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub), a path to local data, named
     after its folder or file, or `NAME=PATH`. With a study's name before the path, pairs use the study's template. Raises
@@ -50,7 +50,7 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
 
 
 def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
-    """Return the data set's name in results, and its path, or None if it is a known name.
+    """Return (name in results, path) of a known `NAME` or `NAME@REVISION`, whose path is None, or of `PATH` or `NAME=PATH`.
 
     The path need not exist; a missing one is named like a folder.
     """

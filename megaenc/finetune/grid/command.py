@@ -25,7 +25,7 @@ from megaenc.processes import check_process_count
 
 @dataclass(frozen=True)
 class GridConfig:
-    """Options of `megaenc finetune grid`."""
+    """Options of `megaenc finetune grid`: models, data sets, learning rates, seeds, results folder, execution, protocol."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -46,7 +46,7 @@ class GridConfig:
 
 
 class GridPlan(NamedTuple):
-    """The jobs of a grid by state."""
+    """All jobs of a grid, the unfinished ones to run, and those that failed before and are not to be repeated."""
 
     jobs: list[FinetuneJob]
     """All jobs, in order of execution."""
@@ -57,7 +57,7 @@ class GridPlan(NamedTuple):
 
 
 def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
-    """Build the jobs of a grid and check their results so far. Raises InputError for wrong flags, models or data sets."""
+    """Return the jobs of a grid as GridPlan, by their results so far; InputError for wrong flags, models or data sets."""
     settings.protocol.check()
     settings.slurm.check()
     for name in ("model", "datasets", "learning_rates"):
@@ -81,7 +81,7 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
 
 
 def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
-    """Print the numbers of results and trainings of a grid, and of finished, failed and pending ones."""
+    """Print the numbers of results and trainings of a grid, and how many trainings are finished, failed before and to do."""
     trainings, evaluations = len(plan.jobs), sum(len(job.evaluate_on) for job in plan.jobs)
     sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
     size = " x ".join(format_count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
@@ -92,14 +92,14 @@ def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Format a number with its noun: `1 model`, `50 models`."""
+    """Return a number followed by its noun, with an s unless the number is 1: `1 model`, `50 models`."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def print_grid_result(
     output: str, failed: Sequence[FailedJob], failed_before: Sequence[tuple[FinetuneJob, Path]], seconds: float
 ) -> None:
-    """Print the jobs without result; if there are any, exit with code 1, or 2 if all are due to wrong input."""
+    """Print the jobs without result by reason, and the time; if there are any, exit with 2 (all had wrong input) or 1."""
     by_reason: dict[str, list[FinetuneJob]] = defaultdict(list)
     for failure in failed:
         by_reason[failure.reason].append(failure.job)
@@ -120,7 +120,7 @@ def print_grid_result(
 
 @handle_command_errors
 def grid_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune grid`."""
+    """Run `megaenc finetune grid`: do the missing trainings of all models, data sets, rates and seeds, here or on Slurm."""
     silence_libraries()
     settings = flags.parse_with_config(GridConfig, argv, prog="megaenc finetune grid", description=__doc__)
     from megaenc.finetune.datasets.registry import find_dataset
@@ -129,7 +129,7 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_grid(settings: GridConfig, find_dataset: DatasetFinder, run_function: str = RUN_FUNCTION) -> None:
-    """Plan and run a grid locally or on Slurm; exit with code 1 (2 for wrong input) if a run has no result."""
+    """Run a grid's unfinished jobs here, exiting with 1 (wrong input: 2) if one has no result, or submit them to Slurm."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     messages: list[str] = []
     with capture_messages(messages.append):

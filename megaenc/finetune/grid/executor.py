@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs
 
 @dataclass(frozen=True)
 class LocalExecution:
-    """Execution of a grid on this machine."""
+    """Options of running a grid on this machine: concurrent runs, runs per GPU, hang timeout, repetition of failed runs."""
 
     jobs: int = 0
     """maximum number of concurrent runs; 0: --jobs-per-gpu on each GPU or, without GPUs, one run for every --threads cores"""
@@ -29,7 +29,7 @@ class LocalExecution:
 
 
 class FailedJob(NamedTuple):
-    """A job without results."""
+    """Job that ended without results, the reason as text, and whether the reason is wrong input."""
 
     job: FinetuneJob
     reason: str
@@ -40,7 +40,7 @@ class FailedJob(NamedTuple):
 def execute_jobs(
     jobs: Sequence[FinetuneJob], run_function: str, local: LocalExecution, printed_messages: Iterable[str] = ()
 ) -> list[FailedJob]:
-    """Run `jobs` in child processes, several at a time; return those without results, in order.
+    """Run `jobs` in concurrent child processes; return a FailedJob for each without results, in the order of `jobs`.
 
     A crashed job is retried once, after the others; a job locked by another process is waited for. All processes are killed at
     the end; finished results stay. Each message of the runs is printed once, unless it is in `printed_messages`.

@@ -28,7 +28,7 @@ DatasetFinder = Callable[..., Dataset]
 
 @dataclass(frozen=True)
 class NamedSource:
-    """Name of a model or data set in results, with its location: a folder, or an argument of `find_dataset`."""
+    """Model or data set of a job: its name in results, and its location (a folder, or an argument of `find_dataset`)."""
 
     name: str
     location: str
@@ -36,7 +36,7 @@ class NamedSource:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """SHA-256 in hex of everything a run reads."""
+    """Hexadecimal SHA-256 of a job's model, tokenizer, training set and evaluation sets, and a stamp of its model files."""
 
     model: str
     tokenizer: str
@@ -47,19 +47,20 @@ class Fingerprints:
     """Digest of the model files' sizes and times, to detect changes during a grid; not recorded."""
 
     def for_dataset(self, dataset: str) -> dict[str, str]:
-        """Return the fingerprints recorded in the results of `dataset`, by role."""
+        """Return the fingerprints recorded in results on `dataset`, by role: model, tokenizer, train_on and dataset."""
         of_training = {"model": self.model, "tokenizer": self.tokenizer, "train_on": self.train_on}
         return of_training | {"dataset": self.datasets[dataset]}
 
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """One training, and the data sets to evaluate it on: several in retrieval, else the training set's own splits."""
+    """Planned training: model, training set, learning rate, seed, protocol, and the data sets to evaluate the model on."""
 
     model: NamedSource
     family: TaskFamily
     train_on: str
     evaluate_on: tuple[NamedSource, ...]
+    """Several in retrieval, else the training set."""
     learning_rate: float
     seed: int
     output: str
@@ -70,13 +71,13 @@ class FinetuneJob:
 
     @property
     def name(self) -> str:
-        """Return a display name: `toy sst2 2e-05 sd0`."""
+        """Return the job's model, training set, learning rate and seed for display, such as `toy sst2 2e-05 sd0`."""
         return f"{self.model.name} {self.train_on} {format_learning_rate(self.learning_rate)} sd{self.seed}"
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Progress of a run within a stage; `total` is 0 if unknown."""
+    """Progress of a run: its stage, the work `done` of `total` (0 if unknown) in that stage, and fields to display."""
 
     stage: Literal["loading", "training", "validation", "test"]
     """Stages in order; retrieval repeats the last two for each evaluation set."""
@@ -96,10 +97,10 @@ def build_jobs(
     data: DatasetConfig,
     find_dataset: DatasetFinder,
 ) -> list[FinetuneJob]:
-    """Build the jobs of a grid: one training per model, training set, learning rate and seed.
+    """Return one FinetuneJob per model, training set, seed and learning rate; sets with the same training pairs share jobs.
 
-    Retrieval sets with the same training pairs share a training. Jobs are ordered by data set, model, seed and learning rate, so
-    that the cells of a summary fill one by one. Raises InputError for an unusable model or data set.
+    Jobs are ordered by training set, model, seed and learning rate, so that the cells of a summary fill one by one. Raises
+    InputError for an unusable model or data set.
     """
     sources = [parse_model(name_or_path) for name_or_path in models]
     loaded_datasets = [(name_or_path, find_dataset(name_or_path, **asdict(data))) for name_or_path in datasets]
@@ -135,13 +136,13 @@ def build_jobs(
 
 
 def check_learning_rate(flag: str, rate: float) -> None:
-    """Raise InputError for a learning rate that is not positive and finite."""
+    """Raise InputError, naming `flag`, if the learning rate `rate` is not positive and finite."""
     if not 0 < rate < float("inf"):
         raise InputError(f"{flag}: found {rate}, expected more than 0")
 
 
 def parse_model(name_or_path: str) -> NamedSource:
-    """Parse `FOLDER`, named by its last part, or `NAME=FOLDER`. Raises InputError if the folder holds no model."""
+    """Return the NamedSource of `FOLDER`, named by its last part, or of `NAME=FOLDER`; InputError if it holds no model."""
     name, equals, folder = name_or_path.partition("=")
     if not equals or "/" in name:
         name, folder = "", name_or_path
@@ -154,7 +155,7 @@ def parse_model(name_or_path: str) -> NamedSource:
 
 
 def select_remaining_work(job: FinetuneJob, *, retry_failed: bool) -> tuple[FinetuneJob | None, Path | None]:
-    """Return `job` with the data sets that lack results, or the failed.json of a failed one; (None, None) if it is finished.
+    """Return (`job` on its data sets without results, None), (None, failed.json) if it failed, (None, None) if finished.
 
     A failed training has failed for all its data sets; it is selected only if `retry_failed`. Raises InputError for results of
     another protocol.
@@ -168,13 +169,13 @@ def select_remaining_work(job: FinetuneJob, *, retry_failed: bool) -> tuple[Fine
 
 
 def is_run_locked(job: FinetuneJob) -> bool:
-    """Return whether another process holds the lock of this run."""
+    """Return whether another process holds the lock of the job's training, which it is then running."""
     with try_lock_run(job) as is_own:
         return not is_own
 
 
 def try_lock_run(job: FinetuneJob) -> AbstractContextManager[bool]:
-    """Try to lock a training, whatever its evaluation sets (see `megaenc.atomic_io.try_lock`).
+    """Return a context manager that tries to lock the job's training without waiting and yields whether it has the lock.
 
     On a file system without locks the work may be done twice, with equal results, written atomically.
     """

@@ -11,20 +11,20 @@ _STAGES = {"loading": (0.0, 0.05), "training": (0.05, 0.65), "validation": (0.7,
 
 
 def estimate_completion(progress: RunProgress) -> float:
-    """Estimate the completed fraction of a run, from 0 to 1."""
+    """Return the estimated fraction of a run that is done, 0 to 1, from its stage and the progress within the stage."""
     begin, length = _STAGES[progress.stage]
     return begin + length * (min(progress.done / progress.total, 1) if progress.total else 0)
 
 
 class GridProgress(ProgressLine):
-    """Progress display of a grid of `runs`."""
+    """Progress display of a grid of `runs` runs: rows for the grid and each running job; plain lines without terminal."""
 
     def __init__(self, runs: int) -> None:
         super().__init__("grid", total=runs, row_widths=(10, 16))
         self._stage_starts: dict[tuple[FinetuneJob, str], float] = {}
 
     def show(self, running: Mapping[FinetuneJob, RunProgress], finished: int, failed: int) -> None:
-        """Display the running jobs, and the numbers of finished and failed ones."""
+        """Display the numbers of finished and failed jobs, the time left, and stage and progress of the `running` jobs."""
         now = time.monotonic()
         stages = {(job, progress.stage) for job, progress in running.items()}
         self._stage_starts = {stage: self._stage_starts.get(stage, now) for stage in stages}

@@ -15,7 +15,7 @@ from megaenc.processes import python_environment, set_child_environment
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Options of submission to Slurm."""
+    """Options of submission to Slurm: partition, time limit, GPUs and cores of a job, concurrent tasks, sbatch options."""
 
     slurm: bool = False
     """submit the pending work to Slurm instead of running it on this machine"""
@@ -36,11 +36,11 @@ class ClusterConfig:
     `debug` runs them in this process"""
 
     def check(self) -> None:
-        """Raise InputError for a number below its minimum."""
+        """Raise InputError if the minutes, CPU cores or concurrent tasks are below 1, or the GPUs below 0."""
         check_minimums(self, slurm_minutes=1, slurm_gpus=0, slurm_cpus=1, slurm_parallel=1)
 
     def build_submitit_parameters(self) -> dict[str, Any]:
-        """Return Slurm's parameters for submitit's executor; empty for submitit's own executors. Raises InputError."""
+        """Return Slurm's parameters by submitit's names, {} for its other executors; InputError for bad --slurm-extra."""
         if self.slurm_cluster != "slurm":
             return {}
         for text in self.slurm_extra:
@@ -57,7 +57,7 @@ class ClusterConfig:
 
 
 def import_submitit() -> Any:
-    """Import and return submitit. Raises InputError if it is not installed."""
+    """Import the package submitit and return the module; InputError if it is not installed."""
     try:
         import submitit
     except ImportError:
@@ -67,20 +67,20 @@ def import_submitit() -> Any:
 
 @dataclass(frozen=True)
 class SlurmConfig(ClusterConfig):
-    """Options of submission of a grid to Slurm, as one job array."""
+    """Options of submission of a grid to Slurm as one job array: those of any submission, and the runs of a task."""
 
     jobs_per_task: int = 30
     """runs of a task; --jobs and --jobs-per-gpu limit how many are concurrent"""
 
     def check(self) -> None:
-        """Raise InputError for a number below its minimum."""
+        """Raise InputError if runs of a task, minutes, CPU cores or concurrent tasks are below 1, or GPUs below 0."""
         super().check()
         check_minimums(self, jobs_per_task=1)
 
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """One task of the job array; pickled, so its class and `run_function` are found by name."""
+    """Picklable task of a job array: a call runs its unfinished jobs and returns the number of jobs without results."""
 
     jobs: tuple[FinetuneJob, ...]
     run_function: str
@@ -94,7 +94,7 @@ class SlurmTask:
         return len(execute_jobs(self.jobs, self.run_function, self.local))
 
     def checkpoint(self) -> Any:
-        """Return the submission that submitit requeues at the time limit: the same task, which resumes."""
+        """Return submitit's DelayedSubmission of the same task, to requeue at the time limit; finished jobs stay."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -103,7 +103,7 @@ class SlurmTask:
 def submit_jobs(
     jobs: Sequence[FinetuneJob], run_function: str, settings: SlurmConfig, local: LocalExecution, output: str
 ) -> list[Any]:
-    """Submit `jobs` to Slurm as one array and print its ids; return submitit's jobs. Raises InputError if submission fails."""
+    """Submit `jobs` to Slurm as one array and print its ids; return submitit's job of each task. InputError if it fails."""
     if not jobs:
         print_rank_0("nothing to submit")
         return []

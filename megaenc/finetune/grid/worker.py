@@ -49,7 +49,7 @@ _SERVER_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """Result of one attempt at a job.
+    """Outcome of one attempt at a job: finished, failed, refused, busy or crashed, with the reason and the end of the log.
 
     `finished`: results are written. `failed`: the job failed for good. `refused`: wrong input. `busy`: another process holds its
     lock. `crashed`: an exception, a signal, or a timeout without progress.
@@ -62,7 +62,7 @@ class JobOutcome:
 
 
 def start_fork_server(run_function: str) -> ForkServerContext:
-    """Start the fork server that has the module of `run_function` imported, once per process; return its context."""
+    """Start the fork server, which imports the module of `run_function`, unless it runs; return the fork context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megaenc.finetune.grid.fork_preload", __name__, run_function.partition(":")[0], "__main__"])
     with set_child_environment(python_environment() | _SERVER_ENVIRONMENT):
@@ -84,7 +84,7 @@ def _start_process(process: ForkServerProcess) -> None:
 
 
 def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
-    """Return the extra environment of each concurrent run, one dict per slot.
+    """Return a dict of environment variables, which select a GPU if there are any, for each run that may be concurrent.
 
     With GPUs: `jobs_per_gpu` slots on each, at most `jobs`, the first ones on different GPUs. Without: `jobs` slots, or one for
     every `threads` cores. `jobs` 0 is no limit.
@@ -96,7 +96,7 @@ def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, st
 
 
 class ForkedRun(ChildProcess):
-    """A child process, forked from the fork server, that attempts one job; `poll` returns its outcome."""
+    """Child process, forked from the fork server, that attempts a job; holds the job, environment and latest progress."""
 
     def __init__(
         self, context: ForkServerContext, run_function: str, job: FinetuneJob, environment: dict[str, str], *, retry_failed: bool
@@ -114,11 +114,11 @@ class ForkedRun(ChildProcess):
         """Objects for `multiprocessing.connection.wait` that become ready at a message or the process's end."""
 
     def exit_code(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
+        """Return the exit code of the process, a negative signal number if a signal ended it, or None while it runs."""
         return self.process.exitcode
 
     def kill(self) -> None:
-        """Kill the process and its children; files that it has written completely stay."""
+        """Kill the process and its children unless it has ended, and close the connection; completely written files stay."""
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):  # it may have no session of its own yet
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ class ForkedRun(ChildProcess):
         self.connection.close()
 
     def poll(self, patience: float) -> JobOutcome | None:
-        """Return the outcome if the process has ended, else None; kill it after `patience` seconds without message (0: never)."""
+        """Return the JobOutcome, None while the process runs; kill it after `patience` seconds of silence (0: never)."""
         exit_code = self.exit_code()  # read before the messages, so that none is missed
         self._receive_messages()
         if exit_code is not None:
@@ -143,7 +143,7 @@ class ForkedRun(ChildProcess):
         return JobOutcome("crashed", reason, _read_log_tail(self.job))
 
     def take_messages(self) -> list[str]:
-        """Return the messages printed by the run since the last call."""
+        """Return, and forget, the lines that the run printed by `print_rank_0` since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -173,7 +173,7 @@ def _read_log_tail(job: FinetuneJob) -> str:
 
 
 def log_path(job: FinetuneJob) -> Path:
-    """Return the path of a run's stdout and stderr; a run without output leaves no file."""
+    """Return the path of the job's log.txt (stdout and stderr), in the results folder of its first data set."""
     return result_files.job_folder(job, job.evaluate_on[0].name) / LOG_FILE
 
 
@@ -254,7 +254,7 @@ def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:
 
 
 def wait_for_messages(workers: Sequence[ForkedRun], seconds: float) -> None:
-    """Wait until one of `workers` has sent a message or ended, at most `seconds`."""
+    """Wait up to `seconds` until one of `workers` has sent a message or ended; without workers, sleep for `seconds`."""
     if workers:
         multiprocessing.connection.wait([source for worker in workers for source in worker.wait_handles], timeout=seconds)
     else:

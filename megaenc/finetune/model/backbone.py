@@ -27,7 +27,7 @@ _ACTIVE_PACK: ContextVar[tuple["Backbone", "PackedTexts"]] = ContextVar("reading
 
 @dataclass(frozen=True)
 class PackedTexts:
-    """Tokenized texts concatenated without padding, shortest first."""
+    """Tokenized texts concatenated without padding, shortest first: token ids, text lengths, and positions within texts."""
 
     tokens: Tensor
     """int64[T]: token ids"""
@@ -38,17 +38,17 @@ class PackedTexts:
 
     @cached_property
     def length_groups(self) -> list[tuple[int, int]]:
-        """Return (number of texts, length in tokens) of each distinct length."""
+        """Return (number of texts, length in tokens) of each distinct length, in ascending order of length."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Return the start offset of each text, then T, as int32[texts + 1]."""
+        """Return int32[texts + 1]: the start offset of each text in `tokens`, followed by T, the number of all tokens."""
         return torch.tensor(np.cumsum([0, *self.lengths]), dtype=torch.int32, device=self.tokens.device)
 
 
 def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> PackedTexts:
-    """Concatenate `texts` (int[tokens] each) on `device`. Raises ValueError for an empty text or descending lengths."""
+    """Return `texts` (int[tokens] each) as PackedTexts on `device`; ValueError if one is empty or not shortest first."""
     lengths = [len(text) for text in texts]
     if not lengths or not lengths[0] or lengths != sorted(lengths):
         raise ValueError("found no text or an empty one, expected at least one token in each, and the shortest text first")
@@ -58,7 +58,7 @@ def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> Packe
 
 
 def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.ndarray]:
-    """Group the indices of texts, shortest text first, into batches (int64 arrays) of at most `tokens_per_forward` tokens.
+    """Return batches of text indices (int64 arrays), shortest text first, of at most `tokens_per_forward` tokens each.
 
     A text longer than that is a batch of its own. Equal lengths keep their order.
     """
@@ -73,7 +73,7 @@ def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.nda
 
 
 class Backbone(nn.Module):
-    """A transformers model that computes the token states of packed texts.
+    """A transformers model without head, and its attention direction; computes the token states of packed texts.
 
     A model that does not support packing (`is_packed` False) gets padded batches of texts of similar length.
     """
@@ -103,11 +103,11 @@ class Backbone(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the weights."""
+        """Return the torch device of the model's weights."""
         return self.model.device
 
     def compute_states(self, packed: PackedTexts) -> Tensor:
-        """Compute the last layer's hidden states after the final norm, [T, hidden_size]."""
+        """Return the last layer's hidden states after the final norm, [T, hidden_size], of all tokens in order."""
         if not self.is_packed:
             shapes = group_padded_lengths(packed.length_groups)
             rows = packed.tokens.split([sum(lengths) for lengths in shapes])
@@ -120,7 +120,7 @@ class Backbone(nn.Module):
         return out.last_hidden_state[0]
 
     def compute_padded_states(self, packed: PackedTexts) -> Tensor:
-        """Compute reference states, [T, hidden_size]: all texts in one padded batch, with the model's own positions."""
+        """Return reference states, [T, hidden_size], of all texts in one padded batch, with the model's own positions."""
         return self._forward_padded(packed.tokens, packed.lengths, positions=False)
 
     def _forward_padded(self, tokens: Tensor, lengths: Sequence[int], *, positions: bool) -> Tensor:
@@ -136,19 +136,19 @@ class Backbone(nn.Module):
         ]
 
     def set_packed(self, packed: bool) -> None:
-        """Switch the model between packed texts (attention of this module) and padded batches (its own attention)."""
+        """Switch the model to packed attention of this module (True), or to its own attention on padded batches (False)."""
         self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._own_attention)
         self.is_packed = packed
 
     def set_direction(self, attention: AttentionDirection) -> None:
-        """Set `is_causal` of the model and its modules for its own attention; packed attention uses `self.attention`."""
+        """Set `is_causal` of the model's config and modules to `attention`, for its own attention, not the packed one."""
         for holder in (self.model.config, *self.model.modules()):
             if hasattr(holder, "is_causal") or holder is self.model.config:  # read by attention without a mask
                 holder.is_causal = attention == "causal"
 
 
 def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Group ascending lengths, given as (number of texts, length), into batches to pad: at most 8 tokens or 10 % of padding."""
+    """Return the text lengths of each padded batch, within 8 tokens or 10 %; `groups`: ascending (texts, length) pairs."""
     batches: list[list[int]] = []
     for texts, length in groups:
         if not batches or length > batches[-1][0] + max(8, batches[-1][0] // 10):
@@ -168,9 +168,9 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Compute self-attention within each text of the current pack, as an attention function of transformers.
+    """Return attention [1, T, heads, dim] over the tokens of the same text in the current pack, and None for the weights.
 
-    query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. Raises NotImplementedError for a score
+    query [1, heads, T, dim], key and value [1, groups, T, dim]; called by transformers. Raises NotImplementedError for a score
     bias, softcap, sinks, a cache, an attention mask, a batch of more than one row, or cross-attention.
     """
     backbone, packed = _ACTIVE_PACK.get()

@@ -22,7 +22,7 @@ _COMPUTED_DIGESTS: dict[str, str] = {}
 
 
 def check_model_folder(folder: str) -> None:
-    """Raise InputError if `folder` is not a folder with config.json, weights in safetensors and tokenizer.json."""
+    """Raise InputError unless `folder` has a readable config.json, weights in *.safetensors and tokenizer.json."""
     path = Path(folder)
     if not os.path.isdir(path):  # False for a name that is too long too
         raise InputError(
@@ -37,7 +37,7 @@ def check_model_folder(folder: str) -> None:
 
 
 def compute_model_fingerprints(folders: Sequence[str], results: str, *, save: bool = True) -> list[str]:
-    """Return the SHA-256 of configuration and weights of each model folder.
+    """Return the hexadecimal SHA-256 of config.json and weights of each model folder, in the order of `folders`.
 
     Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for files of this path, size and
     time. `save`: add new fingerprints to that file.
@@ -61,7 +61,7 @@ def compute_model_fingerprints(folders: Sequence[str], results: str, *, save: bo
 
 
 def save_fingerprints(results: str) -> None:
-    """Add this process's fingerprints to the cache file in the folder `results`, if that folder exists."""
+    """Add this process's model fingerprints to .fingerprints.json in the folder `results`; do nothing if that is missing."""
     known = _read_fingerprint_file(results)
     if Path(results).is_dir() and not _COMPUTED_DIGESTS.items() <= known.items():
         with contextlib.suppress(InputError):  # the file only saves time
@@ -83,13 +83,13 @@ def _compute_file_key(folder: str) -> str:
 
 
 def compute_model_stamp(folder: str) -> str:
-    """Return a SHA-256 of names, sizes and times of a model's and its tokenizer's files, a fast check for changes."""
+    """Return a SHA-256 of names, sizes and mtimes of a model's and its tokenizer's files, without reading their contents."""
     files = [(path.name, path.stat()) for path in _list_files(Path(folder), (*_MODEL_FILES, *_TOKENIZER_FILES))]
     return hashlib.sha256(str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
 
 
 def compute_tokenizer_fingerprint(folder: str) -> str:
-    """Return the SHA-256 of the tokenizer's files in `folder`."""
+    """Return the hexadecimal SHA-256 of the names and contents of the tokenizer's files in `folder`."""
     return _hash_files(Path(folder), _TOKENIZER_FILES)
 
 

@@ -25,7 +25,7 @@ _TOLERANCE_16_BIT = 0.1
 
 
 def load_backbone(folder: str, attention: AttentionDirection, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
-    """Load the model of a Hugging Face folder on `device` in `dtype`, and verify that it attends as `attention` says.
+    """Return the model of a Hugging Face folder as Backbone on `device` in `dtype`, tested to attend as `attention` says.
 
     The test changes tokens: each state must depend on exactly the visible tokens of its text, and packed states must equal padded
     ones. Raises InputError for a folder that cannot be loaded or fails the test. Code in the folder is never executed. Parameters
@@ -104,7 +104,7 @@ def _select_attention(backbone: Backbone, folder: str) -> None:
 
 
 class AttentionProbe:
-    """Numerical tests, on short random texts, of which tokens each state of a backbone depends on."""
+    """Numerical tests of a backbone on short random texts: attention direction, packing, and 16-bit accuracy."""
 
     def __init__(self, backbone: Backbone):
         self.backbone = backbone
@@ -115,17 +115,17 @@ class AttentionProbe:
         self._length = min(6, backbone.context_length - 1, getattr(config, "sliding_window", None) or 6)
 
     def detect_direction(self, read: Callable[[PackedTexts], Tensor]) -> AttentionDirection | None:
-        """Return the attention direction of the function `read`, which computes states; None if it has neither direction."""
+        """Return "bidirectional" or "causal", the attention of `read` (packed texts to states), or None if it is neither."""
         moved = self._compute_influence(read)
         every = torch.ones_like(moved)
         return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
 
     def compute_states(self) -> Tensor:
-        """Compute the backbone's states of texts of several lengths, float32[T, hidden_size]."""
+        """Return the backbone's states of fixed random texts of several lengths, float32[T, hidden_size]."""
         return self.backbone.compute_states(self._pack_probe_texts()).float()
 
     def find_16_bit_error(self, reference: Tensor) -> str | None:
-        """Return a description of how 16-bit states deviate from the float32 states `reference`; None if they agree."""
+        """Return text on how 16-bit states deviate from the float32 `reference` or see hidden tokens; None if neither."""
         backbone = self.backbone
         try:
             if _is_different(self.compute_states(), reference, _TOLERANCE_16_BIT):
@@ -152,12 +152,12 @@ class AttentionProbe:
         return (states[1:] - states[0]).abs().amax(-1) > _MIN_INFLUENCE * states.abs().max()
 
     def is_different(self, *ways: Callable[[PackedTexts], Tensor]) -> bool:
-        """Return whether the two functions `ways` compute different states."""
+        """Return whether two functions from packed texts to states differ, beyond rounding, on the random texts."""
         texts = self._pack_probe_texts()
         return _is_different(*(read(texts) for read in ways))
 
     def enable_packing(self, own_direction: AttentionDirection) -> str | None:
-        """Switch the backbone to packed attention if it passes all tests; return the reason if it does not, else None.
+        """Switch the backbone to packed attention if it passes all tests; return the failed test as text, or None.
 
         `own_direction`: the direction of the model's own attention.
         """

@@ -23,7 +23,7 @@ STUDY_DATASETS = {
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with half the width of its 95 % interval, NaN for a single score."""
+    """Mean of `count` scores and half the width of its 95 % confidence interval, NaN for a single score."""
 
     mean: float
     half: float
@@ -31,7 +31,7 @@ class Interval:
 
 
 def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> Interval:
-    """Compute the mean of `scores` and q * sd(ddof=1) / sqrt(n), half the width of its 95 % interval.
+    """Return the Interval of `scores`: their mean and q * sd(ddof=1) / sqrt(n), half the width of its 95 % interval.
 
     q is 1.96 ("normal", as in the study) or the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t").
     """
@@ -48,7 +48,7 @@ def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> 
 
 @dataclass(frozen=True)
 class GridSpec:
-    """Learning rates and seeds of a planned grid, in all combinations."""
+    """Learning rates and seeds of a planned grid, which has a run for every combination."""
 
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -56,7 +56,7 @@ class GridSpec:
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """The runs of a model on one data set, with the learning rates and seeds of the grid."""
+    """Runs of one model on one data set after one training set, with all learning rates and seeds of the grid."""
 
     model: str
     family: str
@@ -69,22 +69,22 @@ class ScoreCell:
     """Seeds that a learning rate needs to be chosen."""
 
     def runs_at_rate(self, rate: float) -> list[Result]:
-        """Return the finished runs of learning rate `rate`, sorted by seed."""
+        """Return the finished runs (those with test scores) of learning rate `rate`, sorted by seed."""
         return sorted((run for run in self.runs if run.learning_rate == rate and run.test is not None), key=lambda run: run.seed)
 
     @property
     def complete_rates(self) -> tuple[float, ...]:
-        """Return the learning rates with a finished run for every seed."""
+        """Return the learning rates of the grid that have a finished run for every seed, in the grid's order."""
         return tuple(rate for rate in self.rates if len(self.runs_at_rate(rate)) == len(self.seeds))
 
     @property
     def planned_run_count(self) -> int:
-        """Return the number of runs of the grid: learning rates times seeds."""
+        """Return the number of runs that the grid plans for the cell: learning rates times seeds."""
         return len(self.rates) * len(self.seeds)
 
     @property
     def chosen_rate(self) -> float | None:
-        """Return the complete learning rate with the best mean validation score, the lower of equals; None without one."""
+        """Return the complete rate with the best mean validation score, the lower of equals; None if no rate is complete."""
         means = {
             rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean for rate in self.complete_rates
         }
@@ -92,7 +92,7 @@ class ScoreCell:
 
 
 def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list[ScoreCell]:
-    """Group results by model, data set and training set, in order of appearance.
+    """Return a ScoreCell for each model, family, data set and training set in `results`, in order of first appearance.
 
     Results outside `grid` are dropped. By default the grid of a data set is all rates and seeds of any model on it.
     """
@@ -115,12 +115,12 @@ ScoreReader = Callable[[Result], float | None]
 
 
 def read_chosen_scores(cell: ScoreCell, read: ScoreReader) -> dict[int, float] | None:
-    """Return the numbers read from the runs at the chosen rate, by seed; None without a chosen rate or if a number is missing."""
+    """Return `read(run)` of the runs at the chosen rate, by seed; None without a chosen rate or if a number is missing."""
     return read_scores_by_rate(cell, read).get(cell.chosen_rate)
 
 
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
-    """Group a model's cells of a task family for averaging: the study's three data sets if all are there, else all.
+    """Return the groups of a model's cells to average: the study's three data sets of `family` if all are there, else all.
 
     There is one group, or one for each training set if `has_repeated_datasets`. Groups of one cell are dropped.
     """
@@ -136,12 +136,12 @@ def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[S
 
 
 def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
-    """Return whether a data set was evaluated after several trainings."""
+    """Return whether two of the cells have the same data set, evaluated after training on different sets."""
     return len({cell.dataset for cell in members}) < len(members)
 
 
 def average_by_seed(members: Sequence[ScoreCell], read: ScoreReader) -> dict[int, float] | None:
-    """Return the mean over data sets by seed, each at its own chosen rate; None if their seeds differ or a score is missing."""
+    """Return by seed the cells' mean of `read`, each at its chosen rate; None if seeds differ or a number is missing."""
     by_set = [read_chosen_scores(cell, read) for cell in members]
     if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
         return None
@@ -150,28 +150,28 @@ def average_by_seed(members: Sequence[ScoreCell], read: ScoreReader) -> dict[int
 
 @dataclass(frozen=True)
 class RateSensitivity:
-    """Mean scores of a cell by complete learning rate."""
+    """Mean score over the seeds at each learning rate that has a score for every seed, by rate."""
 
     means: dict[float, float]
 
     @property
     def spread(self) -> float:
-        """Return the best mean minus the worst."""
+        """Return the highest mean score over the learning rates minus the lowest."""
         return max(self.means.values()) - min(self.means.values())
 
     def count_near_best(self, within: float = 0.01) -> int:
-        """Return the number of rates with a mean at most `within` (default: one point of 100) below the best."""
+        """Return the number of learning rates whose mean score is at most `within` (0.01: one point) below the best."""
         return sum(max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values())
 
 
 def read_scores_by_rate(cell: ScoreCell, read: ScoreReader) -> dict[float, dict[int, float]]:
-    """Return the numbers of the finished runs by rate and seed, without rates that lack a number in a run."""
+    """Return `read(run)` of finished runs by learning rate and seed; rates without a run, or with a None, are left out."""
     scores = {rate: {run.seed: read(run) for run in cell.runs_at_rate(rate)} for rate in cell.rates}
     return {rate: of_seeds for rate, of_seeds in scores.items() if of_seeds and None not in of_seeds.values()}
 
 
 def compute_sensitivity(scores: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> RateSensitivity | None:
-    """Compute mean scores by learning rate from scores by rate and seed, for rates with all `seeds`; None without such a rate."""
+    """Return the RateSensitivity of `scores` (by rate and seed), with the rates that have all `seeds`; None without one."""
     complete = {rate: of_seeds for rate, of_seeds in scores.items() if of_seeds.keys() >= set(seeds)}
     means = {rate: compute_interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in complete.items()}
     return RateSensitivity(means) if means else None

@@ -46,7 +46,7 @@ _CONSTANT_PREDICTION_SCORES = {
 
 @dataclass(frozen=True)
 class SplitScores:
-    """Scores of a run on one split, as fractions, without those of single examples."""
+    """Scores of a run on one split, as fractions: study's score, metrics, trivial baseline, and reason of a collapse."""
 
     score: float
     """The study's score."""
@@ -60,7 +60,7 @@ class SplitScores:
 
 @dataclass(frozen=True)
 class Result:
-    """A run in a results tree: its scores on both splits, or the reason of its failure."""
+    """One run of a results tree: model, data sets, learning rate, seed, folder, and scores or the reason of its failure."""
 
     model: str
     family: str
@@ -75,12 +75,12 @@ class Result:
 
 
 def job_folder(job: "FinetuneJob", dataset: str) -> Path:
-    """Return the folder of the results of `job` on `dataset`."""
+    """Return the folder of the results of `job` on `dataset`: OUTPUT/MODEL/FAMILY/DATASET/RUN, RUN like lr2e-05_sd0."""
     return run_folder(Path(job.output, job.model.name), job.family, dataset, job.train_on, job.learning_rate, job.seed)
 
 
 def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int) -> Path:
-    """Return the folder of a run's results in the `tree` of its model."""
+    """Return a run's folder `tree`/FAMILY/DATASET/lr2e-05_sd0, for IR TRAINSET_lr2e-05_sd0; `tree`: its model's folder."""
     run = f"lr{format_learning_rate(rate)}_sd{seed}"
     return tree / family / dataset / (f"{train_on}_{run}" if family == TaskFamily.IR else run)
 
@@ -95,7 +95,7 @@ def write_result(
     trained: str,
     seconds: Mapping[str, float],
 ) -> None:
-    """Write results.json and timing.json of `job` on `dataset`, and delete its failed.json.
+    """Write results.json (with scores) and timing.json of `job` on `dataset` into its folder, and delete its failed.json.
 
     `protocol` is the job's with automatic values resolved; `trained` is the digest of the trained weights; `seconds` is by stage.
     """
@@ -107,7 +107,7 @@ def write_result(
 
 
 def write_failure(job: "FinetuneJob", reason: str, *, step: int, protocol: FinetuneConfig) -> None:
-    """Write failed.json of `job` for each of its evaluation data sets."""
+    """Write failed.json, with `reason` and `step`, into the folder of `job` for each of its evaluation data sets."""
     for dataset in job.evaluate_on:
         values = _build_identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
         _write_json(job_folder(job, dataset.name) / FAILED, values)
@@ -145,14 +145,14 @@ def _format_object(fields: Mapping[str, str], indent: str) -> str:
 
 
 def remove_partial_files(job: "FinetuneJob") -> None:
-    """Remove temporary files of killed runs; only for the process that holds the run's lock."""
+    """Delete temporary files of killed runs from the job's result folders; call only with the run's lock."""
     for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
         for file in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING):
             remove_path(file)
 
 
 def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "failed", "missing"]:
-    """Return whether `job` has results on `dataset`. Raises InputError if their protocol or fingerprints differ."""
+    """Return "finished" (has results.json), "failed" (failed.json) or "missing"; InputError if it records other settings."""
     for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
         path = job_folder(job, dataset) / name
         if (values := read_fields(path)) is None:
@@ -170,9 +170,9 @@ def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "fai
 
 
 def find_protocol_difference(file: Path, protocol: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
-    """Return the first difference of protocol or fingerprints between a result file and the arguments, as text.
+    """Return the first protocol or fingerprint value that differs in a result file, as text; None if they agree.
 
-    None if they agree or the file lacks them. Only the start of the file is read.
+    None also if the file is unreadable or lacks them. Only its start is read.
     """
     try:
         with open(file, "rb") as stream:
@@ -204,7 +204,7 @@ def _compare_with_file(
 
 
 def read_result_tree(root: str | Path) -> list[Result]:
-    """Read all runs below `root`, in the order of their names; other folders are skipped.
+    """Return the Result of every run folder below `root`, sorted by path; InputError if there is none, or a run twice.
 
     Raises InputError for a file that no run wrote. Scores of single examples, gigabytes in the study's tree, are not parsed.
     """
@@ -236,7 +236,7 @@ def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
 
 
 def read_result(path: Path) -> Result | None:
-    """Read the run in a folder; None if it is not a run's. Raises InputError for a file that no run wrote."""
+    """Return the Result in the run folder `path`; None if it is no run's or has no result file; InputError if malformed."""
     name = _RUN_FOLDER.fullmatch(path.name)
     try:
         rate = float(name["rate"]) if name else 0
@@ -254,10 +254,7 @@ def read_result(path: Path) -> Result | None:
 
 
 def read_fields(path: Path) -> dict[str, Any] | None:
-    """Read the fields of a result file without scores of single examples; None if it does not exist.
-
-    Raises InputError if it holds no JSON object, or a key twice.
-    """
+    """Return the JSON object of a result file without per-example scores; None without a file; InputError if malformed."""
     try:
         values = parse_json(drop_score_lists(_read_bytes(path)), unique_keys=True)
     except FileNotFoundError:
@@ -280,7 +277,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def drop_score_lists(content: bytes) -> bytes:
-    """Replace each list of scores in JSON text by "equal" (all equal) or null, and each object of lists by null."""
+    """Return JSON text with the values of scores_i and metrics_i replaced by "equal" (a list of equal numbers) or null."""
 
     def short(match: re.Match[bytes]) -> bytes:
         return match[1] + (b'"equal"' if match[2] is not None and _all_equal(match[2]) else b"null")
@@ -297,7 +294,7 @@ def _all_equal(numbers: bytes) -> bool:
 
 
 def read_example_scores(path: Path, metric: str | None) -> list[float]:
-    """Return the test scores of each example, by a metric or the study's score; empty if the file has none.
+    """Return each example's test score in results.json, by `metric` or, for None, the study's; empty if the file has none.
 
     It is also empty if their mean is not the split's, as for span F1. Raises InputError.
     """

@@ -31,7 +31,7 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class GridSummaryConfig:
-    """Options of `megaenc finetune summary`."""
+    """Options of `megaenc finetune summary`: folder of results, metrics to show, kind of intervals, and output file."""
 
     results: Annotated[str, Positional, arg(metavar="RESULTS")]
     """folder of results (--output of a grid), or the study's published results"""
@@ -45,7 +45,7 @@ class GridSummaryConfig:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """A metric of a model on a data set, or on the average of a family, in percent."""
+    """Row of the score table, in percent: mean, interval and baseline of a metric of a model on a data set or average."""
 
     model: str
     family: str
@@ -71,7 +71,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class RateRow:
-    """Mean scores of a model on a data set by learning rate, in percent."""
+    """Row of the learning-rate table, in percent: a model's mean scores on a data set by rate, chosen rate, and spread."""
 
     model: str
     family: str
@@ -88,7 +88,7 @@ class RateRow:
 
 @dataclass(frozen=True)
 class GridSummary:
-    """The tables and unusable runs of a results tree."""
+    """Summary of a results tree: rows of scores, rows of learning rates, and the collapsed and failed runs."""
 
     rows: list[SummaryRow]
     rates: list[RateRow]
@@ -98,18 +98,18 @@ class GridSummary:
     """(model, family) pairs with a data set evaluated after several trainings."""
 
     def format_dataset(self, row: SummaryRow | RateRow | Result) -> str:
-        """Return the data set's name, with the training set if a data set was evaluated after several trainings."""
+        """Return the row's data set, as `DATASET after TRAINSET` if a set was evaluated after several trainings."""
         is_repeated = (row.model, row.family) in self.repeated_families
         return f"{row.dataset} after {row.train_on}" if is_repeated and row.train_on else row.dataset
 
     @property
     def learning_rates(self) -> list[float]:
-        """Return the learning rates of all models and data sets, in ascending order."""
+        """Return all learning rates of the rows, with or without results of every seed, in ascending order."""
         return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
 
 
 def build_summary(results: Sequence[Result], metrics: str = "both", kind: IntervalKind = "normal") -> GridSummary:
-    """Build the tables of a results tree: families in the study's order, models and data sets by name."""
+    """Return the GridSummary of `results`, by family, model and data set; `metrics`: "paper", "standard" or "both"."""
     order = list(TaskFamily)
     by_model: dict[tuple[TaskFamily, str], list[ScoreCell]] = defaultdict(list)
     for cell in aggregate.group_cells(results):
@@ -170,14 +170,14 @@ def _build_rate_row(cell: ScoreCell) -> RateRow | None:
 
 
 def format_interval(mean: float | None, half: float | None = None) -> str:
-    """Format `91.65 (0.45)`, like the study's tables; a dash without a mean."""
+    """Return mean and half width as `91.65 (0.45)`; only the mean if `half` is None, `-` if `mean` is None."""
     if mean is None:
         return "-"
     return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
 
 
 def build_tables(summary: GridSummary) -> list[Any]:
-    """Build rich's tables of scores and of learning rates, 80 columns wide; long names are folded."""
+    """Return rich's tables for the terminal: scores, one per task family, and mean scores by learning rate, if several."""
     rendered_tables = []
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
@@ -241,7 +241,7 @@ def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, 
 
 
 def format_notes(summary: GridSummary) -> list[str]:
-    """Return a line for each model and data set with collapsed or failed runs, with their reason and rates."""
+    """Return a line for each model and data set with collapsed or failed runs: a reason, learning rates and seeds."""
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
     for kind, result, why in _iterate_unusable_runs(
         summary
@@ -255,7 +255,7 @@ def format_notes(summary: GridSummary) -> list[str]:
 
 
 def format_summary(summary: GridSummary, suffix: str) -> str:
-    """Format all numbers as .json, .csv (scores only) or .md."""
+    """Return the text of a file of the summary, by `suffix`: JSON (.json), CSV of the scores (.csv), or Markdown tables."""
     if suffix == ".json":
         values: dict[str, list] = {"rows": [vars(row) for row in summary.rows], "rates": [], "collapsed": [], "failed": []}
         for row in summary.rates:
@@ -289,7 +289,7 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
 
 @handle_command_errors
 def summary_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune summary`."""
+    """Run `megaenc finetune summary`: print score and learning-rate tables of a results folder; write them to --output."""
     silence_libraries()
     settings = flags.parse(GridSummaryConfig, argv, prog="megaenc finetune summary", description=__doc__)
     output = Path(settings.output)

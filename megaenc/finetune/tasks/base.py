@@ -25,7 +25,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Scores(SplitScores):
-    """Scores of one split, with those of each example, in the field order of results.json."""
+    """Scores of one split for results.json: those of SplitScores, and the score and metric values of each example."""
 
     scores_i: list[float]
     """The study's metric of each example, in order."""
@@ -42,18 +42,18 @@ class Scores(SplitScores):
         baseline: dict[str, float],
         metrics: dict[str, float] | None = None,
     ) -> Self:
-        """Build Scores from per-example values; `metrics` defaults to the means of `metrics_i`."""
+        """Return Scores: `score` is the mean of `scores_i`, `metrics` defaults to the means of `metrics_i`."""
         by_example = {name: [float(value) for value in values] for name, values in metrics_i.items()}
         metrics = metrics or {name: float(np.mean(values)) for name, values in metrics_i.items()}
         return cls(float(np.mean(scores_i)), metrics, collapsed, baseline, [float(score) for score in scores_i], by_example)
 
 
 class NonFinitePredictionError(ArithmeticError):
-    """Error of NaN or inf in a model's predictions."""
+    """Error that a model's predictions contain NaN or inf."""
 
 
 class TaskModel(nn.Module):
-    """A backbone with the head of a task."""
+    """Module of a backbone and the head of a task, which computes logits from the backbone's states."""
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
         super().__init__()
@@ -62,16 +62,16 @@ class TaskModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the weights."""
+        """Return the torch device of the model's weights."""
         return next(self.parameters()).device
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Apply the head, in the dtype of its weights, to `states` [..., hidden_size]; return float32[..., labels]."""
+        """Return the head's logits, float32[..., labels], of `states` [..., hidden_size], computed in the head's dtype."""
         return self.head(states.to(self.head.weight.dtype)).float()
 
 
 class FinetuneTask(ABC):
-    """A task family on one data set; by default the loss is the cross-entropy of `compute_outputs` and `get_targets`."""
+    """Base class of a task family on one data set: tokenization, loss (cross-entropy by default), predictions and scores."""
 
     family: ClassVar[TaskFamily]
 
@@ -83,14 +83,14 @@ class FinetuneTask(ABC):
 
     @abstractmethod
     def encode(self, examples: Examples, encoder: TextEncoder) -> TokenizedSplit:
-        """Tokenize `examples`, with targets as columns; a pure function of examples, encoder and the task's labels."""
+        """Return the tokenized `examples` with targets as columns, a function of examples, encoder and labels only."""
 
     @abstractmethod
     def evaluate(self, model: TaskModel, data: TokenizedSplit, examples: Examples) -> Scores:
-        """Predict a split and compute its scores; `data` is the result of `encode(examples, ...)`."""
+        """Return the Scores of the model on a split; `data` is the split's `examples` as tokenized by `encode`."""
 
     def build_head(self, hidden_size: int) -> nn.Module:
-        """Build a float32 head with random weights, normal with standard deviation 0.02, and zero bias."""
+        """Return a new linear layer, hidden_size to `output_count`, float32, random weights (sd 0.02), zero bias."""
         head = nn.Linear(hidden_size, self.output_count)
         nn.init.normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -98,23 +98,23 @@ class FinetuneTask(ABC):
 
     @property
     def output_count(self) -> int:
-        """Return the number of outputs of the head: one per label."""
+        """Return the number of outputs of the head, one for each label of the data set."""
         return len(self.dataset.labels)
 
     def count_examples(self, data: TokenizedSplit) -> int:
-        """Return the number of training examples."""
+        """Return the number of examples in the tokenized training split `data`, one for each text."""
         return len(data)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Compute the logits of each token of a pack, float32[tokens, labels]; some families have one output per text."""
+        """Return the logits of each token of a pack, float32[tokens, labels]; some subclasses have one output per text."""
         return model.compute_logits(model.backbone.compute_states(packed))
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the label of each output of `rows`, int64[outputs], or IGNORE_INDEX."""
+        """Return, in subclasses, the label of each output of the texts `rows`, int64[outputs], or IGNORE_INDEX for none."""
         raise NotImplementedError
 
     def backward(self, model: TaskModel, data: TokenizedSplit, rows: np.ndarray) -> float:
-        """Backpropagate the mean loss of the batch `rows` (int[batch]), in several forward passes if needed; return the loss."""
+        """Backpropagate the mean loss of the batch of texts `rows`, in several forward passes if needed; return the loss."""
         count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
         total = torch.zeros((), device=model.device)
         for part in self.split_into_forwards(data.lengths[rows]):
@@ -126,14 +126,14 @@ class FinetuneTask(ABC):
         return total.item()
 
     def split_into_forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Group texts of `lengths` tokens into forward passes; return the indices of each, int64."""
+        """Return the text indices, int64, of each forward pass of at most `tokens_per_forward` tokens, shortest first."""
         return batch_by_tokens(lengths, self.protocol.tokens_per_forward)
 
     @torch.inference_mode()
     def predict(
         self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, *, before: int = 0, after: int = 0
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """Yield (indices into `rows`, their outputs) of each forward pass, in eval mode.
+        """Yield (indices into `rows`, outputs) of each forward pass over the texts `rows` of `data`, in eval mode.
 
         `before` and `after` are numbers of other texts to count in `progress`. Raises NonFinitePredictionError for NaN or inf.
         """
@@ -147,17 +147,17 @@ class FinetuneTask(ABC):
             self.progress(done := done + len(part), before + len(rows) + after)
 
     def predict_texts(self, model: TaskModel, data: TokenizedTexts) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (row, token logits float32[tokens, labels]) of every text in `data`."""
+        """Yield (index of the text, its token logits, float32[tokens, labels]) of every text in `data`, shortest first."""
         for rows, outputs in self.predict(model, data, np.arange(len(data))):
             yield from zip(rows, np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]), strict=True)
 
     def describe_constant_prediction(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
-        """Return the text "constant prediction LABEL" if all predictions are one label although gold labels differ, else None."""
+        """Return "constant prediction LABEL" if all predictions are one label although gold labels differ, else None."""
         collapsed = (predicted == predicted[0]).all() and not (gold == gold[0]).all()
         return f"constant prediction {self.dataset.labels[predicted[0]]}" if collapsed else None
 
 
 def mean_pool(states: Tensor, packed: PackedTexts) -> Tensor:
-    """Return the mean of each text's token states, float32[texts, hidden_size]; deterministic on GPUs too."""
+    """Return the mean of the token states of each text, float32[texts, hidden_size]; deterministic on GPUs too."""
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)

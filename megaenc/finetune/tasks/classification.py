@@ -12,26 +12,26 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 
 class Classification(FinetuneTask):
-    """Sequence classification (SC): cross-entropy averaged over texts; the score is the accuracy."""
+    """Sequence classification (SC) on the mean of a text's token states, by cross-entropy; the score is the accuracy."""
 
     family: ClassVar[TaskFamily] = TaskFamily.SC
 
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
-        """Tokenize the texts, with column `labels`, int64[n]."""
+        """Return the texts of `examples` tokenized, with the column `labels`, int64[n], of their class indices."""
         rows = encoder.encode([example.text for example in examples])
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
         return rows
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Compute the logits of each text, float32[texts, labels]."""
+        """Return the logits of each text of a pack, float32[texts, labels], from the mean of its token states."""
         return model.compute_logits(mean_pool(model.backbone.compute_states(packed), packed))
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the class of each of `rows`, int64[rows]."""
+        """Return the class index of each of the texts `rows`, int64[len(rows)]."""
         return data.columns["labels"][rows]
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]) -> Scores:
-        """Predict a split and compute accuracies; the baseline predicts the split's most frequent class."""
+        """Return the Scores of the model on a split: accuracy, and as baseline that of the split's most frequent class."""
         gold, predicted = data.columns["labels"], np.zeros(len(data), dtype=np.int64)
         for rows, logits in self.predict(model, data, np.arange(len(data))):
             predicted[rows] = logits.argmax(1).cpu().numpy()

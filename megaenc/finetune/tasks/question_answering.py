@@ -19,7 +19,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class QuestionAnswering(FinetuneTask):
-    """Question answering (QA): cross-entropy of inside/outside labels, averaged over all sub-tokens, special ones included.
+    """Question answering (QA): cross-entropy of inside/outside the answer for all sub-tokens; the score is position F1.
 
     The text is "Question: {question}\\nContext: {context}", its two halves tokenized separately. Too long a text loses the end of
     its context, then of its question. Only the first answer is learned: sub-tokens that overlap it are inside.
@@ -32,7 +32,7 @@ class QuestionAnswering(FinetuneTask):
     output_count = 2
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> TokenizedTexts:
-        """Tokenize questions and contexts, with answer labels and offsets as columns.
+        """Return questions with contexts tokenized, with columns `context`, `gold` by row, `offsets`, `inside` by token.
 
         By row: `context`, int32[n, 2], token range (start, end) of the context; `gold`, int32[n, 2], token range of the first
         answer before the text is cut, (0, 0) without answer. By token: `offsets`, int32[N, 2], character range in the context,
@@ -70,11 +70,11 @@ class QuestionAnswering(FinetuneTask):
         )
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the labels of all tokens of `rows`, int64[tokens]: 1 inside the answer, 0 outside."""
+        """Return the label of each token of the texts `rows`, int64[tokens]: 1 inside the first answer, 0 outside."""
         return data.gather_token_column("inside", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[Question]) -> Scores:
-        """Predict a split and compute position F1, exact match and F1; the baseline never answers."""
+        """Return the Scores of the model on a split: position F1 as score, exact match, word F1; baseline: no answers."""
         # Answer sub-tokens that were cut off get positions after the row's end.
         bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
         positions = [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
@@ -114,7 +114,7 @@ def _extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, ro
 
 
 def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
-    """Compute the F1 of two sets of sub-token positions, an empty set counting as {0} (the study's score).
+    """Return the F1 of two sets of sub-token positions, an empty set counting as {0} (the study's score).
 
     An unanswerable question thus scores 1 without a predicted answer, else 0: position 0 is part of the question.
     """
@@ -123,17 +123,17 @@ def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
 
 
 def normalize_answer(answer: str) -> str:
-    """Normalize an answer as SQuAD's script: lower case, no ASCII punctuation or articles, words joined by single spaces."""
+    """Return an answer in lower case without ASCII punctuation, a, an and the, and with single spaces, as SQuAD's script."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(golds: Sequence[str], predicted: str) -> float:
-    """Return 1 if the normalized prediction equals a gold answer, or is empty for an unanswerable question, else 0 (SQuAD v2)."""
+    """Return 1.0 if the normalized prediction equals a gold answer, or is empty and there is none, else 0.0 (SQuAD v2)."""
     return float(normalize_answer(predicted) in [normalize_answer(gold) for gold in _filter_gold_answers(golds)])
 
 
 def token_f1(golds: Sequence[str], predicted: str) -> float:
-    """Compute the word F1 of the normalized prediction with the closest gold answer (SQuAD v2).
+    """Return the highest F1 of the normalized prediction's words, counted with repetition, with a gold answer's (SQuAD v2).
 
     If either has no words, it is 1 if both have none, else 0.
     """
@@ -157,9 +157,9 @@ def _compute_word_f1(gold: list[str], predicted: list[str]) -> float:
 
 
 def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
-    """Return (start, end) of the run of positive log-odds with the largest mean, the first of equals; None without a run.
+    """Return (start, end), end excluded, of the run of positive log-odds with the largest mean; None if none is positive.
 
-    `log_odds` is float[sub-tokens of the context]: the logit of inside minus that of outside.
+    `log_odds` is float[sub-tokens of the context]: the logit of inside minus that of outside. The first of equals wins.
     """
     inside = np.concatenate([[False], log_odds > 0, [False]])
     edges = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2)

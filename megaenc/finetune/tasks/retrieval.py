@@ -22,11 +22,11 @@ _MIN_COSINE_SPREAD = 1e-4
 
 
 class RetrievalTask(FinetuneTask):
-    """Retrieval (IR): InfoNCE loss on scaled cosines with in-batch negatives.
+    """Retrieval (IR): embeddings trained by InfoNCE on scaled cosines with in-batch negatives; the score is NDCG.
 
     All other documents of the batch are negatives, even equal ones. A batch larger than one forward pass uses gradient caching
     (Gao et al. 2021, 2101.06983): embed everything without a graph, compute the gradients of the loss with respect to the
-    embeddings, then repeat each part with a graph and backpropagate from there.
+    embeddings, then repeat each part with a graph and the same dropout, and backpropagate from there.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.IR
@@ -34,7 +34,7 @@ class RetrievalTask(FinetuneTask):
     _document_cache: tuple[TaskModel, bytes, Tensor] | None = None
 
     def encode(self, examples: list[Pair] | RetrievalExamples, encoder: TextEncoder) -> dict[str, TokenizedTexts]:
-        """Tokenize `queries` and `documents`, of pairs row by row, of an evaluation split in the order of its dictionaries."""
+        """Return "queries" and "documents" tokenized, by name: of pairs row by row, of a split in the order of its dicts."""
         if isinstance(examples, RetrievalExamples):
             texts = {"queries": list(examples.queries.values()), "documents": list(examples.documents.values())}
         else:
@@ -42,15 +42,15 @@ class RetrievalTask(FinetuneTask):
         return {name: encoder.encode(some) for name, some in texts.items()}
 
     def build_head(self, hidden_size: int) -> nn.Module:
-        """Return the identity: the embeddings are the backbone's states."""
+        """Return the identity module: embeddings are computed from the backbone's states without a head."""
         return nn.Identity()
 
     def count_examples(self, data: dict[str, TokenizedTexts]) -> int:
-        """Return the number of training pairs."""
+        """Return the number of training pairs, one for each tokenized query in `data`."""
         return len(data["queries"])
 
     def backward(self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray) -> float:
-        """Backpropagate the InfoNCE loss of the batch `rows`; return the loss. Both passes of a part use the same dropout."""
+        """Backpropagate the InfoNCE loss of the pairs `rows`, by gradient caching if in several passes; return the loss."""
         self._document_cache = None  # the weights are about to change
         texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
         parts = self.split_into_forwards(np.array([len(text) for text in texts]))
@@ -79,9 +79,9 @@ class RetrievalTask(FinetuneTask):
         return loss.item()
 
     def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples) -> Scores:
-        """Rank all documents for each query and compute scores; queries without a relevant document are ignored (trec_eval).
+        """Return the Scores of ranking all documents for each query: retrieved_ndcg, ndcg@10, mrr@10 and recall@100.
 
-        The baseline is the expectation of a random ranking.
+        Queries without a relevant document are ignored (trec_eval). The baseline is the expectation of a random ranking.
         """
         judged_rows = np.flatnonzero([bool(examples.relevant.get(query)) for query in examples.queries])
         relevant = [examples.relevant[query] for query in np.array(list(examples.queries), dtype=object)[judged_rows]]
@@ -114,7 +114,7 @@ class RetrievalTask(FinetuneTask):
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Compute normalized embeddings, float32[texts, hidden_size]."""
+        """Return the embedding of each text of a pack, its mean state scaled to length 1, float32[texts, hidden_size]."""
         return normalize(mean_pool(model.backbone.compute_states(packed), packed), dim=1)
 
     def _embed_texts(self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int) -> Tensor:
@@ -142,10 +142,10 @@ def _compute_ideal_dcg(grades: Sequence[float], depth: int) -> float:
 
 
 def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
-    """Compute NDCG normalized by the best order of only the `depth` retrieved documents (the study's score).
+    """Return NDCG of the first `depth` documents, normalized by their own best order (the study's score); 0 if none counts.
 
     `relevant`, bool[documents], and `scores`, float[documents], are best first. Relevant documents that were not retrieved do not
-    lower it; it is 0 if none was. Documents of equal score share their discounts. Equal to scikit-learn's
+    lower it. Documents of equal score share their discounts. Equal to scikit-learn's
     `ndcg_score([relevant], [scores])` on the first `depth` documents.
     """
     gains, scores = relevant[:depth].astype(np.float64), scores[:depth]
@@ -158,7 +158,7 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
 
 
 def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> float:
-    """Compute NDCG at `depth` with grades as gains, normalized by all relevant documents (trec_eval's ndcg_cut).
+    """Return NDCG at `depth`, grades as gains, normalized by all relevant documents' best order (trec_eval); 0 without any.
 
     `grades` is int[documents], best first, 0 if not relevant; `all_grades` are the grades of all relevant documents.
     """
@@ -168,24 +168,24 @@ def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> floa
 
 
 def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
-    """Compute 1 / rank of the first relevant document, 0 if none is among the first `depth`."""
+    """Return 1 / rank of the first document with a grade other than 0, or 0 if none of the first `depth` has one."""
     ranks = np.flatnonzero(grades[:depth])
     return 1 / (int(ranks[0]) + 1) if len(ranks) else 0.0
 
 
 def recall(grades: np.ndarray, relevant: int, depth: int = 100) -> float:
-    """Compute the fraction of the `relevant` documents that are among the first `depth`."""
+    """Return the number of relevant documents among the first `depth`, divided by `relevant`, the number of all; 0 for 0."""
     return float(np.count_nonzero(grades[:depth]) / relevant) if relevant else 0.0
 
 
 def compute_trec_order(names: Sequence[str]) -> np.ndarray:
-    """Return the document order in which trec_eval breaks ties, descending by UTF-8 name, as indices int64[documents]."""
+    """Return document indices, int64, in descending order of their UTF-8 `names`, as trec_eval orders equal scores."""
     keys = [name.encode("utf-8", "surrogatepass") for name in names]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__, reverse=True), dtype=np.int64)
 
 
 def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
-    """Return the indices of the `depth` highest scores, best first, int64[min(depth, documents)]; ties keep their order.
+    """Return the indices, int64, of the `depth` highest scores (all if fewer), best first; equal scores keep their order.
 
     With documents in the order of `compute_trec_order`, the ranking is trec_eval's.
     """
@@ -197,7 +197,7 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
 
 @lru_cache(maxsize=1 << 16)
 def compute_random_baseline(documents: int, all_grades: tuple[int, ...]) -> dict[str, float]:
-    """Compute the expected metrics of a random ranking of `documents` documents, in closed form, by metric name."""
+    """Return the expected score, ndcg@10, mrr@10 and recall@100, by name, of a random ranking of `documents` documents."""
     relevant, depth = len(all_grades), min(10, documents)
     discounts = float(_compute_discounts(depth).sum())
     # The number k of relevant documents in the top ten is hypergeometric; each is at any of the ten ranks equally often.

@@ -14,16 +14,17 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, concatenate_
 
 
 class TokenClassification(FinetuneTask):
-    """Token classification (TC): cross-entropy of the tags, averaged over sub-tokens without BOS and EOS.
+    """Token classification (TC): cross-entropy of sub-token tags, majority vote by word; the score is macro F1 of tags.
 
     Words are joined by single spaces and tokenized together. A sub-token belongs to the first word that ends after its first
-    character, so a space belongs to the following word. Words that were cut off or have no sub-token are predicted O.
+    character, so a space belongs to the following word. Words that were cut off or have no sub-token are predicted O; BOS and EOS
+    have no loss.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.TC
 
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> TokenizedTexts:
-        """Tokenize the sentences, with columns by token: `words`, int32[N], word index or -1, and `tags`, int64[N], or -100."""
+        """Return the sentences tokenized, with columns by token: `words` (index or -1) and `tags` (index or -100)."""
         rows, words, tags, truncated = [], [], [], 0
         sentences = [[replace_surrogates(word) for word in example.words] for example in examples]
         encoded = encoder.encode_with_offsets([" ".join(sentence) for sentence in sentences])
@@ -41,11 +42,11 @@ class TokenClassification(FinetuneTask):
         )
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the tags of all tokens of `rows`, int64[tokens]."""
+        """Return the tag index of each token of the sentences `rows`, int64[tokens], -100 for tokens of no word."""
         return data.gather_token_column("tags", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]) -> Scores:
-        """Predict a split and compute tag F1 and span F1; the baseline predicts each word's most frequent training tag."""
+        """Return the Scores of the model on a split: tag F1, span F1; baseline: each word's most frequent training tag."""
         outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
         for row, logits in self.predict_texts(model, data):
@@ -95,7 +96,7 @@ def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) 
 
 
 def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute each sentence's macro F1 over its gold and predicted tags, O included, float64[sentences] (the study's score).
+    """Return each sentence's macro F1 over tags in gold or prediction, O included, float64[sentences] (the study's score).
 
     Equal to scikit-learn's `f1_score(gold, predicted, average="macro", zero_division=0)` on the words of one sentence.
     """
@@ -110,7 +111,7 @@ def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.nd
 
 
 def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Parse IOB2 tags into spans (type, first word, last word), like seqeval and conlleval.
+    """Return the set of spans (type, first word, last word) in the IOB2 tags of a sentence, by the rules of seqeval.
 
     A span starts at a B, and at an I that follows O or another type.
     """
@@ -127,7 +128,7 @@ def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
 
 def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> np.ndarray:
-    """Count correct, predicted and gold spans of each sentence, int64[sentences, 3]; type and both ends must match."""
+    """Return the numbers of correct (same type and ends), predicted and gold spans of each sentence, int64[sentences, 3]."""
     rows = []
     for gold_tags, predicted_tags in zip(gold, predicted, strict=True):
         gold_spans, predicted_spans = parse_spans(gold_tags), parse_spans(predicted_tags)
@@ -136,7 +137,7 @@ def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
 
 
 def span_f1(counts: np.ndarray) -> dict[str, float]:
-    """Compute micro-averaged span precision, recall and F1, like seqeval, from the result of `count_spans`; 0 for 0/0."""
+    """Return micro-averaged span_f1, span_precision and span_recall, by name, from `count_spans`' result; 0 for 0/0."""
     right, predicted, gold = (int(number) for number in counts.sum(axis=0))
     return {
         "span_f1": 2 * right / (predicted + gold) if predicted + gold else 0.0,
