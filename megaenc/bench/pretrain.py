@@ -155,7 +155,7 @@ def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
 def summarize_turns(
     config: PretrainBenchConfig, kernel: str, turns: dict[str, list[dict[str, Any]]], rate: float
 ) -> dict[str, Any]:
-    """Return the JSON object of all turns: speed and memory by contender, and ratios; `rate` is the peak FLOP/s."""
+    """Return speed and memory by contender over `turns`, and ratios; `rate`: peak FLOP/s, `kernel`: HF's attention."""
     job = config.build_job("")
     documents = job.read_documents()
     attention = job.parse_objective(job.objective).attention

@@ -80,7 +80,7 @@ class SyntheticDocuments:
         return pack, objective.targets(pack, SampleRandomness(self.seed, pack.sample, pack.epoch))
 
     def spans(self, attention: Attention) -> list[tuple[int, int, int]]:
-        """Return (0, prefix, length) of each document; prefix is the length if bidirectional, else 0."""
+        """Return (start 0, prefix end, stop) of each document; the prefix end is its length if bidirectional, else 0."""
         is_bidirectional = attention == Attention.BIDIRECTIONAL
         return [(0, length if is_bidirectional else 0, length) for length in self.document_lengths.tolist()]
 
@@ -91,7 +91,7 @@ class SyntheticDocuments:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSetup:
-    """Setup of a benchmark: model, vocabulary size, document lengths, dtype, learning rate and kernels."""
+    """Model and options shared by the runs of a benchmark: vocabulary size, lengths, dtype, learning rate and kernels."""
 
     shape: ModelConfig
     vocab_size: int
@@ -112,7 +112,7 @@ class BenchSetup:
         return SyntheticDocuments(count, self.shortest, self.seq_length, self.vocab_size)
 
     def build_schedule(self, *texts: str) -> Schedule:
-        """Return the schedule of one objective, or of an equal mixture; InputError if a text is invalid."""
+        """Return a schedule of a million steps of one objective, or of several equally; InputError if one is invalid."""
         text = texts[0] if len(texts) == 1 else f"mix({','.join(f'{each}:1' for each in texts)})"
         return Schedule.build(text, MAX_STEPS, self.vocabulary)
 

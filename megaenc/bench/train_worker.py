@@ -27,7 +27,7 @@ IGNORED = -100  # label that transformers' losses ignore
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(BenchSetup):
-    """One contender's training job: setup, objective, documents, batch, passes, weights, order and attention kernel."""
+    """One contender's training job: model, dtype, objective, documents, batch, passes, weights, order and attention."""
 
     objective: str  # in the notation of --objective-schedule: clm or mlm(...)
     documents: int
@@ -101,7 +101,7 @@ def write_weights(job: TrainingJob, fill: Callable[[Any], None] | None = None) -
 
 
 def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
-    """Train a job with megaenc; return initial loss, predictions, seconds, and CPU seconds and memory of all processes."""
+    """Train by megaenc; return initial loss, number of predictions, seconds, and CPU seconds and memory of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -122,7 +122,7 @@ def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
 
 
 def train_engine(engine: "Engine", job: TrainingJob) -> dict[str, Any]:
-    """Train with an engine; return initial loss and predictions of all documents, seconds and memory of the timed steps."""
+    """Train with an engine; return initial loss and number of predictions, timed steps' seconds, and peak memory."""
     result = engine.evaluate(engine.plan.packs, job.documents // job.batch, job.parse_objective(job.objective))
     results = {"loss": result.loss, "predicted": result.predicted}
     engine.train_step(1)  # warm-up
@@ -133,7 +133,7 @@ def train_engine(engine: "Engine", job: TrainingJob) -> dict[str, Any]:
 
 
 def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
-    """Train a job with transformers on padded batches; return initial loss, predictions, seconds and memory by name."""
+    """Train by transformers on padded batches; return initial loss, number of predictions, timed seconds and memory."""
     import torch
 
     model, documents = load_hf_model(job), job.read_documents()

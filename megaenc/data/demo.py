@@ -146,7 +146,7 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
 
 
 def read_demo_documents(folder: Path) -> Iterable[tuple[str, str]]:
-    """Return (id, text) of demo documents not held out, from the corpus in `folder` or, if missing, from the packages."""
+    """Return (id, text) of demo documents not held out, from `folder`, or from the packages if it has no valid corpus."""
     with contextlib.suppress(InputError):  # foreign files
         if built := find_demo_corpus(folder):
             with open(built.corpus, encoding="utf-8") as stream:
@@ -160,7 +160,7 @@ def is_held_out(document_id: str) -> bool:
 
 
 def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> DemoPaths:
-    """Build the missing parts of a demo in `folder` (text, tokenizer, preprocessed corpus) and return the demo's paths.
+    """Build a demo's missing text, tokenizer and corpus; return its paths; InputError for foreign files or other size.
 
     Concurrent processes wait for the first. Raises InputError for a demo of another vocabulary size and for foreign files.
     """

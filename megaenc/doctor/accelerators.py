@@ -48,7 +48,7 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
 
 
 def check_driver(context: ProbeContext) -> list[Finding]:
-    """Return findings from nvidia-smi or rocm-smi: devices, driver, memory in use, errors, links; else on their lack."""
+    """Return findings on devices, driver, memory use, errors, links by nvidia-smi or rocm-smi; one if neither exists."""
     seconds = 0.4 * context.timeout
     nvidia, rocm = find_program("nvidia-smi"), find_program("rocm-smi")
     if rocm and (not nvidia or (context.root / "dev/kfd").exists()):
@@ -150,7 +150,7 @@ def check_links(command: Sequence[str], seconds: float) -> list[Finding]:
 
 
 def check_torch_devices(context: ProbeContext) -> list[Finding]:
-    """Return a finding on the devices that torch sees: a problem if fewer than processes, or none though some exist."""
+    """Return a finding on torch's devices: a problem if unusable or too few for the processes, a note if hidden."""
     import torch
 
     label, is_gpu_build, processes = "seen by torch", torch.version.hip or torch.version.cuda, get_local_world_size()

@@ -102,7 +102,7 @@ def measure_clock_offsets(clock: Callable[[], float] = time.time) -> list[tuple[
 
 
 def assess_clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
-    """Return a finding on each rank's (offset, error bound) in seconds: ok if all are within 1 s, a problem beyond 60 s."""
+    """Return a finding on (clock offset, error) by rank: ok if under 1 s apart, a note if under 60 s, else a problem."""
 
     def seconds(value: float) -> str:
         return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"

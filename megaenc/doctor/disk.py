@@ -58,14 +58,14 @@ def check_temp_space(context: ProbeContext) -> list[Finding]:
 
 
 def file_system_type(place: Path, root: Path = Path("/")) -> str:
-    """Return the type of the file system that holds `place`, such as "ext4"; "an unknown file system" if not mounted."""
+    """Return the file system type of `place` by /proc/mounts, such as "ext4"; if absent "an unknown file system"."""
     mounts = [line.split()[1:3] for line in read_kernel_file(root / "proc/mounts").splitlines()]
     holding = [(len(mount), kind) for mount, kind in mounts if f"{place}/".startswith(f"{mount.rstrip('/')}/")]
     return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[1]
 
 
 def check_file_system(context: ProbeContext) -> list[Finding]:
-    """Test locks, renaming, fsync and write speed in a temporary folder in --save; return a finding on each."""
+    """Test locks, renaming, fsync and write speed in --save; return a finding on each, or a problem if not writable."""
     folder, findings = nearest_existing_dir(Path(context.save)), []
     try:
         with TemporaryDirectory(prefix=".megaenc-doctor-", dir=folder) as name:
@@ -124,7 +124,7 @@ _FILE_SYSTEM_CHECKS = (
 
 
 def measure_write_speed(folder: Path) -> Finding:
-    """Write 2 s with fsync in `folder`; return a finding with MB/s, a note below 50; a problem if writing fails."""
+    """Write up to 2 s, with fsync, in `folder`; return a finding with MB/s: a note below 50, a problem if it fails."""
     piece, begin, written = os.urandom(_CHUNK_BYTES), time.perf_counter(), 0
     try:
         with open(folder / "written", "wb", buffering=0) as stream:

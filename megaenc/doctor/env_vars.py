@@ -60,7 +60,7 @@ def _is_pitfall(value: str, values: str) -> bool:
 
 
 def check_env_vars(context: ProbeContext) -> list[Finding]:
-    """Return a finding (a note if harmful) per set variable of torch, networks or accelerators but secrets; ok if none."""
+    """Return a finding per variable set for torch, networks or devices, but secrets; a note or problem if harmful."""
     findings = [
         _check_variable(name, value)
         for name, value in sorted(context.environment.items())

@@ -45,7 +45,7 @@ def check_processors(context: ProbeContext) -> list[Finding]:
 
 
 def check_threads(context: ProbeContext, cores: int) -> Finding:
-    """Return a finding on threads per process; a note if OMP_NUM_THREADS differs from `cores`, or processes exceed them."""
+    """Return a note if processes exceed `cores`, or without torchrun OMP_NUM_THREADS differs; else ok with threads."""
     name, processes = "threads", get_local_world_size()
     value = context.environment.get("OMP_NUM_THREADS", "")
     if processes > cores:
@@ -102,7 +102,7 @@ def check_memory(context: ProbeContext) -> list[Finding]:
 
 
 def check_dev_shm(context: ProbeContext) -> list[Finding]:
-    """Return a finding on /dev/shm: ok, or a problem if missing, read-only or too small (a note without accelerators)."""
+    """Return a finding on /dev/shm: a problem if missing, read-only, small or full (last two: a note without devices)."""
     path, name = context.root / "dev/shm", "/dev/shm"
     try:
         about = os.statvfs(path)
@@ -123,7 +123,7 @@ def check_dev_shm(context: ProbeContext) -> list[Finding]:
 
 
 def check_resource_limits(context: ProbeContext) -> list[Finding]:
-    """Return findings on this process's limits of open files and locked memory; a problem if too low for the job."""
+    """Return findings on open-file and locked-memory limits; low ones are problems, for memory only with InfiniBand."""
     unlimited, ranks = resource.RLIM_INFINITY, get_world_size()
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process may raise its soft limit to the hard one
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

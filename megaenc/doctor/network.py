@@ -95,7 +95,7 @@ def check_interfaces(context: ProbeContext) -> list[Finding]:
 
 
 def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
-    """Return a finding on the interfaces NCCL chooses of `usable`, by NCCL_SOCKET_IFNAME=`ifname` or, if None, by itself."""
+    """Return a finding on NCCL's interfaces of `usable`: by NCCL_SOCKET_IFNAME=`ifname` if set, else its own choice."""
     label = "NCCL meets over"
     if ifname:
         chosen = ", ".join(name for name in usable if matches_ifname(ifname, name))
@@ -116,10 +116,12 @@ def matches_ifname(ifname: str, name: str) -> bool:
     return is_match != kind.startswith("^")
 
 
-def check_gloo_interface(ifname: str | None, usable: list[str], own: list[str], owners: dict[str, str]) -> Finding:
+def check_gloo_interface(
+    ifname: str | None, usable: list[str], host_addresses: list[str], interface_by_address: dict[str, str]
+) -> Finding:
     """Return a finding on gloo's interface: `ifname`, else the host name's; a problem if down, or lo on several nodes.
 
-    `own`: addresses of the host name; `owners`: interface by address.
+    `host_addresses`: addresses of the host name.
     """
     label = "gloo meets over"
     if ifname:
@@ -128,10 +130,10 @@ def check_gloo_interface(ifname: str | None, usable: list[str], own: list[str], 
             advice = f"GLOO_SOCKET_IFNAME={ifname}: name one of {', '.join(usable)}"
             return problem(label, f"{', '.join(missing)}, which is not up", advice)
         return ok(label, f"{ifname}, by GLOO_SOCKET_IFNAME")
-    real = next((address for address in own if owners.get(address, "lo") != "lo"), None)
+    real = next((address for address in host_addresses if interface_by_address.get(address, "lo") != "lo"), None)
     if real:
-        return ok(label, f"{owners[real]}, the interface of {real}, to which the host name resolves")
-    text = f"lo: the host name resolves to {', '.join(own) or 'no address'}"
+        return ok(label, f"{interface_by_address[real]}, the interface of {real}, to which the host name resolves")
+    text = f"lo: the host name resolves to {', '.join(host_addresses) or 'no address'}"
     if not is_multi_node():
         return ok(label, f"{text}; enough on one node")
     other = next((name for name in usable if not name.startswith(_EXCLUDED)), "INTERFACE")

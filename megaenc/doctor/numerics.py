@@ -150,7 +150,7 @@ def check_fused_kernel(context: ProbeContext, name: str) -> list[Finding]:
 
 
 def check_fp8_products(context: ProbeContext) -> list[Finding]:
-    """Check float8 products of both --fp8-format values; return ok or, if wrong or without Triton on a GPU, a note."""
+    """Check float8 products of both --fp8-format values; ok if right or unsupported, a note if wrong or not by Triton."""
     backend, label = _init_backend(), "float8 products"
     from megaenc.model.fp8.linear import check_float8_linear
     from megaenc.model.fp8.tensor import select_float8_recipe

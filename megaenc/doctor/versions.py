@@ -22,7 +22,7 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-r
 
 
 def check_versions(context: ProbeContext) -> list[Finding | Probe]:
-    """Return findings on megaenc, Python, requirements and absent packages, and a probe per package and of libraries."""
+    """Return findings on megaenc, Python and requirements, and Probes to run next: of each package, and CUDA and NCCL."""
     installed = [name for name in _OPTIONAL if _package_version(name)]
     return [
         ok("megaenc", f"{megaenc.__version__} in {Path(megaenc.__file__).parent}", mismatch_level="problem"),
@@ -38,7 +38,7 @@ def check_versions(context: ProbeContext) -> list[Finding | Probe]:
 
 
 def check_package(context: ProbeContext, name: str) -> list[Finding]:
-    """Return ok with the version of a package, a problem if missing or unsupported, a note if an optional one is broken."""
+    """Return ok with a package's version; a problem if missing or required and broken, a note if optional and broken."""
     version, is_required = _package_version(name), name in _REQUIRED
     if not version:
         return [problem(name, "not installed", f"pip install {name}, or ./install.sh for all", mismatch_level="problem")]
@@ -123,7 +123,7 @@ def _package_version(name: str) -> str:
 
 
 def check_libraries(context: ProbeContext) -> list[Finding]:
-    """Return findings with torch's build target (CUDA, ROCm or CPU) and, with a GPU, its NCCL or RCCL and cuDNN versions."""
+    """Return findings on torch's build (CUDA, ROCm or CPU) and with a GPU the version of RCCL, or of NCCL and cuDNN."""
     import torch
 
     hip, cuda = torch.version.hip, torch.version.cuda

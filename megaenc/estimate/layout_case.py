@@ -204,7 +204,7 @@ class ObjectiveWork:
         return float(shape.layer_flops_per_token() * self.tokens)
 
     def attention_flops(self, shape: ModelConfig) -> float:
-        """Return the FLOPs of the layers' attention in a pack, forward and backward: 6 (s^2 + p^2) q per layer."""
+        """Return all layers' attention FLOPs of a pack, both passes, by squared document and bidirectional lengths."""
         return shape.attention_flops(1, prefix=0) * (self.squares + self.visible_squares)
 
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:

@@ -20,7 +20,7 @@ _MAX_LENGTH = 1 << 40  # tokens per document
 
 @dataclass(frozen=True)
 class LengthModel:
-    """Average contents of a pack: squared lengths, number of documents or pieces of them, end-of-document tokens."""
+    """Averages of a pack: sum of squared lengths and number of documents or pieces of them; end-of-document tokens."""
 
     squares: float
     """sum of the squared lengths of documents and pieces of documents"""
@@ -34,7 +34,7 @@ class LengthModel:
 
 
 def build_length_model(data: DataConfig, document_tokens: tuple[int, ...]) -> LengthModel:
-    """Return the LengthModel of documents of given lengths, else of the corpora on this disk, else of one document per pack.
+    """Return the LengthModel of given lengths, else corpora, else a document a pack; two chunks if cut at random.
 
     Random-length packing has two chunks per pack for any documents. Raises InputError for invalid lengths or corpora.
     """

@@ -74,7 +74,7 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
 
 
 def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
-    """Return the bytes saved for one layer's backward pass of a micro-batch, by part of the layer; no recomputation.
+    """Return the bytes one layer saves for backward per micro-batch, by part, without recomputation; `host`: on a CPU.
 
     On the host, attention per document saves its output twice.
     """
@@ -93,7 +93,7 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
 
 
 def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool) -> tuple[float, str]:
-    """Return the activation bytes of one micro-batch on a stage, after recomputation, and a text with their formula."""
+    """Return (bytes a stage saves for backward per micro-batch, less the recomputed; formula text); `host`: on a CPU."""
     layout, shape, parts = case.layout, case.shape, layer_activation_bytes(case, host)
     layer_total, entering = sum(parts.values()), case.hidden_bytes / case.sequence_shards
     listed = ", ".join(f"{name} {value / case.micro_batch_tokens:,.0f}" for name, value in parts.items())

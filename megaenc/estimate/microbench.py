@@ -68,7 +68,7 @@ class MicrobenchJob:
 def calibrate(
     config: PretrainConfig, case: LayoutCase, workload: Workload, docs: LengthModel, known: Rates | None, seconds: float = 4.0
 ) -> Rates:
-    """Return this machine's Rates, measured for about a minute in one process per device, `seconds` per measurement.
+    """Return this machine's Rates, measured in a process per device, `seconds` an item; unmeasured links from `known`.
 
     `known`: rates of --gpu, which supply the links that one machine cannot measure.
     """
@@ -122,7 +122,7 @@ def fit_rates(
     known: Rates | None,
     source: str,
 ) -> Rates:
-    """Return the Rates with which the estimate's formulas reproduce the measured times and memory at both depths.
+    """Return the Rates with which the estimate's formulas give the measured times and memory of models of 1 and 4 layers.
 
     The difference between the depths is a layer, which minus matrix products and attention gives the elementwise time. The rest
     of the shallow model is embedding, head and loss; the rest of a step is the optimizer. Memory beyond the formulas is

@@ -190,7 +190,7 @@ def optimizer_bytes_moved(case: LayoutCase, stage: PipelineStage) -> float:
 
 
 def group_link(rates: Rates, stride: int, ranks: int) -> Link:
-    """Return the Link of a group of `ranks` with `stride`: inside a node if it fits, else limited by links between nodes."""
+    """Return the Link of `ranks` ranks, `stride` apart: in a node if they fit, else limited by links between nodes."""
     if stride * ranks <= rates.devices:
         return rates.inside
     together = max(1, rates.devices // stride)

@@ -113,7 +113,7 @@ class Dataset:
     """Function that reads a split without the check of `load_split`."""
 
     def load_split(self, name: SplitName) -> Examples:
-        """Return the examples of the split `name`: a list, or RetrievalExamples for validation and test of IR.
+        """Return a split's examples: a list, or RetrievalExamples (IR, not train); InputError if missing, empty, invalid.
 
         Raises InputError for a missing or empty split and for an invalid row.
         """
@@ -145,7 +145,7 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def format_too_few_error(count: int, noun: str, file: str) -> str:
-    """Return the error text that `count` examples (`noun`) are too few to split off validation; expected: 2 or `file`."""
+    """Return the error text that `count` examples (called `noun`) are too few to split; expected: 2, or a file `file`."""
     return f"found {count}, too few {noun} to validate on part of them, expected 2 at least or a file {file}"
 
 

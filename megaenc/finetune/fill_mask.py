@@ -57,7 +57,7 @@ class MaskedSentence:
 
 
 def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """Return the masked language model in `folder`, float32 in eval mode on the default device, and its tokenizer.
+    """Return (masked language model of `folder`, float32, eval mode, default device; tokenizer); InputError for others.
 
     A decoder with bidirectional attention (`is_causal: false` in config.json) is accepted. If its logits stand before their
     tokens (`prediction_shift` in config.json), they are shifted; tokens too near the start get equal logits. Raises InputError
@@ -100,7 +100,7 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
 def compute_mask_score(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int
 ) -> MaskScore:
-    """Mask a share `mask` of the first `limit` tokens of `texts`, as in MLM pretraining; return the accuracy as MaskScore.
+    """Mask a share `mask` of the first `limit` tokens as in MLM; return accuracy as MaskScore; InputError if too few.
 
     Documents end with EOS and are split into windows of the smaller maximum length of model and tokenizer; the first token of a
     window is not scored. The masks are the same in every call. Raises InputError if no token can be masked.
@@ -169,7 +169,7 @@ _FUNCTION_WORDS = """
 
 
 def choose_masked_sentences(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[MaskedSentence]:
-    """Return at most `count` random sentences of different documents `texts`, each with a one-token content word masked."""
+    """Return at most `count` sentences of different documents, by a fixed seed; a one-token content word is masked."""
     sentences, function_words = [], _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
         choices = [

@@ -24,7 +24,7 @@ def check_warmup(steps: int, warmup: float) -> None:
 
 
 class MasterWeightOptimizer:
-    """AdamW with warmup, linear decay and clipping, on float32 master weights and gradients of a model's 16-bit parameters.
+    """AdamW with warmup, linear decay and clipping; 16-bit parameters get float32 master weights, except in paper-bf16.
 
     Precision paper-bf16 has none: its optimizer state is 16-bit too. A master weight starts from the parameter's attribute
     `unrounded`, if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
@@ -68,7 +68,7 @@ class MasterWeightOptimizer:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip gradients, update weights and learning rate, clear gradients; return the gradient norm before clipping.
+        """Clip gradients, update weights and rate unless the norm is NaN or inf, zero gradients; return unclipped norm.
 
         If the norm is NaN or inf, neither weights nor learning rate change.
         """

@@ -70,7 +70,7 @@ def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Tokenizer with a maximum length and the choice of BOS and EOS; turns texts into TokenizedTexts or token offsets.
+    """Encoder of texts by a tokenizer, with maximum length, optional BOS and EOS; InputError if it lacks these or room.
 
     A cut text still ends with EOS. CLS and SEP stand in for missing BOS and EOS. Special tokens spelled in a text are tokenized
     as text. Raises InputError for a tokenizer without the tokens to add, and for a `max_length` too small for any text.
@@ -123,7 +123,7 @@ class TextEncoder:
         return np.concatenate([[fill] * self.add_bos, values[: self.max_text_tokens], [fill] * self.add_eos]).astype(np.int32)
 
     def encode(self, texts: Sequence[str]) -> TokenizedTexts:
-        """Return `texts` as TokenizedTexts in order, cut and with BOS and EOS; InputError for a row without tokens."""
+        """Return `texts`, tokenized and cut, as TokenizedTexts, with BOS and EOS if set; InputError for an empty row."""
         rows, truncated = [], 0
         for start in range(0, len(texts), _TEXTS_PER_BATCH):
             self.progress(start, len(texts))
@@ -135,7 +135,7 @@ class TextEncoder:
         return TokenizedTexts.from_rows(rows, truncated)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield each text's token ids, int32[tokens], and character ranges, int32[tokens, 2] (start, end), uncut.
+        """Yield each text's token ids, int32[tokens], and character (start, end), int32[tokens, 2]; uncut, no BOS or EOS.
 
         Characters are those of the text as `replace_surrogates` gives it.
         """
@@ -162,7 +162,7 @@ TokenizedSplit = TokenizedTexts | dict[str, TokenizedTexts]
 def load_or_compute(
     folder: Path, key: dict, compute: Callable[[], TokenizedSplit], on_wait: Callable[[], None] = lambda: None
 ) -> TokenizedSplit:
-    """Return the split cached in `folder` under `key` (JSON values); if there is none, call `compute` and cache its result.
+    """Return the split cached under `key`, or call `compute` and cache it; `on_wait` runs while another process does.
 
     Files are written atomically; an unreadable one is recomputed. Of several processes one computes; the others wait and call
     `on_wait` five times a second. Raises InputError if the cache cannot be written.

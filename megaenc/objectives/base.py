@@ -97,7 +97,7 @@ class Objective(ABC):
         return cls(vocabulary, **values)
 
     def interpolate(self, end: "Objective", share: float) -> "Objective":
-        """Return the objective at `share`, from 0 (self) to 1 (`end`), of a linear change of the numeric options.
+        """Return the objective at `share` (0: self, 1: `end`) of a linear change of the options; OptionError if invalid.
 
         Integers are rounded, half up. Raises OptionError for a value that cannot be used.
         """
@@ -111,7 +111,7 @@ class Objective(ABC):
         return dataclasses.replace(self, **changed) if changed else self
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
-        """Return schedule text such as `mlm(mask=0.3)`, `0.4->0.15` if `end` differs; defaults only if `every`."""
+        """Return schedule text, `mlm(mask=0.3)` or, if `end` differs, `mask=0.4->0.15`; defaults only if `every`."""
         assignments = []
         for field in self.options():
             first, last = getattr(self, field.name), getattr(end or self, field.name)

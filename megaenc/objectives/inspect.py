@@ -60,7 +60,7 @@ class LengthBin(NamedTuple):
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Mean, median, percentiles, maximum and histogram of document lengths in tokens, and the number of empty documents."""
+    """Mean, median, 5th and 95th percentile, maximum and histogram of document lengths in tokens; count of empty ones."""
 
     mean: float
     median: float

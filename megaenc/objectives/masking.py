@@ -58,7 +58,7 @@ class Masking(Objective):
         """Return bool[T], true for the tokens of the pack that may be hidden and predicted."""
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return a pack's Targets: drawn tokens, masked, random or kept in the inputs, are predicted `shift` before."""
+        """Return a pack's Targets: drawn tokens, hidden, random or kept in the input, are predicted `shift` before."""
         (positions,) = self._choose_tokens(pack, randomness).nonzero()
         labels = pack.tokens[positions]
         hidden = self.vocabulary.mask_id

@@ -193,7 +193,7 @@ class _ScheduleParser:
         return tuple(parts)
 
     def close(self, opening: SourceText, expected: str, unclosed_before: str = ":") -> None:
-        """Take `)`; else InputError at `opening` if the end or one of `unclosed_before` follows, or at the next part."""
+        """Take `)`; else InputError: `opening` unclosed (the end or `unclosed_before` follows) or no `expected`."""
         if not self.take(")"):
             if self.is_at_end() or self.text[self.at] in unclosed_before:
                 raise self.error(opening, "this parenthesis is never closed")

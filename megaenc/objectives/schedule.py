@@ -98,7 +98,7 @@ class Schedule:
 
     @classmethod
     def build(cls, text: str, train_iters: int, vocabulary: Vocabulary, seed: int = 0) -> "Schedule":
-        """Parse a schedule's text, assign steps 1..train_iters to its phases and build their objectives.
+        """Parse a schedule, assign steps 1..train_iters to its phases, build their objectives; InputError if invalid.
 
         Raises InputError. A phase given as a share ends at its cumulative share times train_iters, half rounded up.
         """

@@ -17,7 +17,7 @@ from megaenc.training.plan import Plan, validation_objectives
 
 
 def select_plan_attention(plan: Plan, backend: Backend) -> str:
-    """Return the attention backend of `plan`, its flag's or for "auto" the first, that passes self-tests with its masks."""
+    """Return the attention backend: the flag's, for "auto" the first, that passes self-tests; InputError if none does."""
     objectives = validation_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.final_objectives()
     masks = {objective.attention for objective in objectives.values()}
     settings, requested = plan.settings, plan.settings.kernels.attention_backend
@@ -34,7 +34,7 @@ def select_attention(
     backend: Backend,
     **batch_shape: int,
 ) -> str:
-    """Return `requested` or, for "auto", the first of BACKENDS with a passed self-test on all ranks; InputError if it fails.
+    """Return `requested`, or for "auto" the first backend, that passes self-tests on all ranks together; else InputError.
 
     All ranks call it together. `batch_shape`: `seq_length` and `packs` of a micro-batch, without which long documents are not
     tested. With "auto", backends whose test fails are reported on the console.

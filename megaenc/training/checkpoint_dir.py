@@ -27,7 +27,7 @@ class UnreadableCheckpointError(DamagedCheckpointError):
 
 
 class CheckpointDir:
-    """Directory `checkpoints` of a run: a directory such as `iter_0000100` per checkpoint, and a tracker file of a step."""
+    """Directory `checkpoints` of a run: directories such as `iter_0000100`, and a tracker file naming the newest step."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -54,7 +54,7 @@ class CheckpointDir:
         return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Return state.json of the checkpoint of `step`; DamagedCheckpointError if it is bad or a file has a wrong size."""
+        """Return state.json of checkpoint `step`; DamagedCheckpointError if missing, bad or a file's size is wrong."""
         path = self.path(step)
         if not path.is_dir():
             raise DamagedCheckpointError(f"{path}: missing, expected the checkpoint of step {step}")
@@ -92,7 +92,7 @@ class CheckpointDir:
         return True
 
     def steps_up_to_tracker(self) -> list[int]:
-        """Return sorted checkpoint steps up to the tracker's, included even if missing; all steps without a tracker.
+        """Return sorted checkpoint steps up to the tracker file's, included even if missing; all steps without the file.
 
         Later checkpoints may be left from before a rewind.
         """

@@ -10,7 +10,7 @@ from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, e
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
-    """Run `megaenc pretrain`: train by the flags `argv`, or print the plan with --dry-run; exit with 75 if stopped early.
+    """Train by flags `argv` or print the plan (--dry-run); exit code 75 if a signal or time limit ends it.
 
     The exit code 75 also keeps torchrun from restarting the run. `argv` defaults to sys.argv.
     """

@@ -31,7 +31,7 @@ def has_bf16() -> bool:
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Global batch size of each step in packs: `full`, after a ramp-up whose steps begin at the sample numbers `starts`."""
+    """Batch size of each step in packs; `starts`: first sample of each step of the ramp-up and the first `full` one."""
 
     full: int
     starts: tuple[int, ...] = (0,)
@@ -283,7 +283,7 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 
 
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
-    """Return `default` with the --config file, then --model preset, of `argv`; alternatives of flags in `argv` become None.
+    """Return `default` with --config and --model of `argv`; if `argv` has one of two alternative flags, both become None.
 
     InputError for an invalid file or preset. If `argv` has one flag of an alternative (_PAIRS), both become None.
     """

@@ -71,7 +71,7 @@ class StartConfig:
     """samples (packs) of the data to skip before the first step; `parent`: as many as the run of --init-from has read"""
 
     def check(self) -> None:
-        """Raise InputError for --branch-at, --init-at or --skip-samples parent without a run, or both kinds of start."""
+        """Raise InputError for --branch-from with --init-from, and flags that need one of them (--init-at) without it."""
         for at, run in (("branch", self.branch_from), ("init", self.init_from)):
             step = self.branch_at if at == "branch" else self.init_at
             if step is not None and not run:
@@ -87,7 +87,7 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Flags for non-finite gradients and loss spikes: maximum of skipped steps, threshold of a spike, number of rewinds."""
+    """Flags for non-finite gradients and loss spikes: skippable steps, spike threshold, rewinds, steps each skips."""
 
     max_skipped_updates: int = 10
     """steps of the whole run that may be skipped because loss or gradient are NaN or infinite; one more ends the run, naming
@@ -102,7 +102,7 @@ class FaultConfig:
     """steps, up to the step of the spike, whose packs a rewind skips"""
 
     def is_spike(self, deviations: float | None) -> bool:
-        """Return whether a loss `deviations` above recent ones exceeds --loss-spike-sigmas (0: never); False for None."""
+        """Return whether `deviations` above recent losses exceed --loss-spike-sigmas; False if that is 0, or for None."""
         return bool(self.loss_spike_sigmas) and deviations is not None and deviations > self.loss_spike_sigmas
 
 

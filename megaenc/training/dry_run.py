@@ -141,7 +141,7 @@ def format_run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused
 
 
 def format_run_footer(step: int, total: int, loss: float | None, save: str, stop_reason: str | None) -> str:
-    """Return the line at the end of a run: `step` of `total`, loss ("no target" for None), directory, `stop_reason`."""
+    """Return the last line of a run: step, loss ("no target" for None), `save`, `stop_reason` if before `total`."""
     saved = f", saved in {save}" if save else ""
     stopped = ""
     if stop_reason and step < total:

@@ -57,7 +57,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """Result of a training step, equal on all ranks: metrics, gradient norm before clipping, if weights were updated."""
+    """Result of a step, equal on all ranks: metrics, gradient norm before clipping, and whether weights were updated."""
 
     metrics: StepMetrics
     grad_norm: float

@@ -8,7 +8,7 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class WSDSchedule:
-    """Learning rate as a callable of the step: linear `warmup`, constant `peak`, linear `decay`, in `total` steps.
+    """Callable learning rate of a step: `warmup` steps up to `peak`, constant, linear fall over last `decay` of `total`.
 
     For steps n = 1..total: peak * n / warmup for n <= warmup, then peak, then peak * (total - n + 1) / decay over the last
     `decay` steps: the rate of no step is zero.

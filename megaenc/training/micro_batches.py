@@ -68,7 +68,7 @@ class MicroBatchSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class DataParallelSampler:
-    """Assignment of samples to the micro-batches of data-parallel rank `rank` of `size`; holds the two batch sizes too."""
+    """Assignment of a batch's samples to data-parallel rank `rank` of `size`; micro-batches go to the ranks in turn."""
 
     global_batch_size: int
     micro_batch_size: int

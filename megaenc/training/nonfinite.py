@@ -13,7 +13,7 @@ from megaenc.training.skip_ranges import SkippedPacks
 
 
 def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
-    """Run the packs of `step` separately to find non-finite ones; return two texts, the cause (packs, ranks) and a remedy.
+    """Rerun packs of `step` separately on all ranks to find non-finite ones; return two texts, the cause and a remedy.
 
     All ranks call this together and get the same texts. Weights and optimizer are unchanged.
     """

@@ -27,7 +27,7 @@ _SAMPLE_FIELDS = ("data", "split", "packing", "seq_length", "seed")
 
 
 def resolve_run_init(plan: Plan) -> RunInit:
-    """Return the RunInit of `plan`: as recorded in --save if checkpoints exist, else by --branch-from, --init-from or new.
+    """Return the starting point: as recorded in --save with checkpoints, else by flags; InputError for an unfit parent.
 
     InputError if the parent run of `--branch-from` or `--init-from` does not match `plan`.
     """
@@ -77,11 +77,11 @@ class ParentRun:
         self.settings = read_config_file(str(self.path / CONFIG_FILE))
 
     def samples_read(self, step: int) -> int:
-        """Return the number of samples (packs) that steps 1 to `step` of this run read, not counting skipped ones."""
+        """Return the number of samples (packs) that steps 1 to `step` read; packs left out of the data do not count."""
         return self.settings.batch_sizes.first_sample(step + 1)
 
     def read_progress(self, step: int) -> dict[str, Any]:
-        """Return the PROGRESS_FIELDS (counters such as `tokens`) and `skip_packs` of the checkpoint of `step`, by name.
+        """Return the counters (`tokens`, `flops`, ...) and `skip_packs` of checkpoint `step`, by name; or InputError.
 
         InputError if the checkpoint is damaged or lacks one of them.
         """

@@ -57,7 +57,7 @@ class Plan:
         return self.sample_at(self.samples_read(step - 1))
 
     def samples_read(self, step: int) -> int:
-        """Return the number of samples (packs) that steps 1 to `step` read, not counting skipped ones."""
+        """Return the number of samples (packs) that steps 1 to `step` read; packs left out of the data do not count."""
         return self.settings.batch_sizes.first_sample(step + 1)
 
     def sample_at(self, position: int) -> int:
@@ -69,7 +69,7 @@ class Plan:
         return self.settings.batch_sizes.size(step) * self.settings.data.seq_length
 
     def with_skipped(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
-        """Return a copy of the plan that skips exactly `skipped`, also in --skip-packs; `rewinds`: parts due to rewinds."""
+        """Return a copy that skips exactly `skipped`, also in --skip-packs; `rewinds`: packs added by each rewind."""
         data = dataclasses.replace(self.settings.data, skip_packs=skipped.texts)
         settings = dataclasses.replace(self.settings, data=data)
         return dataclasses.replace(self, settings=settings, skipped=skipped, rewinds=rewinds)
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def corpus_usage(self) -> list[CorpusUsage]:
-        """Return share, packs, epochs, dropped tokens of each corpus in the whole run, with steps of a branch's parent."""
+        """Return each corpus's share, packs, epochs, dropped share in the whole run, with steps of a branch's parent."""
         first = self.start.skip_samples
         end = self.skipped.end_sample(first, self.samples_read(self.settings.total_iters))
         return self.data.corpus_usage(end, first, without=self.skipped.clip(first, end).ranges)

@@ -105,7 +105,7 @@ class RunDir:
         self.lock.release()
 
     def restore(self) -> None:
-        """Restore run.json, config.yaml and tokenizer/ of before this process, unless rows were written or the lock lost."""
+        """Undo changes of run.json, config.yaml, tokenizer/ and lock, unless rows were written or the lock is lost."""
         if self._has_rows_changed or not self.lock.is_held():
             return
         for file, content in reversed(self._original_contents.items()):

@@ -77,7 +77,7 @@ class RunLock(FileLock):
         os.utime(self._descriptor)
 
     def remove_created(self) -> None:
-        """Remove the lock file, if still held, and the empty directories, as far as this lock has created them."""
+        """Remove what this lock created: the lock file if the lock is still held, and in any case empty directories."""
         if self.is_held():
             self._remove_file()
         self._remove_folders()

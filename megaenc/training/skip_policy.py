@@ -14,7 +14,7 @@ from megaenc.training.skip_ranges import SkippedPacks
 
 
 def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
-    """Return the packs to skip (by --skip-packs and rewinds, else as recorded in --save or parent), and the rewinds' ranges.
+    """Return packs to skip (--skip-packs and rewinds, else as in --save or parent), rewinds' ranges; or InputError.
 
     InputError if `--skip-packs` differs from the recorded ones in what has been read already.
     """
@@ -70,7 +70,7 @@ def _newest_compatible_step(plan: Plan, recorded: SkippedPacks) -> int:
 
 
 def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) -> Plan:
-    """Return `plan` skipping also packs of the --rewind-skip-iters steps to `step`, after the oldest `checkpoint_steps`."""
+    """Return `plan` skipping also the last --rewind-skip-iters steps' packs to `step`, after min(`checkpoint_steps`)."""
     first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
     first = max(first, min(checkpoint_steps, default=0)) + 1
     packs = SkippedPacks.from_ranges([(plan.first_sample(first), plan.sample_at(plan.samples_read(step) - 1))])

@@ -53,7 +53,7 @@ class StepTimers:
 
 
 def memory_usage(backend: Backend) -> dict[str, float]:
-    """Return this process's memory in GiB by metric name: on a GPU its peaks allocated and reserved, and host memory.
+    """Return this process's memory in GiB by metric name: GPU peaks allocated and reserved, and host; on a CPU only host.
 
     On a CPU only `memory_gib`, the resident host memory.
     """

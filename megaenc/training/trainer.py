@@ -290,7 +290,7 @@ class RecentLosses:
         """JSON-ready: for each objective its last `step` and up to MAX_RECENT_LOSSES `losses`."""
 
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
-        """Add the loss of `step`; return its deviations from the objective's earlier losses, None if below 32 or not finite.
+        """Add a finite loss; return its deviations above recent ones of `objective`; None with under 32 or if not finite.
 
         The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is cleared first: the model
         has changed in the meantime.

@@ -81,7 +81,7 @@ class PlottedPhase:
 
 
 def split_phases(steps: list[Row], against: Against = "step", start_progress: Row | None = None) -> list[PlottedPhase]:
-    """Return a PlottedPhase for each objective of each section of a run, from the rows of metrics.jsonl in `steps`.
+    """Return a PlottedPhase per objective and section (a phase, or short ones in a row) of metrics.jsonl's rows, `steps`.
 
     Neighbouring phases shorter than a fiftieth of the steps, as in an alternation, form one section. `start_progress`: progress
     before the first step, if not 0.

@@ -20,7 +20,7 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
-    """Return the checked rows of `run`/metrics.jsonl, which must also have the fields `more`. InputError if invalid.
+    """Return checked rows of `run`/metrics.jsonl, also with fields `more`; InputError if invalid, or `required` and none.
 
     `required`: whether the file must exist and have a row; otherwise the result may be empty.
     """
@@ -39,7 +39,7 @@ def read_validations(run: str | Path, *more: str) -> list[Row]:
 
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the rows of `run`/validation.jsonl that have a result under an objective. InputError if there is none."""
+    """Return `run`/validation.jsonl's rows with a result, also with fields `more`. InputError if there is none."""
     validations = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validations:
         raise InputError(f"{run}: contains no validation, expected a run with held-out text (--eval-interval, --split)")

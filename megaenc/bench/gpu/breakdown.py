@@ -66,7 +66,7 @@ class ProfiledEngine(Engine):
 
 
 def profile_steps(engine: ProfiledEngine, steps: Iterator[int], timed: dict[str, Any]) -> dict[str, Any]:
-    """Train two profiled steps; return a step's seconds by kernel group, its slowest kernels and a suggestion, by name."""
+    """Profile two steps; return one's seconds by kernel group, slowest kernels, advice; `timed`: its unprofiled row."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences start and stop messages
     host = engine.device.type == "cpu"
     engine.windows = windows = []
@@ -88,7 +88,7 @@ def iter_kernel_events(host: bool, profiled: profile) -> Iterator[KernelEvent]:
 
 
 def summarize_events(events: list[KernelEvent], windows: list[TimeWindow], timed: dict[str, Any]) -> dict[str, Any]:
-    """Return a step's breakdown: seconds and shares by kernel group, slowest kernels, FLOP/s and a suggestion.
+    """Return a step's seconds and shares by kernel group, slowest kernels, FLOP/s, a suggestion; `timed`: unprofiled row.
 
     Idle time is the rest of the step time measured without the profiler, which slows the host.
     """
@@ -113,7 +113,7 @@ def summarize_events(events: list[KernelEvent], windows: list[TimeWindow], timed
 
 
 def count_synchronizations(engine: ProfiledEngine, objective: Objective) -> dict[str, Any]:
-    """Return the host synchronizations per step and per micro-batch, and by source line; on a CPU, the reason for none.
+    """Return host synchronizations per micro-batch, also by line, and of a step's rest; on a CPU why there are none.
 
     Uses torch.cuda.set_sync_debug_mode on steps of one and of three micro-batches.
     """

@@ -63,7 +63,7 @@ TimeWindow = namedtuple("TimeWindow", "group start_ns end_ns")
 
 
 def sum_by_group(events: Iterable[KernelEvent], windows: Sequence[TimeWindow]) -> dict[str, float]:
-    """Return seconds by group: matrix products, attention, communication by kernel name, others by their time window."""
+    """Return seconds by group: products, attention, communication by kernel name, others by time window, else name."""
     seconds = dict.fromkeys(GROUPS[:-1], 0.0)
     for event in events:
         group = classify_kernel(event.name)

@@ -55,7 +55,7 @@ def list_variants(base: dict[str, Any]) -> list[dict[str, Any]]:
 def candidate_variants(
     base: dict[str, Any], computed: dict[str, Any] | None, missing_requirements: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the variants of `base` to compare, and by name the reason for each one unavailable or measured already.
+    """Return variants of `base` to compare, and by name why others are not: unavailable or measured (`computed`).
 
     `computed`: all fields of the kernels measured already, if any; `missing_requirements`: unavailable values by FIELD=VALUE.
     """

@@ -10,7 +10,7 @@ from megaenc.processes import Worker, WorkerDied, python_environment
 
 
 class WorkerPool:
-    """Context manager that runs one job at a time in a worker process, new or reused, with its output in `log`.
+    """Context manager that runs a job at a time in a worker process, a new one each if `fresh`, with output in `log`.
 
     `fresh`: run each job in a new process, so that device memory starts empty; the next process imports its libraries meanwhile.
     """
@@ -37,7 +37,7 @@ class WorkerPool:
         return worker
 
     def run(self, job: dict[str, Any], seconds: float, seconds_left: float) -> Iterator[tuple[list[str], Any]]:
-        """Yield a job's (keys, value) results as they arrive; JobFailed if it fails or its time is over.
+        """Yield a job's (keys, value) results as they come; JobFailed if it fails or exceeds `seconds` or `seconds_left`.
 
         The job's deadline is 0.9 `seconds` and it is killed after `seconds`, counted from when its process is ready, and at the
         latest `seconds_left` from now.

@@ -96,7 +96,7 @@ class Corpus:
         return self._tokens.dtype.name
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens start..stop-1 of document number `document` as int64[stop - start], a copy.
+        """Return a copy of tokens start..stop-1 of a document, int64; InputError for an id beyond the checked vocabulary.
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
@@ -105,7 +105,7 @@ class Corpus:
         return self.read_spans(np.array([document]), np.array([start]), np.array([stop]))
 
     def read_spans(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return tokens starts[i]..stops[i]-1, one or more, of each documents[i], concatenated as int64 in a copy.
+        """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64; InputError for too large an id.
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
@@ -124,7 +124,7 @@ class Corpus:
         return tokens
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raise InputError for another tokenizer in the metadata or too large ids at the start; later reads check ids."""
+        """Raise InputError unless the metadata's tokenizer and the first ids fit `vocabulary`; later reads check ids."""
         if self.metadata is not None:
             check_tokenizer(self.prefix, self.metadata, vocabulary)
         self._id_limit = vocabulary.size

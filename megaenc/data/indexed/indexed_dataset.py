@@ -67,7 +67,7 @@ class IndexedWriter:
         self.tokens = 0
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
-        """Append documents to the .bin, with the length of each sequence and the number of sequences per document.
+        """Append the documents' `tokens` to the .bin; record sequence `lengths` and `counts`, the sequences per document.
 
         tokens: dtype[sum(lengths)], the documents concatenated; lengths: int32[sequences], each at least 1; counts:
         int32[documents], number of sequences of each document, at least 1.

@@ -53,7 +53,7 @@ class VerifiedCorpus:
 def verify_corpus(
     prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None
 ) -> VerifiedCorpus:
-    """Read and check all files of a corpus; return its counts and the checks skipped; InputError for the first damage.
+    """Check a corpus's files; return counts and skipped checks; InputError at the first damage; `tick` gets bytes read.
 
     `vocabulary` belongs to the tokenizer that must have made it; `tick` is called with the number of bytes read. The error names
     file, position, found and expected value.

@@ -43,7 +43,7 @@ def parse_weight(word: str) -> Fraction | None:
 
 
 def compute_sample_counts(weights: Sequence[Fraction]) -> list[int]:
-    """Return how many samples of each repeating period (at most PERIOD) each corpus gives, in proportion to `weights`.
+    """Return each corpus's samples per repeating period (at most PERIOD), by `weights`; InputError if one has none.
 
     The counts are exact if the weights allow it. Raises InputError, with the number of the corpus, for a weight that rounds to
     zero.

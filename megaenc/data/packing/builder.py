@@ -55,7 +55,7 @@ class RunData:
     def open(
         cls, data_path: Sequence[str], vocabulary: Vocabulary, *, split: str, packing: str, seq_length: int, seed: int
     ) -> "RunData":
-        """Open the corpora of --data-path, weighted by training tokens by default; cut training and held-out packs.
+        """Open --data-path's corpora, weighted by tokens by default; cut training packs by `packing`, held-out by concat.
 
         Held-out packs are always `concat` and in one order, so that runs of different packing or seed are measured on the same
         text. Raises InputError for a corpus that cannot be used.

@@ -13,7 +13,7 @@ from megaenc.errors import InputError
 
 
 def check_has_sentences(prefix: str, metadata: CorpusMetadata | None, *, sequences: int, documents: int) -> None:
-    """Raise InputError if the metadata records no sentence splitting and the corpus has one sequence per document.
+    """Raise InputError if `metadata` records no sentence splitting (or is None) and `sequences` equals `documents`.
 
     Only the metadata distinguishes documents of one sentence each from whole documents.
     """

@@ -28,7 +28,7 @@ _ALIGNMENT = 64  # bytes
 
 
 def share_arrays(key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays of `compute`, run by one process of the run on this machine and shared read-only under `key`.
+    """Return `compute()`'s arrays, run once per machine and shared read-only under `key`, or run here without sharing.
 
     `key`, plain values, identifies the arrays. Other processes wait; if the computing one is killed, the next takes over. A
     process that cannot map another's arrays, or asks after all holders have released them, computes its own; containers do not

@@ -75,7 +75,7 @@ class _PreprocessJob:
     vocab_size: int
 
     def build_plan(self) -> dict[str, object]:
-        """Return the contents of plan.json: the flags, input hash, tokenizer and version that decide the partitions."""
+        """Return plan.json's contents, all that decides the partitions: flags, input file stats, models and version."""
         files, plan = hashlib.sha256(), dataclasses.asdict(self.settings)
         for entry in self.inputs.file_stats():
             files.update(repr(entry).encode())
@@ -110,7 +110,7 @@ class _PreprocessJob:
 
 
 def preprocess(settings: PreprocessConfig) -> list[Path]:
-    """Tokenize the input into a .bin, .idx and .json per JSON key; return their prefixes, `OUTPUT_PREFIX_KEY_document`.
+    """Tokenize the input to a .bin, .idx and .json per JSON key; return their prefixes; InputError if it is unusable.
 
     Files appear complete or not at all, the .idx last. Their bytes do not depend on workers, partitions or kinds of input files.
     Raises InputError for unusable input, tokenizer or output, for input that changes meanwhile, and if a worker dies.

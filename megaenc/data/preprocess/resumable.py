@@ -42,13 +42,13 @@ class PartitionStore:
         self._keys, self._dtype = keys, dtype
 
     def missing_partitions(self) -> list[int]:
-        """Return the numbers, from 0, of the partitions that are absent or do not match their JSON record."""
+        """Return the numbers, from 0, of partitions without a valid JSON record or of other file sizes than recorded."""
         return [number for number in range(self.count) if self._read_record(number) is None]
 
     def write(
         self, number: int, fill: Callable[[list[IndexedWriter]], dict[str, int]], before_rename: Callable[[], None] | None = None
     ) -> None:
-        """Write partition `number`: `fill` adds its documents to one writer per key and returns counts to record.
+        """Write a partition's files or none; `fill` fills a writer per key and returns counts; `before_rename` may veto.
 
         The files appear together. `before_rename` may refuse the written partition by raising InputError.
         """
@@ -60,7 +60,7 @@ class PartitionStore:
             record.write_text(json.dumps({"counts": counts, "sha256": hashes, "bytes": sizes}) + "\n")
 
     def merge(self, writers: Sequence[IndexedWriter]) -> list[dict[str, int]]:
-        """Append all partitions to one writer per key; return the counts of each; InputError for a changed one."""
+        """Append all partitions to `writers`, one per key; return each partition's counts; InputError if one changed."""
         records = [self._read_record(number) for number in range(self.count)]
         total = sum(sum(record["bytes"]) for record in records)
         done = 0
@@ -104,7 +104,7 @@ class PartitionStore:
 
 @contextlib.contextmanager
 def open_work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
-    """Hold a locked work folder with plan.json for the block; then remove it if the block succeeds or left no partition.
+    """Lock a work folder of `plan` for the block; remove it after success or without partitions; InputError if unusable.
 
     `plan` is what the partitions depend on, with a field per flag. Raises InputError if another process uses the folder, or if it
     holds partitions of another plan or foreign files.

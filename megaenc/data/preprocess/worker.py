@@ -13,7 +13,7 @@ from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 
 @dataclass(frozen=True)
 class TokenizedBlock:
-    """Tokenized block: tokens, sequence lengths and sequences per document, by key; document and byte counts, position."""
+    """Tokens, sequence lengths and sequences per document of a block, by key; document and byte counts, position."""
 
     tokens: list[np.ndarray]
     lengths: list[np.ndarray]
@@ -30,7 +30,7 @@ class TokenizedBlock:
 
 @dataclass(frozen=True)
 class BlockTokenizer:
-    """Callable that turns a text block into a TokenizedBlock: parses, splits by `punkt` if set, encodes, appends `eod`."""
+    """Callable from TextBlock to TokenizedBlock: parses, splits by `punkt` if set, encodes, appends `eod` if not None."""
 
     encoder: FastEncoder
     keys: tuple[str, ...]

@@ -29,7 +29,7 @@ class TextSource(ABC):
     """(path, bytes, modification time in ns) of each file before it was read; empty for the Hub."""
 
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
-        """Return (path, bytes, modification time) of the files between two split points; by default of all files."""
+        """Return (path, bytes, modification time in ns) of files between two split points; by default of all files."""
         return self.file_stats
 
     @abstractmethod

@@ -61,7 +61,7 @@ class ResolvedInputs:
             yield from source.file_stats or [(source.name, source.end, 0)]
 
     def check_unchanged(self, ranges: "Sequence[DocumentRange] | None" = None) -> None:
-        """Raise InputError if the size or modification time of a file of `ranges` (None: all) has changed."""
+        """Raise InputError if a local file of `ranges` (None: all) is gone or changed its size or modification time."""
         for document_range in full_ranges(self) if ranges is None else ranges:
             for path, size, changed in self.sources[document_range.source].file_stats_between(
                 document_range.start, document_range.stop
@@ -89,7 +89,7 @@ class DocumentRange:
 
 
 def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs:
-    """Return the sources of every --input, with metadata and messages; InputError if unusable or without columns `keys`."""
+    """Return every --input's sources, metadata and messages; InputError if one, its columns or a flag cannot be used."""
     if not settings.input:
         raise InputError(f"--input: missing, expected {EXPECTED}")
     inputs, kinds = ResolvedInputs([], [], []), set()

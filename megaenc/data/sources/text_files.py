@@ -157,7 +157,7 @@ class FileBlock(TextBlock):
 
 @contextlib.contextmanager
 def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file, plain, gzip or Zstandard; yield (raw file, stream of decompressed bytes), the same object if plain.
+    """Open a plain, gzip or Zstandard file; yield (raw file, decompressed stream), both one if plain; InputError if bad.
 
     The raw file's `tell` counts bytes on disk. Raises InputError from inside the block for a file that cannot be read or whose
     compressed data are broken.
@@ -235,7 +235,7 @@ def find_line_start(path: str, offset: int) -> int:
 
 
 def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the text under each of `keys` in a mapping, as a tuple; InputError for a missing key or no text under it."""
+    """Return the strings under `keys` of a mapping as a tuple; InputError if a key is missing or its value no string."""
     for key in keys:
         if key not in record:
             raise InputError(f"no key `{key}`; found {format_names(record)}")

@@ -38,7 +38,7 @@ def is_beir_folder(folder: Path) -> bool:
 
 
 def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
-    """Return the Dataset `name` of the BEIR files in `folder`, which searches all or (not `whole_corpus`) judged documents.
+    """Return the Dataset of BEIR `folder`; searches judged documents, or all if `whole_corpus`; InputError if no qrels.
 
     Judged are those of validation and test. Files are hashed now and parsed by `load_split`. Raises InputError without qrels.
     """

@@ -44,7 +44,7 @@ class DemoDatasetsConfig:
 def ensure_demo_datasets(
     folder: str | Path = "demo/finetune", names: Sequence[str] = DEMO_DATASETS, flag: str = "demo folder"
 ) -> Path:
-    """Write the demo data sets of `names` that are missing in `folder`, and return `folder` as a Path; errors name `flag`.
+    """Write demo data sets of `names` missing in `folder` (all but demo_sc together); return `folder`; errors say `flag`.
 
     The three sets built from documentation are written together. Equal packages give equal bytes. A lock makes concurrent
     processes wait. Raises InputError for an unwritable folder, or a file at the path of a set.
@@ -74,7 +74,7 @@ def ensure_demo_datasets(
 
 
 def read_documentation() -> list[DocumentedFunction]:
-    """Return (id, description, texts by parameter) of each docstring with parameters in the demo corpus's source files."""
+    """Return (id, description, texts by parameter) of docstrings with parameters in the demo corpus's packages."""
     files = corpus_demo.map_source_files(
         _parse_documented_functions, sorted(corpus_demo._find_source_files()), "reading what parameters are"
     )
@@ -100,7 +100,7 @@ def _parse_documented_functions(source: tuple[str, str]) -> list[DocumentedFunct
 
 
 def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[dict]:
-    """Yield {"source", "id", "text", "label"} per paragraph of 10 to 100 words; the label is its document's package."""
+    """Yield a row per paragraph of 10 to 100 words of (source, text) documents; label: package, the source's start."""
     for source, document in documents:
         for number, text in enumerate(document.split("\n\n")):
             if 10 <= len(text.split()) <= 100:
@@ -108,7 +108,7 @@ def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[
 
 
 def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield {"source", "id", "tokens", "tags"} per new sentence that names a parameter; IOB2 tags PARAM and CODE."""
+    """Yield {"source", "id", "tokens", "tags"} per new sentence (6 to 50 words) naming a parameter; IOB2 PARAM, CODE."""
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = (part for text in (description, *parameters.values()) for part in _PARAGRAPH_END.split(text))
@@ -125,7 +125,7 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
 
 
 def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield {"source", "id", "question", "context", "answers"} per parameter, answered by its description's start."""
+    """Yield {"source", "id", "question", "context", "answers"} per parameter (first 5); answer: its first sentence."""
     seen_texts: set[str] = set()
     for source, _, parameters in documentation:
         described = {name: _split_clean_sentences(text)[:2] for name, text in list(parameters.items())[:5]}
@@ -141,7 +141,7 @@ def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator
 
 
 def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield {"source", "id", "query", "document"} per function: its first new sentence, and the next 6 (12 words up)."""
+    """Yield {"source", "id", "query", "document"} per function: first sentence, the next 6 (if at least 12 words)."""
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = [part for text in (description, *parameters.values()) for part in text.split("\n\n")]

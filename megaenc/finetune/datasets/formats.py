@@ -62,7 +62,7 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text without end) of each line of a file, decompressed; InputError if not UTF-8 or too long."""
+    """Yield (number from 1, text) per line of a plain, gzip or Zstandard file, told by content; InputError if invalid."""
     with open_decompressed(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > _MAX_LINE_BYTES:
@@ -234,7 +234,7 @@ def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
 def build_example(
     family: TaskFamily, row: Mapping[str, Any], location: str, name: str, labels: LabelSet, pair_template: str
 ) -> LabelledText | TaggedWords | Question:
-    """Return the LabelledText (SC), TaggedWords (TC) or Question (QA) of `row`; `name` is the id of a row without one.
+    """Return `row` as LabelledText (SC), TaggedWords (TC), Question (QA); InputError if invalid. `name`: its default id.
 
     SC: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens` and `tags`. QA: `question`, `context` and
     `answers`, a mapping of two lists: `text` and `answer_start`. Raises InputError for an invalid row.

@@ -91,7 +91,7 @@ HUB_DATASETS: dict[str, HubSpec] = {
 
 
 def load_hub(name: str, revision: str = "") -> Dataset:
-    """Return the Dataset HUB_DATASETS[name] at a Hub commit, branch or tag (empty: default); only `load_split` downloads."""
+    """Return HUB_DATASETS[name] as Dataset at `revision` (empty: default; InputError if retrieval); downloads later."""
     spec = HUB_DATASETS[name]
     is_retrieval = spec.family is TaskFamily.IR and name != TRAINING_PAIRS
     if revision and is_retrieval:

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def find_dataset(name_or_path: str, **options: Any) -> Dataset:
-    """Return the Dataset of a known name, a local path or NAME=PATH, on a command line; `options`: fields of DatasetConfig.
+    """Return the Dataset of a known name, a local path or NAME=PATH, else InputError; `options`: fields of DatasetConfig.
 
     Accepts a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub), a path to local data, named
     after its folder or file, or `NAME=PATH`. With a study's name before the path, pairs use the study's template. Raises

@@ -40,7 +40,7 @@ class FailedJob(NamedTuple):
 def execute_jobs(
     jobs: Sequence[FinetuneJob], run_function: str, local: LocalExecution, printed_messages: Iterable[str] = ()
 ) -> list[FailedJob]:
-    """Run `jobs` in concurrent child processes; return a FailedJob for each without results, in the order of `jobs`.
+    """Run `jobs` in child processes, a crashed one twice; return a FailedJob per job without results, in `jobs` order.
 
     A crashed job is retried once, after the others; a job locked by another process is waited for. All processes are killed at
     the end; finished results stay. Each message of the runs is printed once, unless it is in `printed_messages`.

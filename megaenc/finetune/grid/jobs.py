@@ -155,7 +155,7 @@ def parse_model(name_or_path: str) -> NamedSource:
 
 
 def select_remaining_work(job: FinetuneJob, *, retry_failed: bool) -> tuple[FinetuneJob | None, Path | None]:
-    """Return (`job` on its data sets without results, None), (None, failed.json) if it failed, (None, None) if finished.
+    """Return (`job` on its unfinished data sets, None), (None, failed.json) if failed unless `retry_failed`, or Nones.
 
     A failed training has failed for all its data sets; it is selected only if `retry_failed`. Raises InputError for results of
     another protocol.

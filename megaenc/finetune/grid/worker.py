@@ -84,7 +84,7 @@ def _start_process(process: ForkServerProcess) -> None:
 
 
 def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
-    """Return a dict of environment variables, which select a GPU if there are any, for each run that may be concurrent.
+    """Return a dict per concurrent run of variables that select its GPU ({} without); `jobs`: maximum, 0: as many as fit.
 
     With GPUs: `jobs_per_gpu` slots on each, at most `jobs`, the first ones on different GPUs. Without: `jobs` slots, or one for
     every `threads` cores. `jobs` 0 is no limit.

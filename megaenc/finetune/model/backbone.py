@@ -58,7 +58,7 @@ def pack_texts(texts: Sequence[np.ndarray], device: torch.device | str) -> Packe
 
 
 def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.ndarray]:
-    """Return batches of text indices (int64 arrays), shortest text first, of at most `tokens_per_forward` tokens each.
+    """Return batches of text indices, int64, shortest first, of at most `tokens_per_forward` tokens or one longer text.
 
     A text longer than that is a batch of its own. Equal lengths keep their order.
     """
@@ -73,7 +73,7 @@ def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.nda
 
 
 class Backbone(nn.Module):
-    """A transformers model without head, and its attention direction; computes the token states of packed texts.
+    """A transformers model without head, and its attention direction; computes token states of texts, packed or padded.
 
     A model that does not support packing (`is_packed` False) gets padded batches of texts of similar length.
     """
@@ -107,7 +107,7 @@ class Backbone(nn.Module):
         return self.model.device
 
     def compute_states(self, packed: PackedTexts) -> Tensor:
-        """Return the last layer's hidden states after the final norm, [T, hidden_size], of all tokens in order."""
+        """Return all tokens' states after the final norm, [T, hidden_size]; by padded batches if `is_packed` is False."""
         if not self.is_packed:
             shapes = group_padded_lengths(packed.length_groups)
             rows = packed.tokens.split([sum(lengths) for lengths in shapes])
@@ -136,7 +136,7 @@ class Backbone(nn.Module):
         ]
 
     def set_packed(self, packed: bool) -> None:
-        """Switch the model to packed attention of this module (True), or to its own attention on padded batches (False)."""
+        """Switch to this project's packed attention (True), or to the model's own attention on padded batches (False)."""
         self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._own_attention)
         self.is_packed = packed
 
@@ -148,7 +148,7 @@ class Backbone(nn.Module):
 
 
 def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the text lengths of each padded batch, within 8 tokens or 10 %; `groups`: ascending (texts, length) pairs."""
+    """Return the text lengths of each padded batch, at most max(8, 10 %) above its least; `groups`: (texts, length)."""
     batches: list[list[int]] = []
     for texts, length in groups:
         if not batches or length > batches[-1][0] + max(8, batches[-1][0] // 10):
@@ -168,7 +168,7 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Return attention [1, T, heads, dim] over the tokens of the same text in the current pack, and None for the weights.
+    """Return (attention within each text of the current pack, [1, T, heads, dim], None); else NotImplementedError.
 
     query [1, heads, T, dim], key and value [1, groups, T, dim]; called by transformers. Raises NotImplementedError for a score
     bias, softcap, sinks, a cache, an attention mask, a batch of more than one row, or cross-attention.

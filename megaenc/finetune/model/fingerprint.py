@@ -37,7 +37,7 @@ def check_model_folder(folder: str) -> None:
 
 
 def compute_model_fingerprints(folders: Sequence[str], results: str, *, save: bool = True) -> list[str]:
-    """Return the hexadecimal SHA-256 of config.json and weights of each model folder, in the order of `folders`.
+    """Return each model folder's SHA-256 (hex) of config.json and weights, or that cached in `results`; `save`: cache.
 
     Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for files of this path, size and
     time. `save`: add new fingerprints to that file.
@@ -61,7 +61,7 @@ def compute_model_fingerprints(folders: Sequence[str], results: str, *, save: bo
 
 
 def save_fingerprints(results: str) -> None:
-    """Add this process's model fingerprints to .fingerprints.json in the folder `results`; do nothing if that is missing."""
+    """Add model fingerprints computed by this process to .fingerprints.json in `results`; nothing if no such folder."""
     known = _read_fingerprint_file(results)
     if Path(results).is_dir() and not _COMPUTED_DIGESTS.items() <= known.items():
         with contextlib.suppress(InputError):  # the file only saves time

@@ -25,7 +25,7 @@ _TOLERANCE_16_BIT = 0.1
 
 
 def load_backbone(folder: str, attention: AttentionDirection, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
-    """Return the model of a Hugging Face folder as Backbone on `device` in `dtype`, tested to attend as `attention` says.
+    """Return a folder's model, without head, as Backbone in `dtype`; InputError if tests show other attention than asked.
 
     The test changes tokens: each state must depend on exactly the visible tokens of its text, and packed states must equal padded
     ones. Raises InputError for a folder that cannot be loaded or fails the test. Code in the folder is never executed. Parameters
@@ -125,7 +125,7 @@ class AttentionProbe:
         return self.backbone.compute_states(self._pack_probe_texts()).float()
 
     def find_16_bit_error(self, reference: Tensor) -> str | None:
-        """Return text on how 16-bit states deviate from the float32 `reference` or see hidden tokens; None if neither."""
+        """Return text on how 16-bit states fail, differ from `reference` (float32) or see hidden tokens; None if fine."""
         backbone = self.backbone
         try:
             if _is_different(self.compute_states(), reference, _TOLERANCE_16_BIT):
@@ -157,7 +157,7 @@ class AttentionProbe:
         return _is_different(*(read(texts) for read in ways))
 
     def enable_packing(self, own_direction: AttentionDirection) -> str | None:
-        """Switch the backbone to packed attention if it passes all tests; return the failed test as text, or None.
+        """Switch to packed attention if all tests pass, and return None; else return the failed test's text, unpacked.
 
         `own_direction`: the direction of the model's own attention.
         """

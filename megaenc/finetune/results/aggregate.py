@@ -31,7 +31,7 @@ class Interval:
 
 
 def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> Interval:
-    """Return the Interval of `scores`: their mean and q * sd(ddof=1) / sqrt(n), half the width of its 95 % interval.
+    """Return the Interval of `scores`: mean, half width of its 95 % interval (NaN for one score) by normal or t quantile.
 
     q is 1.96 ("normal", as in the study) or the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t").
     """
@@ -92,7 +92,7 @@ class ScoreCell:
 
 
 def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list[ScoreCell]:
-    """Return a ScoreCell for each model, family, data set and training set in `results`, in order of first appearance.
+    """Return a ScoreCell per model, family, data and training set, by first appearance; drop results outside `grid`.
 
     Results outside `grid` are dropped. By default the grid of a data set is all rates and seeds of any model on it.
     """
@@ -120,7 +120,7 @@ def read_chosen_scores(cell: ScoreCell, read: ScoreReader) -> dict[int, float] |
 
 
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
-    """Return the groups of a model's cells to average: the study's three data sets of `family` if all are there, else all.
+    """Return groups of 2 or more cells to average, per training set if data sets repeat: the study's three, else all.
 
     There is one group, or one for each training set if `has_repeated_datasets`. Groups of one cell are dropped.
     """

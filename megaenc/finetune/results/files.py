@@ -95,7 +95,7 @@ def write_result(
     trained: str,
     seconds: Mapping[str, float],
 ) -> None:
-    """Write results.json (with scores) and timing.json of `job` on `dataset` into its folder, and delete its failed.json.
+    """Write results.json (scores, steps, `trained`: weights' hash), timing.json of `job` on `dataset`; drop failed.json.
 
     `protocol` is the job's with automatic values resolved; `trained` is the digest of the trained weights; `seconds` is by stage.
     """
@@ -152,7 +152,7 @@ def remove_partial_files(job: "FinetuneJob") -> None:
 
 
 def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "failed", "missing"]:
-    """Return "finished" (has results.json), "failed" (failed.json) or "missing"; InputError if it records other settings."""
+    """Return "finished" (results.json), "failed" (failed.json) or "missing"; InputError if protocol or inputs differ."""
     for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
         path = job_folder(job, dataset) / name
         if (values := read_fields(path)) is None:
@@ -170,7 +170,7 @@ def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "fai
 
 
 def find_protocol_difference(file: Path, protocol: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
-    """Return the first protocol or fingerprint value that differs in a result file, as text; None if they agree.
+    """Return the first protocol or fingerprint value that differs in a result file, as text; None if none, or unreadable.
 
     None also if the file is unreadable or lacks them. Only its start is read.
     """
@@ -277,7 +277,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def drop_score_lists(content: bytes) -> bytes:
-    """Return JSON text with the values of scores_i and metrics_i replaced by "equal" (a list of equal numbers) or null."""
+    """Return JSON text with all values of scores_i and metrics_i replaced: "equal" for a list of equals, else null."""
 
     def short(match: re.Match[bytes]) -> bytes:
         return match[1] + (b'"equal"' if match[2] is not None and _all_equal(match[2]) else b"null")
@@ -294,7 +294,7 @@ def _all_equal(numbers: bytes) -> bool:
 
 
 def read_example_scores(path: Path, metric: str | None) -> list[float]:
-    """Return each example's test score in results.json, by `metric` or, for None, the study's; empty if the file has none.
+    """Return each example's test score by `metric` (None: the study's); [] if none, or their mean is not the split's.
 
     It is also empty if their mean is not the split's, as for span F1. Raises InputError.
     """

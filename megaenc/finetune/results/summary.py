@@ -241,7 +241,7 @@ def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, 
 
 
 def format_notes(summary: GridSummary) -> list[str]:
-    """Return a line for each model and data set with collapsed or failed runs: a reason, learning rates and seeds."""
+    """Return a line per model and data set for its failed runs and each reason of collapse: reason, rates, seeds."""
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
     for kind, result, why in _iterate_unusable_runs(
         summary

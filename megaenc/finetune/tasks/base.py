@@ -25,7 +25,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Scores(SplitScores):
-    """Scores of one split for results.json: those of SplitScores, and the score and metric values of each example."""
+    """Scores of a split for results.json: those of SplitScores, and by example the score and values behind metrics."""
 
     scores_i: list[float]
     """The study's metric of each example, in order."""
@@ -114,7 +114,7 @@ class FinetuneTask(ABC):
         raise NotImplementedError
 
     def backward(self, model: TaskModel, data: TokenizedSplit, rows: np.ndarray) -> float:
-        """Backpropagate the mean loss of the batch of texts `rows`, in several forward passes if needed; return the loss."""
+        """Backpropagate the mean loss over targets of the texts `rows`, in several passes if needed; return the loss."""
         count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
         total = torch.zeros((), device=model.device)
         for part in self.split_into_forwards(data.lengths[rows]):
@@ -126,14 +126,14 @@ class FinetuneTask(ABC):
         return total.item()
 
     def split_into_forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Return the text indices, int64, of each forward pass of at most `tokens_per_forward` tokens, shortest first."""
+        """Return text indices, int64, of each forward pass: at most `tokens_per_forward` tokens or one longer text."""
         return batch_by_tokens(lengths, self.protocol.tokens_per_forward)
 
     @torch.inference_mode()
     def predict(
         self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, *, before: int = 0, after: int = 0
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """Yield (indices into `rows`, outputs) of each forward pass over the texts `rows` of `data`, in eval mode.
+        """Yield (indices into `rows`, outputs) per forward pass in eval mode; NonFinitePredictionError at NaN or inf.
 
         `before` and `after` are numbers of other texts to count in `progress`. Raises NonFinitePredictionError for NaN or inf.
         """

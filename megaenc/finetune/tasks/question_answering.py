@@ -32,7 +32,7 @@ class QuestionAnswering(FinetuneTask):
     output_count = 2
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> TokenizedTexts:
-        """Return questions with contexts tokenized, with columns `context`, `gold` by row, `offsets`, `inside` by token.
+        """Return texts with columns: token ranges `context`, `gold` (answer) by row; characters, `inside` by token.
 
         By row: `context`, int32[n, 2], token range (start, end) of the context; `gold`, int32[n, 2], token range of the first
         answer before the text is cut, (0, 0) without answer. By token: `offsets`, int32[N, 2], character range in the context,
@@ -74,7 +74,7 @@ class QuestionAnswering(FinetuneTask):
         return data.gather_token_column("inside", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[Question]) -> Scores:
-        """Return the Scores of the model on a split: position F1 as score, exact match, word F1; baseline: no answers."""
+        """Return Scores: position F1 as score; exact match, word F1 of extracted answers; baseline: never answering."""
         # Answer sub-tokens that were cut off get positions after the row's end.
         bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
         positions = [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]

@@ -79,7 +79,7 @@ class RetrievalTask(FinetuneTask):
         return loss.item()
 
     def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples) -> Scores:
-        """Return the Scores of ranking all documents for each query: retrieved_ndcg, ndcg@10, mrr@10 and recall@100.
+        """Return Scores of ranking for queries with a relevant document: NDCG, MRR @10, recall @100; baseline: random.
 
         Queries without a relevant document are ignored (trec_eval). The baseline is the expectation of a random ranking.
         """
@@ -142,7 +142,7 @@ def _compute_ideal_dcg(grades: Sequence[float], depth: int) -> float:
 
 
 def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
-    """Return NDCG of the first `depth` documents, normalized by their own best order (the study's score); 0 if none counts.
+    """Return NDCG of the first `depth` documents by their own best order (the study's score); 0 if none is relevant.
 
     `relevant`, bool[documents], and `scores`, float[documents], are best first. Relevant documents that were not retrieved do not
     lower it. Documents of equal score share their discounts. Equal to scikit-learn's
@@ -197,7 +197,7 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
 
 @lru_cache(maxsize=1 << 16)
 def compute_random_baseline(documents: int, all_grades: tuple[int, ...]) -> dict[str, float]:
-    """Return the expected score, ndcg@10, mrr@10 and recall@100, by name, of a random ranking of `documents` documents."""
+    """Return expected score, ndcg@10, mrr@10, recall@100 of random order; `all_grades`: a query's relevant documents."""
     relevant, depth = len(all_grades), min(10, documents)
     discounts = float(_compute_discounts(depth).sum())
     # The number k of relevant documents in the top ten is hypergeometric; each is at any of the ten ranks equally often.

@@ -24,7 +24,7 @@ class TokenClassification(FinetuneTask):
     family: ClassVar[TaskFamily] = TaskFamily.TC
 
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> TokenizedTexts:
-        """Return the sentences tokenized, with columns by token: `words` (index or -1) and `tags` (index or -100)."""
+        """Return sentences tokenized, with columns by token: `words` (its word's index or -1), `tags` (index or -100)."""
         rows, words, tags, truncated = [], [], [], 0
         sentences = [[replace_surrogates(word) for word in example.words] for example in examples]
         encoded = encoder.encode_with_offsets([" ".join(sentence) for sentence in sentences])
@@ -46,7 +46,7 @@ class TokenClassification(FinetuneTask):
         return data.gather_token_column("tags", rows)
 
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]) -> Scores:
-        """Return the Scores of the model on a split: tag F1, span F1; baseline: each word's most frequent training tag."""
+        """Return Scores: mean tag F1 by sentence as score; span F1, precision, recall; baseline: usual tag by word."""
         outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
         for row, logits in self.predict_texts(model, data):
@@ -81,7 +81,7 @@ class TokenClassification(FinetuneTask):
 
 
 def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) -> np.ndarray:
-    """Return the most frequent sub-token tag of each of `count` words, int64[count], the first of equals.
+    """Return each word's most frequent sub-token tag (first of equals), int64[count]; `absent` if it has no sub-token.
 
     `words`, int[sub-tokens], is the ascending word index of each sub-token. Words without a sub-token get `absent`.
     """

@@ -55,15 +55,15 @@ class PendingVerdict:
 
 
 def judge_direction(
-    contrasts: list[Contrast], bootstrap_draws: int, note: str = "", decisive: Sequence[Contrast] = ()
+    contrasts: list[Contrast], interval_draws: int, note: str = "", decisive: Sequence[Contrast] = ()
 ) -> PendingVerdict:
-    """Test each contrast for left above right; p and outcome come from the `decisive` ones (default: all) pooled."""
+    """Test each contrast for left above right; p and outcome: `decisive` (default: all) pooled, without collapsed."""
     borrowed, usable = between_run_variance(contrasts), drop_collapsed(decisive or contrasts)
     comparisons = adjust_comparisons([compare_contrasts([contrast], borrowed) for contrast in contrasts])
     draft = PendingVerdict(comparisons, note=note, contrasts=contrasts)
     if not usable:
         return draft
-    overall = compare_contrasts(usable, borrowed, draws=bootstrap_draws)
+    overall = compare_contrasts(usable, borrowed, draws=interval_draws)
     among = [one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in usable]
     return replace(draft, overall=overall, p=overall.p, outcome=_direction_outcome(overall), decisive=among)
 
@@ -88,12 +88,12 @@ def _mlm_minus_clm(models: ModelSelector, family: TaskFamily) -> list[Contrast]:
     return build_contrasts(models.evidence, (models.mlm, models.clm), models.final_pairs().items(), [family])
 
 
-def judge_mlm_above_clm(models: ModelSelector, bootstrap_draws: int, family: TaskFamily) -> PendingVerdict:
+def judge_mlm_above_clm(models: ModelSelector, interval_draws: int, family: TaskFamily) -> PendingVerdict:
     """Test claim 1a (SC) or 1b (QA), MLM above CLM at equal steps on `family`, by size and pooled over the sizes."""
-    return judge_direction(_mlm_minus_clm(models, family), bootstrap_draws)
+    return judge_direction(_mlm_minus_clm(models, family), interval_draws)
 
 
-def judge_equality(models: ModelSelector, bootstrap_draws: int) -> PendingVerdict:
+def judge_equality(models: ModelSelector, interval_draws: int) -> PendingVerdict:
     """Test claim 1c, MLM and CLM differ by less than 1 point on TC, by two one-sided tests, each size and pooled."""
     contrasts = _mlm_minus_clm(models, TaskFamily.TC)
     borrowed, usable = between_run_variance(contrasts), drop_collapsed(contrasts)
@@ -102,7 +102,7 @@ def judge_equality(models: ModelSelector, bootstrap_draws: int) -> PendingVerdic
     comparisons = [replace(one, p_adjusted=p, verdict=_equality_outcome(one, p)) for one, p in zip(each, corrected, strict=True)]
     if not usable:
         return PendingVerdict(comparisons, contrasts=contrasts)
-    pooled = compare_contrasts(usable, borrowed, EQUALITY_MARGIN, bootstrap_draws)
+    pooled = compare_contrasts(usable, borrowed, EQUALITY_MARGIN, interval_draws)
     overall, outcome = _with_margin_p(pooled), "holds"
     note = f"equal means within {100 * EQUALITY_MARGIN:g} point either way, and p is that of a larger difference"
     if _equality_outcome(overall, math.nan) == "reversed":  # here p is that of no difference
@@ -125,8 +125,8 @@ def _equality_outcome(one: Comparison, p: float) -> Outcome:
     return "reversed" if one.low > 100 * EQUALITY_MARGIN or one.high < -100 * EQUALITY_MARGIN else "not resolved"
 
 
-def judge_gap_narrowing(models: ModelSelector, bootstrap_draws: int) -> PendingVerdict:
-    """Test claim 1d, the gap between MLM and CLM on IR narrows with size, by a linear trend; empty below two sizes."""
+def judge_gap_narrowing(models: ModelSelector, interval_draws: int) -> PendingVerdict:
+    """Test claim 1d, an MLM-CLM gap on IR exists and narrows with size rank (larger p of both); empty below two sizes."""
     if len(contrasts := _mlm_minus_clm(models, TaskFamily.IR)) < 2:
         return PendingVerdict()
     if not is_size_order_known(models.model_keys, models.evidence.scope.sizes):
@@ -143,7 +143,7 @@ def judge_gap_narrowing(models: ModelSelector, bootstrap_draws: int) -> PendingV
     ranks = [at - middle for at in range(len(usable))]
     sign = -1 if gap.difference > 0 else 1  # makes a narrowing gap positive
     weights = [sign * rank * (len(usable) - 1) / math.fsum(rank**2 for rank in ranks) for rank in ranks]
-    trend = compare_contrasts(usable, borrowed, draws=bootstrap_draws, weights=weights)
+    trend = compare_contrasts(usable, borrowed, draws=interval_draws, weights=weights)
     where = f"{usable[0].where} to {usable[-1].where}"
     overall = replace(trend, left="gap of the smallest", right="that of the largest", where=where)
     p = float(np.max([overall.p, gap.p]))  # a gap must exist before it can narrow; NaN if either is
@@ -152,8 +152,8 @@ def judge_gap_narrowing(models: ModelSelector, bootstrap_draws: int) -> PendingV
     )
 
 
-def judge_early_steps(models: ModelSelector, bootstrap_draws: int) -> PendingVerdict:
-    """Test claim 2, CLM is above MLM at equal steps, on intermediate checkpoints in the first quarter of the steps."""
+def judge_early_steps(models: ModelSelector, interval_draws: int) -> PendingVerdict:
+    """Test claim 2, CLM is above MLM at equal steps, on checkpoints in the first quarter of their size's longest run."""
     pairs = models.match_pairs(
         lambda one: not one.decayed and is_clm_only(one),
         lambda one: not one.decayed and models.is_mlm_only(one),
@@ -166,7 +166,7 @@ def judge_early_steps(models: ModelSelector, bootstrap_draws: int) -> PendingVer
     places = [(f"{size} at {steps:,} steps", pair) for (size, steps), pair in early_pairs.items()]
     contrasts = build_contrasts(models.evidence, (models.clm, models.mlm), places)
     first = f"early is step {', '.join(f'{steps:,}' for steps in sorted({steps for _, steps in early_pairs}))}"
-    return judge_direction(contrasts, bootstrap_draws, "; ".join([first, *_describe_crossovers(models, pairs)]))
+    return judge_direction(contrasts, interval_draws, "; ".join([first, *_describe_crossovers(models, pairs)]))
 
 
 def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) -> list[str]:
@@ -185,8 +185,8 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
     return sentences
 
 
-def judge_rate_sensitivity(models: ModelSelector, bootstrap_draws: int = 0) -> PendingVerdict:
-    """Test claim 3, scores vary more over the fine-tuning rates for MLM than for CLM; no draws despite `bootstrap_draws`."""
+def judge_rate_sensitivity(models: ModelSelector, interval_draws: int = 0) -> PendingVerdict:
+    """Test claim 3, scores vary more over the fine-tuning rates for MLM than for CLM; `interval_draws` is unused."""
     names, evidence = (models.mlm, models.clm), models.evidence
     contrasts, variances, unfinished = [], [], 0
     places = [(family, dataset) for family, dataset in evidence.datasets() if not is_average(dataset)]
@@ -263,7 +263,7 @@ def _scaled_rate_variances(grids: Mapping[int, Sequence[np.ndarray]]) -> tuple[d
     return {seed: [dict(enumerate(values / scale)) for values in pair] for seed, pair in between.items()}, means
 
 
-def judge_clm_quarter(models: ModelSelector, bootstrap_draws: int) -> PendingVerdict:
+def judge_clm_quarter(models: ModelSelector, interval_draws: int) -> PendingVerdict:
     """Test claim 4, 20 to 30 % CLM and then MLM is above MLM alone at equal size, steps and mask ratio."""
 
     def budget_key(key: ModelKey) -> tuple[str, int, float]:
@@ -282,10 +282,10 @@ def judge_clm_quarter(models: ModelSelector, bootstrap_draws: int) -> PendingVer
         shares,
     )
     places = [(f"{size}, {steps:,} steps, {format_percent(ratio)}", pair) for (size, steps, ratio), pair in sorted(pairs.items())]
-    return judge_direction(build_contrasts(models.evidence, ("25 % CLM, then MLM", "MLM alone"), places), bootstrap_draws)
+    return judge_direction(build_contrasts(models.evidence, ("25 % CLM, then MLM", "MLM alone"), places), interval_draws)
 
 
-def judge_continued_pretraining(models: ModelSelector, bootstrap_draws: int) -> PendingVerdict:
+def judge_continued_pretraining(models: ModelSelector, interval_draws: int) -> PendingVerdict:
     """Test claim 5, continued MLM ends higher from a CLM than from an MLM model; the longest continuations decide."""
     pairs = models.match_pairs(
         lambda one: one.clm_steps > 0 and not one.mlm_steps,
@@ -307,11 +307,11 @@ def judge_continued_pretraining(models: ModelSelector, bootstrap_draws: int) -> 
             by_length[more] += drop_collapsed(some)
     pooled = [(length, compare_contrasts(some).difference) for length, some in sorted(by_length.items()) if some]
     shorter = [f"after {length:,} steps it is {format_points(difference)}" for length, difference in pooled]
-    return judge_direction(contrasts, bootstrap_draws, "; ".join(shorter), last)
+    return judge_direction(contrasts, interval_draws, "; ".join(shorter), last)
 
 
-def judge_mask_ratios(models: ModelSelector, bootstrap_draws: int = 0) -> PendingVerdict:
-    """Test claim 6, no mask ratio is best everywhere, by all pairs of ratios in each size and family, without draws.
+def judge_mask_ratios(models: ModelSelector, interval_draws: int = 0) -> PendingVerdict:
+    """Test claim 6, no MLM mask ratio is best everywhere: each is clearly beaten somewhere; `interval_draws` is unused.
 
     Holds if each ratio is significantly beaten somewhere; reversed if one never is and is above each other ratio overall.
     """

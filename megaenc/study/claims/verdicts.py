@@ -98,7 +98,7 @@ the models and the number of bootstrap draws."""
 
 
 def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
-    """Test the study's six claims and return nine Verdicts in order (1a to 1d, 2 to 6), p corrected over them by Holm.
+    """Test the six claims; return nine Verdicts (1a to 1d, 2 to 6), p corrected by Holm; `draws` only for intervals.
 
     `draws`: bootstrap samples for the intervals shown next to each verdict; 0 for none. Reads the example scores of all
     compared models.

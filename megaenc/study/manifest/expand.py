@@ -98,7 +98,7 @@ class PlannedModel:
         return self.steps - self.decay
 
     def checkpoint_key(self, step: int) -> ModelKey:
-        """Return the ModelKey of the run's intermediate checkpoint at `step`: not decayed, its own CLM and MLM steps."""
+        """Return the ModelKey of the run's checkpoint at `step`: not decayed, the CLM and MLM steps up to there."""
         on_the_way = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
             return replace(on_the_way, cpt_mlm_steps=step)
@@ -107,7 +107,7 @@ class PlannedModel:
         return replace(on_the_way, clm_steps=clm, mlm_steps=step - clm, mask_ratio=mask)
 
     def phase_shares(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
-        """Return (phase, share) for all phases of the run: the share, 0 to 1, of the phase in the steps after + 1..last."""
+        """Return (phase, share) for all phases: the share, 0 to 1, of the phase's steps that are in after + 1..last."""
         lengths = [max(0, min(last, phase.last) - max(after, phase.first - 1)) for phase in self.phases]
         return [(phase, count / (phase.last - phase.first + 1)) for phase, count in zip(self.phases, lengths, strict=True)]
 

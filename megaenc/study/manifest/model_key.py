@@ -55,7 +55,7 @@ class ModelKey:
 
 
 def format_model_name(key: ModelKey) -> str:
-    """Return the name of the study's artifacts for `key`: size, phases with their end steps, seed: `610m-clm-10k-mlm40-42k`.
+    """Return the name of `key`, as `610m-clm-10k-mlm40-42k`: size, phases with end steps, checkpoint step, seed unless 1.
 
     Raises ValueError for MLM without a mask ratio, and for an intermediate checkpoint behind the end of its run.
     """

@@ -52,7 +52,7 @@ def check_run_config(run: PretrainConfig) -> None:
 
 
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
-    """Return `flag_values` with `data_dir` before the paths in data_path, and before tokenizer if it exists there."""
+    """Return `flag_values` with `data_dir` before data_path's paths, not weights, and tokenizer if it exists there."""
     resolved = {str(name): value for name, value in flag_values.items()}
     if words := resolved.get("data_path"):
         words = [words] if isinstance(words, str) else words

@@ -61,7 +61,7 @@ class HardwareEntry:
     """origin of these numbers, for display"""
 
     def rate(self, size: str) -> float:
-        """Return the pretraining tokens per second of one device for the model size `size`; 0.0 if the manifest has none."""
+        """Return a device's pretraining tokens per second for `size`: its entry, else that of all sizes; 0.0 if none."""
         return float(self.tokens_per_second_of.get(size, self.tokens_per_second))
 
 
@@ -133,7 +133,7 @@ class _ManifestFile:
 
 
 def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manifest:
-    """Return the Manifest in the YAML file `path`; relative data paths start from `data_dir`, by default its directory.
+    """Return the Manifest in YAML file `path`, checked (InputError); data paths start from `data_dir`, else its folder.
 
     Raises InputError in one line: file, field, found, expected, and the nearest known key.
     """

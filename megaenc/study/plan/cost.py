@@ -139,7 +139,7 @@ def _find_longest_chain(graph: "StageGraph", wait_for_end: bool) -> StageChain:
 
 
 def explain_steps(graph: "StageGraph") -> dict[str, str]:
-    """Return, by group of models, a sentence: its steps by start of the runs, and the difference to the reported number."""
+    """Return by group of models a sentence: its steps by how the runs start, and their difference to any reported."""
     groups = dict.fromkeys(model.group for model in graph.manifest.models)
     return {group: _explain_group(graph, group) for group in groups}
 

@@ -52,7 +52,7 @@ def build_graph(
     grid_jobs: int = 1,
     data_flags: Mapping[str, Any] | None = None,
 ) -> StageGraph:
-    """Return the StageGraph of `manifest`, in which runs with the same first steps branch off one that trains them.
+    """Return the StageGraph: runs branch off one with the same first steps; those existing in `study` keep their start.
 
     `study` is the study directory: its existing runs keep their start, and others branch off them at checkpoints that exist.
     `processes` per pretraining run (0: the manifest's devices). `grid_jobs`: fine-tuning runs in parallel per grid (0: as many as

@@ -145,7 +145,7 @@ def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
 
 
 def write_report(report: ReportPage, output: Path) -> None:
-    """Write tables, figures and index.html into `output`, each atomically; delete files that only an earlier report wrote.
+    """Write tables, figures, index.html; delete an earlier report's other files; InputError if `output` is no report's.
 
     FILES lists all files before they are written, so that a killed attempt leaves none unlisted. Raises InputError for a
     directory that cannot be written or that contains anything but a report.

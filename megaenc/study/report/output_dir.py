@@ -71,7 +71,7 @@ def _list_permanent_entries(folder: Path) -> list[str]:
 
 
 def prepare_report_dir(output: Path, earlier: Collection[str], names: Iterable[str]) -> None:
-    """Create tables/ and figures/, list `names` and `earlier` in files.txt; InputError if a file of `names` is foreign."""
+    """Create tables/ and figures/, list `names` and `earlier` in files.txt; InputError if one only in `names` exists."""
     for name in names:
         if name not in earlier and _entry_type(output / name):
             raise InputError(

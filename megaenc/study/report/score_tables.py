@@ -82,13 +82,13 @@ def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
 
 
 def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
-    """Return a Table of the study's own score for each setup; `published` values are a row below those of the same model."""
+    """Return a Table of the study's score per kind of pretraining (base, ...); `published` rows below the same model."""
     note = "Percent on test: mean over the seeds (half the interval)."
     return _build_setup_tables(evidence, _list_score_columns(evidence), "{}", "{}", note, published)
 
 
 def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence]) -> list[Table]:
-    """Return a Table of standard metrics for each setup; `standard` has the Evidence of each metric; [] if it is empty."""
+    """Return a Table of standard metrics per kind of pretraining; `standard`: Evidence of each metric; [] if empty."""
     by_metric = {one.metric: one for one in standard}
     places = [
         (f"{family}, {METRIC_LABELS[metric]}", by_metric[metric], family, name)
@@ -172,7 +172,7 @@ _RUN_COLUMNS = (*_MODEL_AND_SEEDS, "collapsed_runs", "ended_trainings", "planned
 
 
 def format_scores_csv(evidence: Sequence[Evidence]) -> str:
-    """Return CSV text with a line per score and setup: columns of the published file, then model, seeds, metric and runs.
+    """Return CSV text, a line per score and kind of pretraining: published columns, then model, seeds, metric and runs.
 
     `collapsed_runs` counts runs at the chosen rate, `ended_trainings` and `planned_trainings` those at all rates.
     """
@@ -254,13 +254,13 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 
 
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
-    """Return the mean score at each learning rate with every seed, as RateSensitivity; None with fewer than two."""
+    """Return mean scores by learning rate with every seed, failed runs as the trivial baseline; None below two rates."""
     sensitivity = aggregate.compute_sensitivity(score.rate_scores_with_failures, score.seed_scores)
     return sensitivity if sensitivity is not None and len(sensitivity.means) > 1 else None
 
 
 def build_collapse_table(evidence: Evidence) -> Table | None:
-    """Return the Table of collapsed or failed runs (k/n) by model, data set and learning rate; None without any runs."""
+    """Return the Table of collapsed or failed runs (k/n) per model: by data set, by rate, in all; None without runs."""
     if not evidence.grids:
         return None
     sets = datasets_by_family((one.family, one.dataset) for one in evidence.grids)

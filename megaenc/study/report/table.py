@@ -71,7 +71,7 @@ def format_score(mean: float | None, half: float | None = None) -> CellValue:
 
 
 def format_cell(value: CellValue) -> str:
-    """Format a cell as text: numbers with thousands separators, None as empty text, text unchanged."""
+    """Format a cell as text: integers with thousands separators, None as empty text, text unchanged."""
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 

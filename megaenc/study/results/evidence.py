@@ -160,7 +160,7 @@ class Evidence:
         return [*planned, *(key for key in self.model_keys() if not planned or key.size not in self.scope.sizes)]
 
     def group_by_setup(self, model_keys: Iterable[ModelKey] | None = None) -> Groups:
-        """Return model keys (default: all with a score) in table order by setup ("base", "cpt", ...), some in several."""
+        """Return model keys (default: all scored) by kind of pretraining ("base", "cpt", ...), some in several."""
         return group_by_setup(
             self.model_keys() if model_keys is None else model_keys, self.planned_model_keys(), self.scope.sizes
         )
@@ -171,7 +171,7 @@ class Evidence:
 
     @functools.cached_property
     def reference_mask_ratio(self) -> float | None:
-        """Return the most frequent mask ratio (fraction) of the planned models, which represents MLM; None without any."""
+        """Return the most frequent mask ratio of planned models, on ties nearest 0.4: MLM as compared; None if none."""
         return reference_mask_ratio(self.planned_model_keys())
 
     def datasets(self) -> list[tuple[str, str]]:
@@ -194,7 +194,7 @@ def build_evidence(
     kind: IntervalKind = "normal",
     scope: StudyScope = EMPTY_SCOPE,
 ) -> Evidence:
-    """Compute scores, intervals, averages and grid states from result files, as Evidence in one metric.
+    """Build Evidence in one metric from results: scores, averages, run states; InputError if no result has the metric.
 
     `resolve_model_key` maps a model's name to its key, or to None. Runs outside the grid of `scope` are ignored. Raises
     InputError for a metric that no finished run has.
@@ -298,7 +298,7 @@ def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, floa
 def collapsed_by_training(
     grids: Iterable[tuple[Hashable, Mapping[tuple[float, int], bool]]],
 ) -> dict[tuple[Hashable, float, int], bool]:
-    """Return by (training set, rate, seed) whether a training run collapsed on any of the data sets it was evaluated on.
+    """Return by (training set, rate, seed) whether a run collapsed on any data set; `grids`: (training set, collapsed by run).
 
     `grids`: pairs of training set and GridStatus.collapsed_by_run.
     """

@@ -55,7 +55,7 @@ def _is_single_objective(model_key: ModelKey) -> bool:
 
 
 def group_by_setup(model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()) -> Groups:
-    """Return model keys in table order by setup ("base", "efficiency", "pfs", "cpt", "other"), some in several, none empty.
+    """Return keys by pretraining: "base", "efficiency" (checkpoints), "pfs" (from scratch), "cpt", "other"; may repeat.
 
     Base models have one objective and the longest budget of their size that both objectives share. "pfs" adds the CLM and MLM
     models of the same budget to two-stage models, "cpt" adds the parents of continued models. Budgets and parents come from the

@@ -50,7 +50,7 @@ def published() -> Evidence:
 
 
 def raw(folder: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal") -> Evidence:
-    """Read the study's raw results (`folder`: `results` of hgissbkh/EncodEval) as Evidence on its twelve averaged data sets.
+    """Read the study's raw results in `folder` as Evidence on its twelve averaged data sets; InputError if none.
 
     Raises InputError if it has no results or none has the metric.
     """

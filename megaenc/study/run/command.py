@@ -175,7 +175,7 @@ def _run_locally(stages: Sequence[StageRunner], study: Path, settings: StudyRunC
 def print_summary(
     stages: Sequence[StageRunner], study: Path, failed: Mapping[str, str], seconds: float, settings: StudyRunConfig
 ) -> None:
-    """Print the failures (`failed`: reasons by id), the counts and the next command; exit with 1 unless all are done."""
+    """Print failures (`failed`: reasons by id), counts, and the report command if all are done, else exit with 1."""
     done = finished_stages(stages).difference(failed)
     for stage in stages:
         if isinstance(stage, FinetuneStage) and stage.is_done() and (count := stage.count_failed_runs()):
@@ -207,7 +207,7 @@ def resolve_study_dir(output: str, command: str) -> Path:
 
 
 def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
-    """Return the stages whose id or name matches a pattern in `only` (all if empty) and those they need; else InputError."""
+    """Return stages whose id or name matches any of `only` (all if empty), and their needs; InputError without match."""
     ids: list[str] = [] if only else list(stages)
     names = {id: id.rpartition("/")[2] for id in stages}
     for pattern in only:

@@ -62,7 +62,7 @@ class _StudyDisplay(ProgressLine):
             super().print_line(text)
 
     def update(self, *done: Any, **more: Any) -> None:
-        """Redraw the progress rows by ProgressLine.update(*done, **more); ignore a closed standard output."""
+        """Redraw the progress rows by the amount `done` and options of ProgressLine.update; ignore closed stdout."""
         with _ignore_closed_output():
             super().update(*done, **more)
 
@@ -83,7 +83,7 @@ def format_progress(done: float, total: float, unit: str) -> str:
 
 
 def execute_stages(stages: Sequence[StageRunner], study: Path, slots: Sequence[str], *, max_attempts: int = 2) -> dict[str, str]:
-    """Run `stages` in `slots`, each after those that it needs, and write study.json; return reasons of failures by id.
+    """Run `stages` in parallel, each after its needs, and retry crashes; return errors by id. `slots`: device or "".
 
     A slot holds one process: the device that the process sees, or "". Of the stages that are ready, the one with the longest
     remaining chain starts first. A crash is retried, up to `max_attempts` attempts. No child process outlives this call; children

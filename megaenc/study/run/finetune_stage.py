@@ -53,7 +53,7 @@ def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
 
 
 def dataset_result_name(dataset: str) -> str:
-    """Return the name that results have for `dataset`, a known name, PATH or NAME=PATH (the file's or folder's name)."""
+    """Return a data set's name in results: the known name, NAME of NAME=PATH, or the file or folder name of a PATH."""
     return parse_dataset_name(dataset)[0]
 
 
@@ -89,7 +89,7 @@ class LabelledData:
 
     @cached_property
     def fingerprints(self) -> dict[str, dict[str, str]]:
-        """Return {"dataset", "train_on"} fingerprints by data set name, for the sets that exist locally; read once."""
+        """Return {"dataset": own, "train_on": training set's} fingerprints by name of each readable set; cached."""
         fingerprints = {}
         for text in self.datasets:
             demo_names = {text, self.flags.train_on}.intersection(demo.DEMO_DATASETS)

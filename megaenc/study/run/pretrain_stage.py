@@ -185,7 +185,7 @@ _RESOLVED_BY_RUN = {"bf16", "vocab_size", "tokenizer", "skip_samples"}
 
 
 def read_run_init(run: Path) -> RunInit | None:
-    """Return the RunInit (start) in `run`/run.json; None without the file. InputError if it is damaged."""
+    """Return a run's start (kind, parent, step) from `run`/run.json; None without the file, InputError if damaged."""
     if not (run / RUN_FILE).exists():
         return None
     facts, place, expected = read_run_json(run), f"{run / RUN_FILE}: field", "expected the value that `megaenc pretrain` writes"

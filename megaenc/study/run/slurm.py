@@ -31,7 +31,7 @@ _FIRST_PORT, _PORT_COUNT = 20_000, 20_000
 
 @dataclass(frozen=True)
 class StageTask:
-    """Callable of a Slurm job that runs one stage on one or several machines; pickled by the name of this class."""
+    """Callable of a Slurm job that runs one stage on one or several machines; picklable, and requeued at a timeout."""
 
     stage: StageRunner
     study: Path
@@ -96,7 +96,7 @@ class StageTask:
 
 
 def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
-    """Return the number of machines of --slurm-gpus GPUs that a stage needs; 1 without GPUs. InputError if not whole."""
+    """Return a stage's number of machines: processes / --slurm-gpus, at least 1; 1 without GPUs. InputError if uneven."""
     gpus = cluster.slurm_gpus
     if not gpus or stage.processes <= gpus:
         return 1

@@ -87,7 +87,7 @@ class StageRunner:
 
 
 def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
-    """Return the ids of the stages that are done and need only done ones; `stages`: each after those that it needs.
+    """Return the ids of `stages`, in order of need, that are done and need only done ones; needs outside count as done.
 
     Output that remains after a needed stage was rerun must still be compared with it (`StageRunner.check`).
     """
@@ -100,7 +100,7 @@ def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
 
 
 def megaenc_command(*words: str, processes: int = 1, launcher: Sequence[str] = ("--standalone",)) -> list[str]:
-    """Return the command line of `megaenc WORDS`; torchrun with `launcher` if there are several processes or machines."""
+    """Return the command of `megaenc WORDS`, by torchrun with arguments `launcher` for several processes or machines."""
     if processes == 1 and tuple(launcher) == ("--standalone",):
         return python_command("-m", "megaenc", *words)
     torchrun = python_command("-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes))
@@ -283,7 +283,7 @@ class ExportStage(StageRunner):
         return float(self._certificate.is_file()), 1
 
     def check(self) -> None:
-        """Raise StaleArtifactError for an export of another step or run; InputError if its checkpoint was not kept."""
+        """Raise StaleArtifactError for an export of another step or run; if none, InputError if the step was not kept."""
         if not self.is_done():
             check_checkpoint_exists(self._run, self.step, self.id)
             return

@@ -185,7 +185,7 @@ class EtaEstimator:
         return max([sum(processes * seconds for processes, seconds in remaining) / slots, *self.longest_chains().values()])
 
     def longest_chains(self) -> dict[str, float]:
-        """Return by stage id the seconds left of it and of the longest chain of stages that need it; 0 if unknown."""
+        """Return by stage id its seconds left plus the longest chain's of stages that need it; unknown ones count 0."""
         chains: dict[str, float] = {}
         later: dict[str, float] = defaultdict(float)
         for id, stage in reversed(self._stages.items()):

@@ -47,7 +47,7 @@ class StatusConfig:
 
 @dataclass(frozen=True)
 class StatusRow:
-    """State of one stage: id, state, progress as text, completed share, seconds of all attempts, and a reason."""
+    """State of one stage: id, state, progress as text, completed share, seconds of all attempts, reason to fail or wait."""
 
     stage: str
     state: Literal["failed", "running", "waiting", "done"]

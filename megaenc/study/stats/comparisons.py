@@ -46,7 +46,7 @@ class ModelSelector:
         shared_key: Callable[[ModelKey], tuple] = attrgetter("size", "steps"),
         model_keys: Iterable[ModelKey] | None = None,
     ) -> dict[tuple, ModelPairs]:
-        """Return (left, right) models by `shared_key`, then pretraining seed; the first of each side, if both have one.
+        """Return {`shared_key` value: {seed: (left, right)}}, the first model of each side, where both sides have one.
 
         `model_keys` defaults to all evaluated models without a schedule.
         """
@@ -60,7 +60,7 @@ class ModelSelector:
         return {key: by_seed for key, by_seed in complete.items() if by_seed}
 
     def final_pairs(self) -> dict[str, ModelPairs]:
-        """Return (MLM-only, CLM-only) decayed models at the longest common budget, by size (smallest first) and seed."""
+        """Return {size: {seed: (MLM-only, CLM-only)}}: decayed, longest common planned budget; smallest size first."""
         ends = (lambda one: one.decayed and self.is_mlm_only(one), lambda one: one.decayed and is_clm_only(one))
         longest = dict(
             sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys))
@@ -127,7 +127,7 @@ class Comparison:
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:
-        """Return the seeds needed for 80 % power; infinity if over 10,000, None with fewer than two seeds or without p."""
+        """Return the seeds to find this difference with 80 % power; infinity over 10,000; None below 2 or without p."""
         if self.test.seed_count < 2 or math.isnan(self.test.p):
             return None
         needed = inference.required_seeds(self.test.difference, self.test.components, self.test.seed_count)
@@ -155,7 +155,7 @@ class Contrast:
 
     @property
     def weighted_scores(self) -> list[list[tuple[float, Score]]]:
-        """Return (weight, original Score) pairs of each pretraining run, averages replaced by their data sets' scores."""
+        """Return (weight, original Score) lists by pretraining run; averages replaced by each data set, same weight."""
         every = (self.source or self.terms).values()
         return [[(weight, member) for weight, score in terms for member in score.members or (score,)] for terms in every]
 
@@ -199,7 +199,7 @@ def build_contrasts(
     places: Iterable[tuple[str, ModelPairs]],
     families: Sequence[str] = tuple(STUDY_DATASETS),
 ) -> list[Contrast]:
-    """Return a Contrast of `names`, left less right, by place (label, model pairs) and family with common data sets."""
+    """Return a Contrast (sides: `names`) per place (label, pairs by seed) and family whose data sets both sides have."""
     contrasts = []
     for (where, sides), family in itertools.product(places, families):
         evaluated = {seed: pair for seed, pair in sides.items() if family_terms(evidence, family, pair) is not None}

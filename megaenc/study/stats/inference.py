@@ -88,7 +88,7 @@ def example_variance(blocks: Sequence[np.ndarray]) -> float:
 
 
 def contrast_t_test(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: float = 0.0) -> TestResult:
-    """Test the mean of `scores`, float[S], against 0 by t over seeds and over seeds and examples; the larger p counts.
+    """Test the mean of `scores` against 0 by t, over seeds and with examples; the larger p counts, NaN for one seed.
 
     `examples`: float[S, N] per data set. Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. A
     `margin` adds an equivalence test. One seed gives an interval over its examples, and no p.
@@ -108,7 +108,7 @@ def welch_satterthwaite_test(
     margin: float = 0.0,
     seed_count: int = 0,
 ) -> TestResult:
-    """Test `difference` against 0 by t, given the (variance, degrees of freedom) of its parts and one example variance.
+    """Test `difference` by t, over seeds and over seeds and examples; keep larger p (NaN for one seed), wider interval.
 
     Degrees of freedom by Welch and Satterthwaite, for the seeds and for seeds and examples; the example variance counts as
     known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
@@ -187,7 +187,7 @@ _QUANTILES = (np.arange(400) + 0.5) / 400
 
 
 def t_test_power(difference: float, parts: VarianceComponents, parts_seed_count: int, seed_count: int) -> float:
-    """Return the power, 0 to 1, of `contrast_t_test` at p < 0.05 with `seed_count` seeds for a true `difference`.
+    """Return the power, 0 to 1, of a t test at p < 0.05 with `seed_count` seeds; `parts` are of `parts_seed_count` seeds.
 
     `parts` were estimated from `parts_seed_count` seeds. Averages over 400 quantiles of the chi-squared distributed variance
     estimate; NaN below two seeds.
@@ -211,7 +211,7 @@ def t_test_power(difference: float, parts: VarianceComponents, parts_seed_count:
 def required_seeds(
     difference: float, parts: VarianceComponents, parts_seed_count: int, target_power: float = 0.8, max_seeds: int = 10_000
 ) -> int | None:
-    """Return the fewest seeds for which a t test has `target_power`; None if `max_seeds` are too few or the variance NaN.
+    """Return the fewest seeds for `target_power`, None above `max_seeds`; `parts`: variances at `parts_seed_count` seeds.
 
     `parts` were estimated from `parts_seed_count` seeds. More seeds never make up for too few examples.
     """
@@ -224,7 +224,7 @@ def required_seeds(
 
 
 def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
-    """Return float[S], jackknife pseudo-values of the variance between learning rates of `scores`, float[R, S].
+    """Return float[S] (S = 2: float[1]), jackknife pseudo-values of the variance between rates of `scores`, float[R, S].
 
     Their mean is the variance component (MS_rates - MS_residual) / S of a two-way analysis of variance, to which noise adds
     nothing on average; they can be tested by t (Tukey; Arvesen 1969). Two seeds give float[1]. Raises ValueError for fewer than

@@ -29,7 +29,7 @@ BetweenRunVariances = Mapping[str, Mapping[Seeds, float]]
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """Summed left and right scores, float[S] by pretraining seed (fine-tuning seed if there is one), and example scores."""
+    """Summed scores of left and right, float[S] by pretraining seed (by fine-tuning seed if only one), and by example."""
 
     left: np.ndarray
     right: np.ndarray
@@ -43,7 +43,7 @@ class ScoreRows:
 
 
 def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
-    """Estimate a contrast's variance between pretraining runs, by family and seeds, from contrasts with several runs.
+    """Return {family ("" for all): {seeds: part}}; parts add up to the mean variance of contrasts between their runs.
 
     Averages over the contrasts of a family with the same seeds, and over the sets of seeds; collapsed ones do not count.
     """

@@ -31,7 +31,7 @@ class CheckpointLoader(CheckpointDir):
     """The step that was verified last and its rewritten pickles, by file name."""
 
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Verify checksums, pickles and, if given, run `identity` of the checkpoint of `step`; return its state.json.
+        """Verify checksums, pickles, any run `identity` of a checkpoint on all ranks; return state.json, or InputError.
 
         All ranks call this together. DamagedCheckpointError if a file has changed; InputError if the checkpoint belongs to a run
         with another `identity` or its pickles hold more than plain values.
@@ -88,14 +88,14 @@ class CheckpointLoader(CheckpointDir):
         return None
 
     def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:
-        """Return whether the checkpoint of `step` was trained without packs that `plan` skips; `if_damaged` if damaged."""
+        """Return whether checkpoint `step` skipped the same packs up to there as `plan`; `if_damaged` if damaged."""
         try:
             return saw_same_data(plan, self.read_state(step))
         except DamagedCheckpointError:
             return if_damaged
 
     def compatible_steps(self, plan: Plan) -> list[int]:
-        """Return the sorted steps of complete checkpoints that were trained without packs that `plan` skips."""
+        """Return the sorted steps of complete checkpoints that skipped the same packs, up to their step, as `plan`."""
         return [step for step in self.steps() if self.is_compatible(step, plan, if_damaged=False)]
 
     def load(self, engine: Engine, step: int) -> None:
@@ -113,7 +113,7 @@ class CheckpointLoader(CheckpointDir):
 def load_model_weights(
     checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None
 ) -> None:
-    """Verify the checkpoint of `step`, load its weights into unsharded `module`; InputError if damaged or not `identity`."""
+    """Verify a checkpoint, load its weights into unsharded `module`; InputError if damaged or of other run `identity`."""
     try:
         checkpoints.verify(step, identity)
     except DamagedCheckpointError as damage:

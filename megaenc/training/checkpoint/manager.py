@@ -100,7 +100,7 @@ class ShardedStateWriter:
         return shard_digests
 
     def write_metadata(self) -> None:
-        """Write the metadata of all ranks' shards, once all are written, on rank 0; LocalInputError if it cannot write."""
+        """Write the metadata of all shards; all ranks call it, rank 0 writes the file or raises LocalInputError."""
         with _convert_disk_errors(self.folder, LocalInputError):
             for finalize in self._request.finalize_fns:
                 finalize()
@@ -149,7 +149,7 @@ class CheckpointManager(CheckpointLoader):
         """Callback on rank 0 before a checkpoint gets its final name, which an InputError prevents."""
 
     def retarget_tracker(self, plan: Plan) -> None:
-        """Set the tracker file back to the newest step trained without packs that `plan` skips; remove the file without one.
+        """Reset the tracker, if its step did not skip `plan`'s packs, to the newest earlier one that did; delete if none.
 
         Exports read the tracker. A tracked checkpoint without these packs stays. For rank 0.
         """

@@ -183,7 +183,7 @@ class _MetadataUnpickler(_PlainUnpickler):
 
 
 def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = None) -> dict[str, bytes]:
-    """Return the pickle files of checkpoint `folder` as bytes by name, rewritten from plain values; InputError for others.
+    """Return checkpoint `folder`'s pickles as bytes by name, rewritten; InputError if not plain or not as in `entries`.
 
     These are `.metadata`, `common.pt` and `metadata.json`, and `extra_states` in place of objects among the tensors; torch reads
     the tensors with its own allow-list. `entries`: size and SHA-256 of the verified files. InputError, naming file and class,

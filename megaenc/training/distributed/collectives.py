@@ -52,7 +52,7 @@ def _call_catching_input_error(function: Callable[[], Result]) -> tuple[Result |
 
 
 def check_same_plan(plan: Plan) -> None:
-    """Raise InputError on all ranks, naming field and rank, if flags (except paths), identity or start of plans differ."""
+    """Raise InputError on all ranks, naming field and rank, if ranks differ in flags (not paths), identity or start."""
     values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _NODE_LOCAL_FIELDS}
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
     (_, first), *others = all_gather_call(lambda: (socket.gethostname(), values))

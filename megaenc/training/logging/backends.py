@@ -196,7 +196,7 @@ class BackgroundLogger:
 
 
 def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
-    """Return finite numbers and texts of nested `row`, except `step`, by path from `group` on: validation/mlm/loss."""
+    """Return finite numbers and texts of nested `row` by path such as validation/mlm/loss (no `step`, `objectives`)."""
     values: dict[str, float | str] = {}
     for name, value in row.items():
         path = group if name == "objectives" else f"{group}/{name}"

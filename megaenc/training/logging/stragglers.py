@@ -52,7 +52,7 @@ class StragglerDetector:
         self._slow_reports: Counter[int] = Counter()  # consecutive ones by rank
 
     def record_step(self, step: int) -> dict[str, Any] | None:
-        """Add this rank's times of `step`; every `interval` steps return a report of the slowest ranks, else None.
+        """Add this rank's times of `step`; every `interval` steps return a report of the 4 slowest ranks, else None.
 
         It also prints a line for each rank that was slow in CONSECUTIVE_REPORTS reports. The first step is not measured.
         """

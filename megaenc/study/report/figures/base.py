@@ -106,7 +106,7 @@ def build_family_figure(
     joined: bool = True,
     **axis: Any,
 ) -> FigureSpec:
-    """Return a FigureSpec with a panel per task family that has scores, a line per series, `published` values drawn lightly.
+    """Return a FigureSpec: panel per task family with scores, line per series, `published` light; `axis`: panel fields.
 
     `dodge` shifts neighbouring series on the x axis so that their points do not cover each other; `axis`: FigurePanel's fields.
     """
@@ -138,7 +138,7 @@ def has_published_lines(panels: Sequence[FigurePanel]) -> bool:
 
 
 def describe_bars(evidence: Evidence, published: Evidence | None, panels: Sequence[FigurePanel]) -> str:
-    """Return caption text on the interval bars of these panels, and on hollow points (collapsed runs) if there are any."""
+    """Return caption text on the interval bars, also of published values if drawn, and on hollow points, if any."""
     hollow = any(point.collapsed for panel in panels for line in panel.lines for point in line.points)
     hollow_note = " Hollow points in strong colours include runs that collapsed to worthless predictions." if hollow else ""
     return f"Bars: {describe_intervals(evidence, published if has_published_lines(panels) else None)}.{hollow_note}"

@@ -36,7 +36,7 @@ from megaenc.viz.style import assign_styles, format_count
 
 
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Return the figure of CLM and MLM (reference mask ratio) base models' scores by size, or by data set with one size."""
+    """Return the figure of CLM and MLM base models' scores by size, or data set if one size; no panels without both."""
     key, title = "objectives", "CLM and MLM"
     base, mask = evidence.group_by_setup().get("base", []), evidence.reference_mask_ratio
     models = {
@@ -93,7 +93,7 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
 
 
 def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Return the figure of scores over the mask ratio of MLM-only and CLM-then-MLM models of the same size and budget."""
+    """Return the figure of scores over the mask ratio, with and without CLM first; no panels unless a budget has both."""
     key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, float], list[ModelKey]] = defaultdict(list)
     for one in evidence.model_keys():
@@ -187,7 +187,7 @@ def _build_efficiency_figure(
 
 
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Return the figure of scores over CLM share (MLM at the reference ratio), a line per budget with a two-stage model."""
+    """Return the figure of scores over the share of CLM before MLM, a line per budget; no panels if none is two-stage."""
     key, title, mask = "clm-shares", "CLM share at each budget", evidence.reference_mask_ratio
     budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one in evidence.model_keys():
@@ -215,7 +215,7 @@ def _name_budgets(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> d
 
 
 def build_continued_pretraining_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Return the figure of scores over the MLM steps of continued pretraining, a line per parent, which is at 0."""
+    """Return the figure of scores over MLM steps of continued pretraining, a line per parent (at 0), if there is any."""
     key, title, model_keys = "continued-pretraining", "Continued pretraining by length", evidence.model_keys()
     groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
     for one in model_keys:

@@ -75,7 +75,7 @@ def build_figures(
 
 
 def published_flops_by_model(evidence: Evidence) -> dict[ModelKey, float]:
-    """Return training FLOPs by key of evaluated model, computed from its shape; without other sizes and schedules."""
+    """Return training FLOPs by scored model, from its shape; unknown sizes and models with a schedule are left out."""
     flops = {key: published_model_flops(key) for key in evidence.model_keys()}
     return {key: count for key, count in flops.items() if count}
 
