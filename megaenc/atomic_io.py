@@ -105,7 +105,7 @@ def _run_uninterrupted(call: Callable[[], None]) -> None:
 
 
 def find_stale_temp_files(*paths: Path) -> list[Path]:
-    """Return, sorted, the temporary files and folders of any writer of `paths`, all in one folder; [] if unreadable."""
+    """Return, sorted, temporary files and folders for `paths` of one folder, even of live writers; [] if unreadable."""
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
     try:
@@ -262,7 +262,7 @@ class FileLock:
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Try to lock the file `path` without waiting; yield whether that worked, and if so remove the file after the block.
+    """Try to lock `path` at once; yield whether it worked (True if the disk has no locks), and if so remove it after.
 
     A lock ends with its process. On a file system without locks every process gets it, so code that runs under a lock must write
     atomically and deterministically. Raises InputError if the file cannot be created.

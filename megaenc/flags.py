@@ -25,7 +25,7 @@ Settings = TypeVar("Settings")
 def parse(
     settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str, default: Settings | None = None
 ) -> Settings:
-    """Return the dataclass `settings` filled from the flags `argv` (None: sys.argv); `default` has the fields they omit.
+    """Return dataclass `settings` filled from the flags `argv` (None: sys.argv) over `default`; InputError if wrong.
 
     Fields of nested dataclasses are top-level flags. Raises InputError for unknown flags and wrong values; --help exits with 0.
     """
@@ -100,7 +100,7 @@ def read_config_file(
     preset: tuple[str, Callable[[Settings, Any], Settings]] | None = None,
     including_files: tuple[Path, ...] = (),
 ) -> Settings:
-    """Return `default` with the fields changed that the YAML file `path` sets by flag name, with `-` or `_`.
+    """Return `default` with the fields in YAML file `path` and its base `config`; `preset`: (key, changer of defaults).
 
     The key `config` names another file, relative to this one, whose values are read first. `preset` is a key that changes the
     defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
@@ -138,7 +138,7 @@ def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
 
 
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
-    """Return a copy of `settings` with `values`, by field name, converted to the field's type; also in nested dataclasses.
+    """Return `settings` with `values` by field name, also nested ones, cast to the field's type; InputError if wrong.
 
     Raises InputError that begins with `source` for an unknown field or a wrong value.
     """

@@ -57,7 +57,7 @@ def check_process_count(flag: str, count: int) -> None:
 
 @cache
 def accelerator_names() -> list[str]:
-    """Return the name of each accelerator that torch, in a subprocess, may use; an empty list without a device file.
+    """Return the names of the accelerators that torch may use; [] without a device file; InputError if torch fails.
 
     Raises InputError if torch fails to list them.
     """
@@ -72,7 +72,7 @@ def accelerator_names() -> list[str]:
 
 
 def select_visible_devices(count: int) -> tuple[str, list[str]]:
-    """Return the variable CUDA_VISIBLE_DEVICES, or HIP_ if that is set, and its first `count` entries (unset: 0, 1, ...)."""
+    """Return (name, first `count` entries) of HIP_VISIBLE_DEVICES if set, else of the CUDA_ one (unset: 0, 1, ...)."""
     variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     chosen = os.environ.get(variable, "")
     return variable, (chosen.split(",") if chosen else [str(number) for number in range(count)])[:count]
@@ -238,7 +238,7 @@ class Worker(ChildProcess):
             raise self._describe_end() from None
 
     def results(self, deadline: float | None = None) -> Iterator[Any]:
-        """Yield the result of `work` for one sent item, or each value of a generator; TimeoutError at `deadline`.
+        """Yield the result of `work` for one sent item, or a generator's values as they come; TimeoutError at `deadline`.
 
         Raises the exception of `work`, or WorkerDied if the process ends first. `deadline`: of `time.monotonic`.
         """

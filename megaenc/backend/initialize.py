@@ -19,7 +19,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
-    """Initialize torch.distributed (one process without torchrun) and megatron-core's parallel groups; return the Backend.
+    """Initialize torch.distributed and megatron-core's groups; return the Backend; InputError if `layout` does not fit.
 
     `chunks`: model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`); `timeout`: of each collective. Raises
     InputError if the number of processes does not fit `layout`.
@@ -83,7 +83,7 @@ _POLL_SECONDS = 0.05
 
 
 def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Join the other processes by torchrun's environment; return a store with only this attempt's keys, rank and world size.
+    """Join the other processes by torchrun's environment; return (store with only this attempt's keys, rank, world size).
 
     torchrun's store survives restarts, so that each attempt prefixes its keys with a name of its own. Raises RuntimeError if not
     all processes join within `timeout`.

@@ -66,7 +66,7 @@ def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
 
 
 def install() -> None:
-    """Make megatron-core use this module's AdamW, norm and scaling; do nothing if it has apex or Transformer Engine."""
+    """Make megatron-core use our AdamW, scaling and, off the CPU, norm, unless it has apex or Transformer Engine."""
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 

@@ -61,7 +61,7 @@ class ParallelConfig:
     """layers per unit (uniform), or recomputed layers of each stage (block); 1 unless given"""
 
     def check(self, world_size: int) -> None:
-        """Raise InputError unless `world_size` processes fit the layout and this machine supports its overlap flags."""
+        """Raise InputError unless `world_size` processes fit the layout, and its flags each other and this machine."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for flag, size in (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline)):
             if size < 1:
@@ -89,7 +89,7 @@ class ParallelConfig:
             raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
-        """Return the number of layers of each model chunk, from the first layer on; chunk c is on pipeline stage c % stages.
+        """Return each model chunk's number of layers, chunk c on stage c % stages; InputError if they cannot be split.
 
         There are as many chunks as stages, or a multiple (interleaved). Raises InputError if `num_layers` cannot be split.
         """

@@ -96,7 +96,7 @@ def find_family(values: dict[str, Any], file: str) -> ModelFamily:
 
 
 def parse_hf_config(values: dict[str, Any], file: str) -> Any:
-    """Return transformers' config object for the content `values` of a config.json, which may be of an older version.
+    """Return transformers' config for config.json's `values`, also of old versions; InputError, naming `file`, if wrong.
 
     Its class follows from the family: code in the folder is never run. Raises InputError, naming `file`, for an invalid config.
     """
@@ -200,7 +200,7 @@ def build_export_config(
     tokenizer: Any,
     dtype: torch.dtype,
 ) -> Any:
-    """Return transformers' config object for `model`, exported as `family` under `attention`.
+    """Return transformers' config for `model` as `family` under `attention`; InputError, naming others, if unsupported.
 
     The inverse of `to_model_config`. `vocab_size`: rows of the embedding; `context`: tokens; `tokenizer`: transformers', for
     special token ids. Raises InputError that names other families if this one does not support the model.

@@ -27,7 +27,7 @@ directions:
 
 @dataclasses.dataclass(frozen=True)
 class ToHFConfig:
-    """Flags of `megaenc convert to-hf`: run, output folder, step, family, dtype, shard size, kind of export, license."""
+    """Flags of `megaenc convert to-hf`: run, output, step or all, family, dtype, shards, sentence encoder, license."""
 
     load: str = ""
     """run folder (the --save of a pretraining run)"""

@@ -63,7 +63,7 @@ class HFSource:
 
 
 def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
-    """Return the checked model of the Hugging Face folder `path`; `tie`: use its embedding as the missing output layer.
+    """Return folder `path` as a checked HFSource; InputError if wrong; `tie`: use the embedding as missing output layer.
 
     Reads only weights that must be zero or equal to others. Raises InputError that names the wrong file, field or tensor.
     """
@@ -116,7 +116,7 @@ def from_hf(
     tie: bool = False,
     dtype: Literal["source", "bf16", "fp32"] = "source",
 ) -> tuple[HFSource, MaskToken]:
-    """Convert the Hugging Face folder `source` to the new run folder `output`, and return the HFSource and the MaskToken.
+    """Convert Hugging Face folder `source` to run folder `output` with a step 0; return its HFSource and MaskToken.
 
     The run folder has a checkpoint of step 0 with only the weights, in `dtype`, and a config.yaml with the flags of runs that
     start from it (`--init-from`). Weights are read one by one, so that memory holds the model once. Raises InputError, and leaves

@@ -40,7 +40,7 @@ class TensorHeader(NamedTuple):
 
 
 class HFCheckpoint:
-    """A Hugging Face model folder: content of config.json in `config`, and a TensorHeader by weight name in `headers`.
+    """A Hugging Face model folder: config.json without loading fields as `config`, TensorHeaders by weight as `headers`.
 
     `config` omits fields about loading. Pickles are never read.
     """

@@ -67,7 +67,7 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
 
 
 def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return (model, loading report): transformers' class `kind` with the weights of `folder`, in float32 and eval mode.
+    """Return (`kind` model in float32 and eval mode with `folder`'s weights, loading report); InputError if they misfit.
 
     `options` are passed to the class; `expected` describes the model in errors. Raises InputError for a config or weights of
     another model, and, before memory is allocated, for a config that needs too much.

@@ -94,7 +94,7 @@ class RunCheckpoint:
             ) from None
 
     def exportable_steps(self) -> list[int]:
-        """Return the sorted steps that can be exported: of all complete checkpoints, and 0 if it follows from the seed.
+        """Return, sorted, the steps of all checkpoints, and 0 if it follows from the seed; InputError if none or damaged.
 
         Raises InputError if there is no checkpoint, or a file of one is missing or cut short.
         """

@@ -39,7 +39,7 @@ def parse_size(text: str, flag: str) -> int:
 def write_shards(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> dict[str, str]:
-    """Write `tensors`, in the order of `shapes`, as safetensors files of `dtype` to `folder`; return each one's SHA-256.
+    """Write `tensors`, ordered as `shapes`, to safetensors of `max_bytes` if possible; return SHA-256 by tensor name.
 
     Files have at most `max_bytes`, unless one weight is larger; with several files their index is written too.
     """

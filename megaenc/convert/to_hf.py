@@ -36,7 +36,7 @@ _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
 def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) -> int:
-    """Export run `load`'s checkpoint of `step` (None: the newest) to the new Hugging Face folder `output`; return the step.
+    """Export run `load`'s checkpoint of `step` (None: newest) to new folder `output`, verify it, and return the step.
 
     Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate, conversion.json. The output at
     position i predicts token i + `prediction_shift` of config.json. `options`: those of `Exporter`. Raises InputError, and leaves
@@ -50,7 +50,7 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
 
 
 def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
-    """Export all checkpoints of run `load`, and a step 0 that follows from the seed, to folders in `output`.
+    """Export all checkpoints of run `load`, and step 0 if it follows from the seed, to folders in `output`; return names.
 
     Returns the folder names (see `export_name`) in the order of steps. All are written or none. Options and errors as of `to_hf`.
     """

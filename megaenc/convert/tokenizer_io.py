@@ -35,7 +35,7 @@ _RESERVED_TOKEN = re.compile(
 
 
 def read_tokenizer(folder: Path, rows: int) -> Any:
-    """Return transformers' tokenizer of a Hugging Face folder, with the ids of tokenizer.json; no code there is run.
+    """Return `folder`'s tokenizer, running no code in it; InputError if missing or with more ids than model `rows`.
 
     Raises InputError if it is missing or has more ids than the model's embedding has `rows`.
     """
@@ -107,7 +107,7 @@ class MaskToken:
 
 
 def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
-    """Return the MaskToken of `tokenizer`; if missing, first set it to a reserved token or, with `add`, to a new one.
+    """Return `tokenizer`'s MaskToken; if missing set a reserved or (`add`) new one; InputError if none or `add` unneeded.
 
     Raises InputError if there is neither a mask token nor a reserved one, or if `add` is not needed.
     """
@@ -162,7 +162,7 @@ def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
 
 
 def verify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, Any]:
-    """Compare the tokenizer loaded from an export `folder` with `trained`; return the entry of conversion.json, a dict.
+    """Compare the tokenizer of export `folder` with `trained`; return a dict for conversion.json; InputError if unequal.
 
     Compares the ids of fixed texts, which include every special token, and the pipeline parts that determine ids. Raises
     InputError that names the first difference.

@@ -56,7 +56,7 @@ class ProbeOutputs(NamedTuple):
 
 
 def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, head: bool) -> ProbeOutputs:
-    """Return megatron-core's outputs for `probe`, computed in one pack: logits if `head`, else hidden states."""
+    """Return megatron-core's outputs for `probe`, in one pack and float32: logits if `head`, else hidden states."""
     from megaenc.model.packed_sequences import PackedSequences
 
     parts = [*probe.documents, *probe.variants]
@@ -77,7 +77,7 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, 
 def verify_export(
     folder: Path, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, digests: dict[str, str]
 ) -> dict[str, Any]:
-    """Compare weights and outputs of the export in `folder`, loaded by transformers; return conversion.json's content.
+    """Check an export's weights by SHA-256 `digests`, and outputs; return conversion.json's content; InputError if wrong.
 
     `expected`: outputs of megatron-core; `digests`: SHA-256 of each weight. Raises InputError if anything differs.
     """

@@ -94,7 +94,7 @@ class ModelConfig:
         return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
 
     def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
-        """Return forward and backward FLOPs of one pack: layers, attention, and the output layer at `predicted` positions.
+        """Return both passes' FLOPs of documents `spans` (start, prefix end, stop), with output at `predicted` positions.
 
         `spans`: (start, prefix end, stop) of each document. Recomputation and vocabulary padding are not counted.
         """

@@ -34,7 +34,7 @@ def linear_cross_entropy(
     fused: FusedKernels = NO_FUSED_KERNELS,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (summed cross-entropy, float32, number of correct predictions, int64) of softmax(hidden weight^T) for labels.
+    """Return (summed cross-entropy, number correct) of softmax(hidden weight^T) for labels; `columns`: without padding.
 
     `weight_VH` is this rank's share of the vocabulary, with padding from row `columns` on; `labels_N` are global token ids; N may
     be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their bytes with
@@ -49,7 +49,7 @@ def linear_cross_entropy(
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
-    """Return the number of predictions per chunk: few equal chunks, each of at most `chunk_size // row_size` rows."""
+    """Return the rows per chunk: few equal chunks of at most `chunk_size // row_size`, rounded to 128 if possible."""
     max_rows = max(1, chunk_size // row_size)
     if max_rows > _ROW_MULTIPLE:
         max_rows -= max_rows % _ROW_MULTIPLE

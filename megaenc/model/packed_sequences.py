@@ -58,7 +58,7 @@ class PackedSequences(PackedSeqParams):
     def from_edges(
         cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None
     ) -> "PackedSequences":
-        """Return the PackedSequences of document boundaries `edges` (0 first, the pack's length last) on `device`.
+        """Return the PackedSequences of document boundaries `edges`, from 0; `prefixes`: lengths if prefix attention.
 
         `prefixes`: prefix lengths for prefix attention. Raises ValueError if they do not fit.
         """
@@ -82,7 +82,7 @@ class PackedSequences(PackedSeqParams):
         )
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return (start, prefix end, stop) of each document, as token positions in the pack.
+        """Return (start, prefix end, stop) of each document; prefix end: stop if bidirectional, start if causal.
 
         Tokens before the prefix end attend to each other, those after it to all tokens before them; it is `stop` under
         bidirectional and `start` under causal attention.

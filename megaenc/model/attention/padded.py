@@ -65,7 +65,7 @@ class PaddedBatches:
 
 
 def max_mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
-    """Return the approximate maximum bytes of the masks of a micro-batch of `packs`, reached if documents fill them."""
+    """Return about the maximum bytes of masks for `packs` of `seq_length` tokens, reached if documents fill them."""
     length = max(_MIN_LENGTH, next_power_of_2(seq_length))
     return next_power_of_2(packs) * length**2 * dtype.itemsize
 

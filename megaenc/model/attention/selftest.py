@@ -125,7 +125,7 @@ def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> flo
 
 
 def max_relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest |actual - expected| / max(|expected|, typical) over the tokens' heads; NaN if any element is NaN.
+    """Return the largest error norm of a token's head over its expected, or larger typical, norm; NaN for any NaN.
 
     `typical` is the root mean square of |expected|, which avoids a division by zero.
     """

@@ -22,7 +22,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple[Tensor, Tensor]:
-    """Return `x` scaled for its `amax`, `top`, as `dtype`, and the inverse scale; `max_bits`: `max_value_bits(dtype)`."""
+    """Return `x` as float8, scaled by a power of two, and the inverse scale; `top`, `max_bits`: x's, dtype's maximum."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)

@@ -19,7 +19,7 @@ from megaenc.model.fp8.tensor import TEST_ROWS, Float8Recipe, rounding_error, se
 
 
 def check_linear_layers(kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
-    """Raise InputError if this machine lacks Transformer Engine or correct float8 products that `kernels` choose.
+    """Raise InputError if Transformer Engine or float8 is chosen and fails; `widths`: layers' (output, input).
 
     `widths`: (output, input) widths of the layers.
     """

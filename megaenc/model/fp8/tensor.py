@@ -39,7 +39,7 @@ class Float8Recipe:
         return torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32).abs().view(torch.int32)
 
     def quantize(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return `x` scaled by a power of two for its `amax`, `top`, as float8 `dtype`, and the inverse scale, float32[].
+        """Return `x` as float8, scaled by a power of two, and the inverse scale, float32[]; `top`: x's maximum as bits.
 
         The inverse scale is NaN if `top` is not finite.
         """
@@ -87,7 +87,7 @@ def rounding_error(dtype: torch.dtype) -> float:
 
 @functools.cache
 def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
-    """Return the float8 types of `fp8_format` on this machine, with Triton kernels if they match torch bit by bit.
+    """Return the Float8Recipe of `fp8_format`, by Triton kernels if they match torch's bits; InputError if impossible.
 
     Raises InputError if the machine has no float8 matrix products.
     """

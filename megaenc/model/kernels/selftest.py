@@ -221,7 +221,7 @@ NO_FUSED_KERNELS = FusedKernels()
 
 
 def select_fused_kernels(enabled: bool, device: torch.device, dtype: torch.dtype, widths: LayerWidths) -> FusedKernels:
-    """Return the Triton kernels that pass the self-test on every rank, and print the others; none on a CPU or if disabled.
+    """Return the Triton kernels that pass a self-test on all ranks, which all call it; print others; none on a CPU.
 
     A collective call of all ranks. On a CPU Triton's interpreter (TRITON_INTERPRET=1) can run them.
     """

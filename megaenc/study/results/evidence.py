@@ -298,7 +298,7 @@ def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, floa
 def collapsed_by_training(
     grids: Iterable[tuple[Hashable, Mapping[tuple[float, int], bool]]],
 ) -> dict[tuple[Hashable, float, int], bool]:
-    """Return by (training set, rate, seed) whether a run collapsed on any data set; `grids`: (training set, collapsed by run).
+    """Return by (training set, rate, seed) whether a run collapsed on any data set; `grids`: (training set, by run).
 
     `grids`: pairs of training set and GridStatus.collapsed_by_run.
     """

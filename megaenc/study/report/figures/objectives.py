@@ -215,7 +215,7 @@ def _name_budgets(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> d
 
 
 def build_continued_pretraining_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Return the figure of scores over MLM steps of continued pretraining, a line per parent (at 0), if there is any."""
+    """Return the figure of scores over MLM steps of continued pretraining by parent (at 0); no panels if none."""
     key, title, model_keys = "continued-pretraining", "Continued pretraining by length", evidence.model_keys()
     groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
     for one in model_keys:
