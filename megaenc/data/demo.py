@@ -121,7 +121,7 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
 
 
 def find_demo_corpus(folder: Path) -> DemoPaths | None:
-    """Return the paths of the demo corpus in `folder`, None if missing or incomplete; InputError for foreign files.
+    """Return the paths of the demo corpus in `folder`, None if incomplete; InputError if a file of its names differs.
 
     Foreign are files of these names that differ from `demo.json` or are not listed there.
     """

@@ -46,7 +46,7 @@ class ProfiledEngine(Engine):
         self._run_micro_batches([MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
 
     def attention_flops(self, step: int) -> int:
-        """Return the FLOPs of attention, forward and backward, over the documents of a step."""
+        """Return the FLOPs of attention, forward and backward, over the documents of this rank's micro-batches of a step."""
         shape = self.plan.settings.shape
         packings = [spec.build(torch.device("cpu")).packing for spec in self._micro_batch_specs(step)]
         spans = [span for packing in packings for span in packing.spans()]

@@ -58,7 +58,7 @@ class SentencePackedDataset(CorpusPackedDataset):
         return self._first_samples[epoch]
 
     def start_of_pack(self, pack: int) -> int:
-        """Return the token position of the sentence in the stream at which pack number `pack`, in stream order, begins."""
+        """Return the token position, in the stream of all epochs, at which pack number `pack` (in stream order) begins."""
         epoch = self.epoch_of_sample(pack)
         return epoch * self.tokens_per_epoch + int(self._pack_starts(epoch)[pack - self._first_samples[epoch]])
 

@@ -41,7 +41,7 @@ def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -
 
 
 def check_run_config(run: PretrainConfig) -> None:
-    """Raise InputError for an impossible model shape, batch, vocabulary or sequence length (random-length: two chunks)."""
+    """Raise InputError for sizes below 1, an impossible model, or a random-length sequence too short for two chunks."""
     run.shape.check()
     values = flags.flatten(run)
     for name in ("seq_length", "global_batch_size", "micro_batch_size", "vocab_size"):

@@ -106,7 +106,7 @@ def count_machines(cluster: ClusterConfig, stage: StageRunner) -> int:
 
 
 def submit_stages(stages: Sequence[StageRunner], study: Path, cluster: ClusterConfig) -> dict[str, list[Any]]:
-    """Submit the stages neither done nor queued, after those they need; return new jobs by stage id. InputError if refused.
+    """Submit the stages neither done nor queued, after those they need; return new Job objects by stage id.
 
     submitit's local and debug executors know no dependencies: they get a stage when the stages that it needs have ended.
     """

@@ -294,7 +294,7 @@ class CheckpointManager(CheckpointLoader):
         shutil.rmtree(hidden, ignore_errors=True)
 
     def delete_old(self, newest: int, plan: Plan | None = None) -> None:
-        """Delete on rank 0 the checkpoints before `newest` that keep rules drop, are damaged or read packs `plan` skips.
+        """Delete on rank 0, under keep rules, checkpoints before `newest` that they drop, are damaged or skipped other packs.
 
         Damaged ones and those with skipped packs do not count as kept. Nothing is deleted without keep rules or if `newest` is
         incomplete. Later steps stay, and so do checkpoints that currently cannot be read or deleted.
