@@ -41,7 +41,7 @@ def test_the_slow_rank_is_named(slow, layout, processes, place, small_corpus, tm
     assert mode(report["ranks"][0]["slow_in"] for report in straggler_reports) == where
     assert median(report["slowest_ratio"] for report in straggler_reports) > 1.5
     lines = [line for line in result.stdout.splitlines() if line.startswith(f"straggler: rank {rank} on ")]
-    assert len(lines) == 1 and place in lines[0] and ", most of it in " in lines[0], result.stdout
+    assert len(lines) == 1 and place in lines[0] and ", mostly in " in lines[0], result.stdout
 
 
 def test_reports_beyond_the_checkpoint_are_cut(small_corpus, tmp_path):
