@@ -184,7 +184,7 @@ def native_attention(config: Any, family: ModelFamily) -> Attention:
 
 
 def infer_objective(config: Any, family: ModelFamily) -> str:
-    """Return clm if transformers' attention for `config` is causal, else mntp if it has a `prediction_shift`, else mlm."""
+    """Return clm if transformers' attention for `config` is causal, else mntp if `config.prediction_shift` is set, else mlm."""
     if native_attention(config, family) == Attention.CAUSAL:
         return "clm"
     return "mntp" if getattr(config, "prediction_shift", 0) else "mlm"

@@ -135,7 +135,7 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 
 
 def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
-    """Return the run's Workload: phases, number of validations, and batches of each (for CLM, MLM and its objectives)."""
+    """Return the run's Workload: phases, validations, and batches a validation, summed over CLM, MLM and its objectives."""
     pretrain = config.pretrain
     phases = build_phases(pretrain, vocab_size, docs)
     steps = sum(phase.last - phase.first + 1 for phase in phases)

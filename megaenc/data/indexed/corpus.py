@@ -222,7 +222,7 @@ def check_metadata(
 
 
 def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabulary) -> None:
-    """Raise InputError if `metadata` has another tokenizer fingerprint than `vocabulary`, or more ids than its size."""
+    """Raise InputError if `metadata` has another tokenizer fingerprint than `vocabulary`, or a larger vocabulary size."""
     identity = metadata.tokenizer
     if identity.fingerprint != vocabulary.fingerprint:
         raise InputError(

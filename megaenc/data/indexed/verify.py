@@ -53,7 +53,7 @@ class VerifiedCorpus:
 def verify_corpus(
     prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None
 ) -> VerifiedCorpus:
-    """Check a corpus's files; return counts and skipped checks; InputError at the first damage; `tick` gets bytes read.
+    """Check a corpus's files; return counts and skipped checks; InputError at first damage; `tick` gets each read's bytes.
 
     `vocabulary` belongs to the tokenizer that must have made it; `tick` is called with the number of bytes read. The error names
     file, position, found and expected value.

@@ -136,7 +136,7 @@ def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[S
 
 
 def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
-    """Return whether two of the cells have the same data set, evaluated after training on different sets."""
+    """Return whether two cells have the same `dataset`, as if it was evaluated after training on different sets."""
     return len({cell.dataset for cell in members}) < len(members)
 
 

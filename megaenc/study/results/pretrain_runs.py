@@ -67,7 +67,7 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
 
 
 def flops_by_model(runs: Mapping[str, TrainedRun], model_keys: Mapping[str, ModelKey]) -> dict[ModelKey, float]:
-    """Return training FLOPs by model key, all ancestors' included; models without a run or FLOPs in `runs` are left out.
+    """Return training FLOPs by model key, plus those of ancestors in `runs`; without the model's own run or FLOPs, no entry.
 
     `model_keys`: by model name. An intermediate checkpoint RUN-STEP has the FLOPs logged at that step.
     """

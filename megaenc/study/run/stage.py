@@ -108,7 +108,7 @@ def megaenc_command(*words: str, processes: int = 1, launcher: Sequence[str] = (
 
 
 def format_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Return command-line arguments: `{"lr": 5e-4, "bf16": False}` is `--lr 0.0005 --no-bf16`; None and () add none."""
+    """Return command-line arguments: `{"a_b": [1, 2], "bf16": False}` is `--a-b 1 2 --no-bf16`; None and () add none."""
     words: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
