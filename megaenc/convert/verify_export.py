@@ -77,7 +77,7 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, 
 def verify_export(
     folder: Path, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, digests: dict[str, str]
 ) -> dict[str, Any]:
-    """Check an export's weights by SHA-256 `digests`, and outputs; return conversion.json's content; InputError if wrong.
+    """Check an export's weight `digests`, outputs and `attention` mask; return content for conversion.json, or InputError.
 
     `expected`: outputs of megatron-core; `digests`: SHA-256 of each weight. Raises InputError if anything differs.
     """

@@ -45,7 +45,7 @@ def check_processors(context: ProbeContext) -> list[Finding]:
 
 
 def check_threads(context: ProbeContext, cores: int) -> Finding:
-    """Return a note if processes exceed `cores`, or without torchrun OMP_NUM_THREADS differs; else ok with threads."""
+    """Return a note if processes exceed `cores` or, without torchrun, a set OMP_NUM_THREADS is not `cores`; else ok."""
     name, processes = "threads", get_local_world_size()
     value = context.environment.get("OMP_NUM_THREADS", "")
     if processes > cores:

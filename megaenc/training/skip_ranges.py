@@ -86,7 +86,7 @@ class SkippedPacks:
         return sum(last + 1 - first for first, last in self.ranges)
 
     def reads_same(self, other: "SkippedPacks", first: int, count: int) -> bool:
-        """Return whether the first `count` unskipped samples from number `first` on are the same in `self` and `other`."""
+        """Return whether `self` and `other` skip the same samples from number `first` until `count` unskipped ones are read."""
         end = self.end_sample(first, count)
         return self.clip(first, end) == other.clip(first, end)
 

@@ -89,7 +89,9 @@ def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, w
     main([*flags, "--skip-packs", "37", "--exit-interval", "6"])
     assert "resuming after step 3" in capfd.readouterr().out
     # What has been read cannot be chosen anew; what has not, can.
-    assert "skip_packs is 37 there, 36-37 here; expected the same --skip-packs" in refusal(main, [*flags, "--skip-packs", "36-37"])
+    assert "skip_packs is 37 there, 36-37 here; expected the same --skip-packs" in refusal(
+        main, [*flags, "--skip-packs", "36-37"]
+    )
     assert "skip_packs is 37 there, 80-83 here" in refusal(main, [*flags, "--skip-packs", "80-83"])
     main([*flags, "--skip-packs", "80-83", "37"])
     output = capfd.readouterr().out

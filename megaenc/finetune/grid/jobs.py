@@ -47,7 +47,7 @@ class Fingerprints:
     """Digest of the model files' sizes and times, to detect changes during a grid; not recorded."""
 
     def for_dataset(self, dataset: str) -> dict[str, str]:
-        """Return the fingerprints recorded in results on `dataset`, by role: model, tokenizer, train_on and dataset."""
+        """Return the SHA-256s recorded in results on `dataset`, by role: model, tokenizer, train_on (training set), dataset."""
         of_training = {"model": self.model, "tokenizer": self.tokenizer, "train_on": self.train_on}
         return of_training | {"dataset": self.datasets[dataset]}
 

@@ -254,7 +254,7 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 
 
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
-    """Return mean scores by learning rate with every seed, failed runs as the trivial baseline; None below two rates."""
+    """Return mean scores by rate, of rates with every seed only, failed runs as trivial baseline; None below two such rates."""
     sensitivity = aggregate.compute_sensitivity(score.rate_scores_with_failures, score.seed_scores)
     return sensitivity if sensitivity is not None and len(sensitivity.means) > 1 else None
 

@@ -67,7 +67,7 @@ def variance_of_mean(scores: np.ndarray) -> float:
 
 
 def example_variance(blocks: Sequence[np.ndarray]) -> float:
-    """Return the variance that the choice of N examples causes in the sum of the means of `blocks`, each float[S, N].
+    """Return the variance that drawing N examples, shared by `blocks` float[S, N], causes in the sum of the blocks' means.
 
     S may differ between blocks. The means over seeds are summed by example, and the residual variance is subtracted; for one
     block that is (MS_examples - MS_residual) / (S * N).
