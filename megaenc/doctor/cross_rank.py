@@ -121,7 +121,7 @@ def assess_clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> F
 
 
 def check_shared_folder(context: ProbeContext) -> list[Finding]:
-    """Test that ranks see rank 0's file in --save and its lock; return a finding on rank 0; [] elsewhere or if read-only."""
+    """Test that all ranks see rank 0's file in --save and its lock; [] off rank 0, for one rank, or if --save is read-only."""
     if get_world_size() == 1:
         return []
     path = nearest_existing_dir(Path(context.save)) / f".megaenc-doctor-{_all_gather(secrets.token_hex(8))[0]}"

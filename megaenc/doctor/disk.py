@@ -29,7 +29,7 @@ def nearest_existing_dir(folder: Path) -> Path:
 
 
 def check_disk_space(context: ProbeContext) -> list[Finding]:
-    """Return findings on the file system of --save: its type, free space (a note below 40 GiB), and few free inodes."""
+    """Return notes on the file system of --save: type and free space (advice if volatile or below 40 GiB), few free inodes."""
     folder = nearest_existing_dir(Path(context.save))
     about, kind = os.statvfs(folder), file_system_type(folder, context.root)
     free, names = about.f_frsize * about.f_bavail, about.f_favail

@@ -60,7 +60,7 @@ def _is_pitfall(value: str, values: str) -> bool:
 
 
 def check_env_vars(context: ProbeContext) -> list[Finding]:
-    """Return a finding per variable set for torch, networks or devices, but secrets; a note or problem if harmful."""
+    """Return a finding per torch, network or device variable that is set, without secrets; one ok finding if none is."""
     findings = [
         _check_variable(name, value)
         for name, value in sorted(context.environment.items())

@@ -66,7 +66,7 @@ class ProbeContext:
 
 @dataclass(frozen=True)
 class Probe:
-    """One check, run in a subprocess: subject, name, function, ranks that run it, time limit, advice if it crashes.
+    """One check for a subprocess: "module:name" to call, ranks, multiple of --timeout, advice if it hangs or crashes.
 
     `function`, "module:name", is called with a `ProbeContext` and `arguments`; it returns findings and probes to run next.
     """

@@ -184,7 +184,7 @@ def _complexity_key(estimate: Estimate) -> tuple:
 
 
 def format_layout_flags(case: LayoutCase) -> list[str]:
-    """Return the words of `megaenc pretrain` flags that set a layout and micro-batch size, without default values."""
+    """Return `megaenc pretrain` flags, quoted for a shell: --micro-batch-size, and layout flags that are not the default."""
     words = ["--micro-batch-size", str(case.micro_batch_size)]
     for name in _LAYOUT_FIELDS:
         value, flag = getattr(case.layout, name), "--" + name.replace("_", "-")

@@ -16,7 +16,7 @@ from megaenc.training.skip_policy import resolve_skip_ranges
 
 
 def build_plan(settings: PretrainConfig) -> Plan:
-    """Return the Plan of `settings`: open data (or a demo, built if missing), tokenizer, parent run; or InputError."""
+    """Return the Plan of checked `settings`; without --data-path it uses demo/, built if missing. Raises InputError."""
     settings.check(get_world_size())
     total, optimizer, data = settings.total_iters, settings.optimizer, settings.data
     learning_rate = WSDSchedule(

@@ -39,7 +39,7 @@ def read_validations(run: str | Path, *more: str) -> list[Row]:
 
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return `run`/validation.jsonl's rows with a result, also with fields `more`. InputError if there is none."""
+    """Return the rows of `run`/validation.jsonl that have a result; `more` fields are required. InputError if none."""
     validations = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validations:
         raise InputError(f"{run}: contains no validation, expected a run with held-out text (--eval-interval, --split)")

@@ -105,7 +105,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def run_losses(setups: dict[str, BenchSetup], packs: int, steps: int, deadline: float) -> Iterator[JobResult]:
-    """Yield each setup's losses of `steps` steps of two micro-batches of `packs` packs: half of them CLM, then MLM."""
+    """Yield each setup's losses of `steps` steps of two micro-batches of `packs` packs, CLM then MLM; no time limit."""
     for name, setup in setups.items():
         engine = Engine(synthetic.build_plan(setup, *OBJECTIVES), synthetic.init_process())
         losses: list[float] = []

@@ -142,7 +142,7 @@ def _compute_ideal_dcg(grades: Sequence[float], depth: int) -> float:
 
 
 def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
-    """Return NDCG of the first `depth` documents by their own best order (the study's score); 0 if none is relevant.
+    """Return NDCG of the first `depth` documents, given best first, by their own best order; 0 if none is relevant.
 
     `relevant`, bool[documents], and `scores`, float[documents], are best first. Relevant documents that were not retrieved do not
     lower it. Documents of equal score share their discounts. Equal to scikit-learn's

@@ -14,7 +14,7 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, concatenate_
 
 
 class TokenClassification(FinetuneTask):
-    """Token classification (TC): cross-entropy of sub-token tags, majority vote by word; the score is macro F1 of tags.
+    """Token classification (TC) with a majority vote per word; its score is the mean over sentences of macro tag F1.
 
     Words are joined by single spaces and tokenized together. A sub-token belongs to the first word that ends after its first
     character, so a space belongs to the following word. Words that were cut off or have no sub-token are predicted O; BOS and EOS

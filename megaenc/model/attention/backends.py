@@ -73,7 +73,7 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
 
 
 def flash_attn_module(device: torch.device) -> str:
-    """Return the name of the flash-attn module for `device`: version 3 on a Hopper GPU, else 2; empty if not installed."""
+    """Return the flash-attn module for `device`: version 3 if on Hopper and installed, else 2 if installed, else empty."""
     # AMD GPUs have other capabilities under the same numbers.
     if util.find_spec(_FLASH_ATTN_3) and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER:
         return _FLASH_ATTN_3

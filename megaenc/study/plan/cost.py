@@ -67,7 +67,7 @@ class StudyCost:
 
 
 def compute_study_cost(graph: "StageGraph") -> StudyCost:
-    """Return the StudyCost of `graph`: pretraining by group, fine-tuning, bytes on disk by kind, and the critical paths."""
+    """Return the StudyCost of `graph`: pretraining with and without sharing, fine-tuning, disk bytes, critical paths."""
     groups = {model.group: (TrainingCost(), TrainingCost()) for model in graph.manifest.models}
     for run in graph.runs.values():
         shared, unshared = groups[run.model.group]

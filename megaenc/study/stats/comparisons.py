@@ -46,7 +46,7 @@ class ModelSelector:
         shared_key: Callable[[ModelKey], tuple] = attrgetter("size", "steps"),
         model_keys: Iterable[ModelKey] | None = None,
     ) -> dict[tuple, ModelPairs]:
-        """Return {`shared_key` value: {seed: (left, right)}}, the first model of each side, where both sides have one.
+        """Return {shared key: {seed: (left, right)}}, the first model of each side; default: of models without a schedule.
 
         `model_keys` defaults to all evaluated models without a schedule.
         """
@@ -127,7 +127,7 @@ class Comparison:
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:
-        """Return the seeds to find this difference with 80 % power; infinity over 10,000; None below 2 or without p."""
+        """Return the seeds to find this difference with 80 % power; inf above 10,000; None with one seed or without p."""
         if self.test.seed_count < 2 or math.isnan(self.test.p):
             return None
         needed = inference.required_seeds(self.test.difference, self.test.components, self.test.seed_count)
@@ -136,7 +136,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Weighted sum of scores, left less right side, by pretraining seed, to be tested against 0; with names and place."""
+    """Weighted scores, left less right side, by pretraining seed, with side names, task family, data set and size."""
 
     names: tuple[str, str]
     where: str

@@ -88,7 +88,7 @@ def example_variance(blocks: Sequence[np.ndarray]) -> float:
 
 
 def contrast_t_test(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: float = 0.0) -> TestResult:
-    """Test the mean of `scores` against 0 by t, over seeds and with examples; the larger p counts, NaN for one seed.
+    """Test the mean of `scores` against 0 by t over seeds (and examples; larger p); `margin` adds an equivalence test.
 
     `examples`: float[S, N] per data set. Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. A
     `margin` adds an equivalence test. One seed gives an interval over its examples, and no p.

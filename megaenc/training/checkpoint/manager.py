@@ -182,7 +182,7 @@ class CheckpointManager(CheckpointLoader):
         return self._work is not None
 
     def finish_save(self, block: bool = True) -> None:
-        """Wait for a running save and finish it; with `block=False` finish only stages done on all ranks. Raises its errors.
+        """Finish a running save, on all ranks together; `block=False` only stages done on all ranks. Raises its errors.
 
         All ranks call this together, on the main thread.
         """
