@@ -62,6 +62,7 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
         try:
             try:
                 main(*args, **kwargs)
+                sys.stdout.flush()  # or a full disk would be found at exit only, with code 120
             except InputError as error:
                 _report_input_error(error)
                 sys.exit(2)

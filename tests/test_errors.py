@@ -1,5 +1,6 @@
 """How commands end: Ctrl-C at any moment, a full disk behind standard output."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -73,9 +74,10 @@ def test_a_program_that_calls_a_command_keeps_its_ctrl_c(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_full_disk_behind_standard_output_is_one_line():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "megaenc", "--help"]
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        command, environment = [sys.executable, "-m", "megaenc", "--help"], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
     assert ended.returncode == 2
     assert ended.stderr == "error: standard output, or a temporary file: cannot be written to: No space left on device\n"

@@ -20,7 +20,7 @@ RUN, BRANCH = "toy-clm-6", "toy-clm-3-mlm40-6"
 def old(tmp_path):
     """The folder of the manifest, its text and the study."""
     with tarfile.open(Path(__file__).parent / "study.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # 3.11.4 or later
     return tmp_path
 
 

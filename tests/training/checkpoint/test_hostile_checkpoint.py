@@ -145,7 +145,7 @@ def test_other_bytes_than_those_of_the_checksum_are_damage(copy):
 
 
 class _OfAnEarlyPython(pickle.Pickler):
-    """Writes members of an enumeration as Python 3.11.2 does."""
+    """Writes members of an enumeration by their names, as Python 3.11.2 does."""
 
     def reducer_override(self, value):
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
@@ -154,7 +154,9 @@ class _OfAnEarlyPython(pickle.Pickler):
 def test_what_an_early_python_writes_is_fine(copy):
     file, stream = checkpoint_of(copy) / ".metadata", io.BytesIO()
     _OfAnEarlyPython(stream, protocol=4).dump(pickle.loads(file.read_bytes()))
-    assert b"getattr" in stream.getvalue() and b"getattr" not in file.read_bytes()
+    assert b"getattr" in stream.getvalue()
+    if sys.version_info >= (3, 11, 4):
+        assert b"getattr" not in file.read_bytes()
     forge(file, stream.getvalue())
     rewrite_pickles(checkpoint_of(copy))
 
