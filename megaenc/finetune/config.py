@@ -11,7 +11,10 @@ LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """Hyperparameters of fine-tuning and evaluation: batch, steps, AdamW, text length, precision; by default the study's."""
+    """Hyperparameters of fine-tuning and evaluation: batch, steps, AdamW, text length, precision.
+
+    The defaults are the study's except for the precision, which is "paper-bf16" there.
+    """
 
     batch_size: int = 32
     """examples of a step; in retrieval, the other documents of the batch are the negatives"""

@@ -18,10 +18,12 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "finetune"
 
 
-def test_the_studys_file_says_what_the_defaults_are():
+def test_the_studys_file_says_what_the_defaults_are_but_for_its_precision():
     found = flags.read_config_file(GridConfig(), CONFIGS / "paper.yaml")
     assert set(found.datasets) == {name for name in DATASETS if not name.startswith("demo_")} and len(found.datasets) == 12
-    assert dataclasses.replace(found, datasets=()) == GridConfig()
+    protocol = dataclasses.replace(found.protocol, precision="")
+    assert dataclasses.replace(found, datasets=(), protocol=protocol) == GridConfig()
+    assert found.protocol.precision == "paper-bf16"
 
 
 def test_the_command_line_wins_over_the_file():

@@ -123,6 +123,15 @@ def test_a_run_alone_gives_the_bytes_that_it_gives_in_a_grid(family, model, data
     assert results(grid[0])[name] == content
 
 
+def test_the_studys_file_trains_every_family_on_this_machine(model, data, tmp_path):
+    paper = Path(__file__).parents[2] / "configs" / "finetune" / "paper.yaml"
+    flags = ["--model", model, "--config", paper, "--datasets", *(data / name for name in ("sc", "tc", "qa", "ir"))]
+    flags += ["--train-on", data / "ir", "--learning-rates", "1e-3", "--seeds", 1, "--max-steps", 2, "--output", tmp_path]
+    runs.run([sys.executable, "-m", "megaenc", "finetune", "grid", *map(str, flags)], timeout=400)
+    found = [json.loads(content) for content in results(tmp_path).values()]
+    assert len(found) == 4 and {result["protocol"]["precision"] for result in found} == {"paper-bf16"}
+
+
 def test_sets_of_the_same_pairs_are_evaluated_after_one_training(grid):
     output, said = grid
     assert "20 results from 16 trainings" in said

@@ -55,7 +55,7 @@ class ManifestEntry:
     evaluate: bool = True
     """false for a model that is only continued, never evaluated"""
     inferred: bool = False
-    """true if a reproduction had to guess that the model existed"""
+    """true if a reproduction had to infer the model or its recipe; the plan marks it"""
     pretrain: dict = field(default_factory=dict)
     """flags of `megaenc pretrain` for these models only"""
     place: str = ""

@@ -67,16 +67,20 @@ class HardwareEntry:
 
 @dataclass(frozen=True)
 class ReportedEntry:
-    """One source's reported pretraining steps and GPU hours by group of models, and fine-tuning runs; 0 if unknown."""
+    """One source's reported models, pretraining steps and GPU hours by group of models, fine-tuning runs (0: unknown), notes."""
 
     source: str = ""
     """name of the source, for display"""
+    models: dict = field(default_factory=dict)
+    """number of models by group"""
     steps: dict = field(default_factory=dict)
     """pretraining steps by group"""
     gpu_hours: dict = field(default_factory=dict)
     """GPU hours by group; `finetune` for fine-tuning"""
     fine_tunings: int = 0
     """number of fine-tuning runs"""
+    notes: dict = field(default_factory=dict)
+    """remark by group, printed with its numbers; `finetune` for fine-tuning"""
 
 
 @dataclass(frozen=True)
@@ -264,16 +268,19 @@ def _check_hardware_and_reported(
     for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0)):
         if (value := getattr(hardware, name)) < least:
             raise InputError(f"hardware: field `{name}`: found {value}, expected {least} or more")
-    for place, values, known in (
-        ("hardware: tokens_per_second_of", hardware.tokens_per_second_of, sizes),
-        ("reported: steps", reported.steps, groups),
-        ("reported: gpu_hours", reported.gpu_hours, groups | {"finetune"}),
+    for place, values, known, kind in (
+        ("hardware: tokens_per_second_of", hardware.tokens_per_second_of, sizes, int | float),
+        ("reported: models", reported.models, groups, int | float),
+        ("reported: steps", reported.steps, groups, int | float),
+        ("reported: gpu_hours", reported.gpu_hours, groups | {"finetune"}, int | float),
+        ("reported: notes", reported.notes, groups | {"finetune"}, str),
     ):
+        expected = "a line of text" if kind is str else "a number of 0 or more"
         for key, value in values.items():
             if key not in known:
                 raise InputError(f"{place}: unknown name `{key}`{format_suggestion(str(key), sorted(known))}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise InputError(f"{place}: field `{key}`: found {value!r}, expected a number of 0 or more")
+            if isinstance(value, bool) or not isinstance(value, kind) or (kind is not str and value < 0):
+                raise InputError(f"{place}: field `{key}`: found {value!r}, expected {expected}")
 
 
 def _build_grid(keys: Mapping[str, Any]) -> GridConfig:

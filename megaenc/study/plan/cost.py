@@ -147,24 +147,18 @@ def explain_steps(graph: "StageGraph") -> dict[str, str]:
 def _explain_group(graph: "StageGraph", group: str) -> str:
     """Return the sentence of `explain_steps` for one group."""
     runs, reported = [run for run in graph.runs.values() if run.model.group == group], graph.manifest.reported
-    inferred = [run for run in runs if run.model.inferred]
-    counted = [run for run in runs if not run.model.inferred]
-    text = f"{_sum_steps(runs):,} steps: {_format_step_origins(counted)}"
-    if inferred:
-        text += f" and {_sum_steps(inferred):,} for the {len(inferred)} of its {len(runs)} models that are inferred"
-    reported_steps = reported.steps.get(group)
+    steps, reported_steps = _sum_steps(runs), reported.steps.get(group)
+    text = f"{steps:,} steps: {_format_step_origins(runs)}"
     if reported_steps is None:
         return text
-    own_steps, starts = _sum_steps(counted), _steps_by_parent(counted)
+    starts = _steps_by_parent(runs)
     text += f"; {reported.source or 'reported'} reports {reported_steps:,}"
-    if own_steps == reported_steps:
-        return f"{text}, the same" + (" without these" if inferred else "")
+    if steps == reported_steps:
+        return f"{text}, the same"
     if len(starts) > 1 and set(starts.values()) == {reported_steps}:
         return f"{text}, only one of the {len(starts)} starts"
-    difference, decay = abs(own_steps - reported_steps), next((run.model.decay for run in counted if run.is_decay_only), 0)
-    text += f", {difference:,} {'less' if reported_steps < own_steps else 'more'}" + (
-        f" than the {own_steps:,}" if inferred else ""
-    )
+    difference, decay = abs(steps - reported_steps), next((run.model.decay for run in runs if run.is_decay_only), 0)
+    text += f", {difference:,} {'less' if reported_steps < steps else 'more'}"
     if decay and difference % decay == 0:
         decays = "one decay" if difference == decay else f"{difference // decay} decays"
         text += f": as much as {decays} of {decay:,}; it does not report which"

@@ -58,7 +58,7 @@ def layout_rows(graph: StageGraph) -> list[DagRow]:
 
 
 def format_tree(graph: StageGraph) -> Iterator[str]:
-    """Yield a tree of runs as lines, by size: name, start, own steps, phases, steps of intermediate checkpoints."""
+    """Yield a tree of runs as lines, by size: name, start, own steps, phases, inferred or not, intermediate checkpoints."""
     rows = layout_rows(graph)
     on_the_way: dict[str, list[int]] = defaultdict(list)
     for export in graph.exports.values():
@@ -73,6 +73,7 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
             yield f"{size}:"
         start = {"new": "", "branch": f"from step {run.branch_step:,}", "weights": f"after its {row.offset:,}"}[run.start]
         text = _format_phases(run) + (", decay only" if run.steps <= model.decay else "")
+        text += ", inferred" if model.inferred else ""
         text += "" if model.evaluate else "  (not evaluated)"
         if steps := on_the_way[run.name]:
             text += f"  also evaluated at {' '.join(f'{step:,}' for step in sorted(steps))}"

@@ -1,11 +1,17 @@
 """Manifests: the models that an entry makes, and what is refused in one line."""
 
+from collections import Counter
+from dataclasses import replace
+
 import manifests
 import pytest
 
+from megaenc import flags
 from megaenc.errors import InputError
+from megaenc.finetune.config import FinetuneConfig
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.manifest.schema import read_manifest
+from megaenc.training.config import read_config_file
 
 
 def read(folder, **changes):
@@ -21,8 +27,35 @@ def test_the_paper_has_38_models_and_12_checkpoints_under_their_published_names(
         settings
     )
     assert settings["610m-mlm40-42k-1000"] == ModelKey("610M", mlm_steps=1000, mask_ratio=0.4, decayed=False)
-    assert sum(model.inferred for model in manifest.models) == 4
-    assert [model.group for model in manifest.models].count("pfs") == 17
+    after_clm = [f"610m-clm-40k-mlm{percent}-42k" for percent in (20, 30, 40, 50)]  # of the published raw results
+    assert [model.name for model in manifest.models if model.key.clm_steps == 40_000] == after_clm
+    assert settings[after_clm[0]] == ModelKey("610M", 40_000, 2_000, mask_ratio=0.2)
+    assert {model.group for model in manifest.models if model.inferred} == {"cpt"}
+    counts = Counter(model.group for model in manifest.models)
+    assert counts == manifest.reported.models == {"base": 15, "pfs": 17, "cpt": 6}
+
+
+@pytest.mark.parametrize("file", ["paper", "open"])
+def test_the_studys_models_are_fine_tuned_in_its_precision(file):
+    manifest = read_manifest(manifests.STUDY / f"{file}.yaml")
+    assert manifest.finetune.protocol == replace(FinetuneConfig(), precision="paper-bf16")
+    assert manifest.finetune_flags["precision"] == "paper-bf16"
+
+
+@pytest.mark.parametrize("size", ["210m", "610m", "1b"])
+def test_the_recipe_of_a_single_run_is_the_manifests(size):
+    """configs/pretrain/encoder-*.yaml trains MLM at 40 %; what else the manifest sets must be the same."""
+    manifest = read_manifest(manifests.STUDY / "paper.yaml")
+    [model] = [model for model in manifest.models if model.name == f"{size}-mlm40-42k"]
+    recipe = flags.flatten(read_config_file(f"{manifests.STUDY.parent}/pretrain/encoder-{size}.yaml"))
+    assert (recipe["train_iters"], recipe["objective_schedule"]) == (model.steps, f"{model.schedule}:1.0")
+    assert (recipe["lr_warmup_iters"], recipe["lr_wsd_decay_iters"]) == (model.warmup, model.decay)
+    assert recipe["packing"] == "random-length"
+    assert {name: flags.flatten(model.config)[name] for name in model.flags if name != "bf16"} == {
+        name: recipe[name]
+        for name in model.flags
+        if name != "bf16"  # on if the machine has it
+    }
 
 
 @pytest.mark.parametrize("file", sorted(manifests.STUDY.glob("*.yaml")), ids=lambda file: file.stem)
@@ -137,6 +170,9 @@ WRONG = {
     "grid's flag": ({"finetune": {"datasets": ["sst2"], "slurm": True}}, "finetune: field `slurm`: found here"),
     "protocol": ({"finetune": {"datasets": ["sst2"], "epochs": 0}}, "finetune: --epochs: found 0.0, expected more than 0"),
     "reported": ({"reported": {"steps": {"base": 1}}}, "reported: steps: unknown name `base`"),
+    "reported models": ({"reported": {"models": {"": "many"}}}, "models: field ``: found 'many', expected a number of 0 or more"),
+    "note": ({"reported": {"notes": {"finetune": 42}}}, "notes: field `finetune`: found 42, expected a line of text"),
+    "precision": ({"finetune": {"datasets": ["sst2"], "precision": "bf8"}}, "finetune: field `precision`: found 'bf8'"),
     "no corpus": ({"corpus": None}, "corpus: field `vocab_size`: found 0"),
     "two corpora": ({"pretrain": {"data_path": "x"}}, "pretrain: found `data_path`, but `corpus` builds its own"),
 }

@@ -32,7 +32,14 @@ FULL = copy.deepcopy(manifests.BASE) | {
         "tokens_per_second_of": {"toy": 1.0},
         "finetune_seconds": 5.0,
     },
-    "reported": {"source": "s", "steps": {"": 5}, "gpu_hours": {"": 5}, "fine_tunings": 5},
+    "reported": {
+        "source": "s",
+        "models": {"": 5},
+        "steps": {"": 5},
+        "gpu_hours": {"": 5, "finetune": 5},
+        "fine_tunings": 5,
+        "notes": {"": "n", "finetune": "n"},
+    },
 }
 ODD = {
     # every one of these is put at every key

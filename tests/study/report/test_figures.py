@@ -4,10 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from manifests import STUDY
 from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
 from megaenc.finetune.results.files import read_result_tree
-from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.model_key import ModelKey, parse_model_name
+from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.report.figures import objectives
 from megaenc.study.report.figures.base import BACKGROUND_COLOUR, FigureSpec, embed_svg, figure_to_svg
 from megaenc.study.report.figures.registry import build_figures, build_loss_figure, build_rate_figure, published_flops_by_model
@@ -58,9 +60,29 @@ def test_mask_ratios():
 def test_mask_ratios_with_and_without_clm(ours):
     assert not objectives.build_two_stage_mask_ratio_figure(published()).panels
     picture = objectives.build_two_stage_mask_ratio_figure(ours)
-    assert [line.name for line in picture.panels[0].lines] == ["MLM alone", "25 % CLM, then MLM"]
+    assert [line.name for line in picture.panels[0].lines] == ["MLM only", "CLM 75, then MLM"]
     two_stage = ours.find(ModelKey("mini", 75, 225, mask_ratio=0.2), "demo_sc")
     assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
+
+
+def test_the_papers_mask_ratios_stand_beside_those_after_clm():
+    """Names of the published raw results, and a further share of CLM at the same budget in another colour."""
+    ratios = (20, 30, 40, 50)
+    names = [f"610m-{first}mlm{ratio}-42k" for first in ("", "clm-40k-") for ratio in ratios] + ["610m-clm-10k-mlm40-42k"]
+    assert set(names) < set(read_manifest(STUDY / "paper.yaml").model_keys())
+
+    def draw(*more):
+        keys = {name: parse_model_name(name) for name in (*names, *more)}
+        scores = [Score(name, key, "SC", "average", key.mask_ratio + key.clm_steps / 1e6, 0.01) for name, key in keys.items()]
+        return objectives.build_two_stage_mask_ratio_figure(Evidence(scores))
+
+    picture = draw()
+    assert [line.name for line in picture.panels[0].lines] == ["MLM only", "CLM 40k, then MLM"]
+    assert list(points(picture, 0, "MLM only").values()) == [20, 30, 40, 50]
+    assert list(points(picture, 0, "CLM 40k, then MLM").values()) == [24, 34, 44, 54]
+    lines = draw("610m-clm-10k-mlm20-42k").panels[0].lines
+    assert {line.name for line in lines} == {"MLM only", "CLM 10k, then MLM", "CLM 40k, then MLM"}
+    assert len({line.colour for line in lines}) == 3
 
 
 def test_efficiency_by_step_and_by_operations(ours, runs):

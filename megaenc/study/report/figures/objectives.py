@@ -95,23 +95,23 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
 def build_two_stage_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Return the figure of scores over the mask ratio, with and without CLM first; no panels unless a budget has both."""
     key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
-    groups: dict[tuple[str, int, float], list[ModelKey]] = defaultdict(list)
+    groups: dict[tuple[str, int, int], list[ModelKey]] = defaultdict(list)
     for one in evidence.model_keys():
         if one.decayed and not one.cpt_mlm_steps and objective_name(one) in ("MLM", "CLM + MLM"):
-            groups[one.size, one.steps, round(one.clm_share, 2)].append(one)
+            groups[one.size, one.steps, one.clm_steps].append(one)
     several = {where: models for where, models in groups.items() if len({one.mask_ratio for one in models}) > 1}
-    with_clm = [where for where in several if where[2] and (*where[:2], 0.0) in several]
+    with_clm = [where for where in several if where[2] and (*where[:2], 0) in several]
     if not with_clm:
         return FigureSpec(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
     named = len({where[:2] for where in with_clm}) > 1
     series: dict[str, tuple] = {}
     colours = iter(_list_styles(2 * len(with_clm)))
-    for size, steps, of in with_clm:
-        for share in (0.0, of):
-            members = several[size, steps, share]
-            name = f"{format_percent(share)} CLM, then MLM" if share else "MLM alone"
+    for size, steps, first in with_clm:
+        for clm_steps in (0, first):
+            members = several[size, steps, clm_steps]
+            name = f"CLM {format_steps(clm_steps)}, then MLM" if clm_steps else "MLM only"
             name += f" ({size}, {format_steps(steps)} steps)" if named else ""
-            style = next(colours) if named else OBJECTIVE_STYLES[objective_name(members[0])]
+            style = next(colours) if len(with_clm) > 1 else OBJECTIVE_STYLES[objective_name(members[0])]
             series.setdefault(name, (name, style, _place_by_mask_ratio(members)))
     axis = _build_mask_ratio_axis([*series.values()]) | {"x_label": "tokens hidden in MLM"}
     return build_family_figure(key, title, "Models of the same budget.", evidence, [*series.values()], published, **axis)
