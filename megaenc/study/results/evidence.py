@@ -61,7 +61,8 @@ class Score:
     rate_scores: RateScores = field(default_factory=dict)
     """scores of the finished runs; an average has the seeds that all its data sets share"""
     load_examples: Callable[[], Mapping[int, np.ndarray]] = field(default=dict, compare=False, repr=False)
-    """cached reader of float32[N] by seed at the chosen rate; empty for averages and if a file has no example scores"""
+    """cached reader of float32[N] by seed at the chosen rate; empty for averages, if a file has no example scores, and if the
+    runs were tested on different examples"""
     collapsed_runs: int = 0
     """runs at any rate with worthless predictions or a NaN loss"""
     ended_runs: int = 0
@@ -265,7 +266,8 @@ def _build_score(
     if not members:
         paths = {run.seed: run.path for run in chosen}
         single = {"learning_rate": over[0].chosen_rate, "baseline": chosen[0].test.baseline.get(metric)}
-        single["load_examples"] = functools.cache(functools.partial(_read_example_scores, paths, metric))
+        if all(run.has_common_examples for run in chosen):
+            single["load_examples"] = functools.cache(functools.partial(_read_example_scores, paths, metric))
     return Score(
         model=over[0].model,
         model_key=model_key,
