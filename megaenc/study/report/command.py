@@ -36,7 +36,7 @@ from megaenc.study.report.table import WRITERS
 from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence, describe_missing_scores
 from megaenc.study.results.groups import STANDARD_METRICS
 from megaenc.study.results.pretrain_runs import flops_by_model, read_runs, resolve_model_keys
-from megaenc.study.results.published import published
+from megaenc.study.results.published import drop_unprinted_results, published
 
 SCORES = "scores.csv"
 
@@ -84,7 +84,8 @@ def build_report(config: ReportConfig) -> ReportPage:
         if not config.results:
             raise InputError("--results: missing, expected a results directory (or --published for the study's published tables)")
         scope, title = _read_scope(config.manifest)
-        results, published_evidence, lead = read_result_tree(config.results), published(), _OURS
+        existing, published_evidence, lead = read_result_tree(config.results), published(), _OURS
+        results = drop_unprinted_results(existing) or existing
         models = list(dict.fromkeys(one.model for one in results))
         model_keys = resolve_model_keys(sorted(models), scope.model_keys)
         evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
@@ -94,11 +95,13 @@ def build_report(config: ReportConfig) -> ReportPage:
         available_metrics = {name for one in results if one.test is not None for name in one.test.metrics}
         metrics = [name for names in STANDARD_METRICS.values() for name in names if name in available_metrics]
         standard = [build_evidence(results, model_keys.get, name, config.interval, scope) for name in metrics]
+        dropped = len(existing) - len(results)
         facts = [
             *methods.read_notes(Path(config.results), config.about),
             *methods.finetuning_facts(results, evidence),
             *methods.pretraining_facts(runs),
             ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published_evidence)}"),
+            *([("Left out", f"{dropped:,} results on data sets that the study's tables do not have")] if dropped else []),
         ]
     figures = build_figures(evidence, runs, flops, published_evidence)
     with ProgressLine("testing claims", total=None, closing=False) as progress:
