@@ -26,13 +26,14 @@ from megaenc.study.report.figures.base import FigureSpec
 from megaenc.study.report.figures.registry import build_figures, published_flops_by_model
 from megaenc.study.report.html import ReportPage, render_page
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
+from megaenc.study.report.raw_results import check_raw_results
 from megaenc.study.report.score_tables import (
     build_diagnostic_tables,
     build_score_tables,
     build_standard_metric_tables,
     format_scores_csv,
 )
-from megaenc.study.report.table import WRITERS
+from megaenc.study.report.table import WRITERS, Table
 from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence, describe_missing_scores
 from megaenc.study.results.groups import STANDARD_METRICS
 from megaenc.study.results.pretrain_runs import flops_by_model, read_runs, resolve_model_keys
@@ -72,6 +73,8 @@ _OURS = (
 
 def build_report(config: ReportConfig) -> ReportPage:
     """Return the ReportPage of the files that `config` names, or of the published tables; InputError for invalid input."""
+    checks: Sequence[Table] = ()
+    notices: Sequence[str] = ()
     if config.published:
         conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
         if conflicting:
@@ -103,6 +106,8 @@ def build_report(config: ReportConfig) -> ReportPage:
             ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published_evidence)}"),
             *([("Left out", f"{dropped:,} results on data sets that the study's tables do not have")] if dropped else []),
         ]
+        if not config.manifest:
+            checks, notices = check_raw_results(evidence, results)
     figures = build_figures(evidence, runs, flops, published_evidence)
     with ProgressLine("testing claims", total=None, closing=False) as progress:
         progress.update(0)
@@ -111,10 +116,11 @@ def build_report(config: ReportConfig) -> ReportPage:
             *build_score_tables(evidence, published_evidence),
             *build_standard_metric_tables(evidence, standard),
             *build_diagnostic_tables(evidence),
+            *checks,
         ]
     published_verdicts = judge(published_evidence) if published_evidence is not None else []
     scores, missing = format_scores_csv([evidence, *standard]), describe_missing_scores(evidence)
-    return ReportPage(title, lead, verdicts, published_verdicts, figures, tables, scores, facts, missing)
+    return ReportPage(title, lead, verdicts, published_verdicts, figures, tables, scores, facts, missing, notices)
 
 
 def _read_scope(path: str) -> tuple[StudyScope, str]:
@@ -186,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_report(report, output)
     for one in report.verdicts:
         print_rank_0(f"{one.claim}{one.part} {one.title}: {one.verdict}")
-    if report.missing_scores:
-        print_rank_0(report.missing_scores)
+    for text in filter(None, (report.missing_scores, *report.notices)):
+        print_rank_0(text)
     count = sum(bool(one.figure.panels) for one in report.figures)
     tables = f"{len(report.tables)} tables in {output / TABLES}"
     print_rank_0(f"{tables}, {count} figures in {output / FIGURES}, page: {output / PAGE}")

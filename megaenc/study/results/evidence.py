@@ -16,6 +16,7 @@ import numpy as np
 from megaenc.errors import InputError
 from megaenc.finetune.results.aggregate import (
     STUDY_DATASETS,
+    IncompleteRate,
     IntervalKind,
     ScoreCell,
     average_by_seed,
@@ -114,6 +115,8 @@ class GridStatus:
     failed_runs: int
     """number of runs whose loss became NaN"""
     planned_runs: int
+    incomplete_rates: tuple[IncompleteRate, ...] = ()
+    """learning rates without results of some seeds"""
 
 
 @dataclass(frozen=True)
@@ -215,11 +218,8 @@ def build_evidence(
         for cell in members:
             name = cell.dataset + suffix.format(cell.train_on)
             failed = sum(run.failure is not None for run in cell.runs)
-            grids.append(
-                GridStatus(
-                    model, model_key, str(family), name, cell.train_on, _collapsed_by_run(cell), failed, cell.planned_run_count
-                )
-            )
+            counts = (_collapsed_by_run(cell), failed, cell.planned_run_count, cell.find_incomplete_rates())
+            grids.append(GridStatus(model, model_key, str(family), name, cell.train_on, *counts))
             score_by_cell[id(cell)] = _build_score(name, [cell], model_key, metric, kind)
         averages = []
         for over in group_for_averages(family, members):
