@@ -55,6 +55,16 @@ class GridSpec:
 
 
 @dataclass(frozen=True)
+class IncompleteRate:
+    """Learning rate that cannot be chosen because results of some seeds are missing."""
+
+    rate: float
+    missing_seeds: tuple[int, ...]
+    validation_lead: float | None
+    """Mean validation score less that of the chosen rate, over the seeds of both; None without a common seed."""
+
+
+@dataclass(frozen=True)
 class ScoreCell:
     """Runs of one model on one data set after one training set, with all learning rates and seeds of the grid."""
 
@@ -89,6 +99,19 @@ class ScoreCell:
             rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean for rate in self.complete_rates
         }
         return max(means, key=lambda rate: (means[rate], -rate), default=None)
+
+    def find_incomplete_rates(self) -> tuple[IncompleteRate, ...]:
+        """Return the learning rates of the grid that lack a result, finished or failed, of some seed, in the grid's order."""
+        chosen_rate, incomplete = self.chosen_rate, []
+        for rate in self.rates:
+            seeds = {run.seed for run in self.runs if run.learning_rate == rate}
+            if missing := tuple(seed for seed in self.seeds if seed not in seeds):
+                chosen, other = (
+                    {run.seed: run.validation.score for run in self.runs_at_rate(one)} for one in (chosen_rate, rate)
+                )
+                leads = [other[seed] - chosen[seed] for seed in other.keys() & chosen.keys()]
+                incomplete.append(IncompleteRate(rate, missing, math.fsum(leads) / len(leads) if leads else None))
+        return tuple(incomplete)
 
 
 def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list[ScoreCell]:

@@ -42,6 +42,7 @@ _CONSTANT_PREDICTION_SCORES = {
     "mnli_m": ("constant prediction", 3479 / 9815, 3123 / 9815, 3213 / 9815),
     "squad_v2": ("never answers", 5945 / 11873),
 }
+_UNSEEDED_TEST_SETS = ("nq",)  # the study drew the validation and test halves anew in each evaluation
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,13 @@ class Result:
     validation: SplitScores | None
     test: SplitScores | None
     failure: str | None = None
+    scores_only: bool = False
+    """True if its file has only scores, without protocol, fingerprints and standard metrics, like those of the study itself."""
+
+    @property
+    def has_common_examples(self) -> bool:
+        """Return whether its test examples are those of every other run on the data set; not for published results on NQ."""
+        return not (self.scores_only and self.dataset in _UNSEEDED_TEST_SETS)
 
 
 def job_folder(job: "FinetuneJob", dataset: str) -> Path:
@@ -247,7 +255,9 @@ def read_result(path: Path) -> Result | None:
     *_, model, family, dataset, _ = path.parts
     run = (model, family, dataset, name["train_on"] or dataset, rate, int(name["seed"]))
     if (values := read_fields(path / RESULTS)) is not None:
-        return Result(*run, path, *(_parse_split(path / RESULTS, dataset, values, name) for name in ("validation", "test")))
+        splits = (_parse_split(path / RESULTS, dataset, values, name) for name in ("validation", "test"))
+        scores_only = all(isinstance(part, dict) and part.keys() <= {"score", "scores_i"} for part in values.values())
+        return Result(*run, path, *splits, scores_only=scores_only)
     if (values := read_fields(path / FAILED)) is not None:
         return Result(*run, path, None, None, _check_text(path / FAILED, "reason", values.get("reason", "no reason given")))
     return None

@@ -26,17 +26,18 @@ from megaenc.study.report.figures.base import FigureSpec
 from megaenc.study.report.figures.registry import build_figures, published_flops_by_model
 from megaenc.study.report.html import ReportPage, render_page
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
+from megaenc.study.report.raw_results import check_raw_results
 from megaenc.study.report.score_tables import (
     build_diagnostic_tables,
     build_score_tables,
     build_standard_metric_tables,
     format_scores_csv,
 )
-from megaenc.study.report.table import WRITERS
+from megaenc.study.report.table import WRITERS, Table
 from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence, describe_missing_scores
 from megaenc.study.results.groups import STANDARD_METRICS
 from megaenc.study.results.pretrain_runs import flops_by_model, read_runs, resolve_model_keys
-from megaenc.study.results.published import published
+from megaenc.study.results.published import drop_unprinted_results, published
 
 SCORES = "scores.csv"
 
@@ -72,6 +73,8 @@ _OURS = (
 
 def build_report(config: ReportConfig) -> ReportPage:
     """Return the ReportPage of the files that `config` names, or of the published tables; InputError for invalid input."""
+    checks: Sequence[Table] = ()
+    notices: Sequence[str] = ()
     if config.published:
         conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
         if conflicting:
@@ -84,7 +87,8 @@ def build_report(config: ReportConfig) -> ReportPage:
         if not config.results:
             raise InputError("--results: missing, expected a results directory (or --published for the study's published tables)")
         scope, title = _read_scope(config.manifest)
-        results, published_evidence, lead = read_result_tree(config.results), published(), _OURS
+        existing, published_evidence, lead = read_result_tree(config.results), published(), _OURS
+        results = drop_unprinted_results(existing) or existing
         models = list(dict.fromkeys(one.model for one in results))
         model_keys = resolve_model_keys(sorted(models), scope.model_keys)
         evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
@@ -94,12 +98,16 @@ def build_report(config: ReportConfig) -> ReportPage:
         available_metrics = {name for one in results if one.test is not None for name in one.test.metrics}
         metrics = [name for names in STANDARD_METRICS.values() for name in names if name in available_metrics]
         standard = [build_evidence(results, model_keys.get, name, config.interval, scope) for name in metrics]
+        dropped = len(existing) - len(results)
         facts = [
             *methods.read_notes(Path(config.results), config.about),
             *methods.finetuning_facts(results, evidence),
             *methods.pretraining_facts(runs),
             ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published_evidence)}"),
+            *([("Left out", f"{dropped:,} results on data sets that the study's tables do not have")] if dropped else []),
         ]
+        if not config.manifest:
+            checks, notices = check_raw_results(evidence, results)
     figures = build_figures(evidence, runs, flops, published_evidence)
     with ProgressLine("testing claims", total=None, closing=False) as progress:
         progress.update(0)
@@ -108,10 +116,11 @@ def build_report(config: ReportConfig) -> ReportPage:
             *build_score_tables(evidence, published_evidence),
             *build_standard_metric_tables(evidence, standard),
             *build_diagnostic_tables(evidence),
+            *checks,
         ]
     published_verdicts = judge(published_evidence) if published_evidence is not None else []
     scores, missing = format_scores_csv([evidence, *standard]), describe_missing_scores(evidence)
-    return ReportPage(title, lead, verdicts, published_verdicts, figures, tables, scores, facts, missing)
+    return ReportPage(title, lead, verdicts, published_verdicts, figures, tables, scores, facts, missing, notices)
 
 
 def _read_scope(path: str) -> tuple[StudyScope, str]:
@@ -183,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_report(report, output)
     for one in report.verdicts:
         print_rank_0(f"{one.claim}{one.part} {one.title}: {one.verdict}")
-    if report.missing_scores:
-        print_rank_0(report.missing_scores)
+    for text in filter(None, (report.missing_scores, *report.notices)):
+        print_rank_0(text)
     count = sum(bool(one.figure.panels) for one in report.figures)
     tables = f"{len(report.tables)} tables in {output / TABLES}"
     print_rank_0(f"{tables}, {count} figures in {output / FIGURES}, page: {output / PAGE}")

@@ -35,6 +35,8 @@ class ReportPage:
     facts: Sequence[Fact]
     missing_scores: str = ""
     """sentences that name the models without a score"""
+    notices: Sequence[str] = ()
+    """sentences on missing runs and on printed cells that the results reproduce"""
 
 
 GENERATOR_TAG = '<meta name="generator" content="megaenc study report">'

@@ -6,6 +6,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -98,7 +99,10 @@ def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence
         for name in datasets_by_family(by_metric[metric].datasets()).get(family, ())
     ]
     note = "Percent on test: mean over the seeds (half the interval), rates chosen by the paper's score."
-    return _build_setup_tables(evidence, places, "{}-standard", "{}: standard metrics", note, None) if places else []
+    if not places:
+        return []
+    tables = _build_setup_tables(evidence, places, "{}-standard", "{}: standard metrics", note, None)
+    return [replace(table, folded=True) for table in tables]
 
 
 def _build_setup_tables(

@@ -46,6 +46,8 @@ class Table:
     """meaning of the cells, in one or two sentences"""
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
+    folded: bool = False
+    """whether the page shows its title only until it is opened"""
 
     def __post_init__(self) -> None:
         for row in self.rows:

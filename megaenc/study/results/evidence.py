@@ -16,6 +16,7 @@ import numpy as np
 from megaenc.errors import InputError
 from megaenc.finetune.results.aggregate import (
     STUDY_DATASETS,
+    IncompleteRate,
     IntervalKind,
     ScoreCell,
     average_by_seed,
@@ -61,7 +62,8 @@ class Score:
     rate_scores: RateScores = field(default_factory=dict)
     """scores of the finished runs; an average has the seeds that all its data sets share"""
     load_examples: Callable[[], Mapping[int, np.ndarray]] = field(default=dict, compare=False, repr=False)
-    """cached reader of float32[N] by seed at the chosen rate; empty for averages and if a file has no example scores"""
+    """cached reader of float32[N] by seed at the chosen rate; empty for averages, if a file has no example scores, and if the
+    runs were tested on different examples"""
     collapsed_runs: int = 0
     """runs at any rate with worthless predictions or a NaN loss"""
     ended_runs: int = 0
@@ -113,6 +115,8 @@ class GridStatus:
     failed_runs: int
     """number of runs whose loss became NaN"""
     planned_runs: int
+    incomplete_rates: tuple[IncompleteRate, ...] = ()
+    """learning rates without results of some seeds"""
 
 
 @dataclass(frozen=True)
@@ -214,11 +218,8 @@ def build_evidence(
         for cell in members:
             name = cell.dataset + suffix.format(cell.train_on)
             failed = sum(run.failure is not None for run in cell.runs)
-            grids.append(
-                GridStatus(
-                    model, model_key, str(family), name, cell.train_on, _collapsed_by_run(cell), failed, cell.planned_run_count
-                )
-            )
+            counts = (_collapsed_by_run(cell), failed, cell.planned_run_count, cell.find_incomplete_rates())
+            grids.append(GridStatus(model, model_key, str(family), name, cell.train_on, *counts))
             score_by_cell[id(cell)] = _build_score(name, [cell], model_key, metric, kind)
         averages = []
         for over in group_for_averages(family, members):
@@ -265,7 +266,8 @@ def _build_score(
     if not members:
         paths = {run.seed: run.path for run in chosen}
         single = {"learning_rate": over[0].chosen_rate, "baseline": chosen[0].test.baseline.get(metric)}
-        single["load_examples"] = functools.cache(functools.partial(_read_example_scores, paths, metric))
+        if all(run.has_common_examples for run in chosen):
+            single["load_examples"] = functools.cache(functools.partial(_read_example_scores, paths, metric))
     return Score(
         model=over[0].model,
         model_key=model_key,

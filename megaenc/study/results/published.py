@@ -7,11 +7,12 @@ are in three of its tables, with the same numbers).
 
 import csv
 import functools
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
 from megaenc.finetune.results.aggregate import STUDY_DATASETS, IntervalKind
-from megaenc.finetune.results.files import read_result_tree
+from megaenc.finetune.results.files import Result, read_result_tree
 from megaenc.study.manifest.model_key import DEFAULT_BUDGET, ModelKey, format_model_name, parse_model_name
 from megaenc.study.results.evidence import AVERAGE, PAPER_SCORE, Evidence, Score, build_evidence
 from megaenc.study.results.groups import DATASET_LABELS
@@ -49,13 +50,29 @@ def published() -> Evidence:
     return Evidence(list(scores.values()))
 
 
+def is_study_result(result: Result) -> bool:
+    """Return whether a result is the study's own: a file with only scores, of a model with its naming and one of its sizes.
+
+    A rerun with the study's evaluation code under the same names cannot be told apart; `megaenc finetune` adds its protocol.
+    """
+    return result.scores_only and _is_study_model(result.model)
+
+
+@functools.cache
+def _is_study_model(name: str) -> bool:
+    """Return whether a model's name follows the study's naming, with one of its sizes."""
+    return (key := parse_model_name(name)) is not None and key.size in {one.size for one in published().model_keys()}
+
+
+def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
+    """Return `results` without the study's own on data sets that its tables do not have (QED); others are kept."""
+    printed = {(str(family), name) for family, names in STUDY_DATASETS.items() for name in names}
+    return [result for result in results if (result.family, result.dataset) in printed or not is_study_result(result)]
+
+
 def raw(folder: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal") -> Evidence:
     """Read the study's raw results in `folder` as Evidence on its twelve averaged data sets; InputError if none.
 
     Raises InputError if it has no results or none has the metric.
     """
-    study_datasets = {(str(family), name) for family, names in STUDY_DATASETS.items() for name in names}
-    results = read_result_tree(folder)
-    return build_evidence(
-        [result for result in results if (result.family, result.dataset) in study_datasets], parse_model_name, metric, kind
-    )
+    return build_evidence(drop_unprinted_results(read_result_tree(folder)), parse_model_name, metric, kind)

@@ -49,6 +49,23 @@ def test_only_rates_with_every_seed_can_be_chosen(tmp_path):
     assert cell.complete_rates == (1e-5, 5e-5) and cell.chosen_rate == 5e-5
 
 
+def test_a_rate_that_lacks_a_seed_is_named_with_what_it_would_have_been(tmp_path):
+    """Against the chosen rate on the seeds of both: 0.9 and 0.55; a failed run is no missing one."""
+    rates = {1e-5: [0.5, 0.6, 0.1], 2e-5: [0.9, None, None], 5e-5: [0.55, 0.58, 0.2], 1e-4: [0.1, None, 0.1]}
+    trees.cell(tmp_path, "toy", "SC/sst2", rates)
+    trees.cell(tmp_path, "other", "SC/sst2", {2e-4: [0.5]})
+    failed = tmp_path / "toy/SC/sst2/lr1e-04_sd1"
+    failed.mkdir()
+    (failed / "failed.json").write_text('{"reason": "the loss is nan"}')
+    cell = cells(tmp_path)["toy", "sst2"]
+    found = cell.find_incomplete_rates()
+    assert cell.chosen_rate == 5e-5 and [(one.rate, one.missing_seeds) for one in found] == [(2e-5, (1, 2)), (2e-4, (0, 1, 2))]
+    assert found[0].validation_lead == pytest.approx(0.35) and found[1].validation_lead is None
+    unchosen = cells(tmp_path)["other", "sst2"].find_incomplete_rates()
+    assert [one.missing_seeds for one in unchosen] == [(0, 1, 2)] * 4 + [(1, 2)]
+    assert {one.validation_lead for one in unchosen} == {None}
+
+
 def test_a_model_that_has_not_got_so_far_is_not_whole(tmp_path):
     """What counts is what every model is asked for, not what this one has had: else it would be the best of fewer."""
     trees.cell(tmp_path, "done", "SC/sst2", {1e-5: [0.5, 0.6, 0.7], 2e-5: [0.6, 0.7, 0.8]})

@@ -56,6 +56,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert (found.learning_rate, found.seed, found.failure) == (2e-5, 3, None)
     assert found.test == result_files.SplitScores(asked.score, asked.metrics, None, asked.baseline)
     assert found.validation.score == fake_runs.scores(one, "sst2", "validation").score
+    assert not found.scores_only and found.has_common_examples
 
 
 def test_the_file_holds_everything_and_no_time(tmp_path):
@@ -120,6 +121,8 @@ def test_published_results_are_read(tmp_path):
     assert (retrieval.dataset, retrieval.train_on, retrieval.learning_rate, retrieval.seed) == ("nq", "msmarco_pairs", 5e-4, 2)
     assert (retrieval.validation.score, retrieval.test.score, retrieval.test.collapsed) == (0.75, 0.875, None)
     assert (classified.train_on, classified.test.score) == ("sst2", 0.625)
+    assert retrieval.scores_only and classified.scores_only
+    assert classified.has_common_examples and not retrieval.has_common_examples  # its halves of NQ were drawn without a seed
 
 
 @pytest.mark.parametrize(

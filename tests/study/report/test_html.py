@@ -89,7 +89,10 @@ def text() -> str:
         TableRow(("1B", 42_000, "91.65 (0.45)"), name="1b-clm-42k"),
         TableRow((EVIL, 1, None), light=True, rule=True, name=EVIL),
     )
-    tables = [Table("base", "Base models", "Percent.", columns, rows), Table("base-standard", "Standard", "Note.", columns, rows)]
+    tables = [
+        Table("base", "Base models", "Percent.", columns, rows),
+        Table("base-standard", "Standard", "Note.", columns, rows, folded=True),
+    ]
     figures = [ReportFigure(picture, picture), ReportFigure(FigureSpec("losses", "Losses", "No runs were given."))]
     facts = [("Hardware", EVIL), ("Commit", "1a2b3c")]
     return render_page(

@@ -58,6 +58,7 @@ def test_every_published_cell_comes_back_from_result_files(tmp_path):
         assert made[tuple(list(row.values())[:8])] == expected, row
         cells += 1
     assert cells == 800
+    assert list(report.notices) == ["Reproduces 736 of 736 printed cells."]  # 64 stand in two tables
     [base] = [table for table in report.tables if table.key == "base"]
     pairs = list(zip(base.rows[::2], base.rows[1::2], strict=True))
     assert len(pairs) == 15 and all(theirs.light and theirs.cells[:3] == ours.cells[:3] for ours, theirs in pairs)
@@ -130,6 +131,7 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
         "No run yet: mini-clm-150-mlm40-300."
     )
     assert dict(report.facts)["Models"] == "4 evaluated of 5 planned"
+    assert not report.notices and not {"missing-results", "reproduction"} & {table.key for table in report.tables}
     assert report.verdicts[0].verdict == "no data"  # CLM has no score there, and nothing else stands for it
 
 

@@ -70,6 +70,22 @@ def test_examples_are_read_when_they_are_asked_for(tree, tmp_path):
         score.load_examples()
 
 
+def test_examples_of_the_studys_nq_are_never_paired(tmp_path):
+    """Each of its runs drew other halves of NQ, in contrast to those of `megaenc finetune`."""
+    for model, more in ((MLM, {}), ("mine", {"metrics": {"ndcg@10": 0.5}})):
+        for dataset in ("nq", "msmarco"):
+            for seed in range(2):
+                result(tmp_path / model / "IR" / dataset / f"msmarco_pairs_lr2e-05_sd{seed}", 0.5, **more)
+    found = read_evidence(tmp_path, {})
+    examples = {
+        (model, dataset): found.find(model, dataset).stack_examples([0, 1])
+        for model in (MLM, "mine")
+        for dataset in ("nq", "msmarco")
+    }
+    assert {place for place, scores in examples.items() if scores is None} == {(MLM, "nq")}
+    assert found.find(MLM, "nq").load_examples() == {} and found.find(MLM, "nq").seed_scores == {0: 0.5, 1: 0.5}
+
+
 def test_an_average_is_formed_by_seed_at_each_sets_own_rate(evidence):
     score = evidence.find(parse_model_name(CLM), AVERAGE, "SC")
     assert [member.dataset for member in score.members] == ["sst2", "qqp", "mnli_m"] and score.load_examples() == {}
