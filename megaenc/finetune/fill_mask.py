@@ -12,6 +12,7 @@ import numpy as np
 from megaenc import flags
 from megaenc.console import build_rich_console, print_rank_0, silence_libraries
 from megaenc.counter_rng import SampleRandomness, permutation
+from megaenc.data.sources.resolve import InputConfig, JsonKey, read_texts, resolve_inputs
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 
@@ -27,7 +28,7 @@ class FillMaskConfig:
     """Hugging Face folder of a masked language model, as written by `megaenc convert to-hf`; causal models are refused."""
     input: tuple[str, ...]
     """Held-out text in any format that `megaenc preprocess` reads."""
-    json_key: str = "text"
+    json_key: JsonKey = "text"
     """Key or column that holds the text."""
     mask: float = 0.4
     """Fraction of the tokens to mask, like the option `mask` of the objective mlm."""
@@ -232,8 +233,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 0 < settings.mask <= 1:
         raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
     check_minimums(settings, tokens=1, sentences=0)
-    from megaenc.data.sources.resolve import InputConfig, read_texts, resolve_inputs
-
     inputs = resolve_inputs(InputConfig(settings.input), [settings.json_key])
     next(read_texts(inputs, settings.json_key), None)  # reports wrong input before the model is loaded
     model, tokenizer = load_masked_lm(settings.model)
