@@ -269,7 +269,7 @@ def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
         ("", [], "is empty"),
         ("\n\n", [], "no document holds any text"),
         ('{"text": "x"}\n{"text": \n', [], "corpus.jsonl:2: not JSON"),
-        ('{"text": "x"}\n\n{"body": "y"}\n', [], "corpus.jsonl:3: no key `text`; found `body`"),
+        ('{"text": "x"}\n\n{"body": "y"}\n', [], "corpus.jsonl:3: no key `text`; found `body`; set --json-key"),
         ('{"text": "x"}\n', ["--workers", "0"], "--workers 0: expected at least 1"),
         ('{"text": "x"}\n', ["--workers", "100000"], "--workers: found 100,000, expected at most "),
         ('{"text": "x"}\n', ["--partitions", "0"], "--partitions 0: expected at least 1"),
