@@ -95,6 +95,13 @@ class Corpus:
         """Return the name of the token dtype of the .bin, such as `uint16`."""
         return self._tokens.dtype.name
 
+    def has_eos(self, eos_id: int | None) -> bool:
+        """Return whether EOS ends the documents: by the metadata, or without, whether `eos_id` ends the first one with tokens."""
+        if self.metadata is not None:
+            return self.metadata.append_eod
+        first = int(np.argmax(self.document_lengths > 0))
+        return int(self._tokens[self._starts[first + 1] - 1]) == eos_id
+
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return a copy of tokens start..stop-1 of a document, int64; InputError for an id beyond the checked vocabulary.
 

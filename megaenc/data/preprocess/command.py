@@ -170,6 +170,9 @@ def _build_job(settings: PreprocessConfig, prefixes: list[Path], inputs: resolve
         raise InputError(
             f"--append-eod: tokenizer {settings.tokenizer} has no end-of-sequence token to append; expected an eos_token"
         )
+    if not settings.append_eod:  # before hours of work
+        remedy = f"--append-eod appends {tokenizer.eos_token}" if vocabulary.eos_id is not None else "the tokenizer has none"
+        print_rank_0(f"no EOS token is appended to documents; {remedy}")
     folder = Path(settings.tokenizer)
     identity = TokenizerIdentity(
         name=folder.resolve().name if folder.is_dir() else settings.tokenizer,
