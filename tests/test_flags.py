@@ -5,7 +5,11 @@ from typing import Literal
 import pytest
 
 from megaenc import flags
+from megaenc.bench.data import DataBenchConfig
+from megaenc.data.preprocess.command import PreprocessConfig
+from megaenc.data.tokenizer.train_command import TrainTokenizerConfig
 from megaenc.errors import InputError, handle_command_errors
+from megaenc.finetune.fill_mask import FillMaskConfig
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,21 @@ def test_flags_are_flat_and_have_the_fields_names():
     assert settings == Settings("there", 0.5, False, (98, 2), Layout(4))
     assert parse("--save", "there") == Settings("there")
     assert parse("--lr", "2", default=DEFAULT) == Settings("here", 2.0)
+
+
+@pytest.mark.parametrize("flag", ["--json-key", "--json-keys", "--json_key"])
+@pytest.mark.parametrize(
+    ("kind", "required"),
+    [
+        (PreprocessConfig, ["--input", "a", "--output-prefix", "b", "--tokenizer", "c"]),
+        (TrainTokenizerConfig, ["--input", "a", "--output", "b"]),
+        (FillMaskConfig, ["--input", "a", "--model", "b"]),
+        (DataBenchConfig, []),
+    ],
+)
+def test_the_json_key_has_one_flag_in_every_command(kind, required, flag):
+    settings = flags.parse(kind, [*required, flag, "title"], prog="command", description="What it does.")
+    assert (settings.json_keys == ("title",)) if kind is PreprocessConfig else (settings.json_key == "title")
 
 
 @pytest.mark.parametrize(

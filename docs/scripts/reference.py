@@ -184,14 +184,16 @@ def _grouped(settings: type, default: object) -> Iterator[tuple[str, list[str]]]
         if dataclasses.is_dataclass(kind):
             nested += _grouped(kind, None if value is dataclasses.MISSING else value)
             continue
-        name = field.name
+        name, aliases = field.name, []
         if typing.get_origin(kind) is typing.Annotated:
             kind, *notes = typing.get_args(kind)
             named = [getattr(note, "name", None) for note in notes]
             name = next(filter(None, named), name)
+            aliases = [alias for note in notes for alias in getattr(note, "aliases", None) or ()]
             if tyro.conf.Positional in notes:
                 name = f" {name.upper()}"
         flag = f"`--{name.replace('_', '-')}`" if not name.startswith(" ") else f"`{name[1:]}`"
+        flag = ", ".join([flag, *(f"`{alias}`" for alias in aliases)])
         cells = [flag, _kind(kind), _shown(value), said.get(field.name, "")]
         own.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     if own:

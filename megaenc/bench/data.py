@@ -45,7 +45,7 @@ class DataBenchConfig:
     """JSON file for the results."""
     input: tuple[str, ...] = ()
     """Text files of any format that `megaenc preprocess` reads (default: documentation installed on this machine)."""
-    json_key: str = "text"
+    json_key: resolve.JsonKey = "text"
     """Key of the text in JSON objects, or column in tables."""
     tokenizer: str = ""
     """Directory or Hub name of a Hugging Face fast tokenizer (default: one trained on the text)."""

@@ -47,7 +47,8 @@ class ToHFConfig:
     max_shard_size: str = "5GB"
     """maximum size of a weight file, in KB, MB or GB"""
     sentence_transformers: bool = False
-    """export for sentence-transformers: no output layer; an embedding is the mean of the tokens' hidden states"""
+    """also write the files of sentence-transformers: an embedding is the mean of the tokens' hidden states, in float32 unless
+    model_kwargs says otherwise"""
     license: str = "unknown"
     """license of the weights for the model card, as an identifier of the Hub (apache-2.0)"""
 

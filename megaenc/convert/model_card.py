@@ -32,7 +32,7 @@ class ExportProvenance:
     tokenizer: str = ""  # fingerprint of the tokenizer
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `read_last_metrics`
     license: str = "unknown"
-    sentences: bool = False  # whether the export is for sentence-transformers, without an output layer
+    sentences: bool = False  # whether the export has the files of sentence-transformers
     architecture: str = ""  # transformers' class that loads the export; empty if there is none
     converted: bool = False  # whether it is a Hugging Face model that was not trained here; `schedule` is then inferred
     added_token: str = ""  # the mask token that was added when such a model was converted
@@ -190,6 +190,10 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
     text = f" It loads with `{provenance.architecture}` of transformers"
     if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
         text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"
+    if provenance.sentences:
+        text += (
+            ". `SentenceTransformer` gives the mean of its hidden states, in float32 unless `model_kwargs` has another `dtype`"
+        )
     return f"{text}."
 
 

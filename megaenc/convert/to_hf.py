@@ -15,7 +15,7 @@ from megaenc.convert.architectures import FAMILIES, ModelFamily, build_export_co
 from megaenc.convert.hf_checkpoint import GENERATION
 from megaenc.convert.model_card import ExportProvenance, build_model_card, check_license, read_last_metrics
 from megaenc.convert.naming import export_name
-from megaenc.convert.param_mapping import HEAD, iter_hf_tensors
+from megaenc.convert.param_mapping import iter_hf_tensors
 from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint
 from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_shards
 from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, verify_tokenizer, write_tokenizer
@@ -98,7 +98,7 @@ class Exporter:
     ) -> None:
         """Check the options and build tokenizer and config, before any weight is read. Raises InputError for wrong options.
 
-        `dtype`: of the weights; `sentence_transformers`: export without output layer, with mean pooling.
+        `dtype`: of the weights; `sentence_transformers`: also write its files, with mean pooling in float32.
         """
         self.run, self.license, self.sentences = run, license, sentence_transformers
         self.max_shard_bytes = parse_size(max_shard_size, "--max-shard-size")
@@ -121,8 +121,6 @@ class Exporter:
             tokenizer=self.tokenizer,
             dtype=self.dtype,
         )
-        if self.sentences:
-            self.config.architectures = [self.family.architecture.split("For")[0] + "Model"]
         drop_incompatible_mask_role(self.config.model_type, self.tokenizer)
 
     def write(self, folder: Path, name: str, step: int | None) -> int:
@@ -134,7 +132,7 @@ class Exporter:
             provenance = self._provenance(step)
             self.config.prediction_shift = provenance.select_objective(self.attention).shift
             self.config.save_pretrained(folder)
-            if self.attention == Attention.CAUSAL and run.generation and not self.sentences:
+            if self.attention == Attention.CAUSAL and run.generation:
                 _write_json(folder / GENERATION, run.generation)
             for parameter in encoder.parameters():  # one by one, so that memory holds them once
                 parameter.data = parameter.data.to(self.dtype)
@@ -142,7 +140,7 @@ class Exporter:
             empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
             shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors(empty)}
             digests = write_shards(folder, shapes, self.dtype, self._tensors(parameters), self.max_shard_bytes)
-            expected = compute_core_outputs(encoder, probe, self.attention, head=not self.sentences)
+            expected = compute_core_outputs(encoder, probe, self.attention)
             del encoder, parameters  # before verification loads another model
         (folder / "README.md").write_text(build_model_card(name, provenance, self.attention), encoding="utf-8")
         if self.sentences:
@@ -201,24 +199,22 @@ class Exporter:
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each weight of the export; without an output layer names have no prefix `model.`."""
+        """Yield name and tensor of each weight of the export."""
         run, like = self.run, next(iter(parameters.values()))
         biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
-        for name, tensor in itertools.chain(iter_hf_tensors(parameters, run.model, run.vocab_size), biases):
-            if not self.sentences:
-                yield name, tensor
-            elif name != HEAD:
-                yield name.removeprefix("model."), tensor
+        return itertools.chain(iter_hf_tensors(parameters, run.model, run.vocab_size), biases)
 
 
 def _write_sentence_layout(folder: Path, hidden_size: int, length: int) -> None:
-    """Write the files of sentence-transformers for mean pooling over at most `length` tokens."""
+    """Write the files of sentence-transformers for mean pooling over at most `length` tokens, in float32 by default."""
     (folder / "1_Pooling").mkdir()
     others = dict.fromkeys((f"pooling_mode_{other}" for other in ("cls_token", "max_tokens", "mean_sqrt_len_tokens")), False)
     prompts = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     pooling = {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True} | others
     _write_json(folder / "modules.json", _MODULES)
-    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False})
+    # Of the config, not of the model: a dtype in the user's model_kwargs takes precedence under either of its names.
+    dtype = {"config_args": {"dtype": "float32"}}
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False} | dtype)
     _write_json(folder / "config_sentence_transformers.json", prompts)
     _write_json(folder / "1_Pooling/config.json", pooling)
 

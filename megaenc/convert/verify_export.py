@@ -49,27 +49,23 @@ class ProbeBatch:
 
 
 class ProbeOutputs(NamedTuple):
-    """A model's float32 outputs for `documents` and `variants` of a ProbeBatch: logits, or hidden states without a head."""
+    """A model's float32 logits for `documents` and `variants` of a ProbeBatch."""
 
     documents: list[Tensor]  # [length, V] each
     variants: Tensor  # [1 + n, n, V]
 
 
-def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, head: bool) -> ProbeOutputs:
-    """Return megatron-core's outputs for `probe`, in one pack and float32: logits if `head`, else hidden states."""
+def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention) -> ProbeOutputs:
+    """Return megatron-core's logits for `probe`, in one pack and float32."""
     from megaenc.model.packed_sequences import PackedSequences
 
     parts = [*probe.documents, *probe.variants]
     positions = [torch.arange(len(part)) for part in parts]
     device = next(encoder.parameters()).device
     packing = PackedSequences.from_edges([0, *accumulate(map(len, parts))], attention, device)
-    if not head:
-        encoder.head = lambda hidden, predict_at, labels: hidden.squeeze(1)
-    with torch.inference_mode(), _computing_in_float32(encoder, encoder.output_layer if head else None):
+    with torch.inference_mode(), _computing_in_float32(encoder, encoder.output_layer):
         tokens, position_ids = torch.cat(parts)[None].to(device), torch.cat(positions).to(encoder.angles.device)
-        rows = encoder(tokens, position_ids, packing, None).cpu()
-    if head:
-        rows = rows[:, : encoder.vocab_size]
+        rows = encoder(tokens, position_ids, packing, None)[:, : encoder.vocab_size].cpu()
     *documents, variants = rows.split([*map(len, probe.documents), probe.variants.numel()])
     return ProbeOutputs(documents, variants.unflatten(0, tuple(probe.variants.shape)))
 
@@ -99,7 +95,7 @@ def verify_export(
         "torch": torch.__version__,
         "class": architecture,
         "attention": str(attention),
-        "compared": "logits" if model.get_output_embeddings() is not None else "states",
+        "compared": "logits",
         "computed_in": "float32",
         "documents": [len(document) for document in probe.documents],
         "largest": largest,
@@ -170,13 +166,12 @@ def _compare_outputs(
 
 
 def _compute_hf_outputs(model: Any, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Compute transformers' logits, or hidden states, float32[rows, tokens, V] on the CPU."""
-    head = model.get_output_embeddings()
+    """Compute transformers' logits, float32[rows, tokens, V] on the CPU."""
     device = model.device
-    with torch.inference_mode(), _computing_in_float32(model, head):
+    with torch.inference_mode(), _computing_in_float32(model, model.get_output_embeddings()):
         mask = None if attention_mask is None else attention_mask.to(device)
         output = model(input_ids=tokens.to(device), attention_mask=mask, use_cache=False)
-    return (output.last_hidden_state if head is None else output.logits).float().cpu()
+    return output.logits.float().cpu()
 
 
 def _measure_influence(variants: Tensor, label: str) -> Tensor:
@@ -216,15 +211,13 @@ def _computing_in_float32(model: Any, head: Any) -> Iterator[None]:
             continue
         handles.append(module.register_forward_pre_hook(lambda module, inputs: _cast_parameters(module, torch.float32)))
         handles.append(module.register_forward_hook(lambda module, inputs, output: _cast_parameters(module, dtype)))
-    if head is not None:
-        head.forward = partial(_project_in_chunks, head)
+    head.forward = partial(_project_in_chunks, head)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        if head is not None:
-            del head.forward
+        del head.forward
 
 
 def _cast_parameters(module: Any, dtype: torch.dtype) -> None:

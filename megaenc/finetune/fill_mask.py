@@ -12,11 +12,14 @@ import numpy as np
 from megaenc import flags
 from megaenc.console import build_rich_console, print_rank_0, silence_libraries
 from megaenc.counter_rng import SampleRandomness, permutation
+from megaenc.data.sources.resolve import InputConfig, JsonKey, read_texts, resolve_inputs
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_GUESSED_SENTENCES = 200  # from which the surest are printed
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,14 @@ class FillMaskConfig:
     """Hugging Face folder of a masked language model, as written by `megaenc convert to-hf`; causal models are refused."""
     input: tuple[str, ...]
     """Held-out text in any format that `megaenc preprocess` reads."""
-    json_key: str = "text"
+    json_key: JsonKey = "text"
     """Key or column that holds the text."""
     mask: float = 0.4
     """Fraction of the tokens to mask, like the option `mask` of the objective mlm."""
     tokens: int = 100_000
     """Number of tokens to evaluate on, from the start of the text."""
     sentences: int = 8
-    """Number of example sentences to print, each with one masked word and the model's guesses."""
+    """Number of sentences to print, each with one masked word and the model's guesses: those with the surest guesses of 200."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,19 @@ def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, f
     return table
 
 
+def print_surest(sentences: list[MaskedSentence], guesses: list[list[tuple[str, float]]], count: int) -> None:
+    """Print the `count` sentences with the most probable first guesses, these first, and the accuracy over all sentences."""
+    if not sentences:
+        return
+    surest = sorted(range(len(sentences)), key=lambda at: -guesses[at][0][1])[:count]
+    build_rich_console().print(build_table([sentences[at] for at in surest], [guesses[at] for at in surest]))
+    right = sum(best[0][0] == masked.word for masked, best in zip(sentences, guesses, strict=True))
+    print_rank_0(
+        f"the {len(surest)} sentences with the surest guesses of {len(sentences)}; "
+        f"the first guess is right in {100 * right / len(sentences):.1f} % of all {len(sentences)}"
+    )
+
+
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc fill-mask`: print masked sentences with the model's guesses, then its accuracy on masked tokens."""
@@ -232,14 +248,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 0 < settings.mask <= 1:
         raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
     check_minimums(settings, tokens=1, sentences=0)
-    from megaenc.data.sources.resolve import InputConfig, read_texts, resolve_inputs
-
     inputs = resolve_inputs(InputConfig(settings.input), [settings.json_key])
     next(read_texts(inputs, settings.json_key), None)  # reports wrong input before the model is loaded
     model, tokenizer = load_masked_lm(settings.model)
-    sentences = choose_masked_sentences(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
-    if sentences:
-        build_rich_console().print(build_table(sentences, predict_masked_words(model, tokenizer, sentences)))
+    if settings.sentences:
+        count = max(settings.sentences, _GUESSED_SENTENCES)
+        sentences = choose_masked_sentences(tokenizer, read_texts(inputs, settings.json_key), count)
+        print_surest(sentences, predict_masked_words(model, tokenizer, sentences), settings.sentences)
     score = compute_mask_score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
     print_rank_0(
         f"{settings.model}: {100 * score.accuracy:.1f} % of {score.token_count:,} hidden tokens guessed; "

@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+from megaenc.data.indexed.corpus import refuse_raw_text
+from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.data.packing.builder import RunData
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.dist_env import get_world_size
@@ -39,7 +41,9 @@ def build_plan(settings: PretrainConfig) -> Plan:
 
         demo = ensure_demo(Path("demo"))
         data_path, tokenizer_name = (str(demo.data_prefix),), str(demo.tokenizer)
-    elif not tokenizer_name:
+    for _, prefix in parse_data_path(data_path):
+        refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
+    if not tokenizer_name:
         raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was built with: a directory or a name")
     tokenizer = load_tokenizer(tokenizer_name)
     vocabulary = read_vocabulary(tokenizer)

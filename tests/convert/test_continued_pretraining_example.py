@@ -67,7 +67,7 @@ def test_a_decoder_becomes_an_encoder(family, head, made):
     model, report = getattr(transformers, head).from_pretrained(out / "hf", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     base, report = transformers.AutoModel.from_pretrained(out / "sentences", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert not report["missing_keys"] and report["unexpected_keys"] <= {"lm_head.weight"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
     words = tokenizer("stan plark <|mask|> stan", return_tensors="pt")
     assert int((words["input_ids"] == tokenizer.mask_token_id).sum()) == 1

@@ -204,16 +204,15 @@ for folder, name in json.loads(sys.argv[1]):
 
 @pytest.mark.slow
 def test_nothing_but_transformers_is_needed(cores, tmp_path):
-    """No code of this package, no code in the folder. Without its output layer there is nothing that a base model leaves."""
+    """No code of this package, no code in the folder. With the files of sentence-transformers it loads with the same classes."""
     wanted = []
     for name in ("llama with stretched positions", "qwen3"):
         core = cores[name, hf_models.MODELS[name].get("tie_word_embeddings", False)][1]
-        with_head, base = out(core, tmp_path / f"{name} hf"), out(core, tmp_path / f"{name} st", "--sentence-transformers")
-        assert not [*with_head.rglob("*.py"), *base.rglob("*.py")]
-        assert "auto_map" not in config(with_head)
         head = "AutoModelForMaskedLM" if name.startswith("llama") else "AutoModelForCausalLM"
-        wanted += [(str(with_head), head), (str(with_head), "AutoModel"), (str(base), "AutoModel")]
-        assert not [key for key in hf_models.weights(base) if "lm_head" in key or key.startswith("model.")]
+        for written in (out(core, tmp_path / f"{name} hf"), out(core, tmp_path / f"{name} st", "--sentence-transformers")):
+            assert not [*written.rglob("*.py")]
+            assert "auto_map" not in config(written)
+            wanted += [(str(written), head), (str(written), "AutoModel")]
     runs.run(
         [sys.executable, "-c", LOAD, json.dumps(wanted)], cwd=tmp_path, environment={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
     )
@@ -234,6 +233,24 @@ def test_a_sentence_is_the_mean_of_its_tokens(name, cores, tmp_path):
         torch.testing.assert_close(vector, states.mean(dim=0), rtol=0, atol=1e-5)
 
 
+def test_one_export_fills_masks_and_embeds_sentences(cores, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from transformers import AutoModelForMaskedLM
+
+    core = cores["eurobert", False][1]
+    written = out(core, tmp_path / "st", "--sentence-transformers", "--dtype", "bf16")
+    assert_same(hf_models.weights(written), hf_models.weights(out(core, tmp_path / "hf", "--dtype", "bf16")))
+    model, report = AutoModelForMaskedLM.from_pretrained(written, output_loading_info=True)
+    assert not any(report.values()) and model.dtype == torch.bfloat16
+    embedder = SentenceTransformer(str(written), device="cpu")
+    assert {parameter.dtype for parameter in embedder.parameters()} == {torch.float32}
+    for name, tensor in embedder[0].auto_model.state_dict().items():
+        assert torch.equal(tensor, model.model.state_dict()[name].float()), name
+    for flag in ("dtype", "torch_dtype"):
+        chosen = SentenceTransformer(str(written), device="cpu", model_kwargs={flag: torch.bfloat16})
+        assert {parameter.dtype for parameter in chosen.parameters()} == {torch.bfloat16}
+
+
 def test_what_sentence_transformers_reads(cores, tmp_path):
     written = out(cores["qwen3", False][1], tmp_path / "hf", "--sentence-transformers", "--license", "apache-2.0")
     assert (
@@ -249,5 +266,6 @@ def test_what_sentence_transformers_reads(cores, tmp_path):
     assert [name for name, on in pooling.items() if on is True] == ["pooling_mode_mean_tokens"]
     assert pooling["word_embedding_dimension"] == config(written)["hidden_size"]
     assert json.loads((written / "sentence_bert_config.json").read_text())["max_seq_length"] == 512
-    assert config(written)["architectures"] == ["Qwen3Model"]
-    assert json.loads((written / "conversion.json").read_text())["compared"] == "states"
+    assert config(written)["architectures"] == ["Qwen3ForCausalLM"]
+    assert json.loads((written / "conversion.json").read_text())["compared"] == "logits"
+    assert "`SentenceTransformer` gives the mean of its hidden states" in (written / "README.md").read_text()

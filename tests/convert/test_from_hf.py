@@ -90,7 +90,7 @@ def test_logits_are_those_of_transformers(name, attention, came_in):
     folder, core = came_in[name]
     documents = tuple((torch.arange(length) * 7919 + length) % 400 for length in (300, 120, 50, 7, 1))
     with open_run_checkpoint(core).load_encoder(0, length=300) as (_, encoder):
-        packed = compute_core_outputs(encoder, ProbeBatch(documents, documents[-1][None]), attention, head=True)
+        packed = compute_core_outputs(encoder, ProbeBatch(documents, documents[-1][None]), attention)
     model = by_transformers(folder, attention)
     with torch.no_grad():
         expected = [model(document[None]).logits[0] for document in documents]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -184,6 +185,31 @@ def test_the_right_guess_is_marked():
     with console.capture() as output:
         console.print(fill_mask.build_table([riddle], [[("dog", 0.5), ("cat", 0.25)]]))
     assert "✓ cat 25 %" in output.get() and "✓ dog" not in output.get()
+
+
+def test_the_surest_guesses_come_first_next_to_the_accuracy_of_all(capsys):
+    shares = [0.2, 0.9, 0.1, 0.5]
+    riddles = [fill_mask.MaskedSentence(f"Number {number} is ", "cat", ".") for number in range(4)]
+    guesses = [[("cat" if number in (0, 2) else "dog", share), ("bird", 0.05)] for number, share in enumerate(shares)]
+    fill_mask.print_surest(riddles, guesses, 3)
+    output = capsys.readouterr().out
+    assert re.findall(r"Number (\d)", output) == ["1", "3", "0"]
+    assert output.endswith("the 3 sentences with the surest guesses of 4; the first guess is right in 50.0 % of all 4\n")
+
+
+def test_more_sentences_are_guessed_than_printed(folder, tmp_path, capsys):
+    text = tmp_path / "heldout.jsonl"
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = ["--model", str(folder), "--input", str(text), "--tokens", "100"]
+    fill_mask.main([*words, "--sentences", "3"])
+    output = capsys.readouterr().out
+    assert output.count("_____") == 3 and "the 3 sentences with the surest guesses of 24;" in output
+    printed = [int(share) for share in re.findall(r"_____[^\n]*? (\d+) %", output)]
+    model, tokenizer = fill_mask.load_masked_lm(folder)
+    guesses = fill_mask.predict_masked_words(model, tokenizer, fill_mask.choose_masked_sentences(tokenizer, iter(TEXTS), 24))
+    assert printed == [round(100 * share) for share in sorted((best[0][1] for best in guesses), reverse=True)[:3]]
+    fill_mask.main([*words, "--sentences", "0"])
+    assert "surest" not in capsys.readouterr().out
 
 
 def test_wrong_input_is_one_line(folder, decoder, tokenizer, tmp_path, capfd, refusal):

@@ -1,8 +1,11 @@
 """`--dry-run`: the phases with their steps and tokens, the data, and nothing written."""
 
+from pathlib import Path
+
 import pytest
 import runs
 
+from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
 
 # 200 steps of 8 packs of 64 tokens.
@@ -70,6 +73,26 @@ def test_the_demo_corpus_is_not_built_for_it(tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
     assert "demo/ holds no corpus yet" in refusal(main, ["--dry-run"])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_text_that_is_not_tokenized_is_sent_to_preprocess(small_corpus, tokenizer, refusal):
+    words = ["--data-path", small_corpus.text, *(["--tokenizer", small_corpus.tokenizer] if tokenizer else [])]
+    expected = "found a file, expected the prefix of a .bin and an .idx file; run `megaenc preprocess` first"
+    assert refusal(main, words) == f"error: {small_corpus.text}: {expected}"
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_documents_without_an_end_are_reported(printed, small_corpus, tmp_path, metadata):
+    remedy = "no EOS token ends its documents; `megaenc preprocess --append-eod` appends one"
+    words = ["--input", str(small_corpus.text), "--tokenizer", str(small_corpus.tokenizer), "--workers", "1"]
+    prefixes = {flags: str(tmp_path / f"corpus{len(flags)}_text_document") for flags in [(), ("--append-eod",)]}
+    for flags, prefix in prefixes.items():
+        preprocess.main([*words, "--output-prefix", prefix.removesuffix("_text_document"), *flags])
+        if not metadata:  # as Megatron's own tool leaves it
+            Path(f"{prefix}.json").unlink()
+    lines = [" ".join(line) for line in printed("--data-path", *prefixes.values(), "--objective-schedule", "clm:1.0")]
+    assert [line for line in lines if "ends its documents" in line] == [f"{prefixes[()]}: {remedy}"]
 
 
 def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):

@@ -95,6 +95,13 @@ class Corpus:
         """Return the name of the token dtype of the .bin, such as `uint16`."""
         return self._tokens.dtype.name
 
+    def has_eos(self, eos_id: int | None) -> bool:
+        """Return whether EOS ends the documents: by the metadata, or without, whether `eos_id` ends the first one with tokens."""
+        if self.metadata is not None:
+            return self.metadata.append_eod
+        first = int(np.argmax(self.document_lengths > 0))
+        return int(self._tokens[self._starts[first + 1] - 1]) == eos_id
+
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return a copy of tokens start..stop-1 of a document, int64; InputError for an id beyond the checked vocabulary.
 
@@ -147,6 +154,7 @@ def check_index(prefix: str) -> type[np.number]:
 
     Cheap: reads only the header.
     """
+    refuse_raw_text(prefix)
     for extension in (".idx", ".bin"):
         if not os.path.isfile(prefix + extension):  # unlike Path's, False for a name that is too long
             raise InputError(
@@ -174,6 +182,14 @@ def check_index(prefix: str) -> type[np.number]:
     if bin_bytes == 0 or indices < 2 or sequences < 1:
         raise InputError(f"{prefix}.bin: found no tokens, expected at least one document with text")
     return TOKEN_TYPES[code]
+
+
+def refuse_raw_text(prefix: str) -> None:
+    """Raise InputError if `prefix` is itself a file, such as text that is not tokenized yet."""
+    is_corpus_file = os.path.splitext(prefix)[1] in (".bin", ".idx") or os.path.isfile(f"{prefix}.idx")
+    if os.path.isfile(prefix) and not is_corpus_file and not _suggest_prefix(prefix):
+        expected = "the prefix of a .bin and an .idx file"
+        raise InputError(f"{prefix}: found a file, expected {expected}; run `megaenc preprocess` first")
 
 
 def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 import megaenc
 from megaenc import flags
@@ -43,7 +46,7 @@ class PreprocessConfig(resolve.InputConfig):
     """Prefix of the output files, OUTPUT_PREFIX_KEY_document.bin, .idx and .json for each JSON key."""
     tokenizer: str
     """Hugging Face fast tokenizer, a folder or a name on the Hub."""
-    json_keys: tuple[str, ...] = ("text",)
+    json_keys: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--json-key",))] = ("text",)
     """Keys of the texts in each JSON object, or columns of a table. Each key gives a corpus of its own."""
     append_eod: bool = False
     """Append the tokenizer's end-of-sequence token to every document."""
@@ -167,6 +170,9 @@ def _build_job(settings: PreprocessConfig, prefixes: list[Path], inputs: resolve
         raise InputError(
             f"--append-eod: tokenizer {settings.tokenizer} has no end-of-sequence token to append; expected an eos_token"
         )
+    if not settings.append_eod:  # before hours of work
+        remedy = f"--append-eod appends {tokenizer.eos_token}" if vocabulary.eos_id is not None else "the tokenizer has none"
+        print_rank_0(f"no EOS token is appended to documents; {remedy}")
     folder = Path(settings.tokenizer)
     identity = TokenizerIdentity(
         name=folder.resolve().name if folder.is_dir() else settings.tokenizer,

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from megaenc.data.sources.base import LineFile, TextGroup, TextSource
 from megaenc.data.sources.text_files import TextBlock
@@ -17,6 +19,9 @@ EXPECTED = "JSONL, Parquet or text files, a folder of them or of a saved data se
 _SUFFIX_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
 _KIND_NAMES = {"jsonl": "JSONL", "text": "text", "parquet": "Parquet", "saved": "saved data sets"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
+"""Type of a flag `json_key`, which may also be spelled as that of `megaenc preprocess`."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import gzip
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -238,7 +238,7 @@ def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
     """Return the strings under `keys` of a mapping as a tuple; InputError if a key is missing or its value no string."""
     for key in keys:
         if key not in record:
-            raise InputError(f"no key `{key}`; found {format_names(record)}")
+            raise InputError(format_missing_key("key", key, record))
         if not isinstance(record[key], str):
             value = record[key]
             excerpt = json.dumps(value) if isinstance(value, (int, float, list, dict, bool, type(None))) else repr(value)
@@ -246,7 +246,12 @@ def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(record[key] for key in keys)
 
 
-def format_names(names: Sequence[str]) -> str:
+def format_missing_key(kind: str, key: str, names: Iterable[str]) -> str:
+    """Return an error message for a missing `kind`, key or column, with the `names` that exist and the flag that selects one."""
+    return f"no {kind} `{key}`; found {format_names(names)}; set --json-key"
+
+
+def format_names(names: Iterable[str]) -> str:
     """Return the first eight names in backquotes, joined by commas, for errors; `no key at all` if there are none."""
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
 

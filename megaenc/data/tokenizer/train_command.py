@@ -7,7 +7,7 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.atomic_io import atomic_dir, exit_on_sigterm
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
-from megaenc.data.sources.resolve import InputConfig, read_blocks, resolve_inputs
+from megaenc.data.sources.resolve import InputConfig, JsonKey, read_blocks, resolve_inputs
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 
@@ -20,7 +20,7 @@ class TrainTokenizerConfig(InputConfig):
     """Folder to write; must be empty or missing."""
     vocab_size: int = 8192
     """Maximum number of token ids; small corpora give fewer."""
-    json_key: str = "text"
+    json_key: JsonKey = "text"
     """Key of the text in each JSON object, or column of a table."""
 
 

@@ -1,8 +1,9 @@
-"""Readers of labelled files (JSONL, TSV with a header, CoNLL columns, SQuAD's JSON) and conversion of rows to examples.
+"""Readers of labelled files (JSONL, TSV and CSV with a header, CoNLL columns, SQuAD's JSON) and conversion of rows to examples.
 
 Every error begins with a location, such as file and line.
 """
 
+import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,11 +20,11 @@ from megaenc.json_files import parse_json
 IOB2 = re.compile(r"O|[BI]-\S+")
 _POSITION = re.compile(r"-?\d{1,18}")
 EXPECTED_FORMATS = (
-    "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) in JSONL or TSV, "
+    "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) in JSONL, TSV or CSV, "
     "columns of words and tags (.conll, .iob2), or SQuAD's JSON"
 )
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", *_COLUMNS)
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", *_COLUMNS)
 _MAX_LINE_BYTES = 1 << 26
 """Maximum size of a line in bytes; texts of a few megabytes occur."""
 _MAX_JSON_BYTES = 1 << 30
@@ -40,13 +41,15 @@ def strip_format_suffix(path: Path) -> str | None:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Iterate over (location, fields) of the rows of a JSONL, TSV, CoNLL or SQuAD file; InputError if it is malformed."""
+    """Iterate over (location, fields) of the rows of a JSONL, TSV, CSV, CoNLL or SQuAD file; InputError if it is malformed."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(_COLUMNS):
         return _read_conll(path)
     if name.endswith(".tsv"):
         word = next((line.split("\t") for _, line in read_lines(path) if line.strip() and not line.startswith("#")), [])
-        return _read_conll(path) if any(IOB2.fullmatch(cell) for cell in word) else _read_tsv(path)
+        return _read_conll(path) if any(IOB2.fullmatch(cell) for cell in word) else _read_table(path, _split_tsv(path))
+    if name.endswith(".csv"):
+        return _read_table(path, _split_csv(path))
     return _read_squad(path) if name.endswith(".json") and not _starts_with_row(path) else read_jsonl(path)
 
 
@@ -97,17 +100,36 @@ def _starts_with_row(path: Path) -> bool:
     return isinstance(row, dict) and "data" not in row
 
 
-def _read_tsv(path: Path) -> Iterator[Row]:
-    """Yield the rows of a TSV file with a header, without quoting, as in GLUE's; `tokens` and `tags` are split at spaces."""
+def _read_table(path: Path, records: Iterable[tuple[int, list[str]]]) -> Iterator[Row]:
+    """Yield the rows of a table of (line number, cells), whose first is the header; `tokens` and `tags` are split at spaces."""
     header: list[str] = []
-    for number, line in read_lines(path):
-        cells = line.split("\t")
-        if header and line:
+    for number, cells in records:
+        if header:
             if len(cells) != len(header):
                 raise InputError(f"{path}:{number}: found {len(cells)} columns, expected {len(header)} as in the header")
             row: dict[str, Any] = dict(zip(header, cells, strict=True))
             yield f"{path}:{number}", row | {key: row[key].split() for key in ("tokens", "tags") if key in row}
         header = header or cells
+
+
+def _split_tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line number, cells) of each line of a TSV file that is not empty, without quoting, as in GLUE's files."""
+    return ((number, line.split("\t")) for number, line in read_lines(path) if line)
+
+
+def _split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the first line, cells) of each record of a CSV file that is not empty; InputError for wrong quotes."""
+    csv.field_size_limit(_MAX_LINE_BYTES)  # also bounds the memory that a quote without an end takes
+    reader = csv.reader((f"{line}\n" for _, line in read_lines(path)), strict=True)
+    first_line = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield first_line, cells
+            first_line = reader.line_num + 1
+    except csv.Error as error:
+        quoting = 'cells with commas, quotes or line breaks in "quotes", and quotes in them doubled'
+        raise InputError(f"{path}:{first_line}: not CSV: {error}; expected {quoting}") from None
 
 
 def _read_conll(path: Path) -> Iterator[Row]:

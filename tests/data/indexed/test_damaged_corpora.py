@@ -187,7 +187,8 @@ def test_the_commands_end_in_one_line(damage, command, prefix, refusal):
 @pytest.mark.parametrize("command", [verify.main, inspect.main])
 @pytest.mark.parametrize("name", ["x" * 300, "a**", "none", "[", "a\nb", "/proc/1/mem", "demo.idx"])
 def test_a_prefix_that_is_none_is_one_line(name, command, prefix, refusal):
-    assert "no such file" in refusal(command, [prefix.parent / name])
+    words = "found a file" if name == "/proc/1/mem" else "no such file"
+    assert words in refusal(command, [prefix.parent / name])
 
 
 @pytest.mark.parametrize("text", ["1e1000000000,1,1", "99,1E+999999,0", "1,1", "nan,1,0", "-1,1,1", "1/0,1,1"])

@@ -269,7 +269,7 @@ def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
         ("", [], "is empty"),
         ("\n\n", [], "no document holds any text"),
         ('{"text": "x"}\n{"text": \n', [], "corpus.jsonl:2: not JSON"),
-        ('{"text": "x"}\n\n{"body": "y"}\n', [], "corpus.jsonl:3: no key `text`; found `body`"),
+        ('{"text": "x"}\n\n{"body": "y"}\n', [], "corpus.jsonl:3: no key `text`; found `body`; set --json-key"),
         ('{"text": "x"}\n', ["--workers", "0"], "--workers 0: expected at least 1"),
         ('{"text": "x"}\n', ["--workers", "100000"], "--workers: found 100,000, expected at most "),
         ('{"text": "x"}\n', ["--partitions", "0"], "--partitions 0: expected at least 1"),
@@ -400,15 +400,24 @@ def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_folder, capsys)
     assert leftovers.exists(), "its number may be a process on another machine"
 
 
-def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):
+def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path, capsys):
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path / "endless"
     PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer).save_pretrained(folder)
     with pytest.raises(InputError, match="no end-of-sequence token"):
         preprocess(flags(corpus, str(folder)))
+    capsys.readouterr()
     (prefix,) = preprocess(flags(corpus, str(folder), append_eod=False))
     assert read_corpus_metadata(prefix).eod is None
+    assert "no EOS token is appended to documents; the tokenizer has none\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_documents_without_an_end_are_reported(corpus, tokenizer_folder, capsys, append_eod):
+    preprocess(flags(corpus, tokenizer_folder, append_eod=append_eod))
+    report = "no EOS token is appended to documents; --append-eod appends <|eos|>\n"
+    assert (report in capsys.readouterr().out) != append_eod
 
 
 def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
@@ -441,7 +450,7 @@ def read_blocks(found, spans, real=resolve.read_blocks):
         os.kill(os.getpid(), int(sys.argv.pop()))
         yield block
 resolve.read_blocks = read_blocks
-preprocess.main(sys.argv[1:-1])
+preprocess.main([*sys.argv[1:-1], "--append-eod"])
 """
 
 

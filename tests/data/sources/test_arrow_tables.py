@@ -136,7 +136,7 @@ def test_a_saved_cell_without_text_is_named(tmp_path):
     (file,) = arrow_tables.find_saved_dataset_files(str(tmp_path / "saved"), "train", ["text"])
     with pytest.raises(InputError, match=r"data-00000-of-00001\.arrow: row 2: key `text`: found null, expected text"):
         texts_of(file.read_blocks(0, 2, 0))
-    with pytest.raises(InputError, match="saved: no column `body`; found `text`"):
+    with pytest.raises(InputError, match="saved: no column `body`; found `text`; set --json-key"):
         arrow_tables.find_saved_dataset_files(str(tmp_path / "saved"), "train", ["body"])
 
 
@@ -166,7 +166,7 @@ def test_a_stream_names_its_bad_row_and_its_missing_column(tmp_path, monkeypatch
     with pytest.raises(InputError, match="owner/name: row 2: key `text`: found null, expected text"):
         block.parse(["text"], False)
     assert block.parse(["text"], True).skipped == 1
-    with pytest.raises(InputError, match="owner/name: no column `body`; found `text`"):
+    with pytest.raises(InputError, match="owner/name: no column `body`; found `text`; set --json-key"):
         arrow_tables.HubDataset("owner/name", None, "train", ["body"])
 
 

@@ -126,7 +126,7 @@ def test_saved_data_sets_are_found_in_folders_and_have_splits(tmp_path):
         ("pictures", "pictures: holds nothing to read but a.png; expected"),
         ("pipe", "pipe: not a file; expected"),
         ("bad.parquet", "bad.parquet: cannot be read as Parquet"),
-        ("other.parquet", "other.parquet: no column `text`; found `body`, `n`"),
+        ("other.parquet", "other.parquet: no column `text`; found `body`, `n`; set --json-key"),
         ("numbers.parquet", "numbers.parquet: column `text`: found int64, expected text"),
         ("twice.parquet", "twice.parquet: found 2 columns `text`, expected one"),
         ("n" * 300, "n: no such file or folder"),

@@ -122,7 +122,7 @@ def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
         (b"\xff\xfe", "not UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (b'["text"]', "found a JSON list, expected an object with the key `text`"),
-        (b'{"body": "x"}', "no key `text`; found `body`"),
+        (b'{"body": "x"}', "no key `text`; found `body`; set --json-key"),
         (b'{"text": 3}', "key `text`: found 3, expected text"),
         (b'{"text": null}', "key `text`: found null, expected text"),
     ],

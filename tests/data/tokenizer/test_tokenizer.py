@@ -225,7 +225,11 @@ def test_command_writes_a_folder_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [(["--vocab-size", "100"], "at least 258"), (["--json-key", "body"], "no key `body`")]
+    ("change", "message"),
+    [
+        (["--vocab-size", "100"], "at least 258"),
+        (["--json-key", "body"], "no key `body`; found `id`, `text`; set --json-key"),
+    ],
 )
 def test_command_refuses_in_one_line_and_leaves_nothing(tmp_path, capsys, change, message):
     from text_helpers import write_jsonl

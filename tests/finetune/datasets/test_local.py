@@ -115,6 +115,43 @@ def test_bad_tables(tmp_path, table, message):
         find_dataset(write(tmp_path / "x", train__tsv=table, dev__tsv=table, test__tsv=table))
 
 
+def test_csv_is_read_with_its_quotes(tmp_path):
+    table = (
+        f'\ufeffid,text,label\r\na,"the ""best"", he said",1\r\n\r\nb,"two\r\nlines\tand a tab",0\r\nc,{"long " * 50_000},1\r\n'
+    )
+    files = {"train__csv": table, "dev__csv": table, "test__csv": table}
+    found = find_dataset(write(tmp_path / "t", **files, meta__json={"labels": ["negative", "positive"]}))
+    assert found.load_split("validation") == [
+        LabelledText("a", 'the "best", he said', 1),
+        LabelledText("b", "two\nlines\tand a tab", 0),
+        LabelledText("c", "long " * 50_000, 1),
+    ]
+    words = "tokens,tags\nAda wrote,B-PER O\n"
+    found = find_dataset(write(tmp_path / "w", train__csv=words, dev__csv=words, test__csv=words))
+    assert found.load_split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "test.csv.gz").write_bytes(gzip.compress(b"text,label,text_pair\nIt rains.,yes,It is wet.\n"))
+    [pair] = find_dataset(str(packed)).load_split("test")
+    assert pair.text == "Text 1: It rains.\nText 2: It is wet."
+
+
+@pytest.mark.parametrize("table, message", [
+    ("sentence,gold\nx,1\n", r"train.csv: found rows with sentence, gold, expected rows with text and label"),
+    ("text;label\nx;1\n", r"train.csv: found rows with text;label, expected rows with text and label"),
+    ('text,label\n"x\ny",1\nz\n', r"train.csv:4: found 1 columns, expected 2 as in the header"),
+    ('text,label\nx,1\n\n"y\nz,0\nw,1\n', r"train.csv:4: not CSV: unexpected end of data; expected cells with commas"),
+    ('text,label\nx,1\n"y"z,0\n', r"train.csv:3: not CSV: .*; expected cells with commas, quotes or line breaks in"),
+    ('text,label\nx,1\n"y\nz",\nw,0\n', r"train.csv:3: label '': expected text or an integer"),
+    ('text,label\nx,1\n"y\n\udcff",0\n', r"train.csv:4: not UTF-8 text"),
+])  # fmt: skip
+def test_bad_csv(tmp_path, table, message):
+    folder = write(tmp_path / "x", dev__csv="text,label\nx,1\n", test__csv="text,label\nx,1\n")
+    (tmp_path / "x" / "train.csv").write_bytes(table.encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match=message):
+        find_dataset(folder).load_split("train")
+
+
 CONLL = """-DOCSTART- -X- O O
 
 # not a hash alone
