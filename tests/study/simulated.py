@@ -1,6 +1,8 @@
 """Studies that were never run: the models of the published tables on one data set a family, with what is true of them known.
 
     python tests/study/simulated.py 2000     how often studies of each WORLD without any difference have a false verdict
+    python tests/study/simulated.py 1000 1000     the second half of these
+    python tests/study/simulated.py power 500     how often studies like the paper's find each claim
 
 An example is right, or scores, by a logistic model: how easy it is, for all models alike; how much this model likes it; what the
 seed did to the whole run, for one model or all; and chance. On top, in score: what a run of the pretraining did to its models,
@@ -8,6 +10,7 @@ and more noise of seeds for MLM than for CLM.
 """
 
 import functools
+import itertools
 import sys
 import time
 from collections import Counter, defaultdict
@@ -17,11 +20,13 @@ from dataclasses import replace
 import numpy as np
 
 from megaenc.finetune.examples import TaskFamily
-from megaenc.finetune.results.aggregate import compute_interval
+from megaenc.finetune.results.aggregate import STUDY_DATASETS, compute_interval
 from megaenc.study.claims.verdicts import Verdict, judge
 from megaenc.study.manifest.model_key import ModelKey, format_model_name
-from megaenc.study.results.evidence import Evidence, Score
+from megaenc.study.results.evidence import AVERAGE, Evidence, Score
 from megaenc.study.results.published import published
+from megaenc.study.stats.comparisons import ModelSelector
+from megaenc.study.stats.run_noise import estimate_run_noise
 
 SETS = {TaskFamily.SC: "sst2", TaskFamily.TC: "uner_en", TaskFamily.QA: "squad", TaskFamily.IR: "nq"}
 RATES = (2e-5, 5e-5, 1e-4)
@@ -49,9 +54,9 @@ def study(
     """The scores of 46 models. `shift` moves a model's mean, in logits; `away` is what each step to a worse rate costs it more.
 
     Studies differ in how much seeds matter, against examples, and whether the same seed does the same to all models; `quiet` ones
-    are of the least noise. `pretrained` is how often by size, `runs` the sd of what a run does (half of it to all models of its
-    size, objective and seed, as checkpoints and branches of one run), `uneven` the sd of what seeds do to MLM beyond what they do
-    to CLM, and at each worse rate again.
+
+
+
     """
     random, more = np.random.default_rng([number, 7]), np.random.default_rng([number, 8])
     of_seed, shared, liked = random.choice([0.02, 0.1, 0.3]), random.choice([0.0, 0.8]), random.choice([0.3, 1.0])
@@ -72,7 +77,8 @@ def study(
         else:
             found = (1 / (1 + np.exp(-logits - random.standard_normal(logits.shape)))).astype(np.float32)
         started: dict[tuple, float] = defaultdict(lambda: more.standard_normal())
-        run = np.array([started[one.size, one.clm_steps > 0, one.seed] for one in settings]) + more.standard_normal(len(settings))
+        trunks = [(one.size, one.clm_steps > 0 or one.mask_ratio, one.seed) for one in settings]
+        run = np.array([started[trunk] for trunk in trunks]) + more.standard_normal(len(settings))
         found += (runs * run / 2**0.5)[:, None, None].astype(np.float32)
         found += uneven * (masked[:, None] * more.standard_normal((len(settings), seeds)))[:, :, None].astype(np.float32)
         means = found.astype(np.float64).mean(2)
@@ -92,10 +98,61 @@ def study(
     return Evidence(scores)
 
 
+def paper_study(number: int, effect: float = 1.0) -> Evidence:
+    """The study's design, models and twelve data sets, with noise of fine-tuning and of pretraining runs as large as published.
+
+    True scores are the published ones, but on a smooth curve over the mask ratios; `effect` scales what sets a model apart from
+    MLM 40 % of its size and steps (a continued model from the one that began as MLM), so that 0 makes all claims on differences
+    false. A run's noise is the same on all data sets of a family, in their standard deviations around those curves.
+    """
+    random, printed = np.random.default_rng([number, 9]), published()
+    noise, names = estimate_run_noise(ModelSelector(printed)), printed.model_names()
+    true = {(score.model_key, score.family, score.dataset): score.mean for score in printed.scores}
+    for place, size in itertools.product(noise.residuals, ("210M", "610M", "1B")):
+        curve = [key for key in names if key.size == size and key.decayed and not key.clm_steps + key.cpt_mlm_steps]
+        curve = [key for key in curve if key.steps == 42_000]
+        ratios, means = [key.mask_ratio for key in curve], [true[key, *place] for key in curve]
+        true |= {(key, *place): mean for key, mean in zip(curve, np.polyval(np.polyfit(ratios, means, 2), ratios), strict=True)}
+    scores = []
+    trunks: dict[tuple, np.ndarray] = defaultdict(lambda: random.standard_normal(len(TaskFamily)))
+    for key, name in names.items():
+        base = replace(key, clm_steps=0, mlm_steps=key.clm_steps + key.mlm_steps, mask_ratio=0.4)
+        trunk = trunks[key.size, key.clm_steps > 0 or key.mask_ratio]
+        of_run = dict(zip(TaskFamily, (trunk + random.standard_normal(len(TaskFamily))) / 2**0.5, strict=True))
+        for family, datasets in STUDY_DATASETS.items():
+            members = []
+            for dataset in datasets:
+                place, score = (str(family), dataset), printed.find(key, dataset, family)
+                origin = true.get((base, *place), true[key, *place])
+                variance, finetuning = noise.variance({place: 1.0})
+                mean = origin + effect * (true[key, *place] - origin) + of_run[family] * (variance - finetuning) ** 0.5
+                sd = max(score.half_width, 0.00005) / 1.96 * SEEDS**0.5
+                by_seed = dict(enumerate((mean + sd * random.standard_normal(SEEDS)).tolist()))
+                made = compute_interval(list(by_seed.values()))
+                members.append(Score(name, key, *place, made.mean, made.half, by_seed))
+            by_seed = {seed: float(np.mean([one.seed_scores[seed] for one in members])) for seed in range(SEEDS)}
+            made = compute_interval(list(by_seed.values()))
+            scores += [*members, Score(name, key, str(family), AVERAGE, made.mean, made.half, by_seed, members=tuple(members))]
+    return Evidence(scores)
+
+
+def power(studies: int) -> None:
+    """Print for each claim how many studies of the paper's design find it, on their models and on another run."""
+    for effect in (1.0, 0.0):
+        outcomes: dict[str, Counter] = defaultdict(Counter)
+        for number in range(studies):
+            for one in judge(paper_study(number, effect), draws=0):
+                outcomes[f"{one.claim}{one.part}"].update([one.verdict, f"{one.another_run}, another run"])
+        for claim, counts in outcomes.items():
+            shares = ", ".join(f"{outcome} {count / studies:.3f}" for outcome, count in sorted(counts.items()))
+            print(f"effect x {effect:g}, {claim}: {shares}", flush=True)
+
+
 WORLDS = {
     "pretrained once, runs do not differ": {},
     "seeds of MLM are noisier": {"uneven": 0.01},
-    "pretrained once, runs differ by a point": {"quiet": True, "examples": 1500, "runs": 0.01},
+    "pretrained once, runs differ by a point": {"quiet": True, "runs": 0.01},
+    "the same with 1,500 examples": {"quiet": True, "examples": 1500, "runs": 0.01},
     "pretrained 3 times, runs differ by a point": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 3, "610M": 3, "1B": 3}},
     "3, 2 and 1 times, by size": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 3, "610M": 2, "1B": 1}},
     "the smallest 5 times, others once": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 5}},
@@ -109,39 +166,43 @@ def verdicts(number: int, **effects) -> list[Verdict]:
     return judge(study(number, **effects), draws=0)
 
 
-def false_alarm(verdict: Verdict) -> bool:
-    """Whether a verdict on a study without differences is wrong: only that models are equal may be said."""
-    return verdict.verdict != "not resolved" and (verdict.claim, verdict.part, verdict.verdict) != (1, "c", "holds")
+OF_EQUALITY = {"1c", "4b", "5b"}
 
 
-def about_recipes(verdict: Verdict) -> bool:
-    """Whether a verdict says nothing of being about the trained models alone, of which runs that differ make some better."""
-    return "for these trained models" not in verdict.reason
+def false_alarm(verdict: Verdict, another_run: bool = False) -> bool:
+    """Whether a verdict on a study without differences is wrong, of its models or of `another_run`: only equality may be said."""
+    outcome, name = verdict.another_run if another_run else verdict.verdict, f"{verdict.claim}{verdict.part}"
+    return outcome not in ("not resolved", "no data") and not (outcome == "holds" and name in OF_EQUALITY)
 
 
-def main(studies: int) -> None:
+def main(studies: int, first: int = 0) -> None:
     """Print for each world the share of studies with a false verdict, of which claims, and of tests with p < 5 %."""
     for name, world in WORLDS.items():
-        began, wrong, plain, alone, equal = time.process_time(), 0, 0, Counter(), 0
+        began, wrong, equal = time.process_time(), Counter(), 0
+        claims: dict[bool, Counter] = {False: Counter(), True: Counter()}
         single, whole = [], []
-        for number in range(studies):
+        for number in range(first, first + studies):
             found = verdicts(number, **world)
-            alarms = [one for one in found if false_alarm(one)]
-            wrong += bool(alarms)
-            plain += any(map(about_recipes, alarms))
-            alone.update(f"{one.claim}{one.part}" for one in alarms)
+            for another_run, of_claims in claims.items():
+                alarms = [one for one in found if false_alarm(one, another_run)]
+                wrong[another_run] += bool(alarms)
+                of_claims.update(f"{one.claim}{one.part}" for one in alarms)
             equal += found[2].verdict == "holds"
-            every = [verdict for verdict in found if (verdict.claim, verdict.part) != (1, "c")]
+            every = [verdict for verdict in found if f"{verdict.claim}{verdict.part}" not in OF_EQUALITY]
             single += [one.p < 0.05 for verdict in every for one in verdict.comparisons]
             whole += [verdict.overall.p < 0.05 for verdict in every if verdict.overall is not None]
         print(
-            f"{name}: {wrong} of {studies} studies ({wrong / studies:.3f}) have a false verdict, "
-            f"{plain} of them without saying that it holds for these trained models: {dict(alone)}; equal on TC: "
-            f"{equal / studies:.3f}; p < 0.05 before correction: {np.mean(single):.4f} of {len(single)} comparisons, "
+            f"{name}: of {studies} studies, {wrong[False] / studies:.4f} have a false verdict on their models "
+            f"{dict(claims[False])}, "
+            f"{wrong[True] / studies:.4f} on another run {dict(claims[True])}; equal on TC: {equal / studies:.3f}; "
+            f"p < 0.05 before correction: {np.mean(single):.4f} of {len(single)} comparisons, "
             f"{np.mean(whole):.4f} of {len(whole)} pooled; {time.process_time() - began:.0f} seconds of one core",
             flush=True,
         )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+    if sys.argv[1:2] == ["power"]:
+        power(int(sys.argv[2]))
+    else:
+        main(*map(int, sys.argv[1:] or [200]))

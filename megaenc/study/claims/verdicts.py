@@ -4,24 +4,26 @@ docs/study-claims.md explains the comparisons, the meaning of each verdict, and 
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megaenc.finetune.examples import TaskFamily
+from megaenc.study.claims import spread_tests
 from megaenc.study.claims import tests as claim_tests
-from megaenc.study.claims.tests import EARLY_SHARE, EQUALITY_MARGIN, QUARTER_RANGE, PendingVerdict, format_points
-from megaenc.study.results.evidence import Evidence, Score
+from megaenc.study.claims.decision import EQUALITY_MARGINS, PendingVerdict, TestScope
+from megaenc.study.claims.reasons import format_reason
+from megaenc.study.claims.tests import CLM_SHARES, EARLY_SHARE
+from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.groups import FAMILY_LABELS
 from megaenc.study.stats import inference
-from megaenc.study.stats.comparisons import Comparison, Contrast, ModelSelector, Outcome
-from megaenc.study.stats.inference import LEVEL
+from megaenc.study.stats.comparisons import Comparison, ModelSelector, Outcome
+from megaenc.study.stats.run_noise import RunNoise, estimate_run_noise
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of testing a claim, or a part of one: holds, reversed, not resolved or no data, with the reason."""
+    """Outcome of testing a claim, or a part of one, for these trained models and for another pretraining run, with reasons."""
 
     claim: int
     title: str
@@ -29,17 +31,30 @@ class Verdict:
     comparisons: list[Comparison]
     """single comparisons, with p corrected over them"""
     verdict: Outcome
+    """outcome for these trained models"""
     reason: str
     """sentences with the numbers and caveats; for `no data`, the missing results"""
     part: str = ""
     """a, b, ... if the claim has several parts; else empty"""
     overall: Comparison | None = None
     """all comparisons pooled, with p corrected over the claims; the verdict depends on it"""
+    families: list[Comparison] = field(default_factory=list)
+    """pooled comparison of each task family if the claim pools several, with p corrected over them"""
+    another_run: Outcome = "no data"
+    """outcome for another pretraining run of the same recipes; equal to `verdict` if models have several runs"""
+    p_another_run: float = math.nan
+    """corrected p of the claim for another pretraining run; NaN if the noise between runs is unknown"""
+
+    @property
+    def label(self) -> str:
+        """Return the verdict, with " for these runs" if it is not shown for another pretraining run."""
+        is_general = self.another_run == self.verdict or self.verdict in ("not resolved", "no data")
+        return self.verdict if is_general else f"{self.verdict} for these runs"
 
 
 _BOTH = "an MLM and a CLM model of one size and as many steps"
 
-_CLAIMS: dict[str, tuple[str, str, str, Callable[[ModelSelector, int], PendingVerdict]]] = {
+_CLAIMS: dict[str, tuple[str, str, str, Callable[[TestScope], PendingVerdict]]] = {
     **{
         name: (
             f"MLM is above CLM on {family}",
@@ -51,15 +66,21 @@ _CLAIMS: dict[str, tuple[str, str, str, Callable[[ModelSelector, int], PendingVe
     },
     "1c": (
         "MLM and CLM are about equal on TC",
-        f"Do {{mlm}} and CLM differ by less than {100 * EQUALITY_MARGIN:g} point on token classification?",
+        f"Do {{mlm}} and CLM differ by less than {100 * EQUALITY_MARGINS[TaskFamily.TC]:g} points on token classification?",
         f"{_BOTH}, both decayed and evaluated on TC",
-        claim_tests.judge_equality,
+        claim_tests.judge_mlm_equals_clm,
     ),
     "1d": (
         "The gap on IR narrows with size",
         "Is the difference between {mlm} and CLM on retrieval smaller in larger models?",
         "MLM and CLM models of at least two sizes, decayed and evaluated on IR",
-        claim_tests.judge_gap_narrowing,
+        partial(claim_tests.judge_gap_trend, family=TaskFamily.IR, widens=False),
+    ),
+    "1e": (
+        "The gap on SC widens with size",
+        "Is the difference between {mlm} and CLM on sequence classification larger in larger models?",
+        "MLM and CLM models of at least two sizes, decayed and evaluated on SC",
+        partial(claim_tests.judge_gap_trend, family=TaskFamily.SC, widens=True),
     ),
     "2": (
         "CLM learns faster early",
@@ -71,149 +92,116 @@ _CLAIMS: dict[str, tuple[str, str, str, Callable[[ModelSelector, int], PendingVe
         "CLM is less sensitive to the fine-tuning rate",
         "Are the mean scores of {mlm} further apart over the learning rates than those of CLM?",
         f"results of two or more seeds at two or more learning rates, of {_BOTH}",
-        claim_tests.judge_rate_sensitivity,
+        spread_tests.judge_rate_sensitivity,
     ),
-    "4": (
-        "25 % CLM, then MLM, beats MLM alone",
-        "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
-        f"a decayed model with {QUARTER_RANGE[0]:.0%} to {QUARTER_RANGE[1]:.0%} CLM before MLM, "
-        "and MLM alone of the same size, ratio and steps",
-        claim_tests.judge_clm_quarter,
-    ),
-    "5": (
+    **{
+        name: (
+            title,
+            question,
+            f"a decayed model with {CLM_SHARES[share][0]:.0%} to {CLM_SHARES[share][1]:.0%} CLM before MLM, "
+            "and MLM alone of the same size, ratio and steps",
+            test,
+        )
+        for name, share, title, question, test in (
+            (
+                "4a",
+                0.25,
+                "25 % CLM, then MLM, beats MLM alone",
+                "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
+                claim_tests.judge_clm_quarter,
+            ),
+            (
+                "4b",
+                0.75,
+                "75 % CLM, then MLM, is comparable with MLM alone",
+                "At equal steps, is MLM after three quarters of CLM at least about as good as MLM from the start?",
+                claim_tests.judge_clm_three_quarters,
+            ),
+        )
+    },
+    "5a": (
         "MLM on a finished CLM model beats more MLM",
         "After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
         "models of continued pretraining from a CLM and from an MLM model, of one size and as many steps before and after",
         claim_tests.judge_continued_pretraining,
     ),
-    "6": (
+    "5b": (
+        "Half of that continuation suffices to match more MLM",
+        "After about half as many more MLM steps, is a model that began as CLM at least about as good as one that began as MLM?",
+        "models as for 5a, continued for two or more numbers of steps",
+        claim_tests.judge_shorter_continuation,
+    ),
+    "6a": (
         "There is no single best mask ratio",
         "Is every mask ratio beaten by another one on some task or at some size?",
         "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets",
         claim_tests.judge_mask_ratios,
     ),
+    "6b": (
+        "Retrieval prefers high mask ratios",
+        "Does the score on retrieval rise with the mask ratio?",
+        "MLM models of three or more mask ratios, of one size and as many steps, decayed and evaluated on IR",
+        claim_tests.judge_high_ratios,
+    ),
+    "6c": (
+        "After CLM, the mask ratio matters less",
+        "Are scores further apart over the mask ratios for MLM alone than for MLM after CLM?",
+        "two or more seeds of models of three or more mask ratios with CLM before MLM, and of MLM alone, of one size and budget",
+        spread_tests.judge_ratio_sensitivity,
+    ),
 }
-"""Title, question (`{mlm}` is MLM at the reference ratio), required results and test of each claim, by number and part. Tests get
-the models and the number of bootstrap draws."""
+"""Title, question (`{mlm}` is MLM at the reference ratio), required results and test of each claim, by number and part."""
 
 
-def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
-    """Test the six claims; return nine Verdicts (1a to 1d, 2 to 6), p corrected by Holm; `draws` only for intervals.
+def judge(evidence: Evidence, draws: int = 2000, noise: RunNoise | None = None) -> list[Verdict]:
+    """Test the six claims; return a Verdict for each of their parts (1a to 6c), p corrected by Holm over all of them.
 
-    `draws`: bootstrap samples for the intervals shown next to each verdict; 0 for none. Reads the example scores of all
-    compared models.
+    `draws`: bootstrap samples for the intervals shown next to each verdict, on which no verdict depends; 0 for none. `noise`:
+    noise between pretraining runs for models that were pretrained once; by default estimated from the curves over mask ratios.
+    Reads the example scores of all compared models.
     """
     models = ModelSelector(evidence)
-    drafts = {name: draft(models, draws) for name, (*_, draft) in _CLAIMS.items()}
-    corrected = inference.holm_adjust([draft.p for draft in drafts.values()])
-    count = sum(not math.isnan(p) for p in corrected)
-    return [_build_verdict(models, name, draft, p, count) for (name, draft), p in zip(drafts.items(), corrected, strict=True)]
-
-
-def _build_verdict(models: ModelSelector, name: str, draft: PendingVerdict, p: float, claims: int) -> Verdict:
-    """Build the verdict of the claim `name`, given its p corrected over the number of tested `claims`."""
-    title, question, requirement, _ = _CLAIMS[name]
-    verdict_draft = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
-    if not draft.comparisons:
-        return replace(verdict_draft, reason=f"Needs {draft.requirement or requirement}.")
-    against = "reversed" if draft.outcome == "holds" else "holds"
-    mixed = p < LEVEL and any(one.verdict == against for one in draft.decisive)
-    verdict = draft.outcome if p < LEVEL and not mixed else "not resolved"
-    overall = replace(draft.overall, p_adjusted=p, verdict=verdict) if draft.overall else None
-    sentences = (
-        _format_reason(draft, p, claims, mixed),
-        _collapse_caveat(draft.comparisons),
-        _single_run_caveat(draft.comparisons),
-        _excluded_models_caveat(models, draft.contrasts),
-        _incomplete_grid_caveat(draft.contrasts),
+    noise = noise or estimate_run_noise(models)
+    these, another = (
+        {name: test(scope) for name, (*_, test) in _CLAIMS.items()}
+        for scope in (TestScope(models, draws), TestScope(models, noise=noise))
     )
-    return replace(verdict_draft, verdict=verdict, reason=" ".join(filter(None, sentences)), overall=overall)
+    corrected = inference.holm_adjust([draft.p for draft in these.values()])
+    larger = [
+        max(one.p, other.p) if not math.isnan(one.p + other.p) else math.nan
+        for one, other in zip(these.values(), another.values(), strict=True)
+    ]
+    corrected_another = inference.holm_adjust(larger)
+    return [
+        _build_verdict(models, name, these[name], p, another[name], p_another, noise, sum(not math.isnan(p) for p in corrected))
+        for name, p, p_another in zip(_CLAIMS, corrected, corrected_another, strict=True)
+    ]
 
 
-def _format_reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) -> str:
-    """Format difference, interval, p and counts of a claim as a sentence; `mixed`: some comparisons contradict the pooled one."""
-    overall, chance = draft.overall, "no p, as the variation between seeds is unknown"
-    if not math.isnan(p):
-        p_text = format_p_value(p)
-        chance = f"p {p_text}" if p_text.startswith("<") else f"p = {p_text}"
-        chance += f" corrected over {claims} claims" if claims > 1 else ""
-    parts = [chance]
-    if overall is not None and math.isnan(overall.difference):
-        parts = ["no fine-tuning seed that all of these models have"]
-    elif overall is not None:
-        interval = "" if math.isnan(overall.low) else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
-        counts = Counter("hold" if one.verdict == "holds" else one.verdict for one in draft.comparisons)
-        each = ", ".join(f"{counts[word]} {word}" for word in ("hold", "reversed", "not resolved") if counts[word])
-        parts = [
-            f"{overall.left} minus {overall.right}: {format_points(overall.difference)} ({interval}{chance})",
-            f"one by one, of {len(draft.comparisons)}: {each}",
-        ]
-    if mixed:
-        parts.append("some of them significantly contradict the pooled difference")
-    sentence = "; ".join([*parts, draft.note] if draft.note else parts)
-    return (sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]) + "."
-
-
-def format_p_value(p: float) -> str:
-    """Format p with two significant digits, such as 0.023; `< 0.0001` if it is smaller, and 1 from 0.995."""
-    return "< 0.0001" if p < 0.0001 else f"{p:.2g}" if p < 0.995 else "1"
-
-
-_MAX_LISTED_PLACES = 3  # in one sentence
-
-
-def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
-    """Return a sentence that names comparisons with a collapsed side; "" if there are none."""
-    locations = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
-    if not locations:
-        return ""
-    more = f" and {len(locations) - _MAX_LISTED_PLACES} more" if len(locations) > _MAX_LISTED_PLACES else ""
-    return f"Not compared, as a side has collapsed: {', '.join(locations[:_MAX_LISTED_PLACES])}{more}."
-
-
-def _single_run_caveat(comparisons: Sequence[Comparison]) -> str:
-    """Return a sentence on comparisons with only one pretraining run a side; "" if there are none."""
-    usable = [one for one in comparisons if not one.collapsed]
-    count = sum(one.pretraining_runs == 1 for one in usable)
-    if not count:
-        return ""
-    if not any(one.has_borrowed_variance for one in usable):
-        return "This holds for these trained models; another pretraining run may differ by more."
-    single = f"{count} of {len(usable)} comparisons have one pretraining run a side"
-    return f"{single}; the variance between runs is taken from the others."
-
-
-def _excluded_models_caveat(models: ModelSelector, contrasts: Sequence[Contrast]) -> str:
-    """Return a sentence that counts models left out because the other side lacks their pretraining seed; "" if none."""
-    used = {score.model_key for contrast in contrasts for run_scores in contrast.weighted_scores for _, score in run_scores}
-    recipes = {replace(key, seed=0) for key in used}
-    count = sum(key not in used and replace(key, seed=0) in recipes for key in models.model_keys)
-    models_are = "1 model is" if count == 1 else f"{count} models are"
-    return f"{models_are} left out because the other side lacks the same pretraining seed." if count else ""
-
-
-def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
-    """Return a sentence on fine-tuning seeds and learning rates that only one side has; "" if both have the same."""
-    seeds: Counter[tuple[int, int]] = Counter()
-    rates: set[int] = set()
-    for members in (run_scores for contrast in contrasts for run_scores in contrast.weighted_scores):
-        seed_sets = [set(member.seed_scores) for _, member in members]
-        if all(seed_sets):
-            seeds[len(set.intersection(*seed_sets)), len(set.union(*seed_sets))] += 1
-            if len(tried := {_count_finished_rates(member) for _, member in members}) > 1:
-                rates |= tried
-    parts = []
-    if fewer := {place: count for place, count in seeds.items() if place[0] < place[1]}:
-        worst = min(fewer, key=lambda place: place[0] / place[1])
-        incomplete = f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds"
-        parts.append(f"{incomplete} ({worst[0]} of {worst[1]})")
-    if rates:
-        parts.append(f"sides chose among unequal numbers of learning rates ({min(rates)} to {max(rates)})")
-    return f"Not complete: {'; '.join(parts)}." if parts else ""
-
-
-def _count_finished_rates(score: Score) -> int:
-    """Return the number of learning rates at which every seed has finished or failed."""
-    every = {*score.rate_scores, *score.failed_seeds}
-    ended = [len(score.rate_scores.get(rate, ())) + len(score.failed_seeds.get(rate, ())) for rate in every]
-    return sum(count >= len(score.seed_scores) for count in ended)
+def _build_verdict(
+    models: ModelSelector,
+    name: str,
+    draft: PendingVerdict,
+    p: float,
+    another: PendingVerdict,
+    p_another: float,
+    noise: RunNoise,
+    claims: int,
+) -> Verdict:
+    """Build the verdict of the claim `name`, given the p of its draft and of the one for `another` run, over all `claims`."""
+    title, question, requirement, _ = _CLAIMS[name]
+    base = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
+    if not draft.comparisons:
+        return replace(base, reason=f"Needs {draft.requirement or requirement}.")
+    verdict, another_run = draft.decide(p), another.decide(p_another, claims)
+    if verdict == "not resolved" or (another.outcome != draft.outcome and another_run != "mixed"):
+        another_run = "not resolved"
+    return replace(
+        base,
+        verdict=verdict,
+        reason=format_reason(models, draft, p, claims, verdict, (another_run, p_another, noise)),
+        overall=replace(draft.overall, p_adjusted=p, verdict=verdict) if draft.overall else None,
+        families=draft.families,
+        another_run=another_run,
+        p_another_run=p_another,
+    )

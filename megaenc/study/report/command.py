@@ -38,6 +38,7 @@ from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence
 from megaenc.study.results.groups import STANDARD_METRICS
 from megaenc.study.results.pretrain_runs import flops_by_model, read_runs, resolve_model_keys
 from megaenc.study.results.published import drop_unprinted_results, published
+from megaenc.study.stats.run_noise import parse_run_noise
 
 SCORES = "scores.csv"
 
@@ -59,6 +60,9 @@ class ReportConfig:
     interval: IntervalKind = "normal"
     """95 % intervals of tables and figures: normal (1.96 standard errors, as in the paper) or t (Student's, also right for few
     seeds)"""
+    run_noise: tuple[str, ...] = ()
+    """standard deviation between pretraining runs of one recipe in points, as FAMILY=POINTS, such as SC=0.5 QA=3, for verdicts on
+    models that were pretrained once; default: estimated from the scores over mask ratios"""
     about: tuple[str, ...] = ()
     """facts to add to the page as NAME=TEXT, such as hardware='one H100' commit=1a2b3c; those in study.json next to the results
     are added too"""
@@ -111,7 +115,7 @@ def build_report(config: ReportConfig) -> ReportPage:
     figures = build_figures(evidence, runs, flops, published_evidence)
     with ProgressLine("testing claims", total=None, closing=False) as progress:
         progress.update(0)
-        verdicts = judge(evidence)
+        verdicts = judge(evidence, noise=parse_run_noise(config.run_noise))
         tables = [
             *build_score_tables(evidence, published_evidence),
             *build_standard_metric_tables(evidence, standard),
@@ -191,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = build_report(config)
         write_report(report, output)
     for one in report.verdicts:
-        print_rank_0(f"{one.claim}{one.part} {one.title}: {one.verdict}")
+        print_rank_0(f"{one.claim}{one.part} {one.title}: {one.label}")
     for text in filter(None, (report.missing_scores, *report.notices)):
         print_rank_0(text)
     count = sum(bool(one.figure.panels) for one in report.figures)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from megaenc.study.claims.verdicts import Verdict, format_p_value
+from megaenc.study.claims.decision import format_p_value
+from megaenc.study.claims.verdicts import Verdict
 from megaenc.study.report.figures.base import FigureSpec, embed_svg
 from megaenc.study.report.figures.registry import ReportFigure
 from megaenc.study.report.methods import Fact
@@ -45,6 +46,7 @@ GENERATOR_TAG = '<meta name="generator" content="megaenc study report">'
 _OUTCOME_LABELS = {
     "holds": {"css": "holds", "label": "\u2713 holds", "after_count": "hold"},
     "reversed": {"css": "reversed", "label": "\u21c4 reversed", "after_count": "reversed"},
+    "mixed": {"css": "reversed", "label": "\u2260 mixed", "after_count": "mixed"},
     "not resolved": {"css": "open", "label": "? not resolved", "after_count": "not resolved"},
     "no data": {"css": "none", "label": "\u2013 no data", "after_count": "without data"},
 }
@@ -66,7 +68,7 @@ def render_page(report: ReportPage) -> str:
         "cell": format_cell,
         "signed": lambda value: "" if math.isnan(value) else _use_minus_signs(f"{value:+.2f}"),
         "minus": _use_minus_signs,
-        "reach": _axis_limit,
+        "reach": _axis_limits,
         "inline_svg": _inline_svg,
         "p_value": lambda value: "" if math.isnan(value) else format_p_value(value),
         "place": lambda value, reach: f"{75 + 70 * value / reach:.1f}",
@@ -74,8 +76,13 @@ def render_page(report: ReportPage) -> str:
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
     environment.tests |= {"finite": math.isfinite, "nan": math.isnan}
-    verdicts = Counter(one.verdict for one in report.verdicts)
-    counts = ", ".join(f"{verdicts[name]} {label['after_count']}" for name, label in _OUTCOME_LABELS.items() if verdicts[name])
+    verdicts = Counter((one.verdict, one.label.removeprefix(one.verdict)) for one in report.verdicts)
+    counts = ", ".join(
+        f"{verdicts[name, runs]} {label['after_count']}{runs}"
+        for name, label in _OUTCOME_LABELS.items()
+        for runs in ("", " for these runs")
+        if verdicts[name, runs]
+    )
     names = {
         "generator_tag": Markup(GENERATOR_TAG),
         "outcomes": _OUTCOME_LABELS,
@@ -103,11 +110,13 @@ def _use_minus_signs(text: str) -> str:
     return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", text)
 
 
-def _axis_limit(verdict: Verdict) -> float:
-    """Return the largest absolute value of a verdict's differences and interval ends, the scale of its bars."""
-    listed = filter(None, [*verdict.comparisons, verdict.overall])
-    ends = [abs(end) for one in listed for end in (one.low, one.high, one.difference) if math.isfinite(end)]
-    return max(ends, default=1.0) or 1.0
+def _axis_limits(verdict: Verdict) -> dict[str, float]:
+    """Return by unit the largest absolute value of a verdict's differences and interval ends, the scale of its bars."""
+    limits: dict[str, float] = {}
+    for one in filter(None, [verdict.overall, *verdict.families, *verdict.comparisons]):
+        ends = [abs(end) for end in (one.low, one.high, one.difference) if math.isfinite(end)]
+        limits[one.unit] = max([*ends, limits.get(one.unit, 0.0)])
+    return {unit: limit or 1.0 for unit, limit in limits.items()}
 
 
 def _inline_svg(spec: FigureSpec, name: str, alt: str) -> Markup:

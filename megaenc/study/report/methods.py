@@ -113,7 +113,10 @@ def normal_interval_coverage(seeds: int) -> float:
 
 
 def describe_intervals(evidence: Evidence, published: Evidence | None = None) -> str:
-    """Return text on the kind, seeds and coverage of the scores' intervals, and of `published` ones if they differ."""
+    """Return text on the kind, seeds and coverage of the scores' intervals, and of `published` ones if they differ.
+
+    They are conditional on the chosen learning rate.
+    """
 
     def describe(counts: Sequence[int], kind: IntervalKind) -> str:
         """Describe intervals of this kind over these numbers of seeds."""
@@ -124,7 +127,8 @@ def describe_intervals(evidence: Evidence, published: Evidence | None = None) ->
         return f"1.96 standard errors {over}, which hold the true mean {often} times in 100"
 
     counts = sorted({len(one.seed_scores) or PUBLISHED_SEEDS for one in evidence.scores if one.half_width is not None})
-    ours = describe(counts, evidence.kind) if counts else "none, as there is one fine-tuning seed"
+    given = "given the chosen learning rate"
+    ours = f"{describe(counts, evidence.kind)}, {given}" if counts else "none, as there is one fine-tuning seed"
     if published is None or (evidence.kind == "normal" and counts == [PUBLISHED_SEEDS]):
         return ours
     return f"{ours}; published ones are {describe([PUBLISHED_SEEDS], 'normal')}"

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
 
+import numpy as np
+
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import AVERAGE, Evidence, Score
@@ -20,7 +22,9 @@ from megaenc.study.results.groups import format_percent, is_average
 from megaenc.study.stats import inference
 from megaenc.study.stats.inference import LEVEL, TestResult
 
-Outcome = Literal["holds", "reversed", "not resolved", "no data"]
+Outcome = Literal["holds", "reversed", "mixed", "not resolved", "no data"]
+Unit = Literal["points", "SD", "share"]
+"""Unit of a difference: points of the score, standard deviations over the study's models, or a share of both variances."""
 Terms = Sequence[tuple[float, Score]]
 ModelPairs = dict[int, tuple[ModelKey, ModelKey]]
 """The left and the right model by pretraining seed."""
@@ -69,6 +73,34 @@ class ModelSelector:
         order = self.evidence.sort_sizes(self.model_keys)
         return {size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs}
 
+    @functools.cached_property
+    def dataset_spreads(self) -> dict[tuple[str, str], float]:
+        """Return by (task family, data set) the standard deviation of the decayed models' scores; none below three models."""
+        spreads = {}
+        for family, name in self.evidence.datasets():
+            scores = [self.evidence.find(key, name, family) for key in self.model_keys if key.decayed]
+            means = [score.mean for score in scores if score is not None]
+            if len(means) > 2 and np.std(means) > 0:
+                spreads[str(family), name] = float(np.std(means, ddof=1))
+        return spreads
+
+    def standardise(self, contrast: "Contrast") -> "Contrast | None":
+        """Return the contrast of each data set's score over its spread, averages by their data sets; None if one is unknown."""
+        terms = {}
+        for seed, of_seed in contrast.terms.items():
+            terms[seed] = []
+            for weight, score in of_seed:
+                members = score.members or (score,)
+                if members == (score,) and score.dataset == AVERAGE:  # a published average
+                    names = STUDY_DATASETS[score.family]
+                    members = tuple(self.evidence.find(score.model_key, name, score.family) for name in names)
+                places = [(score.family, member.dataset) if member else None for member in members]
+                if not set(places) <= set(self.dataset_spreads):
+                    return None
+                for member, place in zip(members, places, strict=True):
+                    terms[seed].append((weight / len(members) / self.dataset_spreads[place], member))
+        return replace(contrast, terms=terms, source=contrast.source or contrast.terms)
+
     def is_mlm_only(self, key: ModelKey) -> bool:
         """Return whether a model was trained with MLM only, at the reference mask ratio, without continued pretraining."""
         return not key.clm_steps and not key.cpt_mlm_steps and key.mask_ratio == self.ratio and key.mlm_steps > 0
@@ -108,22 +140,28 @@ class Comparison:
     has_borrowed_variance: bool = False
     """whether the variance between pretraining runs comes from other contrasts of the claim"""
     collapsed: tuple[str, ...] = ()
-    """sides with collapsed predictions, which are not compared"""
+    """sides with collapsed predictions"""
+    unit: Unit = "points"
+
+    @property
+    def scale(self) -> int:
+        """Return the factor from `test` to `unit`: 100 for points, else 1."""
+        return 100 if self.unit == "points" else 1
 
     @property
     def difference(self) -> float:
-        """Return the difference, left less right, in points (100 times the fraction)."""
-        return 100 * self.test.difference
+        """Return the difference, left less right, in `unit` (points are 100 times the fraction)."""
+        return self.scale * self.test.difference
 
     @property
     def low(self) -> float:
-        """Return the lower end of the 95 % interval in points; NaN if unknown; with one seed it covers the examples only."""
-        return 100 * self.test.low
+        """Return the lower end of the 95 % interval in `unit`; NaN if unknown; with one seed it covers the examples only."""
+        return self.scale * self.test.low
 
     @property
     def high(self) -> float:
-        """Return the upper end of the 95 % interval in points; NaN if unknown; with one seed it covers the examples only."""
-        return 100 * self.test.high
+        """Return the upper end of the 95 % interval in `unit`; NaN if unknown; with one seed it covers the examples only."""
+        return self.scale * self.test.high
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:

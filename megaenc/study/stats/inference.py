@@ -48,6 +48,8 @@ class TestResult:
     """0 for published intervals and for sums of parts with different seeds"""
     margin_p: float = math.nan
     """p of the equivalence test, whose null hypothesis is a difference beyond the margin; NaN without a margin"""
+    noninferiority_p: float = math.nan
+    """p of the test whose null hypothesis is a difference below minus the margin; NaN without a margin"""
 
 
 def variance_components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> VarianceComponents:
@@ -87,15 +89,21 @@ def example_variance(blocks: Sequence[np.ndarray]) -> float:
     return max(float(by_example @ by_example) / (example_count - 1) - noise, 0.0) / example_count
 
 
-def contrast_t_test(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: float = 0.0) -> TestResult:
+def contrast_t_test(
+    scores: np.ndarray,
+    examples: Sequence[np.ndarray] = (),
+    margin: float = 0.0,
+    run_variances: Sequence[tuple[float, float]] = (),
+) -> TestResult:
     """Test the mean of `scores` against 0 by t over seeds (and examples; larger p); `margin` adds an equivalence test.
 
     `examples`: float[S, N] per data set. Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. A
-    `margin` adds an equivalence test. One seed gives an interval over its examples, and no p.
+    `margin` adds tests of equivalence and noninferiority. `run_variances`: (variance, degrees of freedom) of the noise between
+    pretraining runs. One seed gives an interval over its examples, and no p.
     """
     parts, count = variance_components(scores, examples), len(scores)
     if count > 1:
-        by_seed = [(parts.seed_variance, count - 1)]
+        by_seed = [(parts.seed_variance, count - 1), *run_variances]
         return welch_satterthwaite_test(float(np.mean(scores)), by_seed, parts.example_variance, margin, count)
     df = float(min(block.shape[1] for block in examples) - 1) if len(examples) else math.nan
     return _most_conservative_test(float(scores[0]), parts, [(parts.example_variance, df)], count, margin=None)
@@ -116,17 +124,26 @@ def welch_satterthwaite_test(
     parts = VarianceComponents(math.fsum(variance for variance, _ in seed_variances), example_variance)
     if math.isnan(parts.seed_variance) or parts.seed_variance <= _TOLERANCE**2:
         return _most_conservative_test(difference, parts, [(np.nan_to_num(example_variance), math.inf)], seed_count, margin=None)
-    bottom = math.fsum(variance**2 / df for variance, df in seed_variances)
+    bottom = math.fsum(variance**2 / df for variance, df in seed_variances)  # a known variance has infinite df
     totals = [total for total in (parts.seed_variance, parts.seed_variance + example_variance) if not math.isnan(total)]
     return _most_conservative_test(difference, parts, [(total, total**2 / bottom) for total in totals], seed_count, margin)
 
 
 def welch_from_intervals(
-    means: Sequence[float], half_widths: Sequence[float], weights: Sequence[float], seeds: int = 5, margin: float = 0.0
+    means: Sequence[float],
+    half_widths: Sequence[float],
+    weights: Sequence[float],
+    seeds: int = 5,
+    margin: float = 0.0,
+    run_variances: Sequence[tuple[float, float]] = (),
 ) -> TestResult:
-    """Run Welch's t test of a weighted sum of means against 0; half widths are 1.96 * sd / sqrt(seeds) of each mean."""
+    """Run Welch's t test of a weighted sum of means against 0; half widths are 1.96 * sd / sqrt(seeds) of each mean.
+
+    `run_variances`: (variance, degrees of freedom) of the noise between pretraining runs.
+    """
     each = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
-    return welch_satterthwaite_test(float(np.dot(weights, means)), [(variance, seeds - 1) for variance in each], math.nan, margin)
+    variances = [*((variance, seeds - 1) for variance in each), *run_variances]
+    return welch_satterthwaite_test(float(np.dot(weights, means)), variances, math.nan, margin)
 
 
 def _most_conservative_test(
@@ -137,12 +154,13 @@ def _most_conservative_test(
     if not known:  # without any spread the chance variation is unknown
         return TestResult(difference, math.nan, math.nan, math.nan, parts, math.nan, seed_count)
     half, df = max((error * float(_t_quantile(df)), df) for error, df in known)
-    p = margin_p = math.nan
+    p = margin_p = noninferiority_p = math.nan
     if margin is not None:
         p = max(2 * _t_cdf(-abs(difference) / error, df) for error, df in known)
     if margin:
         margin_p = max(_t_cdf((abs(difference) - margin) / error, df) for error, df in known)
-    return TestResult(difference, difference - half, difference + half, p, parts, df, seed_count, margin_p)
+        noninferiority_p = max(_t_cdf((-difference - margin) / error, df) for error, df in known)
+    return TestResult(difference, difference - half, difference + half, p, parts, df, seed_count, margin_p, noninferiority_p)
 
 
 def _t_quantile(df: float | np.ndarray) -> np.ndarray:

@@ -13,8 +13,9 @@ import numpy as np
 
 from megaenc.study.results.evidence import Score
 from megaenc.study.stats import inference
-from megaenc.study.stats.comparisons import Comparison, Contrast, Terms
+from megaenc.study.stats.comparisons import Comparison, Contrast, Terms, Unit
 from megaenc.study.stats.inference import TestResult, VarianceComponents
+from megaenc.study.stats.run_noise import RunNoise
 
 _PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
 
@@ -68,13 +69,16 @@ def compare_contrasts(
     margin: float = 0.0,
     draws: int = 0,
     weights: Sequence[float] | None = None,
+    unit: Unit = "points",
+    noise: RunNoise | None = None,
 ) -> Comparison:
     """Test one contrast, or the mean (sum with `weights`) of several, against 0; return the Comparison, p uncorrected.
 
     The result is uncorrected: p_adjusted and verdict are set by the caller. Contrasts with the same pretraining seeds are summed
     by seed; such groups, and the contrasts with one pretraining run, are combined by Welch and Satterthwaite. The latter vary
-    between fine-tuning seeds and by the `borrowed` variance (None: estimated from `contrasts`); without it the result holds for
-    these trained models only. Published scores have neither seeds nor examples and get Welch's test of their intervals.
+    between fine-tuning seeds and by the `borrowed` variance (None: estimated from `contrasts`), or by `noise` if nothing can be
+    borrowed; without either the result holds for these trained models only. Published scores have neither seeds nor examples and
+    get Welch's test of their intervals.
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
     pool = [(weight, contrast) for weight, contrast in zip(weights, contrasts, strict=True) if weight]
@@ -87,15 +91,15 @@ def compare_contrasts(
 
     def build_comparison(result: TestResult, effect: float = math.nan, **more) -> Comparison:
         """Build the comparison with labels and sides of the contrasts."""
-        p = math.nan if collapsed else result.p
-        more = {"pretraining_runs": min(len(contrast.pretraining_seeds) for _, contrast in pool), "collapsed": collapsed} | more
+        runs = min(len(contrast.pretraining_seeds) for _, contrast in pool)
+        more = {"pretraining_runs": runs, "collapsed": collapsed, "unit": unit} | more
         label = f"{where} ({' and '.join(collapsed)} collapsed)" if collapsed else where
         dataset = contrasts[0].dataset if len(datasets) == 1 and family else "all"
-        return Comparison(*contrasts[0].names, label, family, dataset, result, p, p, effect, **more)
+        return Comparison(*contrasts[0].names, label, family, dataset, result, result.p, result.p, effect, **more)
 
     borrowed = between_run_variance([contrast for _, contrast in pool]) if borrowed is None else borrowed
     if not all(score.seed_scores for _, contrast in pool for terms in contrast.terms.values() for _, score in terms):
-        return build_comparison(*_test_published(pool, margin))
+        return build_comparison(*_test_published(pool, margin, _run_variances(pool, noise)))
     groups: dict[Seeds, list[tuple[float, Contrast]]] = defaultdict(list)
     for weight, contrast in pool:
         groups[contrast.pretraining_seeds if len(contrast.pretraining_seeds) > 1 else ()].append((weight, contrast))
@@ -106,10 +110,12 @@ def compare_contrasts(
     if len(rows) == 1 and (() not in rows or not borrowed):
         [score_rows] = rows.values()
         blocks = list(score_rows.examples.values())
-        result, drawn = inference.contrast_t_test(score_rows.scores, blocks, margin), None
+        more = [] if () not in rows else _run_variances(pool, noise)
+        result, drawn = inference.contrast_t_test(score_rows.scores, blocks, margin, more), None
         if draws and blocks and result.seed_count > 2:
+            scale = 100 if unit == "points" else 1
             drawn = tuple(
-                (100 * low, 100 * high) for low, high in inference.bootstrap_intervals(score_rows.scores, blocks, draws)
+                (scale * low, scale * high) for low, high in inference.bootstrap_intervals(score_rows.scores, blocks, draws)
             )
         return build_comparison(result, inference.hedges_g(score_rows.left, score_rows.right), bootstrap=drawn)
     difference = math.fsum(float(one.scores.mean()) for one in rows.values())
@@ -117,6 +123,26 @@ def compare_contrasts(
         difference, _variances_by_seeds(groups, rows, borrowed), _pooled_example_variance(rows.values()), margin
     )
     return build_comparison(result, has_borrowed_variance=() in rows)
+
+
+def _run_variances(pool: WeightedContrasts, noise: RunNoise | None) -> list[tuple[float, float]]:
+    """Return the (variance, degrees of freedom) that `noise` adds to contrasts with one pretraining run; [] without noise.
+
+    Models of one trunk (same size and seed, begun with CLM, or with MLM of the same ratio) count as fully correlated, except
+    across the two sides of the contrasts, where correlation would make the variance smaller.
+    """
+    if noise is None:
+        return []
+    trunks: dict[tuple, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
+    for weight, contrast in pool:
+        for part, score in contrast.terms[contrast.pretraining_seeds[0]]:
+            key = score.model_key
+            trunk = (key.size, key.seed, "clm" if key.clm_steps else key.mask_ratio, weight * part > 0)
+            trunks[trunk][score.family, score.dataset] += weight * part
+    totals, finetuning = (
+        math.fsum(each) for each in zip(*(noise.variance(of_trunk) for of_trunk in trunks.values()), strict=True)
+    )
+    return [(totals, noise.df), (-finetuning, math.inf)]
 
 
 def _variances_by_seeds(
@@ -198,24 +224,28 @@ def _merge_terms(terms: Terms) -> list[tuple[float, Score]]:
 
 
 def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
-    """Return the weighted sum of example scores, float[S, N], by (family, data set); empty if some are missing."""
-    by_dataset: dict[tuple[str, str], np.ndarray] = {}
+    """Return the weighted sum of example scores, float[S, N], by (family, data set); only sets that all models can pair."""
+    by_dataset: dict[tuple[str, str], list[tuple[float, np.ndarray | None]]] = defaultdict(list)
     for weight, score in terms:
-        block, dataset = score.stack_examples(seeds), (score.family, score.dataset)
-        earlier = by_dataset.get(dataset)
-        if block is None or (earlier is not None and earlier.shape != block.shape):
-            return {}
-        by_dataset[dataset] = weight * block if earlier is None else earlier + weight * block
-    return by_dataset
+        by_dataset[score.family, score.dataset].append((weight, score.stack_examples(seeds)))
+    sums = {}
+    for dataset, each in by_dataset.items():
+        shapes = {None if block is None else block.shape for _, block in each}
+        if len(shapes) == 1 and None not in shapes:
+            sums[dataset] = sum(weight * block for weight, block in each)
+    return sums
 
 
-def _test_published(pool: WeightedContrasts, margin: float) -> tuple[TestResult, float]:
+def _test_published(
+    pool: WeightedContrasts, margin: float, run_variances: Sequence[tuple[float, float]]
+) -> tuple[TestResult, float]:
     """Test a weighted sum of contrasts of published means; return the result and its effect size."""
     terms = _merge_terms(
         [(weight * part, score) for weight, contrast in pool for part, score in contrast.terms[contrast.pretraining_seeds[0]]]
     )
     weights = [weight for weight, _ in terms]
     half_widths = [math.nan if score.half_width is None else max(score.half_width, _PRINTED_DIGIT) for _, score in terms]
-    result = inference.welch_from_intervals([score.mean for _, score in terms], half_widths, weights, margin=margin)
+    means = [score.mean for _, score in terms]
+    result = inference.welch_from_intervals(means, half_widths, weights, margin=margin, run_variances=run_variances)
     spread = 5 * (np.array(weights) * half_widths / 1.96) ** 2  # of one seed, on each side; pooled by their mean
     return result, inference.standardised_difference(result.difference, math.sqrt(spread.sum() / 2), 8)

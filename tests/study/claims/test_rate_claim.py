@@ -3,11 +3,13 @@
 import math
 
 import numpy as np
+import pytest
 import simulated
 from scipy import stats
 from small_studies import by_claim
 
-from megaenc.study.claims.tests import judge_rate_sensitivity
+from megaenc.study.claims.decision import TestScope
+from megaenc.study.claims.spread_tests import judge_rate_sensitivity
 from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.stats.comparisons import ModelSelector
@@ -25,7 +27,7 @@ def test_noisier_seeds_are_no_sensitivity():
                 by_rate = {rate: dict(enumerate(row)) for rate, row in zip(rates, table, strict=True)}
                 apart.append(np.ptp(table, axis=0).mean())
                 scores.append(Score(format_model_name(setting), setting, str(family), dataset, 0.8, 0.01, by_rate[1e-5], by_rate))
-        alarms += judge_rate_sensitivity(ModelSelector(Evidence(scores))).p < 0.05
+        alarms += judge_rate_sensitivity(TestScope(ModelSelector(Evidence(scores)))).p < 0.05
         spreads.append(np.mean(apart[:4]) - np.mean(apart[4:]))
     assert alarms <= stats.binom.ppf(0.995, 200, 0.05) == 19
     assert np.mean(spreads) > 2 * np.std(spreads) > 0  # what a test of best less worst by seed would see
@@ -54,19 +56,50 @@ def test_a_rate_that_fails_is_no_steadiness():
     mlm = grid({1e-4: 0.0, 2e-4: 0.01})
     failed = {"failed_seeds": {5e-4: frozenset(range(5))}}
     found = by_claim(rated((mlm, clm), of_sides=({"baseline": 0.5, **failed}, {"baseline": 0.5})))["3"]
-    assert found.verdict == "holds" and found.overall.difference > 10
+    assert found.verdict == "holds" and found.overall.difference > 0.9
     assert "failed runs count as the trivial baseline: 5 of MLM 15 %" in found.reason
     unknown = by_claim(rated((mlm, clm), of_sides=(failed, {})))["3"]  # results that do not say what the baseline gets
-    assert "failed runs count as the worst run of that data set" in unknown.reason and unknown.overall.difference < 3
+    assert "failed runs count as the worst run of that data set" in unknown.reason and unknown.overall.difference < 0.9
 
 
-def test_only_whole_rates_count():
-    """A rate with one finished seed does not take the other four from all rates."""
-    mlm, clm = grid({1e-4: 0.0, 2e-4: 0.03, 5e-4: 0.05}), grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.02})
-    mlm[5e-4] = {0: mlm[5e-4][0]}
+def test_a_rate_counts_with_the_seeds_that_both_have():
+    """MLM loses 20 points and CLM 2 at the highest rate, at which only three of five seeds are there."""
+    mlm, clm = grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.2}), grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.02})
+    for missing in (3, 4):
+        del mlm[5e-4][missing]
     found = by_claim(rated((mlm, clm)))["3"]
-    assert found.verdict == "holds" and found.overall.test.seed_count == 5
-    assert "rates left out because runs of either model are not finished: 1" in found.reason
-    assert "sides chose among unequal numbers of learning rates (2 to 3)" in found.reason
+    assert found.verdict == "holds" and found.overall.test.seed_count == 3 and found.overall.difference > 0.9
+    assert "fine-tuning seeds left out because a side lacks one of their rates: 2" in found.reason
+    del clm[5e-4][0]  # two are left, which is no test: the other rates are
+    found = by_claim(rated((mlm, clm)))["3"]
+    assert found.verdict == "not resolved" and found.overall.test.seed_count == 5 and abs(found.overall.difference) < 0.5
+    assert "rates left out because the sides share fewer than 3 seeds there: 1" in found.reason
     two = by_claim(rated((grid({1e-4: 0.0, 2e-4: 0.03}, seeds=2), grid({1e-4: 0.0, 2e-4: 0.01}, seeds=2))))["3"]
     assert two.verdict == "not resolved" and math.isnan(two.overall.p)  # one pair of seeds: no spread
+
+
+def test_another_run_is_tested_over_the_sizes():
+    """Sizes are runs of their own: three that agree speak of another run, one does not."""
+    scores = []
+    for size, more in (("10M", 0.030), ("20M", 0.033), ("40M", 0.036)):
+        for setting, lost in ((ModelKey(size, mlm_steps=40, mask_ratio=0.15), 0.01 + more), (ModelKey(size, clm_steps=40), 0.01)):
+            by_rate = grid({1e-4: 0.0, 2e-4: lost})
+            scores.append(Score(format_model_name(setting), setting, "SC", "toy", 0.9, 0.01, by_rate[1e-4], by_rate))
+    assert by_claim(Evidence(scores))["3"].label == "holds"
+    one = by_claim(Evidence(scores[:2]))["3"]
+    assert one.label == "holds for these runs" and "state --run-noise" in one.reason
+
+
+def test_spreads_over_mask_ratios():
+    """After CLM the ratios are a point apart, alone five."""
+    random, scores = np.random.default_rng(0), []
+    for clm_steps, apart in ((0, 0.05), (30, 0.01)):
+        for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5)):
+            setting = ModelKey("tiny", clm_steps=clm_steps, mlm_steps=40 - clm_steps, mask_ratio=ratio)
+            by_seed = {seed: 0.8 - apart * at + 0.001 * random.standard_normal() for seed in range(5)}
+            scores.append(Score(format_model_name(setting), setting, "SC", "toy", 0.8, 0.01, by_seed))
+    found = by_claim(Evidence(scores))["6c"]
+    assert found.label == "holds for these runs" and found.overall.difference == pytest.approx(24 / 26, abs=0.01)
+    assert found.comparisons[0].where == "tiny, 30 of 40 steps of CLM"
+    assert by_claim(Evidence(scores[1:]))["6c"].verdict == "holds"  # three ratios on both sides
+    assert by_claim(Evidence(scores[2:]))["6c"].verdict == "no data"

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import simulated
+from small_studies import by_claim
 
 from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims.verdicts import judge
@@ -70,10 +71,10 @@ def test_early_is_of_the_run_that_a_checkpoint_is_on_the_way_of(budget):
     for at in (10, 20, 40):
         for one in (ModelKey("tiny", at, decayed=False, budget=budget), ModelKey("tiny", 0, at, mask_ratio=0.4, decayed=False)):
             scores.append(Score(f"{one}", one, "SC", "sst2", 0.5 + at / 1000, 0.01))
-    found = judge(Evidence(scores), draws=0)[4]
+    found = by_claim(Evidence(scores), draws=0)["2"]
     assert ("early is step 10, 20;" in found.reason) == (budget == 100) and ("early is step 10;" in found.reason) == (budget == 0)
 
 
 def test_nothing_published_ends_before_its_run_does():
     early = [score for score in published().scores if not score.model_key.decayed and score.model_key.steps <= 10_000]
-    assert "early is step 1,000, 2,000, 5,000, 10,000;" in judge(Evidence(early), draws=0)[4].reason
+    assert "early is step 1,000, 2,000, 5,000, 10,000;" in by_claim(Evidence(early), draws=0)["2"].reason

@@ -2,26 +2,29 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import simulated
 from scipy import stats
-from small_studies import TWO, by_claim, mini
+from small_studies import TWO, by_claim, mini, sized
 
 from megaenc.finetune.examples import TaskFamily
+from megaenc.study.claims.decision import EQUALITY_MARGINS
 from megaenc.study.claims.verdicts import judge
+from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.published import published
 
-CLAIMS = ["1a", "1b", "1c", "1d", "2", "3", "4", "5", "6"]
+CLAIMS = ["1a", "1b", "1c", "1d", "1e", "2", "3", "4a", "4b", "5a", "5b", "6a", "6b", "6c"]
 
 
 NULLS = (  # a study of each in turn
     {},
     {"uneven": 0.01},
     {"quiet": True, "runs": 0.01, "pretrained": {"210M": 3, "610M": 2, "1B": 1}},
-    {"quiet": True, "runs": 0.01, "pretrained": {"610M": 3}, "uneven": 0.01},
+    {"quiet": True, "runs": 0.01},
 )
 
 
@@ -35,9 +38,11 @@ def test_false_alarms_in_studies_without_differences():
     for number in range(200):
         world = NULLS[number % len(NULLS)]
         found = simulated.verdicts(number, examples=200, **world)
-        about = [one for one in found if "runs" not in world or simulated.about_recipes(one)]
-        alarms += any(map(simulated.false_alarm, about))
-        directional = [one for one in found if one.overall is not None and (one.claim, one.part) != (1, "c")]
+        alarms += any(simulated.false_alarm(one, another_run="runs" in world) for one in found)
+        names = simulated.OF_EQUALITY
+        directional = [one for one in found if one.overall is not None and f"{one.claim}{one.part}" not in names]
+        if world == NULLS[-1]:  # where runs differ and only one is known, tests of these models are not at their level
+            continue
         whole += [one.overall.p < 0.05 for one in directional]
         single += [comparison.p < 0.05 for one in directional for comparison in one.comparisons]
     assert alarms <= stats.binom.ppf(0.995, 200, 0.05) == 19
@@ -55,9 +60,13 @@ PLANTED = {  # what is better by so many logits, if the claim holds; with -1 the
     "1d": lambda one, family, way: (
         only_mlm(one) * (family == TaskFamily.IR) * {"210M": 0.5 + way * 0.3, "610M": 0.5, "1B": 0.5 - way * 0.3}[one.size]
     ),
+    "1e": lambda one, family, way: (
+        only_mlm(one) * (family == TaskFamily.SC) * {"210M": 0.5 - way * 0.3, "610M": 0.5, "1B": 0.5 + way * 0.3}[one.size]
+    ),
     "2": lambda one, family, way: way * 0.4 * (not one.decayed and not one.mlm_steps and one.steps <= 10_000),
-    "4": lambda one, family, way: way * 0.3 * (one.mlm_steps > 0 and 0.2 < one.clm_share < 0.3),
-    "5": lambda one, family, way: way * 0.3 * (one.clm_steps > 0 and one.cpt_mlm_steps == 22_000),
+    "4a": lambda one, family, way: way * 0.3 * (one.mlm_steps > 0 and 0.2 < one.clm_share < 0.3),
+    "5a": lambda one, family, way: way * 0.3 * (one.clm_steps > 0 and one.cpt_mlm_steps == 22_000),
+    "6b": lambda one, family, way: way * 2.0 * (only_mlm(one) and family == TaskFamily.IR) * ((one.mask_ratio or 0) - 0.35),
 }
 
 
@@ -65,12 +74,19 @@ PLANTED = {  # what is better by so many logits, if the claim holds; with -1 the
 @pytest.mark.parametrize(("way", "expected"), [(1, "holds"), (-1, "reversed")])
 def test_planted_effects_are_found_with_their_sign(claim, way, expected):
     plant = PLANTED[claim]
-    found = by_claim(simulated.study(3, lambda one, family: plant(one, family, way), quiet=True, examples=500), draws=0)
+    found = by_claim(simulated.study(3, lambda one, family: plant(one, family, way), quiet=True, examples=1000), draws=0)
     assert found[claim].verdict == expected
     outcomes = {comparison.verdict for comparison in found[claim].comparisons}
-    assert ("holds" if way < 0 else "reversed") not in outcomes or claim == "1d"  # there they are of the gap, not of its trend
-    if claim in "24":  # which touch nothing that another one looks at, but for the longest run of CLM and MLM both
-        assert all(one.verdict == "not resolved" for name, one in found.items() if name not in (claim, "1c"))
+    assert ("holds" if way < 0 else "reversed") not in outcomes or claim in (
+        "1d",
+        "1e",
+    )  # there they are of the gap, not of its trend
+    if claim in ("2", "4a"):  # which touch nothing that another one looks at, but for the longest run of CLM and MLM both
+        assert all(
+            one.verdict in ("not resolved", "no data")
+            for name, one in found.items()
+            if name not in (claim, *simulated.OF_EQUALITY)
+        )
 
 
 @pytest.mark.parametrize(("way", "expected"), [(1, "holds"), (-1, "reversed")])
@@ -79,20 +95,36 @@ def test_planted_effects_are_found_where_sizes_have_unequal_runs(way, expected):
     runs = {"pretrained": {"210M": 5, "610M": 3}, "runs": 0.01}
     found = by_claim(simulated.study(4, lambda one, family: PLANTED["1a"](one, family, way), quiet=True, **runs), draws=0)["1a"]
     assert found.verdict == expected and [one.pretraining_runs for one in found.comparisons] == [5, 3, 1]
-    assert "1 of 3 comparisons have one pretraining run" in found.reason and simulated.about_recipes(found)
+    assert "1 of 3 comparisons have one pretraining run" in found.reason and found.label == expected
 
 
-@pytest.mark.parametrize(("shift", "expected"), [(0.0, "holds"), (0.4, "reversed")])
-def test_about_equal_and_not(shift, expected):
-    quiet = simulated.study(3, lambda one, family: shift * (only_mlm(one) and family == TaskFamily.TC), quiet=True, examples=2000)
-    assert by_claim(quiet, draws=0)["1c"].verdict == expected
+@pytest.mark.parametrize(("gap", "expected"), [(0.0, "holds"), (0.003, "not resolved"), (0.01, "reversed"), (-0.01, "reversed")])
+def test_about_equal_is_within_the_margin_of_the_family(gap, expected):
+    """Of 0.3 points on TC; 1.8 points would make a point equal on SC."""
+    scores = [replace(one, family="TC", dataset="uner_en") for one in sized("10M", [1], gap, runs=0)]
+    assert by_claim(Evidence(scores), draws=0)["1c"].verdict == expected
+
+
+@pytest.mark.parametrize(
+    ("on_tc", "on_sc", "expected"),
+    [(0.0, 0.0, "holds"), (0.02, 0.05, "holds"), (-0.02, 0.0, "mixed"), (-0.02, -0.05, "reversed")],
+)
+def test_comparable_is_not_lower_in_any_family(on_tc, on_sc, expected):
+    """Higher by any amount is comparable too; lower by more than the margin on one family only is mixed."""
+    scores = []
+    for family, dataset, gap in (("TC", "uner_en", on_tc), ("SC", "sst2", on_sc)):
+        for score in sized("10M", [1], gap, runs=0):
+            key = ModelKey("10M", mlm_steps=600, mask_ratio=0.4)
+            key = replace(key, clm_steps=450, mlm_steps=150) if not score.model_key.clm_steps else key
+            scores.append(replace(score, family=family, dataset=dataset, model_key=key, model=format_model_name(key)))
+    assert by_claim(Evidence(scores), draws=0)["4b"].verdict == expected
 
 
 @pytest.mark.parametrize(("way", "expected"), [(1, "holds"), (-1, "reversed")])
 def test_sensitivity_to_the_rate(way, expected):
     found = by_claim(simulated.study(2, away=lambda one, family: 0.02 * ((one.mlm_steps > 0) == (way > 0))), draws=0)["3"]
     assert found.verdict == expected and len(found.comparisons) == 3 * 4
-    assert found.overall.difference == pytest.approx(way * 1.79, abs=0.2)  # (9 - 1) / (2 * sqrt(5)), of 3 points and 1
+    assert found.overall.difference == pytest.approx(way * 0.8, abs=0.05)  # (9 - 1) / (9 + 1), of 3 points and 1
     first, second = re.search(
         r"standard deviation over the rates, without the seeds' part: (.+) and (.+) points", found.reason
     ).groups()
@@ -106,24 +138,67 @@ def test_no_single_best_ratio_and_one():
     def one_everywhere(one, family):
         return 0.5 * (only_mlm(one) and one.mask_ratio == 0.3)
 
-    found = by_claim(simulated.study(0, some_here_some_there, quiet=True, examples=500), draws=0)["6"]
+    found = by_claim(simulated.study(0, some_here_some_there, quiet=True, examples=500), draws=0)["6a"]
     assert found.verdict == "holds" and "20 % is beaten by" in found.reason and len(found.comparisons) == 6 * 3 * 4
     assert all(comparison.difference >= 0 for comparison in found.comparisons)  # the better one stands first
-    found = by_claim(simulated.study(0, one_everywhere, quiet=True, examples=500), draws=0)["6"]
+    found = by_claim(simulated.study(0, one_everywhere, quiet=True, examples=500), draws=0)["6a"]
     assert found.verdict == "reversed" and "30 % is not shown to be beaten anywhere" in found.reason
 
 
 def test_the_published_tables():
-    """As they fell: claim 5 is not resolved by what is printed, and of claim 3 nothing is."""
+    """As they fell: claim 5a is mixed, and of claims 3 and 6c nothing is printed."""
     found = by_claim(published())
-    assert [found[claim].verdict for claim in CLAIMS] == [
-        "holds", "holds", "holds", "holds", "holds", "no data", "holds", "not resolved", "holds",
-    ]  # fmt: skip
+    assert {claim: found[claim].label for claim in CLAIMS} == {
+        "1a": "holds",
+        "1b": "holds",
+        "1c": "holds for these runs",
+        "1d": "holds for these runs",
+        "1e": "holds for these runs",
+        "2": "holds",
+        "3": "no data",
+        "4a": "holds for these runs",
+        "4b": "holds for these runs",
+        "5a": "mixed for these runs",
+        "5b": "holds for these runs",
+        "6a": "holds for these runs",
+        "6b": "holds",
+        "6c": "no data",
+    }
     assert "two or more learning rates" in found["3"].reason
     gap = {comparison.where: round(comparison.difference, 2) for comparison in found["1a"].comparisons}
     assert gap == {"210M": 2.09, "610M": 3.42, "1B": 5.55}  # of the printed averages
     assert "early is step 1,000, 2,000, 5,000, 10,000; 610M on SC: MLM is ahead from step 10,000 on" in found["2"].reason
-    assert "after 2,000 steps it is -4.63 points" in found["5"].reason
+    assert "QA -15.71 points after 2,000 steps" in found["5a"].reason
+    families = {one.family: (round(one.difference, 2), one.verdict) for one in found["5a"].families}
+    assert families == {
+        "SC": (0.93, "holds"), "TC": (0.59, "holds"), "QA": (-1.04, "reversed"), "IR": (0.25, "not resolved"),
+    }  # fmt: skip
+
+
+def test_the_margins_are_the_spread_of_the_published_models():
+    evidence = published()
+    keys = {key for setup, of_setup in evidence.group_by_setup().items() if setup in ("base", "cpt") for key in of_setup}
+    for family, margin in EQUALITY_MARGINS.items():
+        means = [evidence.find(key, "average", family).mean for key in keys]
+        assert len(means) == 21 and np.std(means, ddof=1) == pytest.approx(margin, abs=0.0005)
+
+
+def test_no_wide_data_set_decides_a_pooled_difference():
+    """Of claim 4a, ReCoRD has a quarter of the points and its share of the standard deviations."""
+    without = Evidence(
+        [
+            replace(
+                one,
+                mean=one.mean
+                - 0.2 * (one.dataset == "record" and 0.2 < one.model_key.clm_share < 0.3 and one.model_key.mlm_steps > 0),
+            )
+            for one in published().scores
+            if one.dataset != "average"
+        ]
+    )
+    found = by_claim(without, draws=0)["4a"]  # 20 points lower there: in points, the mean of twelve sets would be below 0
+    assert found.overall.unit == "SD" and found.overall.difference > 0.3
+    assert [one.verdict for one in found.families] == ["holds", "holds", "reversed", "holds"] and found.verdict == "mixed"
 
 
 def test_nothing_is_said_without_data():
@@ -134,13 +209,15 @@ def test_nothing_is_said_without_data():
 
 def test_any_manifest_can_be_judged():
     found = by_claim(mini(5))
-    assert found["4"].verdict == "holds" and [one.dataset for one in found["4"].comparisons] == ["toy_sc", "toy_ir"]
-    assert found["4"].comparisons[0].left == "25 % CLM, then MLM" and found["4"].comparisons[0].where == "tiny, 40 steps, 15 %"
-    assert [claim for claim in CLAIMS if found[claim].verdict == "no data"] == ["1b", "1c", "1d", "2", "3", "5", "6"]
+    assert found["4a"].verdict == "holds" and [one.dataset for one in found["4a"].comparisons] == ["toy_sc", "toy_ir"]
+    assert found["4a"].comparisons[0].left == "25 % CLM, then MLM" and found["4a"].comparisons[0].where == "tiny, 40 steps, 15 %"
+    assert [claim for claim in CLAIMS if found[claim].verdict == "no data"] == [
+        "1b", "1c", "1d", "1e", "2", "3", "4b", "5a", "5b", "6a", "6b", "6c",
+    ]  # fmt: skip
     assert "MLM 15 %" in found["1a"].question
-    percentile, studentised = found["4"].overall.bootstrap
-    assert percentile[0] > 0 and studentised[0] < found["4"].overall.difference < studentised[1]
-    assert found["4"].overall.seeds_needed == 3 and found["4"].overall.effect > 3
+    percentile, studentised = found["4a"].overall.bootstrap
+    assert percentile[0] > 0 and studentised[0] < found["4a"].overall.difference < studentised[1]
+    assert found["4a"].overall.seeds_needed == 3 and found["4a"].overall.effect > 3
 
 
 def test_one_seed_is_never_a_verdict():
@@ -148,6 +225,6 @@ def test_one_seed_is_never_a_verdict():
     every = by_claim(mini(1, examples=5000, families=(*TWO, ("TC", "toy_tc"))))
     assert {one.verdict for one in every.values()} == {"not resolved", "no data"}
     assert abs(every["1c"].overall.difference) < 0.5 and math.isnan(every["1c"].overall.p)
-    found = every["4"]
+    found = every["4a"]
     assert found.verdict == "not resolved" and "the variation between seeds is unknown" in found.reason
     assert all(math.isnan(one.p) and one.low > 0 for one in found.comparisons)

@@ -126,7 +126,7 @@ def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
     assert [level for level, _ in headings[:3]] == ["1", "2", "3"] and headings[1][1] == "Verdicts"
     for words in ("✓ holds", "⇄ reversed", "? not resolved", "– no data"):
         assert words in text
-    assert "1 hold, 1 reversed, 1 not resolved, 1 without data" in text
+    assert "1 hold for these runs, 1 reversed for these runs, 1 not resolved, 1 without data" in text
     assert "The same test on the published tables" in text and "5\u00a0% less" in text
     assert "5\u00a0% less, \u22121.29 points (\u22124.39 to +1.80) of 610m-mlm40-42k, p = 2e-05." in text
     assert (
@@ -155,7 +155,7 @@ def test_seeds_that_are_never_enough_have_a_word():
 
 
 def test_the_page_says_what_verdicts_are_about(text):
-    assert "for these trained models, and another pretraining run may differ by more" in " ".join(text.split())
+    assert "means that the verdict is about the trained models" in " ".join(text.split())
 
 
 def test_figures_are_drawn_once_with_an_alternative_text(text):

@@ -93,7 +93,7 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     report_command.main([*flags, "--about", "date=2026-11-22"])
     said = capsys.readouterr().out.splitlines()
     assert said[-1].endswith(f"2 figures in {output}/figures, page: {output}/index.html")
-    assert said[-10].startswith("1a MLM is above CLM on SC: ")
+    assert said[-15].startswith("1a MLM is above CLM on SC: ")
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert {"tables/base.csv", "tables/pfs.tex", "tables/pfs-standard.md", "tables/variance.csv", "tables/scores.csv"} <= files
     assert {"figures/objectives.png", "figures/objectives.svg", "figures/losses.png", "index.html"} <= files

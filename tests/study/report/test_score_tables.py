@@ -99,7 +99,8 @@ def test_notes_say_what_an_interval_is_worth():
     [table] = build_score_tables(Evidence([own]))
     assert "1.96 standard errors over 2 fine-tuning seeds, which hold the true mean 70 times in 100" in table.note
     [table] = build_score_tables(Evidence([own], kind="t"), published())
-    assert "95 % by Student's t over 2 fine-tuning seeds; published ones are 1.96 standard errors over 5" in table.note
+    expected = "95 % by Student's t over 2 fine-tuning seeds, given the chosen learning rate; published ones are 1.96"
+    assert f"{expected} standard errors over 5" in table.note
     assert "88 times in 100" in table.note and "95" not in build_score_tables(published())[0].note
     assert [normal_interval_coverage(seeds) for seeds in (2, 3, 5, 1000)] == pytest.approx([0.70, 0.81, 0.88, 0.95], abs=0.01)
     values = np.random.default_rng(0).normal(size=(20_000, 5))

@@ -13,9 +13,9 @@ from megaenc.study.stats import inference
 
 
 def test_several_pretrainings_are_what_is_compared():
-    found = by_claim(mini(5, pretraining_seeds=(1, 2, 3)), draws=0)["4"]
+    found = by_claim(mini(5, pretraining_seeds=(1, 2, 3)), draws=0)["4a"]
     assert found.overall.test.seed_count == 3 and found.overall.test.df < 5
-    assert by_claim(mini(5, pretraining_seeds=(2,)), draws=0)["4"].overall.test.seed_count == 5
+    assert by_claim(mini(5, pretraining_seeds=(2,)), draws=0)["4a"].overall.test.seed_count == 5
 
 
 def test_each_line_has_all_its_pretraining_seeds():
@@ -60,7 +60,7 @@ def test_other_examples_leave_the_seeds_alone():
         else score
         for score in evidence.scores
     ]
-    both, alone = by_claim(evidence, draws=0)["4"].overall, by_claim(Evidence(odd), draws=0)["4"].overall
+    both, alone = by_claim(evidence, draws=0)["4a"].overall, by_claim(Evidence(odd), draws=0)["4a"].overall
     assert not math.isnan(both.test.components.example_variance) and math.isnan(alone.test.components.example_variance)
     assert alone.difference == pytest.approx(both.difference)
 
@@ -78,7 +78,7 @@ def test_seeds_that_have_nothing_in_common():
 
 def test_a_set_may_be_called_average():
     evidence = Evidence([dataclasses.replace(one, dataset="average_rating") for one in mini(5, families=TWO[:1]).scores])
-    assert [one.dataset for one in by_claim(evidence, draws=0)["4"].comparisons] == ["average_rating"]
+    assert [one.dataset for one in by_claim(evidence, draws=0)["4a"].comparisons] == ["average_rating"]
 
 
 def test_seeds_needed_are_never_enough_or_not_known():

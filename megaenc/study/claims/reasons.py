@@ -1,0 +1,136 @@
+"""Sentences of a verdict: numbers of the deciding test, task families, another pretraining run, and caveats."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megaenc.study.claims.decision import PendingVerdict, format_difference, format_p_value
+from megaenc.study.results.evidence import Score
+from megaenc.study.stats.comparisons import Comparison, Contrast, ModelSelector, Outcome
+from megaenc.study.stats.run_noise import RunNoise
+
+
+def format_reason(
+    models: ModelSelector,
+    draft: PendingVerdict,
+    p: float,
+    claims: int,
+    verdict: Outcome,
+    another: tuple[Outcome, float, RunNoise],
+) -> str:
+    """Format the reason of a verdict, with p corrected over `claims`; `another`: verdict, p and noise of another run."""
+    sentences = (
+        _format_decision(draft, p, claims, verdict),
+        _format_families(draft.families),
+        _another_run_caveat(draft, *another),
+        _collapse_caveat(draft.comparisons),
+        _excluded_models_caveat(models, draft.contrasts),
+        _incomplete_grid_caveat(draft.contrasts),
+    )
+    return " ".join(filter(None, sentences))
+
+
+def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outcome) -> str:
+    """Format difference, interval, p and counts of a claim as a sentence."""
+    overall, chance = draft.overall, "no p, as the variation between seeds is unknown"
+    if not math.isnan(p):
+        chance = _format_p(p) + (f" corrected over {claims} claims" if claims > 1 else "")
+    parts = [chance]
+    if overall is not None and math.isnan(overall.difference):
+        parts = ["no fine-tuning seed that all of these models have"]
+    elif overall is not None:
+        interval = "" if math.isnan(overall.low) else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
+        counts = Counter("hold" if one.verdict == "holds" else one.verdict for one in draft.comparisons)
+        each = ", ".join(f"{counts[word]} {word}" for word in ("hold", "reversed", "not resolved") if counts[word])
+        difference = format_difference(overall.difference, overall.unit)
+        parts = [
+            f"{overall.left} minus {overall.right}: {difference} ({interval}{chance})",
+            f"one by one, of {len(draft.comparisons)}: {each}",
+        ]
+    if verdict == "mixed":
+        parts.append("some of them are significant in opposite directions")
+    sentence = "; ".join([*parts, draft.note] if draft.note else parts)
+    return (sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]) + "."
+
+
+def _format_p(p: float) -> str:
+    """Format p as `p = 0.023` or `p < 0.0001`."""
+    text = format_p_value(p)
+    return f"p {text}" if text.startswith("<") else f"p = {text}"
+
+
+def _format_families(families: Sequence[Comparison]) -> str:
+    """Return a sentence with the difference, p and verdict of each task family; "" for a claim on one family."""
+    each = [
+        f"{one.family} {format_difference(one.difference, one.unit)} ({_format_p(one.p_adjusted)}, {one.verdict})"
+        for one in families
+    ]
+    return f"By family: {'; '.join(each)}." if each else ""
+
+
+def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise: RunNoise) -> str:
+    """Return a sentence on another pretraining run, for comparisons with only one run a side; "" if there are none."""
+    count = sum(one.pretraining_runs == 1 for one in draft.comparisons)
+    if not count:
+        return ""
+    if any(one.has_borrowed_variance for one in draft.comparisons):
+        single = f"{count} of {len(draft.comparisons)} comparisons have one pretraining run a side"
+        return f"{single}; the variance between runs is taken from the others."
+    if math.isnan(p):
+        return (
+            "This holds for these trained models; by how much another pretraining run differs is unknown here: pretrain with "
+            "several seeds, or state --run-noise."
+        )
+    used = list(dict.fromkeys(one.family for one in draft.contrasts))
+    is_spread = any(one.unit == "share" for one in draft.comparisons)
+    how = "by the differences between sizes" if is_spread else f"noise between runs: {noise.describe(used)}"
+    return f"Another pretraining run: {verdict} ({_format_p(p)}; {how})."
+
+
+_MAX_LISTED_PLACES = 3  # in one sentence
+
+
+def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
+    """Return a sentence that names comparisons with a collapsed side; "" if there are none."""
+    locations = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
+    if not locations:
+        return ""
+    more = f" and {len(locations) - _MAX_LISTED_PLACES} more" if len(locations) > _MAX_LISTED_PLACES else ""
+    return f"A side has collapsed: {', '.join(locations[:_MAX_LISTED_PLACES])}{more}."
+
+
+def _excluded_models_caveat(models: ModelSelector, contrasts: Sequence[Contrast]) -> str:
+    """Return a sentence that counts models left out because the other side lacks their pretraining seed; "" if none."""
+    used = {score.model_key for contrast in contrasts for run_scores in contrast.weighted_scores for _, score in run_scores}
+    recipes = {replace(key, seed=0) for key in used}
+    count = sum(key not in used and replace(key, seed=0) in recipes for key in models.model_keys)
+    models_are = "1 model is" if count == 1 else f"{count} models are"
+    return f"{models_are} left out because the other side lacks the same pretraining seed." if count else ""
+
+
+def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
+    """Return a sentence on fine-tuning seeds and learning rates that only one side has; "" if both have the same."""
+    seeds: Counter[tuple[int, int]] = Counter()
+    rates: set[int] = set()
+    for members in (run_scores for contrast in contrasts for run_scores in contrast.weighted_scores):
+        seed_sets = [set(member.seed_scores) for _, member in members]
+        if all(seed_sets):
+            seeds[len(set.intersection(*seed_sets)), len(set.union(*seed_sets))] += 1
+            if len(tried := {_count_finished_rates(member) for _, member in members}) > 1:
+                rates |= tried
+    parts = []
+    if fewer := {place: count for place, count in seeds.items() if place[0] < place[1]}:
+        worst = min(fewer, key=lambda place: place[0] / place[1])
+        incomplete = f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds"
+        parts.append(f"{incomplete} ({worst[0]} of {worst[1]})")
+    if rates:
+        parts.append(f"sides chose among unequal numbers of learning rates ({min(rates)} to {max(rates)})")
+    return f"Not complete: {'; '.join(parts)}." if parts else ""
+
+
+def _count_finished_rates(score: Score) -> int:
+    """Return the number of learning rates at which every seed has finished or failed."""
+    every = {*score.rate_scores, *score.failed_seeds}
+    ended = [len(score.rate_scores.get(rate, ())) + len(score.failed_seeds.get(rate, ())) for rate in every]
+    return sum(count >= len(score.seed_scores) for count in ended)

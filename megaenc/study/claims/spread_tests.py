@@ -1,0 +1,180 @@
+"""Tests of claims on spreads: over fine-tuning learning rates, and over mask ratios after CLM and without it."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from scipy import stats
+
+from megaenc.finetune.examples import TaskFamily
+from megaenc.study.claims.decision import PendingVerdict, TestScope, family_weights, judge_direction
+from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.results.evidence import Evidence, Score
+from megaenc.study.results.groups import is_average
+from megaenc.study.stats import inference
+from megaenc.study.stats.comparisons import Contrast, Terms, family_terms
+
+MIN_SEEDS = 3
+"""Fine-tuning seeds below which a difference of spreads has no p."""
+
+
+def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
+    """Test claim 3, scores vary more over the fine-tuning rates for MLM than for CLM, by size and data set.
+
+    The difference of both variances between rates is divided by their sum, so every data set counts with at most 1.
+    """
+    models, evidence = scope.models, scope.models.evidence
+    names = (models.mlm, models.clm)
+    contrasts: list[Contrast] = []
+    spreads, dropped_rates, dropped_seeds = [], 0, 0
+    places = [(family, dataset) for family, dataset in evidence.datasets() if not is_average(dataset)]
+    for (size, by_seed), (family, dataset) in itertools.product(models.final_pairs().items(), places):
+        sides, grids = {}, {}
+        for seed, pair in by_seed.items():
+            scores = [evidence.find(key, dataset, family) for key in pair]
+            if None not in scores and (found := _common_rate_grids(scores)) is not None:
+                sides[seed] = list(zip((1.0, -1.0), scores, strict=True))
+                grids[seed], without_rates, without_seeds = found
+                dropped_rates, dropped_seeds = dropped_rates + without_rates, dropped_seeds + without_seeds
+        if grids:
+            contrasts.append(_spread_contrast(names, size, family, dataset, size, grids, sides))
+            spreads.append(_mean_spreads(grids))
+    notes = []
+    if contrasts:
+        points = [100 * math.sqrt(max(0.0, float(np.mean(side)))) for side in zip(*spreads, strict=True)]
+        notes = [f"standard deviation over the rates, without the seeds' part: {points[0]:.2f} and {points[1]:.2f} points"]
+    compared = [[score for _, score in pair] for contrast in contrasts for pair in contrast.source.values()]
+    failed = [sum(len(seeds) for pair in compared for seeds in pair[side].failed_seeds.values()) for side in (0, 1)]
+    if any(failed):
+        counts = " and ".join(f"{count} of {name}" for count, name in zip(failed, names, strict=True) if count)
+        unknown = any(score.failed_seeds and score.baseline is None for pair in compared for score in pair)
+        notes.append(f"failed runs count as {'the worst run of that data set' if unknown else 'the trivial baseline'}: {counts}")
+    if dropped_seeds:
+        notes.append(f"fine-tuning seeds left out because a side lacks one of their rates: {dropped_seeds}")
+    if dropped_rates:
+        notes.append(f"rates left out because the sides share fewer than {MIN_SEEDS} seeds there: {dropped_rates}")
+    return _judge_spreads(scope, contrasts, "; ".join(notes))
+
+
+def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, int] | None:
+    """Return scores float[R, S] of both sides, and the numbers of rates and of seeds left out; None below two rates or seeds.
+
+    The most rates at which both sides have three seeds in common (else two) count, with all seeds that both have at each of them.
+    A failed run scores the trivial baseline, or the worst run of both sides if the results do not contain it.
+    """
+    scores = [score for side in sides for by_seed in side.rate_scores.values() for score in by_seed.values()]
+    grids: list[Mapping[float, Mapping[int, float]]] = [
+        replace(side, baseline=min(scores, default=0.0) if side.baseline is None else side.baseline).rate_scores_with_failures
+        for side in sides
+    ]
+    tried = sorted(set(grids[0]) | set(grids[1]))
+    common = {rate: set(grids[0].get(rate, ())) & set(grids[1].get(rate, ())) for rate in tried}
+    for needed, count in itertools.product((MIN_SEEDS, 2), range(len(tried), 1, -1)):
+        chosen = [(set.intersection(*(common[rate] for rate in rates)), rates) for rates in itertools.combinations(tried, count)]
+        seeds, rates = max(chosen, key=lambda pair: len(pair[0]))
+        if len(seeds) >= needed:
+            values = [np.array([[grid[rate][seed] for seed in sorted(seeds)] for rate in rates]) for grid in grids]
+            most = max(len(by_seed) for grid in grids for by_seed in grid.values())
+            return values, len(tried) - count, most - len(seeds)
+    return None
+
+
+def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
+    """Test claim 6c, scores vary less over the mask ratios after CLM than without CLM, at equal size, steps and ratios."""
+    by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(lambda: defaultdict(dict))
+    for key in scope.models.model_keys:
+        if key.decayed and key.mask_ratio and not key.cpt_mlm_steps:
+            by_schedule[key.size, key.steps, key.clm_steps][key.seed][key.mask_ratio] = key
+    contrasts: list[Contrast] = []
+    for (size, steps, clm_steps), after_clm in sorted(by_schedule.items()):
+        alone = by_schedule.get((size, steps, 0), {}) if clm_steps else {}
+        ratios = sorted(set.intersection(*(set(after_clm[seed]) & set(alone.get(seed, ())) for seed in after_clm)))
+        if len(ratios) < 3:
+            continue
+        pairs = {seed: [[side[seed][ratio] for ratio in ratios] for side in (alone, after_clm)] for seed in after_clm}
+        for family in TaskFamily:
+            if (found := _ratio_grids(scope.models.evidence, family, pairs)) is not None:
+                label, grids, sides = found
+                where = f"{size}, {clm_steps:,} of {steps:,} steps of CLM"
+                names = ("MLM alone", "CLM, then MLM")
+                contrasts.append(_spread_contrast(names, where, str(family), label, size, grids, sides))
+    return _judge_spreads(scope, contrasts, "")
+
+
+def _ratio_grids(
+    evidence: Evidence, family: TaskFamily, pairs: Mapping[int, Sequence[Sequence[ModelKey]]]
+) -> tuple[str, dict[int, list[np.ndarray]], dict[int, Terms]] | None:
+    """Return a label, scores float[R, S] of both sides of `pairs` by pretraining seed, and their terms; None if some lack.
+
+    A side is R models, one for each mask ratio, whose mean over the family's data sets is taken for each of S common
+    fine-tuning seeds.
+    """
+    every = [key for sides in pairs.values() for keys in sides for key in keys]
+    if (common := family_terms(evidence, family, every)) is None:
+        return None
+    label, parts = common
+    grids: dict[int, list[np.ndarray]] = {}
+    terms: dict[int, Terms] = {}
+    rest = iter(parts)
+    for seed, sides in pairs.items():
+        models = [[next(rest) for _ in keys] for keys in sides]
+        seeds = set.intersection(*(set(score.seed_scores) for side in models for each in side for _, score in each))
+        if len(seeds) < 2:
+            return None
+        grids[seed] = [np.array([_scores_at(each, sorted(seeds)) for each in side]) for side in models]
+        signed = zip((1.0, -1.0), models, strict=True)
+        terms[seed] = [(sign * weight, score) for sign, side in signed for each in side for weight, score in each]
+    return label, grids, terms
+
+
+def _scores_at(terms: Terms, seeds: Sequence[int]) -> list[float]:
+    """Return the weighted sum of scores at each fine-tuning seed."""
+    return [math.fsum(weight * score.seed_scores[seed] for weight, score in terms) for seed in seeds]
+
+
+def _spread_contrast(
+    names: tuple[str, str],
+    where: str,
+    family: str,
+    dataset: str,
+    size: str,
+    grids: Mapping[int, Sequence[np.ndarray]],
+    sides: Mapping[int, Terms],
+) -> Contrast:
+    """Build the contrast of two spreads: `grids`, scores float[R, S] of both sides by pretraining seed; `sides`, their scores."""
+    total = 2 * float(np.mean([np.var(grid, axis=0, ddof=1).mean() for pair in grids.values() for grid in pair])) or 1.0
+    terms = {}
+    for seed, pair in grids.items():
+        values = [dict(enumerate(inference.rate_variance_pseudo_values(grid) / total)) for grid in pair]
+        scores = [next(score for weight, score in sides[seed] if weight * sign > 0) for sign in (1, -1)]
+        derived = {"load_examples": dict, "members": ()}
+        valued = [replace(score, seed_scores=by_seed, **derived) for score, by_seed in zip(scores, values, strict=True)]
+        terms[seed] = [(1.0, valued[0]), (-1.0, valued[1])]
+    return Contrast(names, where, family, dataset, size, terms, sides)
+
+
+def _mean_spreads(grids: Mapping[int, Sequence[np.ndarray]]) -> list[float]:
+    """Return the variance component between the rows of both sides, the mean over the pretraining seeds."""
+    each = [[inference.rate_variance_pseudo_values(grid).mean() for grid in pair] for pair in grids.values()]
+    return np.mean(each, axis=0).tolist()
+
+
+def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str) -> PendingVerdict:
+    """Test each contrast of spreads for left above right, and pooled with equal weight of the task families.
+
+    About another run, models of one run each are tested over sizes, by t; below two sizes p is NaN.
+    """
+
+    draft = judge_direction(replace(scope, noise=None, draws=0), contrasts, note, unit="share")
+    if scope.noise is None or draft.overall is None or draft.overall.pretraining_runs > 1 or draft.overall.has_borrowed_variance:
+        return draft
+    by_size: dict[str, list[Contrast]] = defaultdict(list)
+    for contrast in contrasts:
+        by_size[contrast.size].append(contrast)
+    means = [scope.compare(some, {}, weights=family_weights(some), unit="share").difference for some in by_size.values()]
+    over_sizes = float(stats.ttest_1samp(means, 0.0).pvalue) if len(means) > 1 and np.ptp(means) > 0 else math.nan
+    p = max(draft.p, over_sizes) if not math.isnan(draft.p + over_sizes) else math.nan
+    return replace(draft, p=p, families=[], decisive=[])

@@ -1,0 +1,122 @@
+"""Noise between pretraining runs of one recipe: given, or estimated from the curves of scores over mask ratios."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megaenc.errors import InputError
+from megaenc.finetune.results.aggregate import STUDY_DATASETS
+from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.results.evidence import AVERAGE, Score
+from megaenc.study.results.groups import is_average
+from megaenc.study.stats.comparisons import ModelSelector
+
+Place = tuple[str, str]
+"""Task family and data set."""
+
+
+@dataclass(frozen=True)
+class RunNoise:
+    """Noise of the scores of one pretraining run: residuals that estimate it, or given standard deviations."""
+
+    residuals: Mapping[Place, np.ndarray] = field(default_factory=dict)
+    """float[K] by (task family, data set), as fractions, with the same K runs for all; of a given standard deviation float[1]"""
+    finetune_variances: Mapping[Place, float] = field(default_factory=dict)
+    """part of the residuals' variance that is due to fine-tuning"""
+    df: float = math.nan
+    """degrees of freedom: K, or infinity if given"""
+    source: str = ""
+    given: Mapping[str, float] = field(default_factory=dict)
+    """given standard deviations by task family, as fractions, for each of its data sets; they replace all residuals"""
+
+    def variance(self, weights: Mapping[Place, float]) -> tuple[float, float]:
+        """Return the variance of the residuals of the sum of scores times `weights`, and its part due to fine-tuning.
+
+        The variance between runs is the first less the second. Both are NaN for an unknown data set. Given standard deviations
+        count as fully correlated.
+        """
+        if self.given:
+            return sum(abs(weight) * self.given.get(family, math.nan) for (family, _), weight in weights.items()) ** 2, 0.0
+        if not set(weights) <= set(self.residuals):
+            return math.nan, math.nan
+        residuals = sum(weight * self.residuals[place] for place, weight in weights.items())
+        variance = float(np.mean(np.square(residuals)))
+        return variance, min(variance, math.fsum(self.finetune_variances[place] * weights[place] ** 2 for place in weights))
+
+    def describe(self, families: Sequence[str]) -> str:
+        """Return the standard deviation of a run's mean on each of the task families, in points, and the source, as text."""
+        each = []
+        for family in families:
+            places = [(family, name) for of_family, name in self.residuals if of_family == family and not is_average(name)]
+            weights = {place: 1 / len(places) for place in places} or {(family, AVERAGE): 1.0}
+            variance, finetuning = self.variance(weights)
+            each.append(f"{100 * math.sqrt(variance - finetuning):.2f} on {family}")
+        return f"{', '.join(each)} points, {self.source}"
+
+
+UNKNOWN_NOISE = RunNoise()
+"""Noise that is neither given nor estimated; every test with it has p NaN."""
+
+
+def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
+    """Parse `--run-noise` texts FAMILY=POINTS, such as SC=0.5, into standard deviations; None without any.
+
+    Raises InputError for anything else.
+    """
+    given = {}
+    for text in texts:
+        family, _, points = text.partition("=")
+        try:
+            value = float(points)
+        except ValueError:
+            value = math.nan
+        if family not in list(map(str, STUDY_DATASETS)) or not (math.isfinite(value) and value >= 0):
+            raise InputError(f"--run-noise {text}: expected FAMILY=POINTS, such as SC=0.5, with SC, TC, QA or IR")
+        given[family] = value / 100
+    return RunNoise(df=math.inf, source="given", given=given) if given else None
+
+
+def estimate_run_noise(models: ModelSelector) -> RunNoise:
+    """Estimate the noise from the residuals of MLM scores around smooth curves over the mask ratios; else UNKNOWN_NOISE.
+
+    Each size has its own line, and all sizes share the bend (the quadratic term). The longest budget of a size with three or more
+    ratios counts. Data sets on which some model lacks a score are left out.
+    """
+    curves: dict[str, dict[float, ModelKey]] = {}
+    mlm_only = [one for one in models.model_keys if one.decayed and one.mask_ratio and not one.clm_steps + one.cpt_mlm_steps]
+    for key in sorted(mlm_only, key=lambda one: -one.steps):
+        ratios = {one.mask_ratio: one for one in mlm_only if (one.size, one.steps) == (key.size, key.steps)}
+        if len(ratios) > 2:
+            curves.setdefault(key.size, dict(sorted(ratios.items())))
+    basis = _residual_basis([list(curve) for curve in curves.values()])
+    residuals: dict[Place, np.ndarray] = {}
+    variances: dict[Place, float] = {}
+    for family, name in models.evidence.datasets() if basis.size else ():
+        scores = {key: models.evidence.find(key, name, family) for curve in curves.values() for key in curve.values()}
+        if None not in scores.values():
+            place = str(family), name
+            residuals[place] = basis.T @ np.array([score.mean for score in scores.values()])
+            variances[place] = float(np.mean([_finetune_variance(score) for score in scores.values()]))
+    if not residuals:
+        return UNKNOWN_NOISE
+    df = basis.shape[1]
+    source = f"estimated from {df} residual{'s' * (df > 1)} of the curves over mask ratios"
+    return RunNoise(residuals, variances, df, source)
+
+
+def _residual_basis(curves: Sequence[Sequence[float]]) -> np.ndarray:
+    """Return float[N, K], orthonormal columns that project N scores, by size and mask ratio, onto the K residuals."""
+    count = sum(map(len, curves))
+    size = np.repeat(np.eye(len(curves)), list(map(len, curves)), axis=0)
+    ratios = np.array([ratio for curve in curves for ratio in curve])[:, None]
+    design = np.hstack([size, size * ratios, ratios**2]) if count else np.zeros((0, 1))
+    return np.linalg.qr(design, mode="complete")[0][:, np.linalg.matrix_rank(design) :] if count else np.zeros((0, 0))
+
+
+def _finetune_variance(score: Score) -> float:
+    """Return the variance of a model's mean score due to fine-tuning seeds; 0 if it is unknown."""
+    if len(score.seed_scores) > 1:
+        return float(np.var(list(score.seed_scores.values()), ddof=1)) / len(score.seed_scores)
+    return 0.0 if score.half_width is None else (score.half_width / 1.96) ** 2
