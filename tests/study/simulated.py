@@ -54,9 +54,9 @@ def study(
     """The scores of 46 models. `shift` moves a model's mean, in logits; `away` is what each step to a worse rate costs it more.
 
     Studies differ in how much seeds matter, against examples, and whether the same seed does the same to all models; `quiet` ones
-
-
-
+    have the least noise. `pretrained` is how often by size, `runs` the sd of what a run does (half of it to all models of its
+    trunk: size, first objective or mask ratio, and seed, as checkpoints and branches of one run), `uneven` the sd of what seeds
+    do to MLM beyond what they do to CLM, and at each worse rate again.
     """
     random, more = np.random.default_rng([number, 7]), np.random.default_rng([number, 8])
     of_seed, shared, liked = random.choice([0.02, 0.1, 0.3]), random.choice([0.0, 0.8]), random.choice([0.3, 1.0])
