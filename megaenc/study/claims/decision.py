@@ -59,8 +59,8 @@ class PendingVerdict:
         `tests`: number of claims over which the p of families and comparisons are corrected too.
         """
         clear = [one for one in (*self.families, *self.decisive) if one.p_adjusted * tests < LEVEL]
-        found = {one.verdict for one in clear} & {"holds", "reversed"}
-        if len(found | ({self.outcome} if p < LEVEL else set())) == 2:
+        outcomes = {one.verdict for one in clear} & {"holds", "reversed"}
+        if len(outcomes | ({self.outcome} if p < LEVEL else set())) == 2:
             return "mixed"
         return self.outcome if p < LEVEL else "not resolved"
 

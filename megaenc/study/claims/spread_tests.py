@@ -35,9 +35,9 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
         sides, grids = {}, {}
         for seed, pair in by_seed.items():
             scores = [evidence.find(key, dataset, family) for key in pair]
-            if None not in scores and (found := _common_rate_grids(scores)) is not None:
+            if None not in scores and (grid_pair := _common_rate_grids(scores)) is not None:
                 sides[seed] = list(zip((1.0, -1.0), scores, strict=True))
-                grids[seed], without_rates, without_seeds = found
+                grids[seed], without_rates, without_seeds = grid_pair
                 dropped_rates, dropped_seeds = dropped_rates + without_rates, dropped_seeds + without_seeds
         if grids:
             contrasts.append(_spread_contrast(names, size, family, dataset, size, grids, sides))
@@ -96,8 +96,8 @@ def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
             continue
         pairs = {seed: [[side[seed][ratio] for ratio in ratios] for side in (alone, after_clm)] for seed in after_clm}
         for family in TaskFamily:
-            if (found := _ratio_grids(scope.models.evidence, family, pairs)) is not None:
-                label, grids, sides = found
+            if (grid_pair := _ratio_grids(scope.models.evidence, family, pairs)) is not None:
+                label, grids, sides = grid_pair
                 where = f"{size}, {clm_steps:,} of {steps:,} steps of CLM"
                 names = ("MLM alone", "CLM, then MLM")
                 contrasts.append(_spread_contrast(names, where, str(family), label, size, grids, sides))
