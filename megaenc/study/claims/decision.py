@@ -194,13 +194,15 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
     tests = [pool_twice(of_family, pool, one_sign=False) for of_family in by_family.values()]
     unequal = [scope.compare(of_family, borrowed).p for of_family in by_family.values()]
     families = adjust([replace(one, p=p) for one, p, _ in tests], unequal)
-    margins = ", ".join(f"{100 * EQUALITY_MARGINS[family]:g} on {family}" for family in by_family)
-    meaning = f"{'not lower by' if at_least else 'equal within'} {margins} points, and p is that of a larger difference"
+    margins = ", ".join(
+        f"{100 * EQUALITY_MARGINS[family]:g}{' points' * (not at)} on {family}" for at, family in enumerate(by_family)
+    )
+    meaning = f"{'not lower by' if at_least else 'equal within'} {margins}, and p is that of a larger difference"
     p, outcome = max((one.p for one in families), key=lambda value: math.inf if math.isnan(value) else value), "holds"
     beyond = [one for one in families if one.verdict == "reversed"]
     if beyond:  # here p is that of no difference
         outcome, p = "reversed", min(one.p_adjusted for one in beyond)
-        meaning = f"beyond the margin on {', '.join(one.family for one in beyond)} ({margins} points)"
+        meaning = f"beyond the margin on {', '.join(one.family for one in beyond)} ({margins})"
     overall = families[0]
     if len(families) > 1:
         pooled = judge_direction(scope, contrasts).overall

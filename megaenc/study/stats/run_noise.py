@@ -46,14 +46,14 @@ class RunNoise:
         return variance, min(variance, math.fsum(self.finetune_variances[place] * weights[place] ** 2 for place in weights))
 
     def describe(self, families: Sequence[str]) -> str:
-        """Return the standard deviation of a run's mean on each of the task families, in points, and the source, as text."""
+        """Return the standard deviation of a run's mean on each of the task families, and the source, as text."""
         each = []
         for family in families:
             places = [(family, name) for of_family, name in self.residuals if of_family == family and not is_average(name)]
             weights = {place: 1 / len(places) for place in places} or {(family, AVERAGE): 1.0}
             variance, finetuning = self.variance(weights)
-            each.append(f"{100 * math.sqrt(variance - finetuning):.2f} on {family}")
-        return f"{', '.join(each)} points, {self.source}"
+            each.append(f"{100 * math.sqrt(variance - finetuning):.2f}{' points' * (not each)} on {family}")
+        return f"{', '.join(each)}, {self.source}"
 
 
 UNKNOWN_NOISE = RunNoise()

@@ -27,7 +27,7 @@ def test_a_verdict_says_what_it_is_about():
     assert unknown["4a"].label == "holds for these runs" and math.isnan(unknown["4a"].p_another_run)
     quiet, loud = (parse_run_noise([f"SC={points}", f"IR={points}"]) for points in (0.01, 9))
     given = by_claim(mini(5), draws=0, noise=quiet)["4a"]
-    assert given.label == "holds" and "noise between runs: 0.01 on SC, 0.01 on IR points, given" in given.reason
+    assert given.label == "holds" and "noise between runs: 0.01 points on SC, 0.01 on IR, given" in given.reason
     assert by_claim(mini(5), draws=0, noise=loud)["4a"].label == "holds for these runs"
     several = judge(mini(5, pretraining_seeds=(1, 2)), draws=0)
     assert all("nother pretraining run" not in one.reason and one.label == one.verdict for one in several)
