@@ -47,7 +47,7 @@ class PendingVerdict:
     families: list[Comparison] = field(default_factory=list)
     """pooled comparison of each task family, if there are several; p corrected over them"""
     decisive: list[Comparison] = field(default_factory=list)
-    """comparisons that must not be significant in the opposite direction"""
+    """comparisons of a claim on one task family, which must not be significant in the opposite direction"""
     contrasts: list[Contrast] = field(default_factory=list)
     """tested contrasts"""
     requirement: str = ""
@@ -130,7 +130,7 @@ def judge_direction(
         outcome=direction_outcome(overall),
         note="; ".join(filter(None, (note, caveat))),
         families=adjust_comparisons([replace(one, p=family_p) for one, family_p in families]) if len(families) > 1 else [],
-        decisive=[one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in chosen],
+        decisive=[one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in chosen and len(families) < 2],
     )
 
 
@@ -214,6 +214,6 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
         outcome,
         "; ".join(filter(None, (note, meaning, *dict.fromkeys(caveat for *_, caveat in tests)))),
         families if len(families) > 1 else [],
-        comparisons,
+        comparisons if len(families) < 2 else [],
         contrasts,
     )
