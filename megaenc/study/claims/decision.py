@@ -1,5 +1,6 @@
 """Decision on one claim: pooled tests of direction and of equality, by task family, with and without collapsed models."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +31,12 @@ class TestScope:
     """noise between pretraining runs; None to test these trained models only"""
 
     def compare(self, contrasts: Sequence[Contrast], borrowed: BetweenRunVariances, **options) -> Comparison:
-        """Test contrasts against 0 in this scope, as `compare_contrasts` with its `options`."""
-        return compare_contrasts(contrasts, borrowed, noise=self.noise, **options)
+        """Test contrasts against 0 in this scope, as `compare_contrasts` with its `options`.
+
+        Only runs of the same task families lend their variance to contrasts that have one run each.
+        """
+        is_lent = any(len(one.pretraining_seeds) > 1 or one.family in borrowed for one in contrasts)
+        return compare_contrasts(contrasts, borrowed if is_lent else {}, noise=self.noise, **options)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,12 @@ def format_p_value(p: float) -> str:
     return "< 0.0001" if p < 0.0001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
+def format_p(p: float) -> str:
+    """Format p as `p = 0.023`, `p < 0.0001`, or `no p` for NaN."""
+    text = format_p_value(p)
+    return "no p" if math.isnan(p) else f"p {text}" if text.startswith("<") else f"p = {text}"
+
+
 def direction_outcome(overall: Comparison) -> Outcome:
     """Return `holds` for a positive difference, else `reversed`."""
     return "holds" if overall.difference > 0 else "reversed"
@@ -97,14 +108,16 @@ def judge_direction(
     note: str = "",
     decisive: Sequence[Contrast] = (),
     unit: Unit = "points",
+    twice: bool = True,
 ) -> PendingVerdict:
     """Test each contrast for left above right; p and outcome: `decisive` (default: all) pooled.
 
     Contrasts of several task families in points are pooled in standard deviations over the study's models, of each data set, so
     that no wide data set decides; each family counts equally. Collapsed models count with their scores, and the claim must also
-    hold without them.
+    hold without them, which the caller tests if `twice` is False.
     """
     borrowed, chosen = between_run_variance(contrasts), list(decisive or contrasts)
+    pool_all = pool_twice if twice else lambda some, pool: (pool(some), pool(some).p, "")
     comparisons = adjust_comparisons([scope.compare([contrast], borrowed, unit=unit) for contrast in contrasts])
     draft = PendingVerdict(comparisons, note=note, contrasts=contrasts)
     if not chosen:
@@ -119,10 +132,13 @@ def judge_direction(
         options = {"draws": scope.draws, "weights": family_weights(some), "unit": "SD" if is_standardised else unit}
         return scope.compare(some, pooled_borrowed, **options)
 
-    overall, p, caveat = pool_twice(standard if is_standardised else chosen, pool)
+    overall, p, caveat = pool_all(standard if is_standardised else chosen, pool)
+    if len(by_family) > 1 and unit == "points" and not is_standardised:
+        note = "; ".join(filter(None, (note, "pooled in points, as fewer than three decayed models have scores")))
     families = [
         pool_twice(of_family, lambda some: scope.compare(some, borrowed, unit=unit))[:2] for of_family in by_family.values()
     ]
+    single = [one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in chosen and not one.collapsed]
     return replace(
         draft,
         overall=overall,
@@ -130,7 +146,7 @@ def judge_direction(
         outcome=direction_outcome(overall),
         note="; ".join(filter(None, (note, caveat))),
         families=adjust_comparisons([replace(one, p=family_p) for one, family_p in families]) if len(families) > 1 else [],
-        decisive=[one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in chosen and len(families) < 2],
+        decisive=single if len(families) < 2 else [],
     )
 
 
@@ -149,9 +165,31 @@ def pool_twice(
     if other is None:
         return overall, overall.p, "nothing is left without the collapsed models, which count with their scores"
     is_same = not one_sign or (overall.difference > 0) == (other.difference > 0)
-    p = float(max(overall.p, other.p)) if not math.isnan(overall.p + other.p) else math.nan
+    p = math.nan if math.isnan(overall.p + other.p) else max(overall.p, other.p) if is_same else 1.0
     difference = format_difference(other.difference, other.unit)
-    return overall, p if is_same else 1.0, f"without the collapsed models {difference} (p = {format_p_value(other.p)})"
+    return overall, p, f"without the collapsed models {difference} ({format_p(other.p)})"
+
+
+def test_without_collapsed(test: Callable[[TestScope], PendingVerdict]) -> Callable[[TestScope], PendingVerdict]:
+    """Wrap a claim's test to run it also without the collapsed models, and take the larger p (1 if the outcomes differ)."""
+
+    @functools.wraps(test)
+    def test_twice(scope: TestScope) -> PendingVerdict:
+        draft = test(scope)
+        used = [score for contrast in draft.contrasts for terms in contrast.weighted_scores for _, score in terms]
+        collapsed = {score.model_key for score in used if score.is_collapsed}
+        if not collapsed:
+            return draft
+        without = test(replace(scope, models=scope.models.without(collapsed)))
+        if not without.comparisons:
+            return replace(draft, note="; ".join(filter(None, (draft.note, "nothing is left without the collapsed models"))))
+        p = math.nan if math.isnan(draft.p + without.p) else max(draft.p, without.p) if draft.outcome == without.outcome else 1.0
+        caveat = (
+            f"without the collapsed models {without.outcome if without.p < LEVEL else 'not resolved'} ({format_p(without.p)})"
+        )
+        return replace(draft, p=p, note="; ".join(filter(None, (draft.note, caveat))))
+
+    return test_twice
 
 
 def _split_by_family(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]:
@@ -165,7 +203,8 @@ def _split_by_family(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]
 def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool = False, note: str = "") -> PendingVerdict:
     """Test that each task family differs by less than its EQUALITY_MARGINS; `at_least`: that left is not lower by as much.
 
-    Two one-sided tests for each family, of which all must be significant. Reversed if a family's interval lies beyond its margin.
+    Two one-sided tests for each family, of which all must be significant. Reversed if a family differs by more than its margin,
+    by a one-sided test. Collapsed models count with their scores, and both outcomes must also hold without them.
     """
     borrowed, by_family = between_run_variance(contrasts), _split_by_family(contrasts)
 
@@ -175,45 +214,44 @@ def judge_equality(scope: TestScope, contrasts: list[Contrast], at_least: bool =
         p = one.test.noninferiority_p if at_least else one.test.margin_p
         return replace(one, p=math.nan if math.isnan(one.p) else p)
 
-    def adjust(each: Sequence[Comparison], unequal: Sequence[float]) -> list[Comparison]:
-        """Correct p by Holm and set the verdicts; `unequal`: p of no difference, which counts for intervals beyond the margin."""
-        adjusted = []
-        for one, p, other in zip(
-            each, inference.holm_adjust([one.p for one in each]), inference.holm_adjust(unequal), strict=True
-        ):
-            margin, verdict = 100 * EQUALITY_MARGINS[one.family], "holds" if p < LEVEL else "not resolved"
-            if other < LEVEL and (one.high < -margin or (one.low > margin and not at_least)):
-                p, verdict = other, "reversed"
-            adjusted.append(replace(one, p_adjusted=p, verdict=verdict))
-        return adjusted
+    def pool_beyond(some: Sequence[Contrast]) -> Comparison:
+        """Pool contrasts of one family, with the p of a difference within the margin."""
+        one, margin = scope.compare(some, borrowed), EQUALITY_MARGINS[some[0].family]
+        size = -one.test.difference if at_least else abs(one.test.difference)
+        return replace(one, p=math.nan if math.isnan(one.p) else inference.one_sided_p(one.test, size - margin))
 
-    singles = [replace(pool([contrast]), bootstrap=None) for contrast in contrasts]
-    comparisons = adjust(singles, [scope.compare([contrast], borrowed).p for contrast in contrasts])
+    def adjust(each: Sequence[Comparison], beyond: Sequence[float]) -> list[Comparison]:
+        """Correct p by Holm and set the verdicts; `beyond`: p of a difference within the margin, which counts if significant."""
+        corrected = zip(each, inference.holm_adjust([one.p for one in each]), inference.holm_adjust(beyond), strict=True)
+        verdicts = [
+            (one, other, "reversed") if other < LEVEL else (one, p, "holds" if p < LEVEL else "not resolved")
+            for one, p, other in corrected
+        ]
+        return [replace(one, p_adjusted=p, verdict=verdict) for one, p, verdict in verdicts]
+
     if not contrasts:
         return PendingVerdict(note=note)
+    singles = [replace(pool([contrast]), bootstrap=None) for contrast in contrasts]
+    comparisons = adjust(singles, [pool_beyond([contrast]).p for contrast in contrasts])
     tests = [pool_twice(of_family, pool, one_sign=False) for of_family in by_family.values()]
-    unequal = [scope.compare(of_family, borrowed).p for of_family in by_family.values()]
-    families = adjust([replace(one, p=p) for one, p, _ in tests], unequal)
+    p_beyond = [pool_twice(of_family, pool_beyond, one_sign=False)[1] for of_family in by_family.values()]
+    families = adjust([replace(one, p=p) for one, p, _ in tests], p_beyond)
     margins = ", ".join(
         f"{100 * EQUALITY_MARGINS[family]:g}{' points' * (not at)} on {family}" for at, family in enumerate(by_family)
     )
     meaning = f"{'not lower by' if at_least else 'equal within'} {margins}, and p is that of a larger difference"
     p, outcome = max((one.p for one in families), key=lambda value: math.inf if math.isnan(value) else value), "holds"
-    beyond = [one for one in families if one.verdict == "reversed"]
-    if beyond:  # here p is that of no difference
+    if beyond := [one for one in families if one.verdict == "reversed"]:  # here p is that of a smaller difference
         outcome, p = "reversed", min(one.p_adjusted for one in beyond)
         meaning = f"beyond the margin on {', '.join(one.family for one in beyond)} ({margins})"
-    overall = families[0]
-    if len(families) > 1:
-        pooled = judge_direction(scope, contrasts).overall
-        overall = replace(pooled, p=p)
+    is_single = len(families) == 1
     return PendingVerdict(
         comparisons,
-        replace(overall, p=p),
+        replace(families[0] if is_single else judge_direction(scope, contrasts).overall, p=p),
         p,
         outcome,
         "; ".join(filter(None, (note, meaning, *dict.fromkeys(caveat for *_, caveat in tests)))),
-        families if len(families) > 1 else [],
-        comparisons if len(families) < 2 else [],
+        [] if is_single else families,
+        [one for one in comparisons if not one.collapsed] if is_single else [],
         contrasts,
     )

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megaenc.study.claims.decision import PendingVerdict, format_difference, format_p_value
+from megaenc.study.claims.decision import PendingVerdict, format_difference, format_p
 from megaenc.study.results.evidence import Score
 from megaenc.study.stats.comparisons import Comparison, Contrast, ModelSelector, Outcome
 from megaenc.study.stats.run_noise import RunNoise
@@ -35,14 +35,15 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
     """Format difference, interval, p and counts of a claim as a sentence."""
     overall, chance = draft.overall, "no p, as the variation between seeds is unknown"
     if not math.isnan(p):
-        chance = _format_p(p) + (f" corrected over {claims} claims" if claims > 1 else "")
+        chance = format_p(p) + (f" corrected over {claims} claims" if claims > 1 else "")
     parts = [chance]
     if overall is not None and math.isnan(overall.difference):
         parts = ["no fine-tuning seed that all of these models have"]
     elif overall is not None:
         interval = "" if math.isnan(overall.low) else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
-        counts = Counter("hold" if one.verdict == "holds" else one.verdict for one in draft.comparisons)
-        each = ", ".join(f"{counts[word]} {word}" for word in ("hold", "reversed", "not resolved") if counts[word])
+        counts = Counter(one.verdict for one in draft.comparisons)
+        words = {"holds": "holds" if counts["holds"] == 1 else "hold", "reversed": "reversed", "not resolved": "not resolved"}
+        each = ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict])
         difference = format_difference(overall.difference, overall.unit)
         parts = [
             f"{overall.left} minus {overall.right}: {difference} ({interval}{chance})",
@@ -54,16 +55,10 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
     return (sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]) + "."
 
 
-def _format_p(p: float) -> str:
-    """Format p as `p = 0.023` or `p < 0.0001`."""
-    text = format_p_value(p)
-    return f"p {text}" if text.startswith("<") else f"p = {text}"
-
-
 def _format_families(families: Sequence[Comparison]) -> str:
     """Return a sentence with the difference, p and verdict of each task family; "" for a claim on one family."""
     each = [
-        f"{one.family} {format_difference(one.difference, one.unit)} ({_format_p(one.p_adjusted)}, {one.verdict})"
+        f"{one.family} {format_difference(one.difference, one.unit)} ({format_p(one.p_adjusted)}, {one.verdict})"
         for one in families
     ]
     return f"By family: {'; '.join(each)}." if each else ""
@@ -77,15 +72,16 @@ def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise
     if any(one.has_borrowed_variance for one in draft.comparisons):
         single = f"{count} of {len(draft.comparisons)} comparisons have one pretraining run a side"
         return f"{single}; the variance between runs is taken from the others."
+    is_spread = any(one.unit == "share" for one in draft.comparisons)
     if math.isnan(p):
+        also = "" if is_spread or noise.given else ", or state --run-noise"
         return (
-            "This holds for these trained models; by how much another pretraining run differs is unknown here: pretrain with "
-            "several seeds, or state --run-noise."
+            "This is about these trained models; by how much another pretraining run differs is unknown here: pretrain with "
+            f"several seeds{also}."
         )
     used = list(dict.fromkeys(one.family for one in draft.contrasts))
-    is_spread = any(one.unit == "share" for one in draft.comparisons)
     how = "by the differences between sizes" if is_spread else f"noise between runs: {noise.describe(used)}"
-    return f"Another pretraining run: {verdict} ({_format_p(p)}; {how})."
+    return f"Another pretraining run: {verdict} ({format_p(p)}; {how})."
 
 
 _MAX_LISTED_PLACES = 3  # in one sentence

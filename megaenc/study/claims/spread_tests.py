@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 from megaenc.finetune.examples import TaskFamily
-from megaenc.study.claims.decision import PendingVerdict, TestScope, family_weights, judge_direction
+from megaenc.study.claims.decision import PendingVerdict, TestScope, family_weights, judge_direction, test_without_collapsed
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.groups import is_average
@@ -82,6 +82,7 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
     return None
 
 
+@test_without_collapsed
 def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 6c, scores vary less over the mask ratios after CLM than without CLM, at equal size, steps and ratios."""
     by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(lambda: defaultdict(dict))
@@ -91,17 +92,22 @@ def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     contrasts: list[Contrast] = []
     for (size, steps, clm_steps), after_clm in sorted(by_schedule.items()):
         alone = by_schedule.get((size, steps, 0), {}) if clm_steps else {}
-        ratios = sorted(set.intersection(*(set(after_clm[seed]) & set(alone.get(seed, ())) for seed in after_clm)))
+        shared = {seed: sorted(set(of_seed) & set(alone.get(seed, ()))) for seed, of_seed in after_clm.items()}
+        ratios = max(shared.values(), key=len)
         if len(ratios) < 3:
             continue
-        pairs = {seed: [[side[seed][ratio] for ratio in ratios] for side in (alone, after_clm)] for seed in after_clm}
+        pairs = {
+            seed: [[side[seed][ratio] for ratio in ratios] for side in (alone, after_clm)]
+            for seed, of_seed in shared.items()
+            if set(ratios) <= set(of_seed)
+        }
         for family in TaskFamily:
             if (grid_pair := _ratio_grids(scope.models.evidence, family, pairs)) is not None:
                 label, grids, sides = grid_pair
                 where = f"{size}, {clm_steps:,} of {steps:,} steps of CLM"
                 names = ("MLM alone", "CLM, then MLM")
                 contrasts.append(_spread_contrast(names, where, str(family), label, size, grids, sides))
-    return _judge_spreads(scope, contrasts, "")
+    return _judge_spreads(scope, contrasts, "", twice=False)
 
 
 def _ratio_grids(
@@ -112,7 +118,9 @@ def _ratio_grids(
     A side is R models, one for each mask ratio, whose mean over the family's data sets is taken for each of S common
     fine-tuning seeds.
     """
-    every = [key for sides in pairs.values() for keys in sides for key in keys]
+    by_seed = {seed: [key for keys in sides for key in keys] for seed, sides in pairs.items()}
+    pairs = {seed: pairs[seed] for seed, keys in by_seed.items() if family_terms(evidence, family, keys) is not None}
+    every = [key for seed in pairs for key in by_seed[seed]]
     if (common := family_terms(evidence, family, every)) is None:
         return None
     label, parts = common
@@ -162,13 +170,14 @@ def _mean_spreads(grids: Mapping[int, Sequence[np.ndarray]]) -> list[float]:
     return np.mean(each, axis=0).tolist()
 
 
-def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str) -> PendingVerdict:
+def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str, twice: bool = True) -> PendingVerdict:
     """Test each contrast of spreads for left above right, and pooled with equal weight of the task families.
 
     About another run, models of one run each are tested over sizes, by t; below two sizes p is NaN.
     """
 
-    draft = judge_direction(replace(scope, noise=None, draws=0), contrasts, note, unit="share")
+    testable = [one for one in contrasts if all(len(score.seed_scores) > 1 for terms in one.terms.values() for _, score in terms)]
+    draft = judge_direction(replace(scope, noise=None, draws=0), contrasts, note, testable, unit="share", twice=twice)
     if scope.noise is None or draft.overall is None or draft.overall.pretraining_runs > 1 or draft.overall.has_borrowed_variance:
         return draft
     by_size: dict[str, list[Contrast]] = defaultdict(list)

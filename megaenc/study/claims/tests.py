@@ -13,11 +13,11 @@ from megaenc.study.claims.decision import (
     PendingVerdict,
     TestScope,
     direction_outcome,
-    drop_collapsed,
     format_difference,
     judge_direction,
     judge_equality,
     pool_twice,
+    test_without_collapsed,
 )
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.groups import format_percent, is_size_order_known
@@ -40,6 +40,8 @@ EARLY_SHARE = 0.25
 CLM_SHARES = {0.25: (0.2, 0.3), 0.75: (0.7, 0.85)}
 """Ranges of CLM shares that count as a quarter and as three quarters; the study's own are 10 and 32 of 42, 5 and 17 of 22, and 3
 and 9 of 12 thousand steps."""
+HALF_SHARES = (0.4, 0.6)
+"""Range of shares of the longest continuation that count as half; the study's own is 12 of 22 thousand steps."""
 
 
 def _mlm_minus_clm(models: ModelSelector, family: TaskFamily) -> list[Contrast]:
@@ -69,6 +71,8 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
         return PendingVerdict(
             requirement="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes"
         )
+    if len({contrast.dataset for contrast in contrasts}) > 1:
+        return PendingVerdict(requirement=f"models of all sizes evaluated on the same {family} data sets")
     borrowed = between_run_variance(contrasts)
     draft = PendingVerdict(
         adjust_comparisons([scope.compare([contrast], borrowed) for contrast in contrasts]), contrasts=contrasts
@@ -85,7 +89,7 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
         trend = scope.compare(some, borrowed, draws=scope.draws, weights=weights)
         gaps.append(gap.difference)
         p = float(np.max([trend.p, gap.p]))  # a gap must exist before it can change; NaN if either is
-        sides = ("gap of the largest", "that of the smallest")[:: 1 if widens else -1]
+        sides = ("gap of the largest", "that of the smallest") if widens else ("gap of the smallest", "that of the largest")
         return replace(trend, left=sides[0], right=sides[1], where=f"{some[0].where} to {some[-1].where}", p=p)
 
     overall, p, caveat = pool_twice(contrasts, pool)
@@ -200,7 +204,8 @@ def judge_continued_pretraining(scope: TestScope) -> PendingVerdict:
     shorter = []
     for length, some in sorted(by_length.items()):
         for family in dict.fromkeys(contrast.family for contrast in some):
-            one = scope.compare([contrast for contrast in some if contrast.family == family], {})
+            of_family = [contrast for contrast in some if contrast.family == family]
+            one = scope.compare(of_family, between_run_variance(of_family))
             shorter.append(f"{family} {format_difference(one.difference)} after {length:,} steps")
     return judge_direction(scope, [contrast for _, some in by_place.values() for contrast in some], "; ".join(shorter), last)
 
@@ -211,9 +216,12 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     lengths: dict[tuple, list[int]] = defaultdict(list)
     for place, (more, _) in by_place.items():
         lengths[place[:3]].append(more)
-    halves = {start: min(each, key=lambda more: abs(more - max(each) / 2)) for start, each in lengths.items() if len(each) > 1}
+    nearest = {start: min(each, key=lambda more: abs(more - max(each) / 2)) for start, each in lengths.items()}
+    low, high = HALF_SHARES
+    halves = {start: more for start, more in nearest.items() if low <= more / max(lengths[start]) <= high}
     contrasts = [one for place, (more, some) in by_place.items() if halves.get(place[:3]) == more for one in some]
-    return judge_equality(scope, contrasts, at_least=True)
+    steps = ", ".join(f"{more:,} of {max(lengths[start]):,}" for start, more in sorted(halves.items()))
+    return judge_equality(scope, contrasts, at_least=True, note=f"after {steps} steps")
 
 
 def _ratios_by_size(models: ModelSelector) -> dict[str, tuple[int, list[float]]]:
@@ -235,6 +243,7 @@ def _ratio_contrasts(models: ModelSelector, size: str, steps: int, pair: tuple[f
     return build_contrasts(models.evidence, (format_percent(pair[0]), format_percent(pair[1])), places)
 
 
+@test_without_collapsed
 def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6a, no MLM mask ratio is best everywhere: each is clearly beaten somewhere.
 
@@ -263,9 +272,8 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
         against = []
         for pair in dict.fromkeys(pair for pair in sorted(sides) if unbeaten[0] in pair):
             of_pair = [contrast for contrast, names in zip(contrasts, sides, strict=True) if names == pair]
-            if of_pair := drop_collapsed(of_pair):
-                against.append((judge_direction(scope, of_pair).overall, pair[0] == unbeaten[0]))
-        if len(against) == len(lost) - 1 and all((one.difference > 0) == first for one, first in against):
+            against.append((judge_direction(scope, of_pair, twice=False), pair[0] == unbeaten[0]))
+        if len(against) == len(lost) - 1 and all((one.outcome == "holds") == first for one, first in against):
             p, outcome = float(np.max([one.p for one, _ in against])), "reversed"
     return PendingVerdict([put_better_first(one) for one in comparisons], p=p, outcome=outcome, note=note, contrasts=contrasts)
 
@@ -278,6 +286,7 @@ def _describe_defeat(worst: Comparison | None) -> str:
     return f"is beaten by {better} on {worst.family} at {worst.where} ({format_difference(abs(worst.difference))})"
 
 
+@test_without_collapsed
 def judge_high_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6b, retrieval prefers high mask ratios: the change of the IR score from the lowest to the highest, by size.
 
@@ -292,6 +301,8 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
         complete = {
             seed: [by_ratio[ratio] for ratio in planned] for seed, by_ratio in by_seed.items() if set(planned) <= set(by_ratio)
         }
+        is_evaluated = {seed: family_terms(models.evidence, TaskFamily.IR, keys) is not None for seed, keys in complete.items()}
+        complete = {seed: keys for seed, keys in complete.items() if is_evaluated[seed]}
         every = [key for keys in complete.values() for key in keys]
         if len(planned) < 3 or (common := family_terms(models.evidence, TaskFamily.IR, every)) is None:
             continue
@@ -302,7 +313,7 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
             of_seed = parts[at * len(planned) : (at + 1) * len(planned)]
             terms[seed] = [(sign * weight, score) for sign, each in zip(weights, of_seed, strict=True) for weight, score in each]
         contrasts.append(Contrast(("high mask ratios", "low ones"), size, str(TaskFamily.IR), label, size, terms))
-    return judge_direction(scope, contrasts)
+    return judge_direction(scope, contrasts, twice=False)
 
 
 def _is_mlm_from_scratch(key: ModelKey) -> bool:

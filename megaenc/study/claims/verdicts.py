@@ -194,7 +194,7 @@ def _build_verdict(
     if not draft.comparisons:
         return replace(base, reason=f"Needs {draft.requirement or requirement}.")
     verdict, another_run = draft.decide(p), another.decide(p_another, claims)
-    if verdict == "not resolved" or (another.outcome != draft.outcome and another_run != "mixed"):
+    if another_run != verdict:  # another run is never surer than these
         another_run = "not resolved"
     return replace(
         base,

@@ -82,6 +82,13 @@ class Score:
     """scores that an average is formed over; empty for data sets and published tables"""
 
     @property
+    def is_collapsed(self) -> bool:
+        """Return whether half or more of the runs at the chosen rate collapsed; for an average, on any of its data sets."""
+        if self.members:
+            return any(member.is_collapsed for member in self.members)
+        return 0 < len(self.seed_scores) <= 2 * self.collapsed_at_rate
+
+    @property
     def rate_scores_with_failures(self) -> RateScores:
         """Return scores by learning rate and seed; failed runs count as the trivial baseline, or are left out if unknown."""
         if self.members:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
@@ -42,6 +42,15 @@ class ModelSelector:
         self.planned_model_keys = [key for key in evidence.planned_model_keys() if not key.schedule]
         self.ratio = evidence.reference_mask_ratio
         self.mlm, self.clm = f"MLM {format_percent(self.ratio)}" if self.ratio else "MLM", "CLM"
+
+    def without(self, dropped: Collection[ModelKey]) -> "ModelSelector":
+        """Return a selector without the models `dropped`, evaluated or planned."""
+        models = ModelSelector(
+            replace(self.evidence, scores=[one for one in self.evidence.scores if one.model_key not in dropped])
+        )
+        models.planned_model_keys = [key for key in self.planned_model_keys if key not in dropped]
+        models.ratio, models.mlm = self.ratio, self.mlm
+        return models
 
     def match_pairs(
         self,
@@ -79,7 +88,7 @@ class ModelSelector:
         spreads = {}
         for family, name in self.evidence.datasets():
             scores = [self.evidence.find(key, name, family) for key in self.model_keys if key.decayed]
-            means = [score.mean for score in scores if score is not None]
+            means = [score.mean for score in scores if score is not None and not score.is_collapsed]
             if len(means) > 2 and np.std(means) > 0:
                 spreads[str(family), name] = float(np.std(means, ddof=1))
         return spreads
@@ -199,13 +208,15 @@ class Contrast:
 
     @functools.cached_property
     def collapsed(self) -> tuple[str, ...]:
-        """Return names of sides with half or more of the runs at the chosen rate collapsed on a data set; empty if none."""
-        counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        """Return names of sides with a model that collapsed in half or more of its runs on a data set; empty if none."""
+        counts: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
         for weight, member in (pair for run_scores in self.weighted_scores for pair in run_scores):
-            count = counts[self.names[weight < 0], member.dataset]
-            count[0] += member.collapsed_at_rate
-            count[1] += len(member.seed_scores)
-        sides = {name for (name, _), (collapsed, runs) in counts.items() if collapsed and 2 * collapsed >= runs}
+            if weight:
+                model = replace(member.model_key, seed=0) if member.model_key else None
+                count = counts[self.names[weight < 0], member.dataset, model]
+                count[0] += member.collapsed_at_rate
+                count[1] += len(member.seed_scores)
+        sides = {name for (name, *_), (collapsed, runs) in counts.items() if collapsed and 2 * collapsed >= runs}
         return tuple(name for name in self.names if name in sides)
 
 

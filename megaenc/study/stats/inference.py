@@ -173,6 +173,14 @@ def _t_cdf(value: float, df: float) -> float:
     return float(stdtr(min(df, _NORMAL_DF), value))
 
 
+def one_sided_p(result: TestResult, excess: float) -> float:
+    """Return the p of the one-sided t test that `excess`, a shifted difference of `result`, is above 0; NaN without interval."""
+    half = (result.high - result.low) / 2
+    if not half > 0:
+        return math.nan
+    return _t_cdf(-excess / (half / float(_t_quantile(result.df))), result.df)
+
+
 def holm_adjust(p: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p values (family-wise error rate) in the same order; NaN stays NaN and counts as no test.
 

@@ -167,7 +167,8 @@ def _variances_by_seeds(
         overlapping = sum(size in sizes for sizes in parts)
         total_weight = math.fsum(abs(weight) for weight, _ in members)
         for weight, contrast in members:
-            for seeds, variance in borrowed.get(contrast.family, borrowed[""]).items():
+            known = borrowed.get(contrast.family) or borrowed.get("") or {(): math.nan}
+            for seeds, variance in known.items():
                 variances[seeds] += overlapping * total_weight * abs(weight) * variance
     return [(variance, (len(seeds) or len(rows[()].scores)) - 1) for seeds, variance in variances.items()]
 

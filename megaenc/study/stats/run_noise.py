@@ -48,7 +48,7 @@ class RunNoise:
     def describe(self, families: Sequence[str]) -> str:
         """Return the standard deviation of a run's mean on each of the task families, and the source, as text."""
         each = []
-        for family in families:
+        for family in [name for name in families if name in self.given or any(name == of for of, _ in self.residuals)]:
             places = [(family, name) for of_family, name in self.residuals if of_family == family and not is_average(name)]
             weights = {place: 1 / len(places) for place in places} or {(family, AVERAGE): 1.0}
             variance, finetuning = self.variance(weights)
@@ -82,10 +82,12 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
     """Estimate the noise from the residuals of MLM scores around smooth curves over the mask ratios; else UNKNOWN_NOISE.
 
     Each size has its own line, and all sizes share the bend (the quadratic term). The longest budget of a size with three or more
-    ratios counts. Data sets on which some model lacks a score are left out.
+    ratios counts, without collapsed models. Data sets on which some model lacks a score are left out.
     """
     curves: dict[str, dict[float, ModelKey]] = {}
+    collapsed = {score.model_key for score in models.evidence.scores if score.is_collapsed}
     mlm_only = [one for one in models.model_keys if one.decayed and one.mask_ratio and not one.clm_steps + one.cpt_mlm_steps]
+    mlm_only = [one for one in mlm_only if one not in collapsed]
     for key in sorted(mlm_only, key=lambda one: -one.steps):
         ratios = {one.mask_ratio: one for one in mlm_only if (one.size, one.steps) == (key.size, key.steps)}
         if len(ratios) > 2:

@@ -10,8 +10,8 @@ from small_studies import by_claim, mini, sized
 from megaenc.errors import InputError
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.claims.verdicts import judge
-from megaenc.study.manifest.model_key import parse_model_name
-from megaenc.study.results.evidence import Evidence
+from megaenc.study.manifest.model_key import ModelKey, format_model_name, parse_model_name
+from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.published import published
 from megaenc.study.stats.comparisons import ModelSelector
 from megaenc.study.stats.run_noise import estimate_run_noise, parse_run_noise
@@ -111,3 +111,66 @@ def test_what_is_not_complete_is_said():
     found = by_claim(Evidence(half))
     assert "Not complete: 2 of 2 pairs of models lack fine-tuning seeds (2 of 5)." not in found["4a"].reason
     assert "Not complete: 1 of 1 pairs of models lack fine-tuning seeds (2 of 5)." in found["1a"].reason
+
+
+def ratios(family, means, collapsed_at=None, clm_steps=0):
+    """MLM models of these means by mask ratio, one of which has collapsed."""
+    random, scores = np.random.default_rng(3), []
+    for ratio, mean in means.items():
+        key = ModelKey("10M", clm_steps=clm_steps, mlm_steps=600 - clm_steps, mask_ratio=ratio)
+        bad = ratio == collapsed_at
+        by_seed = {seed: (0.1 if bad else mean) + 0.001 * random.standard_normal() for seed in range(5)}
+        mean = float(np.mean(list(by_seed.values())))
+        scores.append(Score(format_model_name(key), key, family, "toy", mean, 0.001, by_seed, collapsed_at_rate=5 * bad))
+    return scores
+
+
+def test_a_collapsed_ratio_decides_no_claim_on_ratios():
+    """Scores rise with the ratio and a high one has collapsed, or fall and a low one has: without it the trend is another."""
+    rising, falling = ({ratio: 0.8 + slope * ratio for ratio in (0.1, 0.2, 0.3, 0.4, 0.5)} for slope in (0.05, -0.05))
+    assert by_claim(Evidence(ratios("IR", rising)))["6b"].verdict == "holds"
+    assert by_claim(Evidence(ratios("IR", falling)))["6b"].verdict == "reversed"
+    for means, collapsed_at in ((rising, 0.5), (falling, 0.1)):
+        found = by_claim(Evidence(ratios("IR", means, collapsed_at)))["6b"]
+        assert found.verdict == "not resolved" and "without the collapsed models" in found.reason
+    best = by_claim(Evidence([*ratios("SC", rising), *ratios("IR", rising, 0.5)]))["6a"]  # beaten on IR by its collapse only
+    assert best.verdict == "not resolved" and "without the collapsed models" in best.reason
+    apart, near = ({ratio: 0.8 + step * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))} for step in (0.01, 0.002))
+    after_clm = ratios("SC", apart, clm_steps=300)
+    assert by_claim(Evidence([*ratios("SC", near), *after_clm]))["6c"].verdict == "reversed"
+    assert by_claim(Evidence([*ratios("SC", near, 0.2), *after_clm]))["6c"].verdict == "not resolved"
+
+
+def test_a_collapsed_model_neither_widens_the_noise_nor_the_spread():
+    means = {0.1: 0.79, 0.2: 0.80, 0.3: 0.81, 0.4: 0.815, 0.5: 0.81}
+    plain, bad = (ModelSelector(Evidence(ratios("SC", means, collapsed_at))) for collapsed_at in (None, 0.2))
+    assert bad.dataset_spreads["SC", "toy"] < 2 * plain.dataset_spreads["SC", "toy"]
+    assert all(estimate_run_noise(models).variance({("SC", "toy"): 1.0})[0] < 1e-4 for models in (plain, bad))
+
+
+def test_runs_that_all_collapse_lend_no_variance():
+    """The size with two runs has collapsed, the other has one: nothing is known about another run."""
+    scores = [dataclasses.replace(one, collapsed_at_rate=5) for one in sized("10M", [1, 2])] + sized("20M", [1], gap=0.05, runs=0)
+    found = by_claim(Evidence(scores))["1a"]
+    assert found.verdict == "not resolved" and math.isnan(found.overall.p)
+
+
+def test_a_collapsed_size_is_no_inequality():
+    """Two sizes are equal on TC and one has a collapsed CLM: not beyond the margin, as without it they are equal."""
+    scores = [one for size in ("10M", "20M", "40M") for one in sized(size, [1], runs=0)]
+    scores = [dataclasses.replace(one, family="TC", dataset="uner_en") for one in scores]
+    scores[1] = dataclasses.replace(
+        scores[1], mean=0.4, seed_scores={at: 0.4 + 0.001 * at for at in range(5)}, collapsed_at_rate=5
+    )
+    found = by_claim(Evidence(scores))["1c"]
+    assert found.verdict == "not resolved" and "without the collapsed models" in found.reason
+
+
+def test_a_trend_needs_the_same_data_sets():
+    scores = []
+    for size, names in (("10M", ("nq", "msmarco")), ("20M", ("nq", "msmarco")), ("40M", ("msmarco",))):
+        for name in names:
+            gap = 0.1 if name == "nq" else 0.01
+            scores += [dataclasses.replace(one, family="IR", dataset=name) for one in sized(size, [1], gap, runs=0)]
+    found = by_claim(Evidence(scores))["1d"]
+    assert found.verdict == "no data" and found.reason == "Needs models of all sizes evaluated on the same IR data sets."

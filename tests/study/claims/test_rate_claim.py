@@ -87,7 +87,7 @@ def test_another_run_is_tested_over_the_sizes():
             scores.append(Score(format_model_name(setting), setting, "SC", "toy", 0.9, 0.01, by_rate[1e-4], by_rate))
     assert by_claim(Evidence(scores))["3"].label == "holds"
     one = by_claim(Evidence(scores[:2]))["3"]
-    assert one.label == "holds for these runs" and "state --run-noise" in one.reason
+    assert one.label == "holds for these runs" and "pretrain with several seeds." in one.reason
 
 
 def test_spreads_over_mask_ratios():
