@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -194,8 +195,11 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
             for part in (value if isinstance(value, list) else [value])
         )
     if kind is float and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):  # YAML reads 5e-4, without a point, as text
-            return float(value)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # YAML reads 5e-4 and 1e400, without a point, as text
+            number = float(value)
+            if isinstance(value, str) and not math.isfinite(number):
+                raise InputError(f"{place}: found {truncate_text(repr(value))}, expected a finite number")
+            return number
     if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
     expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])

@@ -130,6 +130,7 @@ def test_a_yaml_file_goes_over_the_one_that_it_names(tmp_path):
     [
         ("tensor_model_paralel_size: 2", "unknown field `tensor_model_paralel_size`; did you mean `tensor_model_parallel_size`?"),
         ("lr: fast", "field `lr`: found 'fast', expected a float"),
+        ("lr: 1e400", "field `lr`: found '1e400', expected a finite number"),
         ("bf16: 1", "field `bf16`: found 1, expected a bool"),
         ("- lr", "found a list"),
         ("lr: [", "not YAML"),

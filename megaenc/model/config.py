@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megaenc.console import truncate_text
 from megaenc.errors import InputError
 
 
@@ -147,7 +148,7 @@ PRESETS = {
 def get_preset(name: str) -> ModelConfig:
     """Return the ModelConfig of the preset `name`, such as 610m, in any case; InputError, listing all, if unknown."""
     if name.lower() not in PRESETS:
-        raise InputError(f"--model: unknown preset {name!r}, expected one of {', '.join(PRESETS)}")
+        raise InputError(f"--model: unknown preset {truncate_text(repr(name))}, expected one of {', '.join(PRESETS)}")
     return PRESETS[name.lower()]
 
 

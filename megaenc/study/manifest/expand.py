@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megaenc.console import truncate_text
 from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, mean_squared_chunk_lengths
 from megaenc.errors import InputError, closest_match
 from megaenc.estimate.layout_case import PhaseWork, build_phases
@@ -17,7 +18,7 @@ from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.manifest.pretrain_args import build_run_config, check_run_config, prefix_errors, warmup_and_decay_steps
 from megaenc.training.config import PretrainConfig
 
-_MAX_MODELS, _MAX_CHECKPOINTS = 1_000, 10_000
+_LIMITS = {"models": 1_000, "checkpoints": 10_000, "phases": 200_000}  # of all models together; all are kept in memory
 _PLACEHOLDER_VOCAB_SIZE = 1024  # schedules are parsed before the tokenizer exists; the size does not matter
 _STANDARD_OBJECTIVE = re.compile(r"(clm|mlm)(\(mask=[^,>]*\))?")  # objectives that the columns can express
 _MAX_NAME_BYTES = 180  # file names may have 255 bytes
@@ -125,16 +126,15 @@ def expand_models(
         _check_name("sizes", size)
     models: dict[str, PlannedModel] = {}
     place_of: dict[str, str] = {}
-    count = checkpoints = 0
+    counts: Counter[str] = Counter()
     for entry in sorted(entries, key=lambda entry: bool(entry.after)):  # stable: otherwise in the order of the file
         with prefix_errors(entry.place):
             _check_entry(entry)
-            count += _count_models(entry)
-            checkpoints += _count_models(entry) * len(entry.checkpoints)
-            for number, maximum, noun in ((count, _MAX_MODELS, "models"), (checkpoints, _MAX_CHECKPOINTS, "checkpoints")):
-                if number > maximum:
-                    raise InputError(f"makes more than {maximum:,} {noun} together with the entries before it, expected fewer")
-            entry_models = list(_expand_entry(entry, models, sizes, pretrain))
+            _add_counts(counts, models=_count_models(entry), checkpoints=_count_models(entry) * len(entry.checkpoints))
+            entry_models = []
+            for model in _expand_entry(entry, models, sizes, pretrain):
+                _add_counts(counts, phases=len(model.phases))
+                entry_models.append(model)
             if entry.name and len(entry_models) > 1:
                 raise InputError(f"field `name`: found {entry.name} for {len(entry_models)} models, expected an entry of one")
             for model in entry_models:
@@ -196,6 +196,14 @@ def _count_models(entry: ManifestEntry) -> int:
     return math.prod(max(1, len(values)) for values in lists)
 
 
+def _add_counts(counts: Counter[str], **numbers: int) -> None:
+    """Add `numbers` of models, checkpoints or phases to `counts`; InputError if that is more than _LIMITS allow."""
+    counts.update(numbers)
+    for noun in numbers:
+        if counts[noun] > _LIMITS[noun]:
+            raise InputError(f"makes more than {_LIMITS[noun]:,} {noun} together with the entries before it, expected fewer")
+
+
 def _disambiguate_keys(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
     """Return the models, in order, with keys that no two different ways of training share.
 
@@ -227,14 +235,14 @@ def _expand_entry(
     for origin, steps, rate, seed in itertools.product(origins, entry.steps, rates, entry.seed):
         parent = models.get(origin) if entry.after else None
         if entry.after and not parent:
-            raise InputError(f"field `after`: found {origin}{format_suggestion(origin, models)}")
+            raise InputError(f"field `after`: found {truncate_text(origin)}{format_suggestion(origin, models)}")
         if parent and parent.after:
             raise InputError(
                 f"field `after`: found {origin}, which continues another model itself; expected one longer `schedule` instead"
             )
         base = parent.key if parent else ModelKey(origin, seed=seed)
         if base.size not in sizes:
-            raise InputError(f"field `size`: found {base.size}{format_suggestion(base.size, sizes)}")
+            raise InputError(f"field `size`: found {truncate_text(base.size)}{format_suggestion(base.size, sizes)}")
         own_flags = {**entry.pretrain, **({} if rate is None else {"lr": rate})}
         no_warmup = {"lr_warmup_iters": 0, "lr_warmup_fraction": None} if parent else {}
         flags = {**pretrain, **sizes[base.size], **no_warmup, **own_flags}

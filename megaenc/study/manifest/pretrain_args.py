@@ -1,6 +1,7 @@
 """Flags of `megaenc pretrain` in a manifest: checks and path resolution, without loading torch."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,12 @@ def check_run_config(run: PretrainConfig) -> None:
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
     """Return `flag_values` with `data_dir` before data_path's paths, not weights, and tokenizer if it exists there."""
     resolved = {str(name): value for name, value in flag_values.items()}
-    if words := resolved.get("data_path"):
-        words = [words] if isinstance(words, str) else words
+    if "data_path" in resolved:
+        words = resolved["data_path"]
+        words = [word for word in (words if isinstance(words, list | tuple) else [words]) if word != ""]
         resolved["data_path"] = [word if parse_weight(str(word)) is not None else str(data_dir / str(word)) for word in words]
-    if (tokenizer := resolved.get("tokenizer")) and (data_dir / str(tokenizer)).exists():  # otherwise a name on the Hub
+    # Otherwise a name on the Hub. Unlike Path's, os.path.exists is False for a name that is too long.
+    if (tokenizer := resolved.get("tokenizer")) and os.path.exists(data_dir / str(tokenizer)):
         resolved["tokenizer"] = str(data_dir / str(tokenizer))
     return resolved
 

@@ -4,6 +4,7 @@ docs/study-plan.md has every key.
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.pretrain_args import check_pretrain_flags, prefix_errors, resolve_flag_paths
 from megaenc.study.run.finetune_stage import TrainingSet, plan_training_sets, resolve_dataset_path
 
-_MAX_SEEDS = 10_000
+_MAX_SEEDS, _MAX_RESULTS = 10_000, 1_000_000
+_MAX_FILE_NAME = 255  # bytes
 _MAX_INTEGER = 10**15  # products of several integers stay finite as floats
 _MAX_LENGTH = 10_000  # items of a list, characters of a text
 _COMMAND_LINE_ONLY = {"config", "model", "output", *flags.flatten(GridConfig().local), *flags.flatten(GridConfig().slurm)}
@@ -170,7 +172,8 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
     check_pretrain_flags("pretrain", sections.pretrain)
     for size, flag_values in sections.sizes.items():
         if not isinstance(flag_values, dict):
-            raise InputError(f"sizes: field `{size}`: found {flag_values!r}, expected flags such as {{model: 610m}}")
+            text = truncate_text(repr(flag_values))
+            raise InputError(f"sizes: field `{size}`: found {text}, expected flags such as {{model: 610m}}")
         check_pretrain_flags(f"sizes: {size}", flag_values)
     entries = [_build_entry(number, flag_values, data_dir) for number, flag_values in enumerate(sections.models, 1)]
     sizes = {str(size): resolve_flag_paths(flag_values, data_dir) for size, flag_values in sections.sizes.items()}
@@ -189,7 +192,7 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
     )
     _check_hardware_and_reported(hardware, reported, sizes, {model.group for model in models})
     grid = _build_grid(sections.finetune) if sections.finetune else None
-    return Manifest(
+    manifest = Manifest(
         path=path,
         title=sections.title,
         models=models,
@@ -201,6 +204,8 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
         hardware=hardware,
         reported=reported,
     )
+    _check_log_names(manifest)
+    return manifest
 
 
 class _UniqueKeys(flags.YamlLoader):
@@ -255,7 +260,7 @@ def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
     """Return the entry numbered `number` of `models` from its keys. Raises InputError."""
     place = f"models, entry {number}"
     if not isinstance(values, dict):
-        raise InputError(f"{place}: found {values!r}, expected keys such as size, steps, clm_share and mask")
+        raise InputError(f"{place}: found {truncate_text(repr(values))}, expected keys such as size, steps, clm_share and mask")
     entry = flags.replace_fields(ManifestEntry(), {str(key): value for key, value in values.items()}, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
     return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=resolve_flag_paths(entry.pretrain, data_dir))
@@ -292,17 +297,34 @@ def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
     if not grid.datasets:
         raise InputError("finetune: field `datasets`: found none, expected at least one")
     for name, values in (("datasets", grid.datasets), ("learning_rates", grid.learning_rates)):
-        for value in values:
-            if values.count(value) > 1:
+        for value, times in Counter(values).items():
+            if times > 1:
                 raise InputError(f"finetune: field `{name}`: found {value} twice, expected each once")
     if grid.seeds < 1 or not grid.learning_rates or min(grid.learning_rates) <= 0:
         raise InputError("finetune: expected at least one seed and learning rates above 0")
     if grid.seeds > _MAX_SEEDS:
         raise InputError(f"finetune: field `seeds`: found {grid.seeds:,}, expected at most {_MAX_SEEDS:,}")
+    if (count := len(grid.datasets) * len(grid.learning_rates) * grid.seeds) > _MAX_RESULTS:
+        product = "datasets x learning_rates x seeds"
+        raise InputError(f"finetune: found {count:,} results per model ({product}), expected at most {_MAX_RESULTS:,}")
     with prefix_errors("finetune"):
         grid.protocol.check()
         grid.data.check()
     return grid
+
+
+def _check_log_names(manifest: Manifest) -> None:
+    """Raise InputError if CHECKPOINT@DATASET.log, the longest file name of the study, would be too long for a file."""
+    model, dataset = (
+        max(names, key=lambda name: len(name.encode()), default="")
+        for names in (manifest.model_keys(), [training.train_on for training in manifest.training_sets])
+    )
+    length, excess = len(dataset.encode()), len(f"{model}@{dataset}.log".encode()) - _MAX_FILE_NAME
+    if dataset and excess > 0:
+        raise InputError(
+            f"finetune: field `datasets`: found {truncate_text(dataset, 40)} of {length} bytes, expected at most "
+            f"{length - excess} with the model {truncate_text(model, 40)} (both name a log); shorten either name"
+        )
 
 
 def _build_grid_flags(grid: GridConfig, manifest_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaenc.errors import InputError
 from megaenc.estimate.layout_case import PhaseWork
 from megaenc.study.plan.dag import StageGraph
 from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.viz.style import GREY, LEGEND, assign_styles, format_count_ticks, without_math_text
 
-_MAX_PHASES = 3
+_MAX_PHASES, _MAX_BARS = 3, 5_000  # bars take 3 milliseconds each
 _CLM_COLOUR, _MLM_COLOUR = "#0072B2", "#D55E00"
 
 
@@ -98,12 +99,19 @@ def format_phase(phase: PhaseWork) -> str:
 
 @without_math_text
 def draw_graph(graph: StageGraph, title: str) -> Any:
-    """Return a matplotlib Figure: a bar per run over its own steps, coloured by phase, as high as the learning rate."""
+    """Return a matplotlib Figure: a bar per run over its own steps, coloured by phase, as high as the learning rate.
+
+    Raises InputError if the runs have more than 5,000 phases.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     rows = layout_rows(graph)
+    if (count := sum(len(row.run.model.phases) for row in rows)) > _MAX_BARS:
+        raise InputError(
+            f"--picture: {graph.manifest.path} has {count:,} phases, expected at most {_MAX_BARS:,}; plan it without"
+        )
     last, colours, positions = max(row.end for row in rows), _choose_phase_colours(rows), _row_positions(rows)
     figure = Figure(figsize=(11, 2.0 + 0.235 * positions[-1]), dpi=130, layout="constrained")
     panel = figure.subplots()
@@ -146,7 +154,7 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
 def _row_positions(rows: list[DagRow]) -> list[float]:
     """Return the y position of each row, with more room around trunks with branches and between sizes."""
     places = [0.0]
-    for before, row, after in zip(rows[:-1], rows[1:], [*rows[2:], None], strict=True):
+    for before, row, after in zip(rows, rows[1:], [*rows[2:], None], strict=False):
         branched = before.rails or (after is not None and after.rails)
         other = row.run.model.key.size != before.run.model.key.size
         places.append(places[-1] + (1.7 if not row.rails and (branched or other) else 1.0))

@@ -7,6 +7,7 @@ Rerun the same command to resume after a kill or a failure, or with more models 
 """
 
 import fnmatch
+import os
 import shlex
 import sys
 import time
@@ -126,12 +127,12 @@ def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
     """Raise InputError for missing text, corpus or tokenizer that a remaining stage reads."""
     remaining = [stage for stage in stages if not stage.is_done()]
     for path in [path for stage in remaining if isinstance(stage, CorpusStage) for path in stage.text]:
-        if not path.exists():
+        if not os.path.exists(path):  # False for a name that is too long
             raise InputError(f"{manifest}: corpus: field `text`: {path}: no such file or directory; expected text (see --data)")
     to_train = [stage.flags for stage in remaining if isinstance(stage, PretrainStage) and not stage.has_study_corpus]
     for data_path in dict.fromkeys(tuple(map(str, train_flags["data_path"])) for train_flags in to_train):
         for _, prefix in parse_data_path(data_path):
-            if not Path(f"{prefix}.idx").exists():
+            if not os.path.exists(f"{prefix}.idx"):
                 expected = "the prefix of a corpus of `megaenc preprocess`"
                 raise InputError(f"--data-path {prefix}: no {prefix}.idx; expected {expected}")
     for tokenizer in dict.fromkeys(str(train_flags["tokenizer"]) for train_flags in to_train):

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megaenc.console import truncate_text
 from megaenc.errors import InputError, closest_match
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import beir, demo, hub
@@ -71,7 +72,7 @@ def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str,
             near = closest_match(dataset.lower(), names)
             if near or not os.path.exists(path):  # unlike Path's, False for a name that is too long
                 hint = f"did you mean {near}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
-                raise InputError(f"finetune: field `datasets`: found {dataset}; {hint}")
+                raise InputError(f"finetune: field `datasets`: found {truncate_text(dataset)}; {hint}")
         family = grid.data.task or ("IR" if os.path.isdir(path) and beir.is_beir_folder(path) else "")
     if family != TaskFamily.IR:
         return name, family, name

@@ -1,20 +1,27 @@
-"""Whatever stands at a key of a manifest, the plan ends well or in one line, before anything large is made of it."""
+"""Whatever stands at a key of a manifest, the plan ends well or in one line, before anything large is made of it.
+
+500 mutated manifests are a tenth of this run, which takes 5 minutes of one core after a change of the reader:
+
+python tests/study/manifest_fuzzer.py --count 5000 --seed 20261
+"""
 
 import copy
 import datetime
-import functools
 import re
+from collections import Counter
 
 import manifests
 import pytest
 import yaml
+from manifest_fuzzer import DEFAULTS, fuzz, limits, places, read_everywhere
 
 from megaenc.errors import InputError
-from megaenc.objectives import registry
+from megaenc.study.manifest import expand
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.command import format_plan, main
 from megaenc.study.plan.cost import compute_study_cost
 from megaenc.study.plan.dag import build_graph
+from megaenc.study.run import command as run
 
 TOY = {"size": "toy", "steps": 100, "mask": 0.4}
 FULL = copy.deepcopy(manifests.BASE) | {
@@ -67,19 +74,6 @@ ODD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quick_registry(monkeypatch):
-    """Look for objectives of other packages once: that takes most of a plan's time."""
-    monkeypatch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
-
-
-def places(value, at=()):
-    """The way to each key and to each item of a list."""
-    yield at
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(part, (*at, key))
-
-
 def planned(path):
     graph = build_graph(read_manifest(path))
     return graph, list(format_plan(graph, compute_study_cost(graph)))
@@ -108,6 +102,29 @@ def test_an_odd_value_at_any_key_is_one_line_or_a_plan(odd, tmp_path):
     assert refused > 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["pretrain", "models", "corpus", "finetune", "hardware", "reported"])
+def test_an_odd_value_of_any_known_key_is_one_line_or_valid(section, tmp_path):
+    refused = 0
+    for key in DEFAULTS[section]:
+        for value in (-1, 0, 7, 0.5, False, "x" * 300, "1e400", [], [0], ["x" * 300], {}):
+            values = {"models": [TOY], "corpus": {"vocab_size": 1024}}
+            part = values["models"][0] if section == "models" else values.get(section, manifests.BASE.get(section, {}))
+            values |= {section: [part | {key: value}] if section == "models" else part | {key: value}}
+            with limits():
+                refused += bool(read_everywhere(manifests.write(tmp_path, **values), draw=False))
+    assert refused > 3 * len(DEFAULTS[section])
+
+
+@pytest.mark.slow
+def test_mutated_manifests_are_one_line_or_valid(tmp_path):
+    results = list(fuzz(range(500), 0, tmp_path))
+    failed = [f"{result.number}: {result.mutations}: {result.message}" for result in results if result.outcome == "failed"]
+    assert not failed, "\n".join(failed)
+    outcomes = Counter(result.outcome for result in results)
+    assert outcomes["valid"] > 50 and outcomes["refused"] > 250
+
+
 LARGE = {
     # entries of models that ask for too much, and a word of the line
     "a million models": (
@@ -129,6 +146,11 @@ LARGE = {
     ),
     "a name that leads away": ([TOY | {"name": "../up"}], "expected letters, digits and . _ -"),
     "a name that is a folder": ([TOY | {"name": ".."}], "expected letters, digits and . _ -"),
+    "a long size": ([TOY | {"size": "x" * 9000}], "xxx..., expected one of toy"),
+    "a long parent": ([TOY, {"after": "x" * 9000, "steps": 20, "mask": 0.4}], "xxx..., expected one of toy-mlm40-100"),
+    "a long entry": ([["x" * 9000]], "xxx..., expected keys such as size"),
+    "a long preset": ([TOY | {"pretrain": {"model": "x" * 9000}}], "xxx..., expected one of 210m"),
+    "infinity as text": ([TOY | {"peak_rate": "1e400"}], "found '1e400', expected a finite number"),
     "repetitions": ([{"size": "toy", "steps": 100, "schedule": "1000000000x(clm:1,mlm:1)"}], "phases"),
     "packs without end": ([TOY | {"pretrain": {"packing": "random-length", "seq_length": 10**17}}], "at most"),
     "heads that do not divide": ([TOY | {"pretrain": {"num_attention_heads": 3}}], "--hidden-size"),
@@ -142,6 +164,63 @@ LARGE = {
 def test_too_much_is_one_line_at_once(case, tmp_path, refusal):
     models, words = LARGE[case]
     assert words in refusal(main, [manifests.write(tmp_path, models=models)])
+
+
+def test_phases_of_many_models_are_one_line(tmp_path, refusal, monkeypatch):
+    monkeypatch.setitem(expand._LIMITS, "phases", 1000)  # what memory has room for takes seconds
+    entry = {"size": "toy", "steps": 400, "schedule": "200x(clm:1,mlm:1)"}
+    message = "entry 1: makes more than 1,000 phases together"
+    assert message in refusal(main, [manifests.write(tmp_path, models=[entry | {"seed": [1, 2, 3]}])])
+    planned(manifests.write(tmp_path, models=[entry | {"seed": [1, 2]}]))
+
+
+FINETUNE = {
+    # keys of `finetune`, and a word of the line
+    "NaN as text": ({"learning_rates": [1e-4, "nan"]}, "field `learning_rates`: found 'nan', expected a finite number"),
+    "too many results": (
+        {"learning_rates": [1e-6 * n for n in range(1, 52)], "seeds": 10_000},
+        "found 1,020,000 results per model (datasets x learning_rates x seeds), expected at most 1,000,000",
+    ),
+    "a long data set": ({"datasets": ["x" * 9000]}, "xxx...; expected one of sst2"),
+    "the name of a log": ({"datasets": ["d" * 170 + "=data"]}, "of 170 bytes, expected at most 77 with the model nnn"),
+}
+
+
+@pytest.mark.parametrize("case", FINETUNE)
+def test_impossible_fine_tuning_is_one_line(case, tmp_path, refusal):
+    keys, words = FINETUNE[case]
+    entry = TOY | {"name": "n" * 170, "checkpoints": [50]}
+    assert words in refusal(main, [manifests.write(tmp_path, models=[entry], finetune=manifests.BASE["finetune"] | keys)])
+
+
+def test_speeds_are_finite(tmp_path, refusal):
+    message = "hardware: field `tokens_per_second`: found '1e400', expected a finite number"
+    assert message in refusal(main, [manifests.write(tmp_path, hardware={"tokens_per_second": "1e400"})])
+
+
+@pytest.mark.parametrize(("word", "prefix"), [(7, "7"), (False, "False"), ("x" * 300, "x" * 300)])
+def test_data_paths_may_be_any_word(word, prefix, tmp_path):
+    """A word that is a number is a weight."""
+    pretrain = manifests.BASE["pretrain"] | {"data_path": word, "tokenizer": "x" * 300}
+    graph, _ = planned(manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}))
+    flags = graph.runs["toy-mlm40-400"].flags
+    assert flags["tokenizer"] == "x" * 300
+    assert [str(path) for path in flags["data_path"]] == [prefix if word == 7 else str(tmp_path / prefix)]
+
+
+def test_no_data_path_is_missing(tmp_path, refusal):
+    pretrain = manifests.BASE["pretrain"] | {"data_path": "", "tokenizer": "x"}
+    manifest = manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024})
+    assert "--data-path: missing" in refusal(run.main, [manifest, "--output", tmp_path / "study", "--dry-run"])
+
+
+def test_a_run_refuses_names_that_are_too_long_for_a_file(tmp_path, refusal):
+    study, name = ["--output", tmp_path / "study"], "x" * 300
+    text = manifests.write(tmp_path, corpus={"text": [name], "vocab_size": 1024})
+    assert f"corpus: field `text`: {tmp_path / name}: no such file" in refusal(run.main, [text, *study])
+    corpus = manifests.write(tmp_path, corpus={"vocab_size": 1024})
+    message = refusal(run.main, [corpus, *study, "--data-path", tmp_path / name, "--tokenizer", name])
+    assert f"--data-path {tmp_path / name}: no " in message and "expected the prefix of a corpus" in message
 
 
 @pytest.mark.parametrize("dataset", ["..=data", "a\nb=data", ".=data", "x" * 200 + "=data", "/"])

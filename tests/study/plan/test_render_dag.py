@@ -3,7 +3,9 @@
 import io
 
 import manifests
+import pytest
 
+from megaenc.errors import InputError
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.plan.render_dag import draw_graph, format_tree, layout_rows
@@ -62,3 +64,14 @@ def test_the_picture_names_every_run_once_and_every_objective(tmp_path):
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels[:2] == ["CLM", "MLM 40 %"] and len(labels) == 4  # and both ways to begin
     drawn.savefig(io.BytesIO(), format="svg")
+
+
+def test_a_single_run_is_drawn(tmp_path):
+    drawn = draw_graph(graph(tmp_path, **manifests.models({"size": "toy", "steps": 100, "clm_share": 1.0})), "one")
+    assert [text.get_text() for text in drawn.axes[0].texts] == ["toy-clm-100"]
+
+
+def test_thousands_of_phases_are_not_drawn(tmp_path):
+    plan = graph(tmp_path, **manifests.models({"size": "toy", "steps": 6000, "schedule": "3000x(clm:1,mlm:1)", "name": "turns"}))
+    with pytest.raises(InputError, match=r"--picture: .*study.yaml has 6,000 phases, expected at most 5,000"):
+        draw_graph(plan, "many")
