@@ -166,7 +166,9 @@ def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
         name, equals, source = text.partition("=")
         if not equals or "/" in name:
             name, source = "", text
-        name = name or Path(source).name or Path(source).resolve().name
+        name = name or Path(source).name or Path.cwd().name
+        if not name.isprintable():
+            raise InputError(f"{flag}: found the name {name!r}, expected printable characters; say NAME=FOLDER")
         if name in named:
             raise InputError(f"{flag}: found {name} twice, expected each once; name one of them otherwise, NAME=FOLDER")
         named[name] = source

@@ -1,5 +1,6 @@
 """Embeddings of texts by a Hugging Face or sentence-transformers folder, in packs without padding."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megaenc.json_files import parse_json, read_json_object, read_regular_file
 DEFAULT_LENGTH = 512
 """Maximum tokens of a text for a folder that names none."""
 _TEXTS_PER_BATCH = 1024
+_MAX_HUB_NAME = 96
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # the names that sentence-transformers looks for, in this order
@@ -53,8 +55,9 @@ class EmbeddingConfig:
 
 def fetch_model(name_or_folder: str) -> str:
     """Return a folder's path, or that of the model ORG/NAME, downloaded from the Hub; InputError if there is none."""
-    path = Path(name_or_folder)
-    if path.is_dir() or (path.parent.is_dir() and "/" in name_or_folder) or not _HUB_NAME.fullmatch(name_or_folder):
+    parent, _, name = name_or_folder.rpartition("/")
+    is_path = os.path.isdir(name_or_folder) or os.path.isdir(parent)  # False for a name that is too long
+    if is_path or len(name) > _MAX_HUB_NAME or not _HUB_NAME.fullmatch(name_or_folder):
         check_model_folder(name_or_folder)
         return name_or_folder
     from huggingface_hub import snapshot_download
@@ -85,7 +88,7 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise InputError(f"{path / 'config_sentence_transformers.json'}: field `prompts`: expected texts by name")
     max_length = transformer.get("max_seq_length") or _read_optional(path / "tokenizer_config.json").get("model_max_length") or 0
-    if isinstance(max_length, bool) or not isinstance(max_length, int | float) or max_length < 0:
+    if isinstance(max_length, bool) or not isinstance(max_length, int | float) or not max_length >= 0:  # or NaN
         raise InputError(f"{path}: max_seq_length: found {str(max_length)[:40]!r}, expected a number of tokens")
     document_prefix = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
     lower_case = bool(transformer.get("do_lower_case"))
@@ -124,7 +127,7 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 class Embedder:
-    """A model that embeds texts: tokenizer, backbone with packed attention, and pooling."""
+    """A model that embeds texts: tokenizer, backbone with packed attention, and pooling; InputError if no text fits."""
 
     def __init__(
         self, folder: str, config: EmbeddingConfig, *, device: torch.device, dtype: torch.dtype, batch_size: int = 32
@@ -133,6 +136,9 @@ class Embedder:
         self.tokenizer = load_tokenizer(folder)
         self.backbone = load_backbone(folder, config.attention, device=device, dtype=dtype)
         self.max_length = min(config.max_length or DEFAULT_LENGTH, self.backbone.context_length)
+        added = self.tokenizer.num_special_tokens_to_add()
+        if self.max_length <= added:  # tokenizers would not cut at all
+            raise InputError(f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens")
 
     def tokenize(self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> list[np.ndarray]:
         """Return the token ids of each text, int32[tokens], with the tokenizer's own special tokens, cut to `max_length`."""

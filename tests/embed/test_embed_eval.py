@@ -85,7 +85,9 @@ def test_lengths_and_attention_are_those_of_the_flags(models, beir, tmp_path):
     [
         ("", "--data: missing"),
         ("--data {beir} --no-bm25", "--model: missing, and --no-bm25 leaves nothing to evaluate"),
-        ("--data nothing", "nothing: no corpus.jsonl, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv"),
+        ("--data nothing", "nothing: no such folder, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv"),
+        (f"--data {'x' * 300}", "no such folder, expected BEIR's"),
+        ("--data a\x1bb", "--data: found the name 'a\\x1bb', expected printable characters"),
         ("--data {beir} x/{beir}", "--data: found letters twice, expected each once"),
         ("--data {beir} --model {model} {model}", "--model: found encoder twice, expected each once"),
         ("--data {beir} --model BM25={model}", "--model: found the name of a baseline"),

@@ -97,6 +97,13 @@ def test_progress_counts_tokens(models):
     assert done == [lengths[4], sum(lengths[2:]), sum(lengths)] and embedder.max_length == 64 == lengths[4]
 
 
+def test_a_length_without_room_for_text_is_refused(models):
+    how = {"device": torch.device("cpu"), "dtype": torch.float32}
+    with pytest.raises(InputError, match=r"--max-length: found 2, expected room for text next to 2 added tokens"):
+        Embedder(str(models["encoder"]), EmbeddingConfig(max_length=2), **how)
+    assert [len(row) for row in Embedder(str(models["encoder"]), EmbeddingConfig(max_length=3), **how).tokenize(TEXTS)] == [3] * 5
+
+
 def test_nan_is_an_error(models):
     embedder = Embedder(str(models["encoder"]), EmbeddingConfig(), device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
@@ -125,6 +132,7 @@ def test_nan_is_an_error(models):
         ("1_Pooling/config.json", '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', r"found the pooling"),
         ("1_Pooling/config.json", '{"include_prompt": false}', r"field `include_prompt`: found false, expected true"),
         ("sentence_bert_config.json", '{"max_seq_length": "long"}', r"max_seq_length: found 'long', expected a number"),
+        ("sentence_bert_config.json", '{"max_seq_length": NaN}', r"max_seq_length: found 'nan', expected a number"),
         ("config_sentence_transformers.json", '{"prompts": {"query": 5}}', r"field `prompts`: expected texts by name"),
         ("config.json", '{"model_type": "nothing"}', r"field `model_type`: found 'nothing'"),
     ],
@@ -157,6 +165,6 @@ def test_a_model_of_the_hub_by_name(models, tmp_path, monkeypatch):
     assert fetch_model("lab/small") == str(cached / "snapshots" / ("a" * 40))
     with pytest.raises(InputError, match=r"--model lab/other: neither a folder nor a model that the Hub gives"):
         fetch_model("lab/other")
-    for path in (str(tmp_path / "nothing"), "nothing", "../lab/small"):
+    for path in (str(tmp_path / "nothing"), "nothing", "../lab/small", "x" * 300, f"lab/{'x' * 300}"):
         with pytest.raises(InputError, match=r"no such folder; expected a Hugging Face model"):
             fetch_model(path)

@@ -1,6 +1,7 @@
 """Retrieval data in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv."""
 
 import functools
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -100,6 +101,8 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
     Texts have no prefix, and a title is followed by a space. Raises InputError if a file is missing, a judged text is missing, a
     query is empty, or no document is relevant.
     """
+    if not os.path.isdir(folder):  # False for a name that is too long
+        raise InputError(f"{folder}: no such folder, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
     paths = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
     paths["qrels"] = _find_first_file(folder / "qrels" / f"test.tsv{end}" for end in ("", ".gz"))
     for name, path in paths.items():
