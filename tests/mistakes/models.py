@@ -4,6 +4,7 @@ OUT = "megaenc convert to-hf --output new"
 IN = "megaenc convert from-hf --output new"
 TUNE = "megaenc finetune run {set} --output new"
 GRID = "megaenc finetune grid {set} --output new --learning-rates 1e-4 --seeds 1"
+EMBED = "megaenc embed eval --output new.json"
 FILL = "megaenc fill-mask --model hf --input text.jsonl"
 
 # (command line, part of the one line that it must end in)
@@ -126,6 +127,24 @@ ROWS = [
     ("megaenc finetune summary results --output mine", "--output mine"),
     ("megaenc finetune summary results --output file/new.csv", "file/new.csv"),
     ("megaenc finetune summary results --output {long}.csv", "xxx"),
+    (EMBED, "--data"),
+    (f"{EMBED} --no-bm25 --data set-beir", "--model"),
+    (f"{EMBED} --data nowhere", "nowhere: no such folder"),
+    (f"{EMBED} --data {{long}}", "xxx: no such folder"),
+    (f"{EMBED} --data file", "file: no such folder"),
+    (f"{EMBED} --data set", "set: no corpus.jsonl"),
+    (f"{EMBED} --data set-beir set-beir", "--data: found set-beir twice"),
+    (f"{EMBED} --data set-beir --model nowhere", "nowhere"),
+    (f"{EMBED} --data set-beir --model mine", "mine"),
+    (f"{EMBED} --data set-beir --model hf-badconfig", "hf-badconfig"),
+    (f"{EMBED} --data set-beir --model hf-family", "found a t5 model"),
+    (f"{EMBED} --data set-beir --model hf-cut", "hf-cut/model.safetensors"),
+    (f"{EMBED} --data set-beir --model hf --max-length 100000", "--max-length"),
+    (f"{EMBED} --data set-beir --batch-size 0", "--batch-size"),
+    (f"{EMBED} --data set-beir --precision fp4", "--precision"),
+    (f"{EMBED} --data set-beir --attention sideways", "--attention"),
+    ("megaenc embed eval --data set-beir --output new.xls", "new.xls"),
+    ("megaenc embed eval --data set-beir --output mine", "--output mine"),
     ("megaenc finetune demo --output file", "--output file"),
     ("megaenc finetune demo --output file/new", "--output file/new"),
     ("megaenc finetune demo --output /proc/x", "--output /proc/x"),

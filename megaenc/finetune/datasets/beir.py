@@ -1,6 +1,7 @@
 """Retrieval data in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv."""
 
 import functools
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
         lines, _ = read_all_qrels()
         queries = _read_judged_texts("query", texts["queries"], {line[1]: line[0] for line in reversed(lines)})
         judged_documents = {line[2]: line[0] for line in reversed(lines)}
-        return queries, _read_judged_texts("document", texts["corpus"], judged_documents, titles=True, everything=whole_corpus)
+        return queries, _read_judged_texts("document", texts["corpus"], judged_documents, titles=". ", everything=whole_corpus)
 
     def read_split(split: SplitName) -> Examples:
         _, qrels_by_split = read_all_qrels()
@@ -94,10 +95,42 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
     return Dataset(name, TaskFamily.IR, (), name, fingerprint, fingerprint, read_split)
 
 
+def load_beir_test(folder: Path) -> RetrievalExamples:
+    """Return the test queries and grades of BEIR `folder` and its whole corpus, as BEIR evaluates without training.
+
+    Texts have no prefix, and a title is followed by a space. Raises InputError if a file is missing, a judged text is missing, a
+    query is empty, or no document is relevant.
+    """
+    if not os.path.isdir(folder):  # False for a name that is too long
+        raise InputError(f"{folder}: no such folder, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
+    paths = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
+    paths["qrels"] = _find_first_file(folder / "qrels" / f"test.tsv{end}" for end in ("", ".gz"))
+    for name, path in paths.items():
+        if path is None:
+            file = "qrels/test.tsv" if name == "qrels" else f"{name}.jsonl"
+            raise InputError(f"{folder}: no {file}, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
+    lines = _read_qrels(paths["qrels"])
+    relevant: Qrels = {}
+    for _, query, document, grade in lines:
+        if grade > 0:
+            relevant.setdefault(query, {})[document] = grade
+    if not relevant:
+        raise InputError(f"{paths['qrels']}: found no score above 0, expected a relevant document for at least one query")
+    queries = _read_judged_texts("query", paths["queries"], {line[1]: line[0] for line in reversed(lines)})
+    if empty := [query for query in relevant if not queries[query].strip()]:
+        raise InputError(f"{paths['queries']}: query {empty[0]!r}: found an empty text, expected words to search for")
+    judged_documents = {line[2]: line[0] for line in reversed(lines)}
+    documents = _read_judged_texts("document", paths["corpus"], judged_documents, titles=" ", everything=True)
+    return RetrievalExamples({query: queries[query] for query in relevant}, documents, relevant)
+
+
 def _read_judged_texts(
-    kind: str, path: Path, judged_ids: dict[str, str], *, titles: bool = False, everything: bool = False
+    kind: str, path: Path, judged_ids: dict[str, str], *, titles: str = "", everything: bool = False
 ) -> dict[str, str]:
-    """Read a BEIR file of texts by id: those `judged` (id to location), or all. Raises InputError if a judged text is missing."""
+    """Read a BEIR file of texts by id: those `judged` (id to location), or all. Raises InputError if a judged text is missing.
+
+    `titles`: the characters between title and text; empty: without titles.
+    """
     texts: dict[str, str] = {}
     places: dict[str, str] = {}
     for location, row in formats.read_jsonl(path):
@@ -106,7 +139,7 @@ def _read_judged_texts(
             formats.register_id(places, key, location, "_id")
             title = formats.get_value(row, "title", location, str) if titles and row.get("title") else ""
             text = formats.get_value(row, "text", location, str)
-            texts[key] = f"{title}. {text}" if title and text else title or text
+            texts[key] = f"{title}{titles}{text}" if title and text else title or text
     for key, location in judged_ids.items():
         if key not in texts:
             raise InputError(f"{location}: {kind} {key!r}: not in {path.name}, expected the _id of a {kind}")

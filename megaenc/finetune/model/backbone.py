@@ -78,10 +78,11 @@ class Backbone(nn.Module):
     A model that does not support packing (`is_packed` False) gets padded batches of texts of similar length.
     """
 
-    def __init__(self, model: Any, attention: AttentionDirection):
+    def __init__(self, model: Any, attention: AttentionDirection | None):
         super().__init__()
         self.model = model
-        self.attention: AttentionDirection = attention
+        self.attention = attention
+        """None until `load_backbone` has tested the model's own."""
         self.is_packed = False
         self.use_varlen_kernel = True
         """True if packed attention on a GPU uses torch's variable-length kernel."""

@@ -24,12 +24,15 @@ _TOLERANCE_16_BIT = 0.1
 """Maximum difference between a 16-bit and a float32 state, relative to the largest state: rounding adds up over layers."""
 
 
-def load_backbone(folder: str, attention: AttentionDirection, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
+def load_backbone(
+    folder: str, attention: AttentionDirection | None, *, device: torch.device | str, dtype: torch.dtype
+) -> Backbone:
     """Return a folder's model, without head, as Backbone in `dtype`; InputError if tests show other attention than asked.
 
-    The test changes tokens: each state must depend on exactly the visible tokens of its text, and packed states must equal padded
-    ones. Raises InputError for a folder that cannot be loaded or fails the test. Code in the folder is never executed. Parameters
-    that are rounded keep their float32 value as the attribute `unrounded`, for the optimizer's master weights.
+    `attention` None: the model's own. The test changes tokens: each state must depend on exactly the visible tokens of its text,
+    and packed states must equal padded ones. Raises InputError for a folder that cannot be loaded or fails the test. Code in the
+    folder is never executed. Parameters that are rounded keep their float32 value as the attribute `unrounded`, for the
+    optimizer's master weights.
     """
     backbone = Backbone(_load_hf_model(folder).to(device), attention)
     with torch.no_grad():
@@ -88,6 +91,10 @@ def _select_attention(backbone: Backbone, folder: str) -> None:
         raise InputError(
             f"--model {folder}: the model computes no states: {first_error_line(error)}; check its config.json"
         ) from None
+    if backbone.attention is None:
+        if own_direction is None:
+            raise InputError(f"--model {folder}: its own attention is neither bidirectional nor causal; choose one, --attention")
+        backbone.attention = own_direction
     problem = (
         "its own attention is neither bidirectional nor causal" if own_direction is None else probe.enable_packing(own_direction)
     )

@@ -183,7 +183,7 @@ def build_tables(summary: GridSummary) -> list[Any]:
         rows = [row for row in summary.rows if row.family == family]
         compared = ["baseline"] if any(row.baseline is not None for row in rows) else []
         names, numbers = ("model", "data set", "metric"), ("mean (half)", *compared, "rate", "runs")
-        table = _build_empty_table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
+        table = build_empty_table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
         before: tuple[str, str] = ("", "")
         for row in rows:
             place = summary.format_dataset(row)
@@ -202,7 +202,7 @@ def build_tables(summary: GridSummary) -> list[Any]:
         rendered_tables.append(table)
     if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
         title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
-        table = _build_empty_table(
+        table = build_empty_table(
             title, ("model", "data set"), (*map(format_learning_rate, summary.learning_rates), "spread", "near")
         )
         model = ""
@@ -217,8 +217,8 @@ def build_tables(summary: GridSummary) -> list[Any]:
     return rendered_tables
 
 
-def _build_empty_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
-    """Build a table with left-aligned columns `names` and right-aligned columns `numbers`."""
+def build_empty_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
+    """Return a rich table without rows, with left-aligned columns `names` and right-aligned columns `numbers`."""
     from rich import box
     from rich.table import Table
 

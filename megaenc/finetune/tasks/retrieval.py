@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import ClassVar
 
@@ -16,7 +16,8 @@ from megaenc.finetune.model.backbone import PackedTexts, pack_texts
 from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_pool
 from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
-_RANKING_DEPTH = 100
+RANKING_DEPTH = 100
+"""Number of documents that are ranked for a query."""
 _MAX_COSINES = 1 << 24  # 64 MiB for a block of queries and all documents
 _MIN_COSINE_SPREAD = 1e-4
 
@@ -92,16 +93,14 @@ class RetrievalTask(FinetuneTask):
         spread = 0.0
         documents = self._embed_documents(model, data["documents"], order, queries=len(judged_rows))
         queries = self._embed_texts(model, data["queries"], judged_rows, before=len(order))
-        for start in range(0, len(judged_rows), block := max(1, _MAX_COSINES // len(names))):
-            cosines = (queries[start : start + block] @ documents.T).cpu().numpy()
-            spread = max(spread, float((cosines.max(axis=1) - cosines.min(axis=1)).max()))
-            for scores, grade_of in zip(cosines, relevant[start : start + block], strict=True):
-                best = rank_top_documents(scores, _RANKING_DEPTH)
-                grades = np.array([grade_of.get(names[at], 0) for at in best])
-                values["score"].append(retrieved_ndcg(grades > 0, scores[best]))
-                values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
-                values["mrr@10"].append(reciprocal_rank(grades))
-                values["recall@100"].append(recall(grades, len(grade_of)))
+        for cosines, grade_of in zip(iterate_cosines(queries, documents), relevant, strict=True):
+            spread = max(spread, float(cosines.max() - cosines.min()))
+            best = rank_top_documents(cosines, RANKING_DEPTH)
+            grades = np.array([grade_of.get(names[at], 0) for at in best])
+            values["score"].append(retrieved_ndcg(grades > 0, cosines[best]))
+            values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
+            values["mrr@10"].append(reciprocal_rank(grades))
+            values["recall@100"].append(recall(grades, len(grade_of)))
         random_metrics = [compute_random_baseline(len(names), tuple(sorted(grade_of.values()))) for grade_of in relevant]
         baseline = {name: float(np.mean([metrics[name] for metrics in random_metrics])) for name in values}
         collapsed = "all documents are alike to every query" if spread < _MIN_COSINE_SPREAD and len(names) > 1 else None
@@ -128,6 +127,13 @@ class RetrievalTask(FinetuneTask):
         if self._document_cache is None or self._document_cache[0] is not model or self._document_cache[1] != digest:
             self._document_cache = (model, digest, self._embed_texts(model, data, order, after=queries))
         return self._document_cache[2]
+
+
+def iterate_cosines(queries: Tensor, documents: Tensor) -> Iterator[np.ndarray]:
+    """Yield the cosines of each query with all documents, float32[documents]; both are embeddings of length 1, one a row."""
+    block = max(1, _MAX_COSINES // len(documents))
+    for some in queries.split(block):
+        yield from (some @ documents.T).cpu().numpy()
 
 
 def _compute_discounts(count: int) -> np.ndarray:

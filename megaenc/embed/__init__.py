@@ -1,0 +1,1 @@
+"""Embeddings of texts by encoders without a trained head: zero-shot retrieval."""

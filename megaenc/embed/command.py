@@ -1,0 +1,222 @@
+"""Rank the documents of BEIR folders by the embeddings of models as they are, without fine-tuning, next to BM25 and chance.
+
+megaenc embed eval --model demo/hf --data scifact squad_ir
+"""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaenc import flags, markdown
+from megaenc.atomic_io import atomic_write
+from megaenc.console import ProgressLine, build_rich_console, print_rank_0, silence_libraries
+from megaenc.errors import InputError, handle_command_errors
+from megaenc.finetune.config import check_minimums
+from megaenc.output_paths import check_output_file, create_parent_with_rollback
+
+if TYPE_CHECKING:
+    from megaenc.embed.embedder import EmbeddingConfig
+    from megaenc.embed.evaluate import RetrievalRow, RetrievalSet
+
+_HEADINGS = {"ndcg@10": "NDCG@10", "recall@100": "Recall@100"}
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class EmbedEvalConfig:
+    """Options of `megaenc embed eval`: models, BEIR folders, rules of embedding, baseline, and output file."""
+
+    config: str = ""
+    """YAML file of flags; flags on the command line override it"""
+    model: tuple[str, ...] = ()
+    """Hugging Face or sentence-transformers folders, or models of the Hub as ORG/NAME; NAME=FOLDER gives another name"""
+    data: tuple[str, ...] = ()
+    """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz); NAME=FOLDER gives another name"""
+    query_prefix: str | None = None
+    """text before each query; by default that of a sentence-transformers folder, else none"""
+    document_prefix: str | None = None
+    """text before each document; by default that of a sentence-transformers folder, else none"""
+    max_length: int = 0
+    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
+    attention: Literal["", "bidirectional", "causal"] = ""
+    """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
+    precision: Literal["", "bf16", "fp32"] = ""
+    """dtype of the weights; by default bf16 if the device supports it, else fp32"""
+    batch_size: int = 32
+    """texts of a forward pass, of similar length and without padding"""
+    bm25: bool = True
+    """rank by BM25 too"""
+    output: str = ""
+    """file to write all numbers to as well; its suffix gives the format: .json, .csv or .md"""
+
+
+@handle_command_errors
+def eval_main(argv: Sequence[str] | None = None) -> None:
+    """Run `megaenc embed eval`: print the scores of every model on every data set, and write them to --output."""
+    silence_libraries()
+    settings = flags.parse_with_config(EmbedEvalConfig, argv, prog="megaenc embed eval", description=__doc__)
+    output = Path(settings.output)
+    if not settings.data:
+        raise InputError("--data: missing; see `megaenc embed eval --help`")
+    if not settings.model and not settings.bm25:
+        raise InputError("--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`")
+    check_minimums(settings, batch_size=1, max_length=0)
+    if settings.output and output.suffix not in (".json", ".csv", ".md"):
+        raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
+    if settings.output:
+        check_output_file(output, "--output")
+    with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
+        rows, configs = _evaluate(settings)
+        if settings.output:
+            atomic_write(output, format_results(rows, configs, output.suffix))
+    plain = {"markup": False, "emoji": False, "highlight": False}  # names may look like rich's markup
+    build_rich_console(**plain, width=None if sys.stdout.isatty() else _WIDTH).print(build_table(rows))
+    if settings.output:
+        print_rank_0(f"written: {settings.output}")
+
+
+def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str, "EmbeddingConfig"]]:
+    """Evaluate chance, BM25 and all models on all data sets; return rows by data set, and each model's config as used."""
+    print_rank_0("importing torch and transformers")
+    from megaenc.embed import evaluate
+    from megaenc.embed.embedder import fetch_model, read_embedding_config
+
+    if settings.bm25:
+        evaluate.import_bm25s()
+    named_data = _name_all("--data", settings.data)
+    if "BM25" in (named_models := _name_all("--model", settings.model)) or "random" in named_models:
+        raise InputError("--model: found the name of a baseline, expected another; say NAME=FOLDER")
+    folders = {name: fetch_model(source) for name, source in named_models.items()}
+    configs = {name: _override(read_embedding_config(folder), settings) for name, folder in folders.items()}
+    sets = [evaluate.RetrievalSet.load(name, Path(folder)) for name, folder in named_data.items()]
+    rows = {data.name: evaluate.build_rows(data, "random", data.score_random_ranking(), interval=False) for data in sets}
+    for data in sets if settings.bm25 else ():
+        with ProgressLine(f"BM25 {data.name}: ranking", total=len(data.queries), closing=False) as line:
+            rows[data.name] += evaluate.build_rows(
+                data, "BM25", data.score(evaluate.rank_by_bm25(data.queries, data.documents, line.update))
+            )
+    for name, folder in folders.items():
+        configs[name] = _evaluate_model(name, folder, configs[name], settings, sets, rows)
+    return [row for of_set in rows.values() for row in of_set], configs
+
+
+def _evaluate_model(
+    name: str,
+    folder: str,
+    config: "EmbeddingConfig",
+    settings: EmbedEvalConfig,
+    sets: Sequence["RetrievalSet"],
+    rows: dict[str, list["RetrievalRow"]],
+) -> "EmbeddingConfig":
+    """Add a model's rows on all data sets to `rows`, by data set; return its config with the attention and length in effect."""
+    import torch
+
+    from megaenc.backend.device import detect_backend
+    from megaenc.embed import evaluate
+    from megaenc.embed.embedder import Embedder
+
+    backend = detect_backend()
+    dtype = torch.bfloat16 if settings.precision == "bf16" or (not settings.precision and backend.has_bf16) else torch.float32
+    embedder = Embedder(folder, config, device=backend.device, dtype=dtype, batch_size=settings.batch_size)
+    if settings.max_length > embedder.max_length:
+        raise InputError(
+            f"--max-length: found {settings.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
+        )
+    config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
+    prefixes = "".join(
+        f", {kind} prefix {text!r}"
+        for kind, text in (("query", config.query_prefix), ("document", config.document_prefix))
+        if text
+    )
+    print_rank_0(
+        f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
+        f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}"
+    )
+    for data in sets:
+        texts = [config.query_prefix + query for query in data.queries]
+        texts += [config.document_prefix + document for document in data.documents]
+        with ProgressLine(f"{name} {data.name}: tokenizing", total=len(texts), closing=False) as line:
+            tokens = embedder.tokenize(texts, line.update)
+        with ProgressLine(f"{name} {data.name}: embedding", total=sum(map(len, tokens)), closing=False) as line:
+            queries, documents = embedder.embed(tokens, line.update).split([len(data.queries), len(data.documents)])
+        with ProgressLine(f"{name} {data.name}: ranking", total=len(queries), closing=False) as line:
+            scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update))
+        rows[data.name] += evaluate.build_rows(data, name, scores)
+    return config
+
+
+def _override(config: "EmbeddingConfig", settings: EmbedEvalConfig) -> "EmbeddingConfig":
+    """Return `config` with the flags that are given."""
+    given: dict[str, Any] = {"attention": settings.attention or None, "max_length": settings.max_length or None}
+    given |= {"query_prefix": settings.query_prefix, "document_prefix": settings.document_prefix}
+    return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
+
+
+def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
+    """Return the sources of a flag by name: NAME of NAME=SOURCE, else the last part of the path; InputError for a name twice."""
+    named: dict[str, str] = {}
+    for text in sources:
+        name, equals, source = text.partition("=")
+        if not equals or "/" in name:
+            name, source = "", text
+        name = name or Path(source).name or Path.cwd().name
+        if not name.isprintable():
+            raise InputError(f"{flag}: found the name {name!r}, expected printable characters; say NAME=FOLDER")
+        if name in named:
+            raise InputError(f"{flag}: found {name} twice, expected each once; name one of them otherwise, NAME=FOLDER")
+        named[name] = source
+    return named
+
+
+def _format_score(row: "RetrievalRow") -> str:
+    """Return the mean with its interval, `67.72 [62.9, 72.5]`."""
+    return f"{row.mean:.2f}" + (f" [{row.low:.1f}, {row.high:.1f}]" if row.low is not None else "")
+
+
+def _iterate_lines(rows: Sequence["RetrievalRow"]) -> Iterator[tuple[str, ...]]:
+    """Yield (data set, model, score by measure ..., queries, documents) of each model on each data set."""
+    groups: dict[tuple[str, str], list[RetrievalRow]] = {}
+    for row in rows:
+        groups.setdefault((row.dataset, row.model), []).append(row)
+    for (dataset, model), members in groups.items():
+        yield (dataset, model, *map(_format_score, members), f"{members[0].queries:,}", f"{members[0].documents:,}")
+
+
+def build_table(rows: Sequence["RetrievalRow"]) -> Any:
+    """Return rich's table for the terminal: a line for each model on each data set."""
+    from megaenc.finetune.results.summary import build_empty_table
+
+    title = "zero-shot retrieval, percent, [95 % interval over queries]"
+    table = build_empty_table(title, ("data set", "model"), (*_HEADINGS.values(), "queries", "documents"))
+    before = ""
+    for dataset, model, *scores, queries, documents in _iterate_lines(rows):
+        counts = (queries, documents) if dataset != before else ("", "")
+        table.add_row(dataset if dataset != before else "", model, *scores, *counts)
+        before = dataset
+    return table
+
+
+def format_results(rows: Sequence["RetrievalRow"], configs: dict[str, "EmbeddingConfig"], suffix: str) -> str:
+    """Return the text of a file of the results, by `suffix`: JSON with each model's config, CSV, or a Markdown table."""
+    values = [dataclasses.asdict(row) for row in rows]
+    if suffix == ".json":
+        models = {name: dataclasses.asdict(config) for name, config in configs.items()}
+        return json.dumps({"rows": values, "models": models}, indent=1) + "\n"
+    if suffix == ".csv":
+        stream = io.StringIO()
+        writer = csv.DictWriter(stream, values[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(values)  # csv writes None as nothing
+        return stream.getvalue()
+    headings = ("data set", "model", *_HEADINGS.values(), "queries", "documents")
+    lines = [f"| {' | '.join(headings)} |", "|---|---|" + "---:|" * (len(headings) - 2)]
+    for dataset, model, *cells in _iterate_lines(rows):
+        lines.append(f"| {markdown.escape(dataset)} | {markdown.escape(model)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,174 @@
+"""Embeddings of texts by a Hugging Face or sentence-transformers folder, in packs without padding."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from megaenc.convert.hf_checkpoint import HFCheckpoint
+from megaenc.convert.hf_model import load_hf_config
+from megaenc.data.tokenizer.fast_encode import replace_surrogates
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
+from megaenc.errors import InputError, first_error_line
+from megaenc.finetune.model.backbone import AttentionDirection, PackedTexts, pack_texts
+from megaenc.finetune.model.fingerprint import check_model_folder
+from megaenc.finetune.model.load import load_backbone
+from megaenc.finetune.tasks.base import mean_pool
+from megaenc.json_files import parse_json, read_json_object, read_regular_file
+
+DEFAULT_LENGTH = 512
+"""Maximum tokens of a text for a folder that names none."""
+_TEXTS_PER_BATCH = 1024
+_MAX_HUB_NAME = 96
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # the names that sentence-transformers looks for, in this order
+
+Pooling = Literal["mean", "cls", "lasttoken"]
+_POOLING_FUNCTIONS: dict[str, Callable[[Tensor, PackedTexts], Tensor]] = {
+    "mean": mean_pool,
+    "cls": lambda states, packed: states[packed.cu_seqlens[:-1].long()],
+    "lasttoken": lambda states, packed: states[packed.cu_seqlens[1:].long() - 1],
+}
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """Rules by which a folder's model embeds texts: attention, pooling, maximum length, prefixes."""
+
+    pooling: Pooling = "mean"
+    attention: AttentionDirection | None = "bidirectional"
+    """None: the model's own."""
+    max_length: int = 0
+    """Maximum tokens of a text, special tokens included; 0: DEFAULT_LENGTH, or the model's context if that is shorter."""
+    query_prefix: str = ""
+    document_prefix: str = ""
+    lower_case: bool = False
+
+
+def fetch_model(name_or_folder: str) -> str:
+    """Return a folder's path, or that of the model ORG/NAME, downloaded from the Hub; InputError if there is none."""
+    parent, _, name = name_or_folder.rpartition("/")
+    is_path = os.path.isdir(name_or_folder) or os.path.isdir(parent)  # False for a name that is too long
+    if is_path or len(name) > _MAX_HUB_NAME or not _HUB_NAME.fullmatch(name_or_folder):
+        check_model_folder(name_or_folder)
+        return name_or_folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name_or_folder, allow_patterns=_HUB_FILES)
+    except Exception as error:  # HTTP, file system and the Hub's own errors
+        raise InputError(
+            f"--model {name_or_folder}: neither a folder nor a model that the Hub gives ({first_error_line(error, 120)})"
+        ) from None
+
+
+def read_embedding_config(folder: str) -> EmbeddingConfig:
+    """Return the EmbeddingConfig in a folder's files: that of sentence-transformers, if it has modules.json, or the default.
+
+    Raises InputError for a config.json that transformers does not know, and for modules or poolings other than supported ones.
+    """
+    path = Path(folder)
+    load_hf_config(HFCheckpoint(path, "--model"))  # unreadable models are refused before any text is embedded
+    if not (path / "modules.json").exists():
+        return EmbeddingConfig()
+    parts = [str(module.get("path", "")) for module in _read_modules(path / "modules.json")]
+    if parts[0] not in ("", ".") or any(Path(part).name != part for part in parts[1:]):
+        raise InputError(f"{path / 'modules.json'}: found the paths {parts}, expected the model's folder and folders in it")
+    pooling = _read_pooling(path / parts[1] / "config.json")
+    transformer = _read_optional(path / "sentence_bert_config.json")
+    prompts = _read_optional(path / "config_sentence_transformers.json").get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise InputError(f"{path / 'config_sentence_transformers.json'}: field `prompts`: expected texts by name")
+    max_length = transformer.get("max_seq_length") or _read_optional(path / "tokenizer_config.json").get("model_max_length") or 0
+    if isinstance(max_length, bool) or not isinstance(max_length, int | float) or not max_length >= 0:  # or NaN
+        raise InputError(f"{path}: max_seq_length: found {str(max_length)[:40]!r}, expected a number of tokens")
+    document_prefix = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
+    lower_case = bool(transformer.get("do_lower_case"))
+    return EmbeddingConfig(pooling, None, int(min(max_length, 1 << 30)), prompts.get("query", ""), document_prefix, lower_case)
+
+
+def _read_modules(path: Path) -> list[dict[str, Any]]:
+    """Read the modules of a sentence-transformers folder: a transformer, a pooling and maybe a normalization; else InputError."""
+    try:
+        modules = parse_json(read_regular_file(path))
+        kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path}: cannot be read ({first_error_line(error, 80)}); expected a list of modules") from None
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise InputError(f"{path}: found the modules {', '.join(kinds)}, expected Transformer, Pooling and maybe Normalize")
+    return modules
+
+
+def _read_pooling(path: Path) -> Pooling:
+    """Read the pooling mode from a pooling module's config.json, in the form of any version; InputError if unsupported."""
+    values = read_json_object(path, "the pooling of sentence-transformers")
+    names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
+    by_flag = [key.removeprefix("pooling_mode_") for key, on in values.items() if key.startswith("pooling_mode_") and on is True]
+    mode = values.get("pooling_mode") or [names.get(name, name) for name in by_flag] or "mean"
+    mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
+    if not isinstance(mode, str) or mode not in _POOLING_FUNCTIONS:
+        raise InputError(f"{path}: found the pooling {str(mode)[:40]}, expected one of {', '.join(_POOLING_FUNCTIONS)}")
+    if values.get("include_prompt") is False:
+        raise InputError(f"{path}: field `include_prompt`: found false, expected true: pooling over the prompt too")
+    return mode
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if there is no such file."""
+    return read_json_object(path) if path.exists() else {}
+
+
+class Embedder:
+    """A model that embeds texts: tokenizer, backbone with packed attention, and pooling; InputError if no text fits."""
+
+    def __init__(
+        self, folder: str, config: EmbeddingConfig, *, device: torch.device, dtype: torch.dtype, batch_size: int = 32
+    ) -> None:
+        self.folder, self.config, self.batch_size = folder, config, batch_size
+        self.tokenizer = load_tokenizer(folder)
+        self.backbone = load_backbone(folder, config.attention, device=device, dtype=dtype)
+        self.max_length = min(config.max_length or DEFAULT_LENGTH, self.backbone.context_length)
+        added = self.tokenizer.num_special_tokens_to_add()
+        if self.max_length <= added:  # tokenizers would not cut at all
+            raise InputError(f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens")
+
+    def tokenize(self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> list[np.ndarray]:
+        """Return the token ids of each text, int32[tokens], with the tokenizer's own special tokens, cut to `max_length`."""
+        rows: list[np.ndarray] = []
+        for start in range(0, len(texts), _TEXTS_PER_BATCH):
+            batch = [replace_surrogates(text) for text in texts[start : start + _TEXTS_PER_BATCH]]
+            if self.config.lower_case:
+                batch = [text.lower() for text in batch]
+            ids = self.tokenizer(batch, truncation=True, max_length=self.max_length, return_attention_mask=False)["input_ids"]
+            rows += [np.array(row, dtype=np.int32) for row in ids]
+            progress(len(rows))
+        return rows
+
+    @torch.inference_mode()
+    def embed(self, rows: Sequence[np.ndarray], progress: Callable[[int], None] = lambda tokens: None) -> Tensor:
+        """Return the embedding of each text, float32[texts, hidden_size] of length 1, zeros for a text without tokens.
+
+        `rows` are those of `tokenize`. Texts of similar length share a forward pass, the longest first; `progress` receives the
+        number of embedded tokens. Raises InputError if an embedding is NaN or inf.
+        """
+        lengths = np.array([len(row) for row in rows])
+        order = np.argsort(lengths, kind="stable")
+        order, done = order[lengths[order] > 0], 0
+        vectors = torch.zeros(len(rows), self.backbone.hidden_size, device=self.backbone.device)
+        for start in reversed(range(0, len(order), self.batch_size)):
+            part = order[start : start + self.batch_size]
+            packed = pack_texts([rows[at] for at in part], self.backbone.device)
+            pooled = _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
+            if not bool(torch.isfinite(pooled).all()):
+                raise InputError(f"--model {self.folder}: an embedding is NaN or inf; try --precision fp32")
+            vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1)
+            progress(done := done + len(packed.tokens))
+        return vectors

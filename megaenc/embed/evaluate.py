@@ -1,0 +1,146 @@
+"""Zero-shot retrieval: exact rankings by embeddings and by BM25, their NDCG@10 and recall@100, and bootstrap intervals."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets.beir import load_beir_test
+from megaenc.finetune.tasks.retrieval import (
+    RANKING_DEPTH,
+    compute_random_baseline,
+    compute_trec_order,
+    iterate_cosines,
+    ndcg,
+    rank_top_documents,
+    recall,
+)
+
+METRICS = ("ndcg@10", "recall@100")
+BM25_K1, BM25_B = 1.2, 0.75
+"""Lucene's parameters of BM25."""
+_DRAWS, _DRAWS_AT_ONCE = 10_000, 100
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """Test set of retrieval: queries with a relevant document, and the whole corpus in trec_eval's order of equal scores."""
+
+    name: str
+    queries: list[str]
+    documents: list[str]
+    document_ids: list[str]
+    relevant: list[dict[str, int]]
+    """Grades above 0 of each query, by document id."""
+
+    @classmethod
+    def load(cls, name: str, folder: Path) -> "RetrievalSet":
+        """Return the RetrievalSet of a BEIR folder, called `name`; InputError if the folder is unusable."""
+        examples = load_beir_test(folder)
+        ids = list(examples.documents)
+        ids = [ids[at] for at in compute_trec_order(ids)]
+        documents = [examples.documents[document] for document in ids]
+        return cls(name, list(examples.queries.values()), documents, ids, list(examples.relevant.values()))
+
+    def score(self, rankings: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return trec_eval's measures of each query by name, float64[queries]; `rankings`: documents' indices, best first."""
+        values: dict[str, list[float]] = {name: [] for name in METRICS}
+        for best, grade_of in zip(rankings, self.relevant, strict=True):
+            grades = np.array([grade_of.get(self.document_ids[at], 0) for at in best], dtype=np.int64)
+            values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
+            values["recall@100"].append(recall(grades, len(grade_of)))
+        return {name: np.array(by_query) for name, by_query in values.items()}
+
+    def score_random_ranking(self) -> dict[str, np.ndarray]:
+        """Return the expectation of each query's measure over random rankings, by name, float64[queries]."""
+        grades = [tuple(sorted(grade_of.values())) for grade_of in self.relevant]
+        baselines = [compute_random_baseline(len(self.documents), of_query) for of_query in grades]
+        return {name: np.array([baseline[name] for baseline in baselines]) for name in METRICS}
+
+
+@dataclass(frozen=True)
+class RetrievalRow:
+    """Row of the table of zero-shot retrieval, in percent: the mean of a measure over queries with its 95 % interval."""
+
+    dataset: str
+    model: str
+    metric: str
+    mean: float
+    low: float | None
+    """Lower end of the bootstrap interval; None for the expectation of a random ranking, and for a single query."""
+    high: float | None
+    queries: int
+    documents: int
+
+
+def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True) -> list[RetrievalRow]:
+    """Return the row of each measure in `values`, float64[queries] by name; `interval`: bootstrap the queries."""
+    rows = []
+    for metric, by_query in values.items():
+        low, high = bootstrap_mean(by_query) if interval and len(by_query) > 1 else (None, None)
+        ends = [None if end is None else 100 * end for end in (low, high)]
+        rows.append(
+            RetrievalRow(data.name, model, metric, 100 * float(by_query.mean()), *ends, len(by_query), len(data.documents))
+        )
+    return rows
+
+
+def bootstrap_mean(values: np.ndarray) -> tuple[float, float]:
+    """Return the percentile bootstrap 95 % interval (low, high) of the mean of `values`, float64[n]; always the same draws."""
+    random = np.random.default_rng(0)
+    means = np.concatenate(
+        [
+            values[random.integers(0, len(values), (_DRAWS_AT_ONCE, len(values)))].mean(axis=1)
+            for _ in range(_DRAWS // _DRAWS_AT_ONCE)
+        ]
+    )
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def rank_by_cosine(queries: Tensor, documents: Tensor, progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+    """Yield the indices, int64, of the documents with the largest cosines to each query, best first, by exact search.
+
+    Both are embeddings of length 1, float32[texts, hidden_size]; `progress` receives the number of ranked queries.
+    """
+    for done, cosines in enumerate(iterate_cosines(queries, documents), 1):
+        yield rank_top_documents(cosines, RANKING_DEPTH)
+        progress(done)
+
+
+def import_bm25s() -> Any:
+    """Return the module bm25s; InputError if it is not installed."""
+    try:
+        import bm25s
+    except ImportError:
+        raise InputError("BM25 needs the package bm25s: `pip install bm25s`, or leave BM25 out with --no-bm25") from None
+    return bm25s
+
+
+def rank_by_bm25(queries: Sequence[str], documents: Sequence[str], progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+    """Yield the indices, int64, of the documents with the largest BM25 score for each query, best first.
+
+    Tokens and formula are those of Lucene's English analyzer as bm25s has them: words of two letters or more in lower case,
+    without 33 stop words, cut by Porter's stemmer. A document without a word of the query is not retrieved.
+    """
+    from nltk.stem.porter import PorterStemmer
+
+    bm25s, stem = import_bm25s(), PorterStemmer(PorterStemmer.MARTIN_EXTENSIONS).stem
+
+    def tokenize(texts: Sequence[str]) -> list[list[str]]:
+        stemmer = lambda words: [stem(word) for word in words]  # noqa: E731
+        return bm25s.tokenize(list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+
+    words_of_documents = tokenize(documents)
+    index, is_empty = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B), not any(words_of_documents)
+    if not is_empty:
+        index.index(words_of_documents, show_progress=False)
+    for done, words in enumerate(tokenize(queries), 1):
+        scores = np.zeros(len(documents), dtype=np.float32) if is_empty or not words else index.get_scores(words)
+        best = rank_top_documents(scores, RANKING_DEPTH)
+        yield best[scores[best] > 0]
+        progress(done)

@@ -1,0 +1,118 @@
+"""`megaenc embed eval` from folders to files, and its refusals, which leave nothing on the disk."""
+
+import csv
+import json
+import shutil
+import sys
+
+import ir_measures
+import pytest
+from ir_measures import R, nDCG
+
+from megaenc.embed.command import eval_main
+from megaenc.finetune.datasets.beir import load_beir_test
+
+
+def test_scores_are_trec_evals_of_sentence_transformers_embeddings(models, beir, tmp_path, capsys):
+    from sentence_transformers import SentenceTransformer
+
+    folder, flags = beir(), ["--query-prefix", "Ask: ", "--document-prefix", "Read: ", "--precision", "fp32", "--batch-size", "2"]
+    written = {}
+    for suffix in ("json", "csv", "md"):
+        output = tmp_path / "new" / f"scores.{suffix}"
+        eval_main(["--model", f"tiny={models['encoder']}", "--data", str(folder), *flags, "--output", str(output)])
+        written[suffix] = output.read_text()
+    printed = capsys.readouterr().out
+    assert "tiny: mean pooling, bidirectional attention, at most 64 tokens, fp32, query prefix 'Ask: ', document" in printed
+
+    data = load_beir_test(folder)
+    reference = SentenceTransformer(str(models["encoder"]), device="cpu")
+    queries = reference.encode(["Ask: " + text for text in data.queries.values()], normalize_embeddings=True)
+    documents = reference.encode(["Read: " + text for text in data.documents.values()], normalize_embeddings=True)
+    cosines = (queries @ documents.T).tolist()
+    run = {query: dict(zip(data.documents, row, strict=True)) for query, row in zip(data.queries, cosines, strict=True)}
+    expected = ir_measures.pytrec_eval.calc_aggregate([nDCG @ 10, R @ 100], data.relevant, run)
+
+    results = json.loads(written["json"])
+    rows = {(row["model"], row["metric"]): row for row in results["rows"]}
+    assert list(rows) == [(model, metric) for model in ("random", "BM25", "tiny") for metric in ("ndcg@10", "recall@100")]
+    assert rows["tiny", "ndcg@10"]["mean"] == pytest.approx(100 * expected[nDCG @ 10], abs=1e-6)
+    assert rows["tiny", "recall@100"]["mean"] == 100 * expected[R @ 100] == 100
+    assert rows["tiny", "ndcg@10"]["low"] < rows["tiny", "ndcg@10"]["mean"] < rows["tiny", "ndcg@10"]["high"]
+    assert rows["BM25", "ndcg@10"]["mean"] == pytest.approx(100)
+    assert rows["random", "recall@100"]["mean"] == 100 and rows["random", "ndcg@10"]["low"] is None
+    assert {(row["dataset"], row["queries"], row["documents"]) for row in rows.values()} == {("letters", 3, 6)}
+    assert results["models"]["tiny"]["max_length"] == 64 and results["models"]["tiny"]["query_prefix"] == "Ask: "
+    assert [float(row["mean"]) for row in csv.DictReader(written["csv"].splitlines())] == [row["mean"] for row in rows.values()]
+    lines = written["md"].splitlines()
+    assert lines[0] == "| data set | model | NDCG@10 | Recall@100 | queries | documents |" and len(lines) == 5
+    mean, low, high = (rows["tiny", "ndcg@10"][name] for name in ("mean", "low", "high"))
+    assert lines[4].startswith(f"| letters | tiny | {mean:.2f} [{low:.1f}, {high:.1f}] | 100.00 [100.0, 100.0] | 3 | 6 |")
+
+
+def test_several_models_and_data_sets_without_bm25(models, beir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)  # is not needed then
+    one, two = beir("one"), beir("two")
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"model: [{models['encoder']}, causal={models['decoder']}]\nbm25: false\nprecision: fp32\n")
+    eval_main(["--config", str(config), "--data", str(one), f"again={two}", "--output", str(tmp_path / "x.json")])
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [(row["dataset"], row["model"]) for row in rows[::2]] == [
+        (data, model) for data in ("one", "again") for model in ("random", "encoder", "causal")
+    ]
+    by_set = [[row["mean"] for row in rows if row["dataset"] == name] for name in ("one", "again")]
+    assert by_set[0] == by_set[1] and by_set[0][2] != by_set[0][4]
+    assert "BM25" not in capsys.readouterr().out
+
+
+def test_lengths_and_attention_are_those_of_the_flags(models, beir, tmp_path):
+    means = []
+    for flags in ([], ["--max-length", "4"], ["--attention", "causal"]):
+        eval_main(["--model", str(models["decoder"]), "--data", str(beir(f"b{len(means)}")), "--precision", "fp32",
+                   "--output", str(tmp_path / "x.json"), *flags])  # fmt: skip
+        results = json.loads((tmp_path / "x.json").read_text())
+        means.append(results["rows"][-2]["mean"])
+        config = results["models"]["decoder"]
+        assert (config["max_length"], config["attention"]) == (
+            4 if "4" in flags else 64,
+            "causal" if "causal" in flags else "bidirectional",
+        )
+    assert len(set(means)) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--data: missing"),
+        ("--data {beir} --no-bm25", "--model: missing, and --no-bm25 leaves nothing to evaluate"),
+        ("--data nothing", "nothing: no such folder, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv"),
+        (f"--data {'x' * 300}", "no such folder, expected BEIR's"),
+        ("--data a\x1bb", "--data: found the name 'a\\x1bb', expected printable characters"),
+        ("--data {beir} x/{beir}", "--data: found letters twice, expected each once"),
+        ("--data {beir} --model {model} {model}", "--model: found encoder twice, expected each once"),
+        ("--data {beir} --model BM25={model}", "--model: found the name of a baseline"),
+        ("--data {beir} --model nothing", "--model nothing: no such folder"),
+        ("--data {beir} --model {beir}", "letters: no config.json"),
+        ("--data {beir} --model {model} --max-length 65", "--max-length: found 65, expected at most the 64 tokens"),
+        ("--data {beir} --model {model} --max-length -1", "--max-length: found -1, expected at least 0"),
+        ("--data {beir} --batch-size 0", "--batch-size: found 0, expected at least 1"),
+        ("--data {beir} --output new/x.txt", "--output new/x.txt: found the ending '.txt', expected .json, .csv or .md"),
+        ("--data {beir} --output {beir}/corpus.jsonl/x.md", "cannot write to the folder"),
+        ("--data {qrels}", "qrels-only: no corpus.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(models, beir, tmp_path, monkeypatch, refusal, flags, message):
+    monkeypatch.chdir(tmp_path)
+    folder = beir()
+    (tmp_path / "qrels-only").mkdir()
+    shutil.copytree(folder / "qrels", tmp_path / "qrels-only/qrels")
+    before = sorted(tmp_path.rglob("*"))
+    words = flags.format(beir=folder.name, model=models["encoder"], qrels="qrels-only").split()
+    output = [] if "--output" in words else ["--output", "new/x.json"]
+    assert message in refusal(eval_main, words + output)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_bm25s_nothing_is_loaded(beir, monkeypatch, refusal):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    assert "BM25 needs the package bm25s: `pip install bm25s`" in refusal(eval_main, ["--data", beir()])

@@ -1,0 +1,170 @@
+"""Embeddings are those of sentence-transformers and transformers, in float32 to 1e-5."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from megaenc.console import silence_libraries
+from megaenc.embed.embedder import Embedder, EmbeddingConfig, fetch_model, read_embedding_config
+from megaenc.errors import InputError
+
+silence_libraries()
+
+TEXTS = ["Lyon", "The old man walked slowly down to the river with his dog. " * 9, "letters from LYON", "yellow", "Nobody came."]
+
+
+def embed(folder, texts, config=None, **options):
+    config = config or read_embedding_config(str(folder))
+    embedder = Embedder(str(folder), config, device=torch.device("cpu"), dtype=torch.float32, **options)
+    return embedder.embed(embedder.tokenize(texts))
+
+
+def write_sentence_model(model, folder, *, pooling="mean", norm=False, prompts=None, **transformer):
+    """Save the model `model` by sentence-transformers itself; return it as loaded by sentence-transformers."""
+    from sentence_transformers import SentenceTransformer, models
+
+    modules = [
+        models.Transformer(str(model), **transformer),
+        models.Pooling(32, pooling),
+        *([models.Normalize()] if norm else []),
+    ]
+    SentenceTransformer(modules=modules, device="cpu", prompts=prompts).save(str(folder))
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 32])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("encoder", {}),
+        ("encoder", {"pooling": "cls", "norm": True, "max_seq_length": 20}),
+        ("decoder", {"pooling": "lasttoken", "max_seq_length": 33}),
+        ("decoder", {"pooling": "mean", "do_lower_case": True}),
+        ("encoder", {"prompts": {"query": "Ask: ", "document": "Read: "}}),
+    ],
+)
+def test_a_sentence_transformers_folder(models, tmp_path, kind, options, batch_size):
+    reference = write_sentence_model(models[kind], tmp_path / "st", **options)
+    config = read_embedding_config(str(tmp_path / "st"))
+    how = {"normalize_embeddings": True, "convert_to_tensor": True}
+    for prefix, encode in ((config.query_prefix, reference.encode_query), (config.document_prefix, reference.encode_document)):
+        vectors = embed(tmp_path / "st", [prefix + text for text in TEXTS], config, batch_size=batch_size)
+        torch.testing.assert_close(vectors, encode(TEXTS, **how), rtol=0, atol=1e-5)
+    assert (config.query_prefix, config.document_prefix) == (("Ask: ", "Read: ") if "prompts" in options else ("", ""))
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_a_plain_folder_is_the_mean_of_bidirectional_states(models, kind):
+    from transformers import AutoModel, AutoTokenizer
+
+    model, tokenizer = AutoModel.from_pretrained(models[kind]), AutoTokenizer.from_pretrained(models[kind])
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    model.config.is_causal = False
+    vectors = embed(models[kind], TEXTS)
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        with torch.no_grad():
+            states = model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=64)).last_hidden_state[0]
+        torch.testing.assert_close(vector, normalize(states.mean(dim=0), dim=0), rtol=0, atol=1e-5)
+
+
+def test_a_decoder_can_be_read_causally(models, tmp_path):
+    reference = write_sentence_model(models["decoder"], tmp_path / "st")
+    expected = reference.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
+    causal = embed(models["decoder"], TEXTS, EmbeddingConfig(attention="causal"))
+    torch.testing.assert_close(causal, expected, rtol=0, atol=1e-5)
+    assert (embed(models["decoder"], TEXTS) - expected).abs().max() > 0.01
+
+
+def test_a_text_without_tokens_has_no_direction(models, tmp_path):
+    folder = shutil.copytree(models["encoder"], tmp_path / "plain")
+    values = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(values | {"post_processor": None}))
+    vectors = embed(folder, ["", "Lyon", ""])
+    assert not vectors[[0, 2]].any() and vectors[1].norm() == pytest.approx(1)
+    assert embed(models["encoder"], [""]).norm() == pytest.approx(1)  # its special tokens
+
+
+def test_progress_counts_tokens(models):
+    embedder = Embedder(str(models["encoder"]), EmbeddingConfig(), device=torch.device("cpu"), dtype=torch.float32, batch_size=2)
+    rows, done = embedder.tokenize(TEXTS), []
+    embedder.embed(rows, done.append)
+    lengths = sorted(map(len, rows))
+    assert done == [lengths[4], sum(lengths[2:]), sum(lengths)] and embedder.max_length == 64 == lengths[4]
+
+
+def test_a_length_without_room_for_text_is_refused(models):
+    how = {"device": torch.device("cpu"), "dtype": torch.float32}
+    with pytest.raises(InputError, match=r"--max-length: found 2, expected room for text next to 2 added tokens"):
+        Embedder(str(models["encoder"]), EmbeddingConfig(max_length=2), **how)
+    assert [len(row) for row in Embedder(str(models["encoder"]), EmbeddingConfig(max_length=3), **how).tokenize(TEXTS)] == [3] * 5
+
+
+def test_nan_is_an_error(models):
+    embedder = Embedder(str(models["encoder"]), EmbeddingConfig(), device=torch.device("cpu"), dtype=torch.float32)
+    with torch.no_grad():
+        next(embedder.backbone.parameters()).fill_(float("nan"))
+    with pytest.raises(InputError, match=r"an embedding is NaN or inf; try --precision fp32"):
+        embedder.embed(embedder.tokenize(["Lyon"]))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("modules.json", "[]", r"modules.json: found the modules , expected Transformer, Pooling and maybe Normalize"),
+        ("modules.json", "{", r"modules.json: cannot be read"),
+        ("modules.json", '[{"path": ""}]', r"modules.json: cannot be read"),
+        ("modules.json", '[{"type": "a.Transformer"}, {"type": "a.Dense"}]', r"found the modules Transformer, Dense"),
+        (
+            "modules.json",
+            '[{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../1_Pooling"}]',
+            r"found the paths \['', '../1_Pooling'\]",
+        ),
+        (
+            "1_Pooling/config.json",
+            '{"pooling_mode": "max"}',
+            r"1_Pooling/config.json: found the pooling max, expected one of",
+        ),
+        ("1_Pooling/config.json", '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', r"found the pooling"),
+        ("1_Pooling/config.json", '{"include_prompt": false}', r"field `include_prompt`: found false, expected true"),
+        ("sentence_bert_config.json", '{"max_seq_length": "long"}', r"max_seq_length: found 'long', expected a number"),
+        ("sentence_bert_config.json", '{"max_seq_length": NaN}', r"max_seq_length: found 'nan', expected a number"),
+        ("config_sentence_transformers.json", '{"prompts": {"query": 5}}', r"field `prompts`: expected texts by name"),
+        ("config.json", '{"model_type": "nothing"}', r"field `model_type`: found 'nothing'"),
+    ],
+)
+def test_unusable_folders(models, tmp_path, file, content, message):
+    write_sentence_model(models["encoder"], tmp_path / "st")
+    (tmp_path / "st" / file).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_embedding_config(str(tmp_path / "st"))
+
+
+def test_the_form_of_older_versions(models, tmp_path):
+    write_sentence_model(models["encoder"], tmp_path / "st")
+    old = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    (tmp_path / "st/1_Pooling/config.json").write_text(json.dumps(old))
+    (tmp_path / "st/sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}')
+    config = read_embedding_config(str(tmp_path / "st"))
+    assert config == EmbeddingConfig("cls", None, 12, "", "", True)
+
+
+def test_a_model_of_the_hub_by_name(models, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--lab--small"
+    shutil.copytree(models["encoder"], cached / "snapshots" / ("a" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("a" * 40)
+    assert fetch_model("lab/small") == str(cached / "snapshots" / ("a" * 40))
+    with pytest.raises(InputError, match=r"--model lab/other: neither a folder nor a model that the Hub gives"):
+        fetch_model("lab/other")
+    for path in (str(tmp_path / "nothing"), "nothing", "../lab/small", "x" * 300, f"lab/{'x' * 300}"):
+        with pytest.raises(InputError, match=r"no such folder; expected a Hugging Face model"):
+            fetch_model(path)
