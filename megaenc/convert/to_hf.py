@@ -1,7 +1,6 @@
 """Export of a run's checkpoint, saved in any layout, to a verified Hugging Face folder without custom code."""
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megaenc.convert.naming import export_name
 from megaenc.convert.param_mapping import iter_hf_tensors
 from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint
 from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_shards
+from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, verify_tokenizer, write_tokenizer
 from megaenc.convert.verify_export import MAX_PROBE_LENGTH, ProbeBatch, compute_core_outputs, verify_export
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
@@ -28,10 +28,6 @@ from megaenc.training.run_dir import TOKENIZER_DIR
 from megaenc.training.run_init import identity_digest
 
 CERTIFICATE = "conversion.json"
-_MODULES = [
-    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-]
 _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
@@ -133,7 +129,7 @@ class Exporter:
             self.config.prediction_shift = provenance.select_objective(self.attention).shift
             self.config.save_pretrained(folder)
             if self.attention == Attention.CAUSAL and run.generation:
-                _write_json(folder / GENERATION, run.generation)
+                write_json(folder / GENERATION, run.generation)
             for parameter in encoder.parameters():  # one by one, so that memory holds them once
                 parameter.data = parameter.data.to(self.dtype)
             parameters = dict(encoder.named_parameters())
@@ -144,7 +140,7 @@ class Exporter:
             del encoder, parameters  # before verification loads another model
         (folder / "README.md").write_text(build_model_card(name, provenance, self.attention), encoding="utf-8")
         if self.sentences:
-            _write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
+            write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
         try:
             proof = verify_export(folder, probe, expected, self.attention, digests)
         except InputError as error:
@@ -157,7 +153,7 @@ class Exporter:
             "identity": identity_digest(run.identity),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        _write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
+        write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
         return step
 
     def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
@@ -203,22 +199,3 @@ class Exporter:
         run, like = self.run, next(iter(parameters.values()))
         biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
         return itertools.chain(iter_hf_tensors(parameters, run.model, run.vocab_size), biases)
-
-
-def _write_sentence_layout(folder: Path, hidden_size: int, length: int) -> None:
-    """Write the files of sentence-transformers for mean pooling over at most `length` tokens, in float32 by default."""
-    (folder / "1_Pooling").mkdir()
-    others = dict.fromkeys((f"pooling_mode_{other}" for other in ("cls_token", "max_tokens", "mean_sqrt_len_tokens")), False)
-    prompts = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
-    pooling = {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True} | others
-    _write_json(folder / "modules.json", _MODULES)
-    # Of the config, not of the model: a dtype in the user's model_kwargs takes precedence under either of its names.
-    dtype = {"config_args": {"dtype": "float32"}}
-    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False} | dtype)
-    _write_json(folder / "config_sentence_transformers.json", prompts)
-    _write_json(folder / "1_Pooling/config.json", pooling)
-
-
-def _write_json(file: Path, content: Any, indent: int = 2) -> None:
-    """Write `content` to `file` as indented JSON."""
-    file.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")

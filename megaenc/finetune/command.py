@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megaenc import flags
@@ -23,7 +23,7 @@ from megaenc.finetune.grid.jobs import (
 )
 from megaenc.finetune.grid.progress import estimate_completion
 from megaenc.finetune.results import files as result_files
-from megaenc.output_paths import check_parent_writable, remove_new_parents_on_error
+from megaenc.output_paths import check_parent_writable, refuse_existing, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
 _BASELINE_DESCRIPTIONS = {
@@ -51,6 +51,8 @@ class FinetuneRunConfig:
     """seed of the data order, the head's initial weights and dropout"""
     output: str = "results"
     """folder of results; a run that is finished there is not repeated"""
+    save_model: str = ""
+    """new folder for the trained model, in Hugging Face's format, in float32; a finished run is repeated for it"""
     retry_failed: bool = False
     """repeat a run that failed with a NaN loss and left failed.json"""
     data: DatasetConfig = field(default_factory=DatasetConfig)
@@ -73,12 +75,18 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"--seed: found {settings.seed}, expected less than 2**63")
     output = Path(settings.output)
     check_parent_writable(output / "model", "--output")
+    if settings.save_model:
+        refuse_existing(Path(settings.save_model), "--save-model")
+        check_parent_writable(Path(settings.save_model), "--save-model")
     from megaenc.finetune.datasets.registry import find_dataset
 
     grid = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
     [job] = build_jobs(*grid, settings.output, settings.protocol, settings.data, find_dataset)
+    job = replace(job, save_model=settings.save_model)
     folder = result_files.job_folder(job, job.evaluate_on[0].name)
-    pending, _ = select_remaining_work(job, retry_failed=settings.retry_failed)
+    pending, failed = select_remaining_work(job, retry_failed=settings.retry_failed)
+    if settings.save_model and failed is None:
+        pending = job
     if pending is not None:
         with exit_on_sigterm(), _clean_up_on_input_error(output, pending.model.name), try_lock_run(pending) as is_locked:
             if not is_locked:

@@ -38,6 +38,9 @@ class FinetuneConfig:
     """maximum tokens of a text, special tokens included; longer texts are cut; 0: 99 % of the model's context (study: 2,028)"""
     attention: Literal["bidirectional", "causal"] = "bidirectional"
     """direction of attention in fine-tuning and evaluation, independent of pretraining"""
+    head: Literal["linear", "native"] = "linear"
+    """linear: the study's linear layer, on the mean state for classification; native: the head of transformers' class for the
+    task, by that class's own pooling, layers and initialisation"""
     precision: Literal["", "bf16", "paper-bf16", "fp32"] = ""
     """bf16: compute in bfloat16 with float32 master weights; paper-bf16: weights and optimizer state in bfloat16 too; by
     default bf16 if the device supports it, else fp32"""

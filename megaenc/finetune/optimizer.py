@@ -61,6 +61,10 @@ class MasterWeightOptimizer:
         master.grad = new if master.grad is None else master.grad.add_(new)
         parameter.grad = None
 
+    def get_masters(self) -> dict[nn.Parameter, Tensor]:
+        """Return the float32 master weight of each 16-bit parameter that has one."""
+        return {parameter: master for parameter, master in self._masters.items() if master is not parameter}
+
     def close(self) -> None:
         """Remove the gradient hooks from the model's parameters, which otherwise keep the optimizer's state in memory."""
         for hook in self._hooks:

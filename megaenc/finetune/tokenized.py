@@ -84,7 +84,7 @@ class TextEncoder:
     """Callback (tokenized texts, total texts) of `encode` and `encode_with_offsets`."""
 
     def __post_init__(self) -> None:
-        for name, tokens in (("bos", self._bos_ids), ("eos", self._eos_ids)):
+        for name, tokens in (("bos", self.bos_ids), ("eos", self.eos_ids)):
             if tokens == [None]:
                 raise InputError(
                     f"--add-{name}: the tokenizer {self.tokenizer.name_or_path} has no {name.upper()} token; use --no-add-{name}"
@@ -94,12 +94,14 @@ class TextEncoder:
             raise InputError(f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens")
 
     @cached_property
-    def _bos_ids(self) -> list[int | None]:
+    def bos_ids(self) -> list[int | None]:
+        """Return the id that is added before each text, [] without --add-bos."""
         token = self.tokenizer.bos_token_id
         return [self.tokenizer.cls_token_id if token is None else token] * self.add_bos
 
     @cached_property
-    def _eos_ids(self) -> list[int | None]:
+    def eos_ids(self) -> list[int | None]:
+        """Return the id that is added after each text, [] with --no-add-eos."""
         token = self.tokenizer.eos_token_id
         return [self.tokenizer.sep_token_id if token is None else token] * self.add_eos
 
@@ -116,7 +118,7 @@ class TextEncoder:
 
     def add_special_tokens(self, tokens: np.ndarray) -> np.ndarray:
         """Return a text's `tokens` cut to `max_text_tokens`, with BOS and EOS where they are added, int32[<= max_length]."""
-        return np.concatenate([self._bos_ids, tokens[: self.max_text_tokens], self._eos_ids]).astype(np.int32)
+        return np.concatenate([self.bos_ids, tokens[: self.max_text_tokens], self.eos_ids]).astype(np.int32)
 
     def align_to_row(self, values: np.ndarray, fill: int) -> np.ndarray:
         """Return `values`, one per token of a text, cut as its row and with `fill` at BOS and EOS, int32[row's tokens]."""

@@ -1,11 +1,12 @@
 """A fine-tuning run: training of one model, evaluation and result files."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,11 @@ from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import Dataset, Examples, RetrievalExamples, SplitName, hash_examples
 from megaenc.finetune.grid.jobs import TOKENIZED_CACHE, FinetuneJob, RunProgress
+from megaenc.finetune.kept_model import ModelKeeper, load_model
 from megaenc.finetune.model.fingerprint import compute_tokenizer_fingerprint
-from megaenc.finetune.model.load import load_backbone
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
 from megaenc.finetune.results import files as result_files
-from megaenc.finetune.tasks import TASKS, FinetuneTask, NonFinitePredictionError, TaskModel
+from megaenc.finetune.tasks import TASKS, FinetuneTask, NonFinitePredictionError, Scores, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, load_or_compute
 
 ProgressCallback = Callable[[RunProgress], None]
@@ -45,18 +46,21 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     _make_deterministic(job.protocol)
     backend = detect_backend()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
-    backbone = load_backbone(job.model.location, job.protocol.attention, device=backend.device, dtype=_DTYPES[precision])
+    task = TASKS[job.family](datasets[0], job.protocol)
+    tokenizer = load_tokenizer(job.model.location)
+    backbone, native_head = load_model(job, task, tokenizer, device=backend.device, dtype=_DTYPES[precision])
     max_length = job.protocol.max_length or round(_CONTEXT_FRACTION * backbone.context_length)
     if max_length > backbone.context_length:
         raise InputError(
             f"--max-length: found {max_length}, expected at most the {backbone.context_length} tokens that the model reads"
         )
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
-    encoder = TextEncoder(
-        load_tokenizer(job.model.location), max_length, protocol.add_bos, protocol.add_eos, reporter.report_texts
-    )
+    encoder = TextEncoder(tokenizer, max_length, protocol.add_bos, protocol.add_eos, reporter.report_texts)
     reader = _TokenizedSplitLoader(Path(job.output, TOKENIZED_CACHE), encoder, reporter)
-    task = TASKS[job.family](datasets[0], protocol)
+    task.protocol = protocol
+    keeper = ModelKeeper(job, task, encoder) if job.keeps_model else None
+    if keeper is not None:
+        keeper.check_tokenizer(backbone.model.config)
     data = reader.load_training(task, datasets[0])
     # Evaluation data is read before training, so that an error in it wastes no training.
     held_out = [{split: reader.load_evaluation(task, dataset, split) for split in _EVALUATION_SPLITS} for dataset in datasets]
@@ -69,7 +73,10 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     torch.manual_seed(job.seed)
     # The head is small enough to compute in float32.
     head_dtype = torch.bfloat16 if precision == "paper-bf16" else torch.float32
-    head = task.build_head(backbone.hidden_size).to(backend.device, head_dtype)
+    head = task.build_head(backbone.hidden_size) if native_head is None else native_head
+    if native_head is not None:
+        native_head.reset_parameters()
+    head = head.to(backend.device, head_dtype)
     model = TaskModel(backbone, head)
     seconds = {"loading": time.monotonic() - began}
     order = iterate_batches(job.seed, task.count_examples(data), protocol.batch_size, steps)
@@ -85,24 +92,59 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
                 return False
         reporter(RunProgress("training", step, steps, {"loss": loss}))
     optimizer.close()
+    masters = optimizer.get_masters() if keeper is not None else {}
     del optimizer  # frees memory for the evaluation
     trained = hash_weights(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
+    writes: list[Callable[[], None]] = []
     for at, (dataset, splits) in enumerate(zip(datasets, held_out, strict=True)):
-        evaluation_start, scores = time.monotonic(), {}
-        evaluated = TASKS[job.family](dataset, protocol)  # one for both splits: it caches embeddings that they share
-        evaluated.progress = reporter.report_texts
+        evaluation_start = time.monotonic()
         try:
-            for split, loaded_split in splits.items():
-                reporter(RunProgress(split, fields={"data set": dataset.name}))
-                scores[split] = evaluated.evaluate(model, *loaded_split)
+            scores = _evaluate(model, job, dataset, splits, protocol, reporter)
         except NonFinitePredictionError as error:
+            for write in writes:
+                write()
             failed_job = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
             result_files.write_failure(failed_job, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
             return False
         seconds["evaluation"] = time.monotonic() - evaluation_start
-        result_files.write_result(job, dataset.name, scores, steps=steps, trained=trained, protocol=protocol, seconds=seconds)
+        identity = {"steps": steps, "trained": trained, "protocol": protocol}
+        writes.append(functools.partial(result_files.write_result, job, dataset.name, scores, **identity, seconds={**seconds}))
+        if at == 0:
+            first_scores = scores
+        if keeper is None:
+            writes.pop()()
+    if keeper is not None:
+        for parameter in model.parameters():
+            parameter.data = masters.pop(parameter, parameter.data).float()
+
+        def evaluate() -> dict[str, Scores]:
+            if precision == "fp32":
+                return first_scores
+            return _evaluate(model, job, datasets[0], held_out[0], protocol, reporter)
+
+        # The results come last: they mark the run as finished.
+        keeper.keep(
+            model, held_out[0]["test"][0], first_scores["validation"].score, evaluate, writes, steps=steps, trained=trained
+        )
     return True
+
+
+def _evaluate(
+    model: TaskModel,
+    job: FinetuneJob,
+    dataset: Dataset,
+    splits: Mapping[SplitName, tuple[TokenizedSplit, Examples]],
+    protocol: FinetuneConfig,
+    reporter: "_ProgressReporter",
+) -> dict[SplitName, Scores]:
+    """Return the model's Scores on the splits of a data set; NonFinitePredictionError for a NaN or inf."""
+    task, scores = TASKS[job.family](dataset, protocol), {}  # one for both splits: it caches embeddings that they share
+    task.progress = reporter.report_texts
+    for split, loaded_split in splits.items():
+        reporter(RunProgress(split, fields={"data set": dataset.name}))
+        scores[split] = task.evaluate(model, *loaded_split)
+    return scores
 
 
 def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megaenc import flags
 from megaenc.atomic_io import exit_on_sigterm
@@ -19,6 +19,7 @@ from megaenc.finetune.grid.jobs import DatasetFinder, FinetuneJob, build_jobs, c
 from megaenc.finetune.grid.slurm import SlurmConfig, submit_jobs
 from megaenc.finetune.grid.worker import RUN_FUNCTION, log_path
 from megaenc.finetune.model.fingerprint import save_fingerprints
+from megaenc.finetune.results import files as result_files
 from megaenc.output_paths import check_parent_writable, create_parent_dir, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
@@ -39,6 +40,9 @@ class GridConfig:
     """number of seeds, from 0, for each learning rate"""
     output: str = "results"
     """folder of results; runs that are finished there are not repeated"""
+    keep: Literal["none", "best", "all"] = "none"
+    """models to write, in Hugging Face's format, to `model` in the results of their run: none, all, or best, the one of the best
+    validation score for each model and training set; runs that were finished before have none"""
     data: DatasetConfig = field(default_factory=DatasetConfig)
     local: LocalExecution = field(default_factory=LocalExecution)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -75,6 +79,7 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
     rates, seeds = settings.learning_rates, range(settings.seeds)
     output, protocol, data = settings.output, settings.protocol, settings.data
     jobs = build_jobs(settings.model, settings.datasets, rates, seeds, output, protocol, data, find_dataset)
+    jobs = [replace(job, keep=settings.keep) for job in jobs]
     states = [(job, *select_remaining_work(job, retry_failed=settings.local.retry_failed)) for job in jobs]
     pending = [unfinished for _, unfinished, _ in states if unfinished is not None]
     return GridPlan(jobs, pending, [(job, failure_file) for job, _, failure_file in states if failure_file is not None])
@@ -89,6 +94,20 @@ def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
     print_rank_0(f"{format_count(evaluations, 'result')} from {format_count(trainings, 'training')}: {size}{once}")
     failed_text = f", {len(plan.failed):,} failed before" if plan.failed else ""
     print_rank_0(f"{trainings - len(plan.pending) - len(plan.failed):,} finished{failed_text}, {len(plan.pending):,} to do")
+    if unkept := _count_unkept(plan):
+        print_rank_0(f"--keep {settings.keep}: {format_count(unkept, 'finished run')} without a model; choose another --output")
+
+
+def _count_unkept(plan: GridPlan) -> int:
+    """Return the number of finished runs that lack a model although --keep asks for one of them, or for all."""
+    unfinished = {job.name for job in (*plan.pending, *(job for job, _ in plan.failed))}
+    kept: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    for job in plan.jobs:
+        if job.keep != "none" and job.name not in unfinished:
+            folders = (result_files.job_folder(job, dataset.name) for dataset in job.evaluate_on)
+            has_model = any((folder / result_files.KEPT_MODEL).is_dir() for folder in folders)
+            kept[job.name if job.keep == "all" else job.model.name, job.train_on].append(has_model)
+    return sum(len(group) for group in kept.values() if not any(group))
 
 
 def format_count(number: int, noun: str) -> str:

@@ -68,6 +68,15 @@ class FinetuneJob:
     protocol: FinetuneConfig
     data: DatasetConfig
     fingerprints: Fingerprints
+    keep: Literal["none", "best", "all"] = "none"
+    """Rule for writing the model to its results: never, if its validation score is the best of its data set, or always."""
+    save_model: str = ""
+    """Folder to write the model to, or ""."""
+
+    @property
+    def keeps_model(self) -> bool:
+        """Return whether the trained model is written to a folder, if its score is good enough."""
+        return bool(self.save_model) or self.keep != "none"
 
     @property
     def name(self) -> str:
@@ -124,6 +133,8 @@ def build_jobs(
                 raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {first_dataset.name} has")
         evaluate_on = tuple(NamedSource(dataset.name, name_or_path) for name_or_path, dataset in members)
         dataset_fingerprints = {dataset.name: dataset.fingerprint for _, dataset in members}
+        if protocol.head == "native" and family == TaskFamily.IR:
+            raise InputError(f"--head native: found {first_dataset.name}, and retrieval has no head; expected --head linear")
         for model, weights in zip(sources, weight_fingerprints, strict=True):
             tokenizer, stamp = compute_tokenizer_fingerprint(model.location), compute_model_stamp(model.location)
             fingerprints = Fingerprints(weights, tokenizer, first_dataset.train_fingerprint, dataset_fingerprints, stamp)

@@ -1,7 +1,7 @@
 """Loading of a Hugging Face folder as a backbone, with a numerical test of its attention's direction."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from megaenc.console import print_rank_0
 from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.convert.hf_model import load_hf_config, load_model
 from megaenc.errors import InputError, first_error_line
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.model.backbone import AttentionDirection, Backbone, PackedTexts, pack_texts
 from megaenc.finetune.model.fingerprint import check_model_folder
+from megaenc.finetune.model.task_class import NativeHead, find_task_class, set_labels
 
 _TOLERANCE = 1e-4
 """Maximum difference of equal states in float32, relative to the largest state."""
@@ -25,19 +27,64 @@ _TOLERANCE_16_BIT = 0.1
 
 
 def load_backbone(
-    folder: str, attention: AttentionDirection | None, *, device: torch.device | str, dtype: torch.dtype
+    folder: str,
+    attention: AttentionDirection | None,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    check: Callable[[Backbone, PackedTexts], None] = lambda backbone, texts: None,
 ) -> Backbone:
     """Return a folder's model, without head, as Backbone in `dtype`; InputError if tests show other attention than asked.
 
     `attention` None: the model's own. The test changes tokens: each state must depend on exactly the visible tokens of its text,
     and packed states must equal padded ones. Raises InputError for a folder that cannot be loaded or fails the test. Code in the
     folder is never executed. Parameters that are rounded keep their float32 value as the attribute `unrounded`, for the
-    optimizer's master weights.
+    optimizer's master weights. `check` is called with the float32 backbone and short random texts, and may raise InputError.
     """
-    backbone = Backbone(_load_hf_model(folder).to(device), attention)
+    return _build_backbone(_load_hf_model(folder), folder, attention, device, dtype, check)
+
+
+def load_with_native_head(
+    folder: str,
+    attention: AttentionDirection,
+    family: TaskFamily,
+    labels: Sequence[str],
+    *,
+    padding: int | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    check: Callable[[Backbone, NativeHead, PackedTexts], None] = lambda backbone, head, texts: None,
+) -> tuple[Backbone, NativeHead]:
+    """Return (Backbone, NativeHead) of a folder in transformers' class for the task; InputError if there is no such class.
+
+    `padding`: the tokenizer's padding id, for a config without one. Other arguments and errors are those of `load_backbone`.
+    """
+    model, has_pooler_weights = _load_task_model(folder, family, labels)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = padding
+    base = model.base_model
+    head = NativeHead(model, has_pooler_weights=has_pooler_weights).to(device)
+    head.reset_parameters()
+    return _build_backbone(base, folder, attention, device, dtype, lambda backbone, texts: check(backbone, head, texts)), head
+
+
+def _build_backbone(
+    model: Any,
+    folder: str,
+    attention: AttentionDirection | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    check: Callable[[Backbone, PackedTexts], None],
+) -> Backbone:
+    """Return the base model `model` as a tested Backbone on `device` in `dtype`."""
+    # torch gives the padding token no gradient, but some tokenizers (the study's) pad with EOS.
+    model.get_input_embeddings().padding_idx = None
+    model.config.use_cache = False
+    backbone = Backbone(model.to(device).eval(), attention)
     with torch.no_grad():
         _select_attention(backbone, folder)
         probe = AttentionProbe(backbone)
+        check(backbone, probe.pack_probe_texts())
         reference_states = probe.compute_states()
         for parameter in backbone.parameters():
             exact, parameter.data = parameter.data, parameter.data.to(dtype)
@@ -71,15 +118,36 @@ def _load_hf_model(folder: str) -> Any:
     # The pooler is unused, and few folders have its weights.
     options = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters else {}
     model, report = load_model(hf, config, model_class, f"the weights of a {config.model_type} model", **options)
-    missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
+    _check_missing_weights(folder, config, [name for name in report["missing_keys"] if "pooler" not in name])
+    return model
+
+
+def _load_task_model(folder: str, family: TaskFamily, labels: Sequence[str]) -> tuple[Any, bool]:
+    """Return (model of `folder` in transformers' task class, in float32, whether the folder has its pooler's weights)."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    check_model_folder(folder)
+    hf = HFCheckpoint(Path(folder), "--model")
+    config = load_hf_config(hf)
+    kind = find_task_class(config, family)
+    if kind is None:
+        raise InputError(f"--head native: transformers has no class of {config.model_type} for {family}; expected --head linear")
+    set_labels(config, labels)
+    model, report = load_model(hf, config, kind, f"the weights of a {config.model_type} model")
+    missing = report["missing_keys"]
+    of_base = [name for name in missing if name.startswith(f"{kind.base_model_prefix}.") and "pooler" not in name]
+    _check_missing_weights(folder, config, of_base)
+    return model, not any("pooler" in name for name in missing)
+
+
+def _check_missing_weights(folder: str, config: Any, missing: Sequence[str]) -> None:
+    """Raise InputError if weights of the base model are `missing` in the folder."""
+    missing = sorted(missing)
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
         problem = f"{len(missing)} weights are missing ({some})"
         raise InputError(f"--model {folder}: {problem}, expected those of a {config.model_type} model")
-    # torch gives the padding token no gradient, but some tokenizers (the study's) pad with EOS.
-    model.get_input_embeddings().padding_idx = None
-    model.config.use_cache = False
-    return model.eval()
 
 
 def _select_attention(backbone: Backbone, folder: str) -> None:
@@ -129,7 +197,7 @@ class AttentionProbe:
 
     def compute_states(self) -> Tensor:
         """Return the backbone's states of fixed random texts of several lengths, float32[T, hidden_size]."""
-        return self.backbone.compute_states(self._pack_probe_texts()).float()
+        return self.backbone.compute_states(self.pack_probe_texts()).float()
 
     def find_16_bit_error(self, reference: Tensor) -> str | None:
         """Return text on how 16-bit states fail, differ from `reference` (float32) or see hidden tokens; None if fine."""
@@ -160,7 +228,7 @@ class AttentionProbe:
 
     def is_different(self, *ways: Callable[[PackedTexts], Tensor]) -> bool:
         """Return whether two functions from packed texts to states differ, beyond rounding, on the random texts."""
-        texts = self._pack_probe_texts()
+        texts = self.pack_probe_texts()
         return _is_different(*(read(texts) for read in ways))
 
     def enable_packing(self, own_direction: AttentionDirection) -> str | None:
@@ -177,7 +245,7 @@ class AttentionProbe:
             backbone.set_packed(True)
             for backbone.attention in (own_direction, target):
                 backbone.compute_states(pack_texts(self._draw_texts(1, 2), backbone.device))  # collects the sliding windows
-                states[backbone.attention] = backbone.compute_states(self._pack_probe_texts())
+                states[backbone.attention] = backbone.compute_states(self.pack_probe_texts())
             wrong = self.detect_direction(backbone.compute_states) != target or self._are_texts_mixed()
         except Exception as error:  # an unknown model may fail in any way
             return f"{kind} fails: {first_error_line(error)}"
@@ -191,7 +259,7 @@ class AttentionProbe:
                 backbone.set_direction(direction)
                 if self.detect_direction(backbone.compute_padded_states) != direction:
                     continue  # transformers does not support this direction, so there is no reference
-            if _is_different(states[direction], backbone.compute_padded_states(self._pack_probe_texts())):
+            if _is_different(states[direction], backbone.compute_padded_states(self.pack_probe_texts())):
                 return f"{kind} computes other states packed"
         backbone.set_packed(True)
         return None
@@ -205,8 +273,8 @@ class AttentionProbe:
         )
         return _is_different(*(self.backbone.compute_states(texts)[8:] for texts in packs))
 
-    def _pack_probe_texts(self) -> PackedTexts:
-        """Pack random texts of several lengths, some longer than each sliding window."""
+    def pack_probe_texts(self) -> PackedTexts:
+        """Return packed random texts of several lengths, some longer than each sliding window."""
         context = self.backbone.context_length
         beyond = sorted(min(window + 8, context) for window in self.backbone.sliding_windows if window < context)
         return pack_texts(self._draw_texts(*(min(length, context) for length in (1, 3, 5, 7, 7)), *beyond), self.backbone.device)

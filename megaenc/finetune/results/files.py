@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from megaenc.finetune.tasks.base import Scores
 
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
+KEPT_MODEL = "model"
+"""Name of the folder of a model that a grid keeps, in the run's folder."""
 
 _RUN_FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
 # Values that a run replaces by one that fits the model and the machine.
 _AUTOMATIC_VALUES = {"max_length": 0, "precision": ""}
+# Values of fields that older files lack; fields with these values are not written.
+_LATER_DEFAULTS = {"head": "linear"}
 _MISSING = object()
 _MAX_RESULT_BYTES = 2 << 30  # a results.json holds the scores of each example
 # Much faster than parsing. Inside a string, the quotes of the keys would be escaped.
@@ -130,7 +134,9 @@ def _build_identity(job: "FinetuneJob", dataset: str, protocol: FinetuneConfig) 
         "train_on": job.train_on,
         "learning_rate": job.learning_rate,
         "seed": job.seed,
-        "protocol": dataclasses.asdict(protocol),
+        "protocol": {
+            name: value for name, value in dataclasses.asdict(protocol).items() if _LATER_DEFAULTS.get(name, _MISSING) != value
+        },
         "fingerprints": job.fingerprints.for_dataset(dataset),
     }
 
@@ -155,7 +161,7 @@ def _format_object(fields: Mapping[str, str], indent: str) -> str:
 def remove_partial_files(job: "FinetuneJob") -> None:
     """Delete temporary files of killed runs from the job's result folders; call only with the run's lock."""
     for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
-        for file in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING):
+        for file in find_stale_temp_files(path / RESULTS, path / FAILED, path / TIMING, path / KEPT_MODEL):
             remove_path(file)
 
 
@@ -206,7 +212,7 @@ def _compare_with_file(
             yield section, _MISSING, expected
             continue
         for field, value in expected.items():
-            recorded_value = recorded.get(field, _MISSING)
+            recorded_value = recorded.get(field, _LATER_DEFAULTS.get(field, _MISSING))
             if recorded_value != value and _AUTOMATIC_VALUES.get(field, _MISSING) != value:
                 yield f"{section}.{field}", recorded_value, value
 

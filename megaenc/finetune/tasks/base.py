@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Examples, TaskFamily
 from megaenc.finetune.model.backbone import Backbone, PackedTexts, batch_by_tokens, pack_texts
+from megaenc.finetune.model.task_class import NativeHead
 from megaenc.finetune.results.files import SplitScores
 from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts
 
@@ -66,7 +67,7 @@ class TaskModel(nn.Module):
         return next(self.parameters()).device
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Return the head's logits, float32[..., labels], of `states` [..., hidden_size], computed in the head's dtype."""
+        """Return a linear head's logits, float32[..., labels], of `states` [..., hidden_size], computed in the head's dtype."""
         return self.head(states.to(self.head.weight.dtype)).float()
 
 
@@ -97,6 +98,11 @@ class FinetuneTask(ABC):
         return head
 
     @property
+    def label_names(self) -> tuple[str, ...]:
+        """Return the names of the head's outputs."""
+        return self.dataset.labels
+
+    @property
     def output_count(self) -> int:
         """Return the number of outputs of the head, one for each label of the data set."""
         return len(self.dataset.labels)
@@ -107,7 +113,14 @@ class FinetuneTask(ABC):
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
         """Return the logits of each token of a pack, float32[tokens, labels]; some subclasses have one output per text."""
-        return model.compute_logits(model.backbone.compute_states(packed))
+        states = model.backbone.compute_states(packed)
+        if isinstance(model.head, NativeHead):
+            return model.head(states, packed)
+        return model.compute_logits(self.pool(states, packed))
+
+    def pool(self, states: Tensor, packed: PackedTexts) -> Tensor:
+        """Return the states that a linear head reads: those of all tokens; subclasses pool those of a text."""
+        return states
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return, in subclasses, the label of each output of the texts `rows`, int64[outputs], or IGNORE_INDEX for none."""

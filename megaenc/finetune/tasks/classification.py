@@ -22,9 +22,9 @@ class Classification(FinetuneTask):
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
         return rows
 
-    def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Return the logits of each text of a pack, float32[texts, labels], from the mean of its token states."""
-        return model.compute_logits(mean_pool(model.backbone.compute_states(packed), packed))
+    def pool(self, states: Tensor, packed: PackedTexts) -> Tensor:
+        """Return the mean of the token states of each text of a pack, float32[texts, hidden_size]."""
+        return mean_pool(states, packed)
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return the class index of each of the texts `rows`, int64[len(rows)]."""

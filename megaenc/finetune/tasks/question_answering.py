@@ -11,6 +11,7 @@ import numpy as np
 from megaenc.console import print_rank_0
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.finetune.examples import Answer, Question, TaskFamily
+from megaenc.finetune.model.task_class import QA_LABELS
 from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, concatenate_rows
 
@@ -30,6 +31,7 @@ class QuestionAnswering(FinetuneTask):
 
     family: ClassVar[TaskFamily] = TaskFamily.QA
     output_count = 2
+    label_names = QA_LABELS
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> TokenizedTexts:
         """Return texts with columns: token ranges `context`, `gold` (answer) by row; characters, `inside` by token.

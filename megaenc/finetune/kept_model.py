@@ -1,0 +1,276 @@
+"""Fine-tuned models as Hugging Face folders: weights, tokenizer, model card, verified before they get their name."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megaenc import __version__
+from megaenc.atomic_io import atomic_dir, remove_path, wait_for_lock
+from megaenc.console import print_rank_0
+from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
+from megaenc.convert.tokenizer_io import CONFIG, drop_incompatible_mask_role, write_tokenizer
+from megaenc.data.tokenizer.fast_encode import PROBES
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
+from megaenc.errors import InputError
+from megaenc.finetune.examples import DOCUMENT, QUERY, Question, TaskFamily
+from megaenc.finetune.grid.jobs import FinetuneJob
+from megaenc.finetune.model.backbone import Backbone, PackedTexts, pack_texts
+from megaenc.finetune.model.load import load_backbone, load_with_native_head
+from megaenc.finetune.model.task_class import (
+    USE_NATIVE,
+    NativeHead,
+    build_hf_model,
+    check_same_outputs,
+    find_task_class,
+)
+from megaenc.finetune.model_card import build_finetuned_card
+from megaenc.finetune.results import files as result_files
+from megaenc.finetune.results.files import SplitScores
+from megaenc.finetune.tasks import FinetuneTask, TaskModel
+from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts
+from megaenc.output_paths import create_parent_with_rollback
+
+DETAILS = "finetuning.json"
+"""Name of the file with the family, protocol, scores and fingerprints of a kept model."""
+_MAX_CHECKED_TOKENS = 2048
+
+
+def padding_id(tokenizer: Any) -> int | None:
+    """Return the id with which a tokenizer's texts are padded: that of its padding or end token."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def load_model(
+    job: FinetuneJob, task: FinetuneTask, tokenizer: Any, *, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Backbone, NativeHead | None]:
+    """Return a job's backbone, and its head if it is transformers' own; InputError if the model cannot be kept as the job says.
+
+    A class of transformers must compute the same outputs as the untrained model, with a native head always, else if it is kept.
+    """
+    padding, folder, attention = padding_id(tokenizer), job.model.location, job.protocol.attention
+    eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+
+    def check(backbone: Backbone, head: torch.nn.Module, texts: PackedTexts) -> None:
+        model = TaskModel(backbone, head).eval()
+        hf_model = build_hf_model(backbone, head, task.family, task.label_names, padding)
+        if job.protocol.add_eos and eos is not None:  # some classes treat an EOS that is also padding in another way
+            tokens = texts.tokens.clone()
+            tokens[texts.cu_seqlens[1:].long() - 1] = eos
+            texts = dataclasses.replace(texts, tokens=tokens)
+        check_same_model(hf_model, task, model, texts)
+
+    def check_linear(backbone: Backbone, texts: PackedTexts) -> None:
+        if job.keeps_model:
+            check(backbone, task.build_head(backbone.hidden_size).to(device), texts)
+
+    if job.protocol.head == "linear":
+        return load_backbone(folder, attention, device=device, dtype=dtype, check=check_linear), None
+    return load_with_native_head(
+        folder, attention, task.family, task.label_names, padding=padding, device=device, dtype=dtype, check=check
+    )
+
+
+@torch.no_grad()
+def check_same_model(hf_model: Any, task: FinetuneTask, model: TaskModel, texts: PackedTexts) -> None:
+    """Raise InputError unless a transformers model has the outputs of `model` on `texts`."""
+
+    def compute() -> torch.Tensor:
+        return model.backbone.compute_states(texts) if task.family == TaskFamily.IR else task.compute_outputs(model, texts)
+
+    if isinstance(model.head, NativeHead):
+        flag, advice = "--head native", "expected --head linear"
+    else:
+        flag, advice = "--save-model", "expected another model" if task.family == TaskFamily.IR else USE_NATIVE
+    check_same_outputs(hf_model.to(model.device), texts, compute, flag, advice)
+
+
+def _pack_some(data: TokenizedTexts, model: TaskModel) -> PackedTexts:
+    """Return the shortest texts of `data` and the longest, at most about 2,048 tokens, packed."""
+    order = np.argsort(data.lengths, kind="stable")
+    fitting = int((np.cumsum(data.lengths[order]) <= _MAX_CHECKED_TOKENS).sum())
+    rows = [*order[: min(fitting, len(order) - 1)], order[-1]]
+    return pack_texts(data.gather_rows(np.array(rows)), model.device)
+
+
+@dataclass(frozen=True)
+class ModelKeeper:
+    """Writer of the fine-tuned model of a task, with tests before and after training that transformers computes the same."""
+
+    job: FinetuneJob
+    task: FinetuneTask
+    encoder: TextEncoder
+
+    def check_tokenizer(self, config: Any) -> None:
+        """Raise InputError unless the tokenizer, as transformers loads it next to `config`, encodes texts as the run does."""
+        with tempfile.TemporaryDirectory() as name:
+            config.save_pretrained(name)
+            self._write_tokenizer(Path(name), config.model_type)
+
+    def keep(
+        self,
+        model: TaskModel,
+        data: TokenizedSplit,
+        validation: float,
+        evaluate: Callable[[], Mapping[str, SplitScores]],
+        write_results: Iterable[Callable[[], None]],
+        *,
+        steps: int,
+        trained: str,
+    ) -> None:
+        """Write the float32 `model` if the job keeps it, then the run's results.
+
+        `data`: the test split; `validation`: the run's score there; `evaluate`: returns the scores of the float32 model.
+        """
+        job = self.job
+        data = data["queries"] if isinstance(data, dict) else data
+        place = result_files.job_folder(job, self.task.dataset.name)
+        targets = [Path(job.save_model)] if job.save_model else []
+        with contextlib.ExitStack() as stack:
+            rivals: list[Path] = []
+            if job.keep != "none":
+                stack.enter_context(wait_for_lock(place.parent / f".{job.train_on}.keep.lock"))
+                better, rivals = self._compare_with_others(place, validation) if job.keep == "best" else (True, [])
+                targets += [place / result_files.KEPT_MODEL] * better
+            scores = evaluate() if targets else {}
+            for target in targets:
+                if target == place / result_files.KEPT_MODEL:
+                    remove_path(target)
+                self.write(target, model, data, scores, steps=steps, trained=trained)
+                rounded = "" if self.task.protocol.precision == "fp32" else " in float32"
+                print_rank_0(f"{job.name}: kept in {target}: test score {100 * scores['test'].score:.2f}{rounded}")
+            for write in write_results:
+                write()
+            for rival in rivals:
+                remove_path(rival / result_files.KEPT_MODEL)
+
+    def _compare_with_others(self, place: Path, validation: float) -> tuple[bool, list[Path]]:
+        """Return whether the run at `place` has the best validation score of its data set, and the folders of the others.
+
+        Of equal runs the one with the smaller rate, then the smaller seed is best.
+        """
+        own = (-validation, self.job.learning_rate, self.job.seed)
+        others = [result_files.read_result(path) for path in place.parent.iterdir() if path != place and path.is_dir()]
+        others = [other for other in others if other is not None and other.train_on == self.job.train_on and other.validation]
+        best = min([own, *((-other.validation.score, other.learning_rate, other.seed) for other in others)])
+        return best == own, [other.path for other in others] if best == own else []
+
+    def write(
+        self,
+        target: Path,
+        model: TaskModel,
+        data: TokenizedTexts,
+        scores: Mapping[str, SplitScores],
+        *,
+        steps: int,
+        trained: str,
+    ) -> None:
+        """Write float32 `model` to the new folder `target`; InputError, and no folder, if transformers computes other outputs.
+
+        `data`: texts to compare outputs on; `scores`: of this model, by split; `trained`: digest of the final weights.
+        """
+        with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as folder:
+            padding = padding_id(self.encoder.tokenizer)
+            hf_model = build_hf_model(model.backbone, model.head, self.task.family, self.task.label_names, padding)
+            hf_model.save_pretrained(folder)
+            config = hf_model.config
+            del hf_model
+            self._write_tokenizer(folder, config.model_type)
+            if self.task.family == TaskFamily.IR:
+                prompts = {"query": QUERY, "document": DOCUMENT}
+                write_sentence_layout(folder, model.backbone.hidden_size, self.encoder.max_length, prompts)
+            details = self._describe(scores, steps, trained)
+            write_json(folder / DETAILS, details)
+            card = build_finetuned_card(target.resolve().name, details, config.architectures[0])
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            loaded = find_task_class(config, self.task.family).from_pretrained(folder, local_files_only=True)
+            check_same_model(loaded.eval(), self.task, model, _pack_some(data, model))
+
+    def _write_tokenizer(self, folder: Path, model_type: str) -> None:
+        """Write the tokenizer so that transformers adds and cuts tokens like the run; InputError if it does not."""
+        tokenizer = copy.deepcopy(self.encoder.tokenizer)
+        tokenizer._tokenizer = _set_special_tokens(tokenizer, self.encoder)
+        tokenizer.model_max_length = self.encoder.max_length
+        tokenizer.padding_side = tokenizer.truncation_side = "right"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        drop_incompatible_mask_role(model_type, tokenizer)
+        write_tokenizer(tokenizer, folder)
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        for name in ("add_bos_token", "add_eos_token"):  # with either, transformers replaces the post-processor
+            config.pop(name, None)
+        config |= {"split_special_tokens": True, "model_input_names": ["input_ids", "attention_mask"]}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+        self._check_written_tokenizer(load_tokenizer(folder))
+
+    def _check_written_tokenizer(self, loaded: Any) -> None:
+        """Raise InputError unless the `loaded` tokenizer encodes fixed texts, one longer than the maximum, as the run does."""
+        texts = [text for text in (*PROBES, " ".join(PROBES), "word " * self.encoder.max_length) if text.strip()]
+        encoded = self.encoder.encode(texts)
+        rows = encoded.gather_rows(list(range(len(texts))))
+        actual = [loaded(text, truncation=True)["input_ids"] for text in texts]
+        if self.task.family == TaskFamily.QA:
+            questions = [Question("", "who?", text, ()) for text in texts]
+            data = self.task.encode(questions, self.encoder)
+            rows += data.gather_rows(list(range(len(texts))))
+            actual += [loaded("Question: who?\nContext: ", text, truncation="only_second")["input_ids"] for text in texts]
+        for text, ids, row in zip(texts * 2, actual, rows, strict=False):
+            if list(ids) != row.tolist():
+                raise InputError(
+                    f"--save-model: transformers' {type(loaded).__name__} encodes {text[:40]!r} as {list(ids)[:8]}, "
+                    f"the run as {row.tolist()[:8]}; expected another model"
+                )
+
+    def _describe(self, scores: Mapping[str, SplitScores], steps: int, trained: str) -> dict[str, Any]:
+        """Return the content of finetuning.json."""
+        job = self.job
+        return {
+            "megaenc": __version__,
+            "model": job.model.name,
+            "family": str(job.family),
+            "dataset": self.task.dataset.name,
+            "train_on": job.train_on,
+            "learning_rate": job.learning_rate,
+            "seed": job.seed,
+            "steps": steps,
+            "trained": trained,
+            "protocol": dict(vars(self.task.protocol)),
+            "fingerprints": job.fingerprints.for_dataset(self.task.dataset.name),
+            "scores": {split: {"score": part.score, **part.metrics} for split, part in scores.items()},
+        }
+
+
+def _set_special_tokens(tokenizer: Any, encoder: TextEncoder) -> Any:
+    """Return the `tokenizers` backend with the BOS and EOS of `encoder` around a text or a pair, without cut and padding."""
+    from tokenizers import Tokenizer
+
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts = [part for part in _split_sequence(content["post_processor"]) if part["type"] == "ByteLevel"]
+    special: dict[str, dict[str, Any]] = {}
+
+    def add(ids: Sequence[int | None]) -> list[dict[str, Any]]:
+        tokens = [tokenizer.convert_ids_to_tokens(id) for id in ids]
+        special.update({token: {"id": token, "ids": [id], "tokens": [token]} for token, id in zip(tokens, ids, strict=True)})
+        return [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
+
+    begin, end = add(encoder.bos_ids), add(encoder.eos_ids)
+    first, second = ({"Sequence": {"id": id, "type_id": 0}} for id in "AB")
+    template = {"single": [*begin, first, *end], "pair": [*begin, first, second, *end], "special_tokens": special}
+    parts.append({"type": "TemplateProcessing", **template})
+    content |= {"post_processor": {"type": "Sequence", "processors": parts}, "truncation": None, "padding": None}
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def _split_sequence(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the post-processors that `part` of a tokenizer.json consists of."""
+    if part is None:
+        return []
+    return part["processors"] if part["type"] == "Sequence" else [part]

@@ -1,0 +1,206 @@
+"""Task classes of transformers: their own heads in training, and models of them that compute the same as a run."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from megaenc.errors import InputError, first_error_line
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.model.backbone import Backbone, PackedTexts
+
+_TOLERANCE = 1e-4
+"""Maximum difference of float32 outputs of the run and of transformers, relative to the largest output."""
+QA_LABELS = ("OUTSIDE", "INSIDE")
+"""Labels of question answering, which labels each token as inside or outside the answer."""
+USE_NATIVE = "expected --head native, which trains the class's own head"
+
+
+def find_task_class(config: Any, family: TaskFamily) -> type | None:
+    """Return transformers' class of a model's `config` for a task family (without head for IR), or None if it has none."""
+    from transformers.models.auto import modeling_auto
+
+    mapping = {
+        TaskFamily.SC: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        TaskFamily.TC: modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        TaskFamily.QA: modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        TaskFamily.IR: modeling_auto.MODEL_MAPPING,
+    }[family]
+    kind = mapping.get(type(config), None)
+    return kind if isinstance(kind, type) else None
+
+
+def set_labels(config: Any, labels: Sequence[str]) -> None:
+    """Set the labels of a model's `config` in place, as pipelines read them."""
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: index for index, label in enumerate(labels)}
+
+
+class _GivenStates(nn.Module):
+    """Stand-in for the base model of a task class that returns given states, with the base model's pooler if it has one."""
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self.pooler = pooler
+        self.states: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """Return `states`, float[B, L, hidden_size], as the output of a base model."""
+        pooled = self.pooler(self.states) if self.pooler is not None else None
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.states, pooler_output=pooled)
+
+
+class NativeHead(nn.Module):
+    """Head of a transformers task class, applied by the class's own code to the states of packed texts.
+
+    The task class loses its base model (the backbone) to a stand-in; a pooler belongs to the head.
+    """
+
+    def __init__(self, task_model: Any, *, has_pooler_weights: bool) -> None:
+        super().__init__()
+        prefix = task_model.base_model_prefix
+        base = getattr(task_model, prefix)
+        pooler = getattr(base, "pooler", None)
+        if pooler is not None:
+            base.pooler = None
+        setattr(task_model, prefix, _GivenStates(pooler))
+        self.model = task_model
+        self._new_modules = [
+            module for module in task_model.modules() if not (has_pooler_weights and pooler and module in [*pooler.modules()])
+        ]
+
+    @property
+    def base(self) -> _GivenStates:
+        """Return the stand-in for the base model."""
+        return getattr(self.model, self.model.base_model_prefix)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new weights by the class's own rule from torch's generator; a pooler of the folder keeps its weights."""
+        for module in self._new_modules:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = False
+            self.model._init_weights(module)
+
+    def forward(self, states: Tensor, packed: PackedTexts) -> Tensor:
+        """Return the class's logits for packed `states` [T, hidden_size]: float32[texts or T, labels]."""
+        mask = build_padding_mask(packed)
+        dtype = next(self.model.parameters()).dtype
+        padded = states.new_zeros((*mask.shape, states.shape[-1]), dtype=dtype)
+        padded[mask] = states.to(dtype)
+        self.base.states = padded
+        try:
+            logits = self.model(input_ids=pad_tokens(packed, self.model.config.pad_token_id), attention_mask=mask.long()).logits
+        finally:
+            self.base.states = None
+        return (logits if logits.dim() == 2 else logits[mask]).float()
+
+
+def build_padding_mask(packed: PackedTexts) -> Tensor:
+    """Return bool[texts, longest]: True for the tokens of a right-padded batch of the packed texts."""
+    lengths = torch.tensor(packed.lengths, device=packed.tokens.device)
+    return torch.arange(packed.lengths[-1], device=packed.tokens.device) < lengths[:, None]
+
+
+def pad_tokens(packed: PackedTexts, padding: int | None) -> Tensor:
+    """Return the token ids of packed texts right-padded with the id `padding` (None: 0), int64[texts, longest]."""
+    mask = build_padding_mask(packed)
+    return torch.full(mask.shape, padding or 0, device=mask.device).masked_scatter(mask, packed.tokens)
+
+
+@torch.no_grad()
+def build_hf_model(backbone: Backbone, head: nn.Module, family: TaskFamily, labels: Sequence[str], padding: int | None) -> Any:
+    """Return a float32 model of transformers' task class with the weights of `backbone` and `head`, on the CPU.
+
+    `padding`: the tokenizer's padding id, for a config without one. Raises InputError if transformers has no class for the
+    family, or none that can represent a linear head.
+    """
+    config = copy.deepcopy(head.model.config if isinstance(head, NativeHead) else backbone.model.config)
+    config._attn_implementation = None  # transformers selects its best one
+    if hasattr(backbone.model.config, "is_causal"):
+        config.is_causal = backbone.model.config.is_causal
+    if config.pad_token_id is None:
+        config.pad_token_id = padding
+    kind = find_task_class(config, family)
+    if kind is None:
+        raise InputError(f"--save-model: transformers has no class of {config.model_type} for {family}; expected another model")
+    weights = {name: tensor.detach().float().cpu() for name, tensor in backbone.model.state_dict().items()}
+    if family != TaskFamily.IR:
+        set_labels(config, labels)
+        prefix = kind.base_model_prefix
+        weights = {f"{prefix}.{name}": tensor for name, tensor in weights.items()}
+        if isinstance(head, NativeHead):
+            weights |= {name: tensor.detach().float().cpu() for name, tensor in head.model.state_dict().items()}
+        else:
+            weights |= _express_linear_head(head, config, kind, family)
+    model, report = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    missing = [name for name in report["missing_keys"] if family != TaskFamily.IR or "pooler" not in name]
+    if missing:
+        raise InputError(f"--save-model: {kind.__name__} has weights that a linear head lacks ({missing[0]}); {USE_NATIVE}")
+    return model.eval()
+
+
+def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskFamily) -> dict[str, Tensor]:
+    """Return the head's weights of class `kind`, by name, that compute the linear `head`; sets `config` if needed.
+
+    Raises InputError if the class cannot compute it.
+    """
+    with torch.device("meta"):
+        empty = kind(copy.deepcopy(config))
+    own = [name for name, _ in empty.named_parameters() if not name.startswith(f"{kind.base_model_prefix}.")]
+    weight, bias = head.weight.detach().float().cpu(), head.bias.detach().float().cpu()
+    labels, hidden_size = weight.shape
+    modules = {name.rpartition(".")[0] for name in own}
+    if len(modules) == 1 and len(own) == 2:
+        [module] = modules
+        return {f"{module}.weight": weight, f"{module}.bias": bias}
+    if config.model_type == "eurobert" and family == TaskFamily.SC and 2 * labels <= hidden_size:
+        # The class has a dense layer and GELU in between: gelu(x) - gelu(-x) = x.
+        config.classifier_pooling = "mean"
+        filler = hidden_size - 2 * labels
+        eye = torch.eye(labels)
+        return {
+            "dense.weight": torch.cat([weight, -weight, weight.new_zeros(filler, hidden_size)]),
+            "dense.bias": torch.cat([bias, -bias, bias.new_zeros(filler)]),
+            "classifier.weight": torch.cat([eye, -eye, eye.new_zeros(labels, filler)], dim=1),
+            "classifier.bias": torch.zeros(labels),
+        }
+    raise InputError(f"--save-model: {kind.__name__} has no linear head ({', '.join(sorted(modules))}); {USE_NATIVE}")
+
+
+@torch.no_grad()
+def compute_hf_outputs(model: Any, packed: PackedTexts) -> Tensor:
+    """Return the logits (without a head: states) of a transformers model on packed texts, float32[texts or T, size]."""
+    mask = build_padding_mask(packed)
+    output = model(input_ids=pad_tokens(packed, model.config.pad_token_id), attention_mask=mask.long())
+    values = output.logits if "logits" in output else output.last_hidden_state
+    return (values if values.dim() == 2 else values[mask]).float()
+
+
+def check_same_outputs(model: Any, packed: PackedTexts, compute: Callable[[], Tensor], flag: str, advice: str) -> None:
+    """Raise InputError unless the transformers model has the run's outputs on `packed`, of `compute`, up to float32 rounding.
+
+    The error begins with `flag` and ends with `advice`.
+    """
+    kind = type(model).__name__
+    try:
+        expected, outputs = compute().float(), compute_hf_outputs(model, packed)
+        same = outputs.shape == expected.shape and bool(
+            (outputs - expected).abs().max() <= _TOLERANCE * expected.abs().max().clamp(min=1e-6)
+        )
+        problem = "computes other outputs than the run"
+    except Exception as error:  # a model class may fail in any way
+        same, problem = False, f"fails: {first_error_line(error)}"
+    if not same:
+        raise InputError(f"{flag}: transformers' {kind} {problem}; {advice}")

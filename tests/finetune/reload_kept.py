@@ -1,0 +1,100 @@
+"""Scores of kept models, [[FOLDER, FAMILY, DATA], ...] as JSON, by transformers or sentence-transformers only."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, pipeline
+
+SENTENCES = ["stan plark mill", "dove brack", "plark plark dove stan"]
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def score_sc(folder, data):
+    """Accuracy, in batches of four padded texts."""
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    rows, right = read(data / "test.jsonl"), []
+    for at in range(0, len(rows), 4):
+        batch = rows[at : at + 4]
+        inputs = tokenizer([row["text"] for row in batch], truncation=True, padding=True, return_tensors="pt")
+        predicted = model(**inputs).logits.argmax(-1)
+        right += [model.config.id2label[int(label)] == str(row["label"]) for label, row in zip(predicted, batch, strict=True)]
+    return np.mean(right), pipeline("text-classification", str(folder))(SENTENCES)
+
+
+def score_tc(folder, data):
+    """Mean over sentences of the macro F1 of tags, a word's tag by the vote of its tokens."""
+    model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for row in read(data / "test.jsonl"):
+        words = row["tokens"]
+        inputs = tokenizer(" ".join(words), truncation=True, return_tensors="pt", return_offsets_mapping=True)
+        offsets, special = inputs.pop("offset_mapping")[0].tolist(), inputs["input_ids"][0] == tokenizer.eos_token_id
+        ends, votes = np.cumsum([len(word) + 1 for word in words]) - 1, [Counter() for _ in words]
+        for label, (start, end), is_special in zip(model(**inputs).logits[0].argmax(-1), offsets, special, strict=True):
+            if not is_special and end:
+                votes[int(np.searchsorted(ends, start, side="right"))][int(label)] += 1
+        tags = [model.config.id2label[vote.most_common(1)[0][0]] if vote else "O" for vote in votes]
+        pairs = list(zip(row["tags"], tags, strict=True))
+        f1s = []
+        for tag in {*row["tags"], *tags}:
+            hits = sum(gold == predicted == tag for gold, predicted in pairs)
+            f1s.append(2 * hits / sum((gold == tag) + (predicted == tag) for gold, predicted in pairs))
+        scores.append(np.mean(f1s))
+    return np.mean(scores), pipeline("token-classification", str(folder))(SENTENCES)
+
+
+def score_qa(folder, data):
+    """Mean F1 of the positions inside the answer."""
+    model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for paragraph in json.loads((data / "test.json").read_text())["data"][0]["paragraphs"]:
+        for qa in paragraph["qas"]:
+            prefix, [answer] = f"Question: {qa['question']}\nContext: ", qa["answers"]
+            texts = (prefix, paragraph["context"])
+            inputs = tokenizer(*texts, truncation="only_second", return_tensors="pt", return_offsets_mapping=True)
+            start, end = answer["answer_start"], answer["answer_start"] + len(answer["text"])
+            places = zip(inputs.sequence_ids(0), inputs.pop("offset_mapping")[0].tolist(), strict=True)
+            gold = {at for at, (part, (left, right)) in enumerate(places) if part == 1 and left < end and right > start}
+            inside = {int(at) for at in torch.nonzero(model(**inputs).logits[0].argmax(-1))} or {0}
+            scores.append(2 * len(gold & inside) / (len(gold) + len(inside)))
+    questions = [["Question: which?\nContext: ", sentence] for sentence in SENTENCES]
+    tag = pipeline("token-classification", str(folder), ignore_labels=[])
+    return np.mean(scores), tag(questions, is_split_into_words=True, delimiter="")
+
+
+def score_ir(folder, data):
+    """Mean NDCG@10 of the one relevant document of each query."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder))
+    documents, queries = ({row["_id"]: row["text"] for row in read(data / f"{name}.jsonl")} for name in ("corpus", "queries"))
+    dev, relevant = (
+        dict(line.split("\t")[:2] for line in (data / "qrels" / f"{split}.tsv").read_text().splitlines()[1:])
+        for split in ("dev", "test")
+    )
+    names = sorted({*dev.values(), *relevant.values()}, reverse=True)  # only judged documents are searched
+    embedded = model.encode([documents[name] for name in names], prompt_name="document")
+    similar = model.similarity(model.encode([queries[query] for query in relevant], prompt_name="query"), embedded)
+    scores = []
+    for row, document in zip(similar.numpy(), relevant.values(), strict=True):
+        best = [names[at] for at in np.argsort(-row, kind="stable")[:10]]
+        scores.append(1 / np.log2(best.index(document) + 2) if document in best else 0)
+    return np.mean(scores), model.encode(SENTENCES, prompt_name="query").shape
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = {}
+    for folder, family, data in json.loads(sys.argv[1]):
+        with torch.inference_mode():
+            score, answers = globals()[f"score_{family}"](Path(folder), Path(data))
+        found[folder] = f"{100 * score:.2f}", answers
+    assert not any(name.startswith("megaenc") for name in sys.modules)
+    print(json.dumps(found, default=float))

@@ -1,0 +1,219 @@
+"""Fine-tuned models that are kept: the same scores in a fresh process that has only transformers."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+import test_train
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+)
+
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
+from megaenc.finetune.command import run_main
+from megaenc.finetune.grid.command import grid_main
+from megaenc.finetune.model import load
+from megaenc.finetune.model.task_class import NativeHead
+
+SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=400)
+TOKENS = dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=0)
+MODELS = {
+    "eurobert": (EuroBertForMaskedLM, EuroBertConfig, dict(num_key_value_heads=2, mask_token_id=1)),
+    "modernbert": (
+        ModernBertForMaskedLM,
+        ModernBertConfig,
+        dict(classifier_pooling="mean", sep_token_id=None),
+    ),
+    "bert": (BertForMaskedLM, BertConfig, {}),
+    "llama": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=2)),
+}
+CASES = {
+    f"{name}-{head}-{family}-{precision}": (name, head, family, precision)
+    for name, head, families, precision in [
+        ("eurobert", "linear", "sc tc qa ir", "fp32"),
+        ("eurobert", "linear", "sc tc qa ir", "bf16"),
+        ("eurobert", "native", "sc tc", "fp32"),
+        ("modernbert", "native", "sc tc qa", "fp32"),
+        ("modernbert", "native", "sc", "bf16"),
+        ("modernbert", "linear", "ir", "fp32"),
+        ("bert", "linear", "tc", "fp32"),
+        ("bert", "native", "sc qa", "fp32"),
+        ("llama", "native", "sc", "fp32"),
+        ("llama", "linear", "tc ir", "fp32"),
+    ]
+    for family in families.split()
+}
+LEARNING = ["--max-steps", 40, "--epochs", 20, "--batch-size", 8, "--learning-rate", "5e-3"]
+data = test_train.data
+
+
+@pytest.fixture(scope="module")
+def models(small_corpus, tmp_path_factory):
+    """A folder with a model of two layers with random weights of each class in MODELS."""
+    root = tmp_path_factory.mktemp("models")
+    for name, (kind, config, others) in MODELS.items():
+        torch.manual_seed(0)
+        kind(config(**SHAPE, **TOKENS, **others)).save_pretrained(root / name)
+        load_tokenizer(small_corpus.tokenizer).save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def labelled(data):
+    """The data sets, with names for the two classes."""
+    for path in (data / "sc").glob("*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        test_train.write(path, (row | {"label": ("bad", "good")[row["label"]]} for row in rows))
+    return data
+
+
+def train(model, dataset, output, *flags):
+    run_main([str(flag) for flag in ("--model", model, "--dataset", dataset, "--output", output, *LEARNING, *flags)])
+    [path] = Path(output).rglob("results.json")
+    return path
+
+
+def reload(kept):
+    """Score kept models, (folder, family, data) each, in a process that cannot import this package."""
+    triples = json.dumps([[str(part) for part in case] for case in kept])
+    command = ["env", "-u", "PYTHONPATH", sys.executable, "-P", Path(__file__).with_name("reload_kept.py"), triples]
+    done = runs.run(list(map(str, command)), timeout=400, cwd=Path("/"))
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def trained(models, labelled, tmp_path_factory):
+    """By case: the folder of the model, the test score of the run and, from a fresh process, the reloaded model's answers."""
+    root = tmp_path_factory.mktemp("kept")
+    found = {}
+    for case, (name, head, family, precision) in CASES.items():
+        flags = ("--head", head, "--precision", precision, "--save-model", root / "models" / case)
+        path = train(models / name, labelled / family, root / case, *flags)
+        found[case] = root / "models" / case, json.loads(path.read_text())["test"]["score"]
+    answers = reload((folder, CASES[case][2], labelled / CASES[case][2]) for case, (folder, _) in found.items())
+    return {case: (folder, score, *answers[str(folder)]) for case, (folder, score) in found.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_reloaded_model_has_the_printed_score(case, trained):
+    folder, score, reloaded, answers = trained[case]
+    assert f"| test | score | {reloaded} |" in (folder / "README.md").read_text()
+    if CASES[case][3] == "fp32":
+        assert reloaded == f"{100 * score:.2f}"
+    assert len(answers) == 3 or answers == [3, SHAPE["hidden_size"]]
+
+
+def test_the_models_have_learned_something(trained):
+    """Otherwise equal scores would prove little."""
+    scores = {float(reloaded) for _, _, reloaded, _ in trained.values()}
+    assert len(scores) > 8 and max(scores) > 90
+
+
+def test_pipelines_answer_with_the_names_of_labels(trained):
+    assert {answer["label"] for answer in trained["eurobert-linear-sc-fp32"][3]} <= {"bad", "good"}
+    assert {entity["entity"] for entities in trained["eurobert-linear-tc-fp32"][3] for entity in entities} == {"B-X"}
+    assert {one["entity"] for tokens in trained["modernbert-native-qa-fp32"][3] for one in tokens} == {"OUTSIDE", "INSIDE"}
+
+
+def test_keeping_a_model_changes_no_result(trained, models, labelled, tmp_path):
+    path = train(models / "eurobert", labelled / "tc", tmp_path, "--precision", "bf16")
+    kept = trained["eurobert-linear-tc-bf16"][0]
+    [other] = (kept.parents[1] / "eurobert-linear-tc-bf16").rglob("results.json")
+    assert path.read_bytes() == other.read_bytes()
+
+
+def test_a_finished_run_is_repeated_for_its_model(models, labelled, tmp_path):
+    before = train(models / "eurobert", labelled / "sc", tmp_path / "out").read_bytes()
+    assert train(models / "eurobert", labelled / "sc", tmp_path / "out", "--save-model", tmp_path / "kept").read_bytes() == before
+    assert json.loads((tmp_path / "kept" / "finetuning.json").read_text())["trained"] == json.loads(before)["trained"]
+
+
+def test_the_card_names_rate_seed_and_digests(trained):
+    folder = trained["eurobert-linear-ir-fp32"][0]
+    card, details = (folder / "README.md").read_text(), json.loads((folder / "finetuning.json").read_text())
+    assert "| learning rate | `5e-03` |" in card and "| seed | `0` |" in card
+    assert len(details["fingerprints"]) == 4 and all(digest in card for digest in details["fingerprints"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "flags", "said"),
+    [
+        ("modernbert", "sc", [], "--save-model: ModernBertForSequenceClassification has no linear head .* --head native"),
+        ("bert", "sc", [], "--save-model: BertForSequenceClassification has .* a linear head lacks .* --head native"),
+        ("llama", "sc", [], "--save-model: LlamaForSequenceClassification has no linear head .* --head native"),
+        ("eurobert", "ir", ["--head", "native"], "--head native: found ir, and retrieval has no head; expected --head linear"),
+    ],
+)
+def test_what_cannot_be_kept_is_said_before_training(name, family, flags, said, models, labelled, tmp_path, refusal):
+    argv = ["--model", models / name, "--dataset", labelled / family, "--output", tmp_path / "out", *LEARNING, *flags]
+    assert re.search(
+        said, refusal(run_main, [*argv, "--save-model", tmp_path / "new" / "kept", "--max-steps", 10**6, "--epochs", 1e9])
+    )
+    assert not any(path.is_file() for path in tmp_path.rglob("*")) and not (tmp_path / "new").exists()
+
+
+def test_a_folder_with_content_is_not_overwritten(models, labelled, tmp_path, refusal):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "mine").write_text("text")
+    argv = ["--model", models / "eurobert", "--dataset", labelled / "sc", "--output", tmp_path / "out"]
+    said = refusal(run_main, [*argv, "--save-model", tmp_path / "kept"])
+    assert said == f"error: --save-model {tmp_path / 'kept'}: exists already; remove it or choose another name"
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept", "mine"]
+
+
+def test_a_native_head_is_drawn_from_the_seed_and_new(models):
+    torch.manual_seed(1)
+    _, head = load.load_with_native_head(
+        str(models / "modernbert"), "bidirectional", "SC", ("a", "b"), padding=0, device="cpu", dtype=torch.float32
+    )
+    states = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        head.reset_parameters()
+        states.append(torch.cat([weight.flatten() for weight in head.parameters()]).clone())
+    assert isinstance(head, NativeHead) and torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+
+
+def test_results_from_before_the_flag_are_finished_linear_runs(models, labelled, tmp_path, refusal):
+    path = train(models / "eurobert", labelled / "sc", tmp_path)
+    assert "head" not in json.loads(path.read_text())["protocol"]
+    changed = path.stat().st_mtime_ns
+    assert train(models / "eurobert", labelled / "sc", tmp_path).stat().st_mtime_ns == changed
+    argv = ["--model", models / "eurobert", "--dataset", labelled / "sc", "--output", tmp_path, *LEARNING]
+    assert "field `protocol.head`: found 'linear', expected 'native'" in refusal(run_main, [*argv, "--head", "native"])
+
+
+@pytest.mark.parametrize("keep", ["best", "all"])
+def test_a_grid_names_finished_runs_without_a_model(keep, models, labelled, tmp_path, capsys):
+    train(models / "eurobert", labelled / "sc", tmp_path)
+    flags = ["--model", models / "eurobert", "--datasets", labelled / "sc", "--learning-rates", "5e-3", "--seeds", 1]
+    grid_main([str(flag) for flag in (*flags, *LEARNING[:-2], "--output", tmp_path, "--keep", keep)])
+    assert f"--keep {keep}: 1 finished run without a model; choose another --output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keep", ["best", "all"])
+def test_a_grid_keeps_models(keep, models, labelled, tmp_path):
+    flags = ["--model", models / "eurobert", "--datasets", labelled / "tc", labelled / "ir", "--learning-rates", "1e-3", "5e-3"]
+    flags += ["--seeds", 2, "--output", tmp_path, *LEARNING[:-2], "--precision", "fp32", "--keep", keep]
+    runs.run([sys.executable, "-m", "megaenc", "finetune", "grid", *map(str, flags)], timeout=400)
+    for family, dataset in (("TC", "tc"), ("IR", "ir")):
+        folder = tmp_path / "eurobert" / family / dataset
+        results = {path.parent: json.loads(path.read_text()) for path in folder.glob("*/results.json")}
+        assert len(results) == 4
+        ranks = {run: (-one["validation"]["score"], one["learning_rate"], one["seed"]) for run, one in results.items()}
+        order = sorted(results, key=ranks.get)
+        kept = [run for run in results if (run / "model" / "config.json").exists()]
+        assert set(kept) == set(order if keep == "all" else order[:1])
+        scores = reload([(run / "model", family.lower(), labelled / dataset) for run in kept])
+        assert all(scores[str(run / "model")][0] == f"{100 * results[run]['test']['score']:.2f}" for run in kept)
