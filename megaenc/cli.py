@@ -29,6 +29,7 @@ COMMANDS = {
         "megaenc.finetune.results.summary:summary_main",
         "print means and confidence intervals of a grid, and the effect of the learning rate",
     ),
+    "finetune predict": ("megaenc.finetune.predict:predict_main", "predict labels, tags or answers with a fine-tuned model"),
     "finetune demo": ("megaenc.finetune.datasets.demo:main", "make four small data sets from installed packages"),
     "embed eval": (
         "megaenc.embed.command:eval_main",

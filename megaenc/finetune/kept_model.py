@@ -39,8 +39,6 @@ from megaenc.finetune.tasks import FinetuneTask, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts
 from megaenc.output_paths import create_parent_with_rollback
 
-DETAILS = "finetuning.json"
-"""Name of the file with the family, protocol, scores and fingerprints of a kept model."""
 _MAX_CHECKED_TOKENS = 2048
 
 
@@ -188,7 +186,7 @@ class ModelKeeper:
                 prompts = {"query": QUERY, "document": DOCUMENT}
                 write_sentence_layout(folder, model.backbone.hidden_size, self.encoder.max_length, prompts)
             details = self._describe(scores, steps, trained)
-            write_json(folder / DETAILS, details)
+            write_json(folder / result_files.MODEL_DETAILS, details)
             card = build_finetuned_card(target.resolve().name, details, config.architectures[0])
             (folder / "README.md").write_text(card, encoding="utf-8")
             loaded = find_task_class(config, self.task.family).from_pretrained(folder, local_files_only=True)

@@ -9,6 +9,7 @@ import pytest
 import runs
 import test_train
 import torch
+from sklearn.metrics import f1_score
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -25,6 +26,7 @@ from megaenc.finetune.command import run_main
 from megaenc.finetune.grid.command import grid_main
 from megaenc.finetune.model import load
 from megaenc.finetune.model.task_class import NativeHead
+from megaenc.finetune.predict import predict_main
 
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=400)
 TOKENS = dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=0)
@@ -217,3 +219,40 @@ def test_a_grid_keeps_models(keep, models, labelled, tmp_path):
         assert set(kept) == set(order if keep == "all" else order[:1])
         scores = reload([(run / "model", family.lower(), labelled / dataset) for run in kept])
         assert all(scores[str(run / "model")][0] == f"{100 * results[run]['test']['score']:.2f}" for run in kept)
+
+
+def predict(folder, source, output):
+    predict_main(["--model", str(folder), "--input", str(source), "--output", str(output)])
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_predictions_give_the_score_of_the_run(trained, labelled, tmp_path):
+    for case in ("eurobert-linear-sc-fp32", "modernbert-native-sc-fp32"):
+        folder, score, *_ = trained[case]
+        rows = [json.loads(line) for line in (labelled / "sc" / "test.jsonl").read_text().splitlines()]
+        found = predict(folder, labelled / "sc" / "test.jsonl", tmp_path / "sc.jsonl")
+        assert [one["id"] for one in found] == [row["id"] for row in rows]
+        assert sum(one["label"] == row["label"] for one, row in zip(found, rows, strict=True)) / len(rows) == score
+    folder, score, *_ = trained["eurobert-linear-tc-fp32"]
+    rows = [json.loads(line) for line in (labelled / "tc" / "test.jsonl").read_text().splitlines()]
+    found = predict(folder, labelled / "tc" / "test.jsonl", tmp_path / "tc.jsonl")
+    scores = [f1_score(row["tags"], one["tags"], average="macro") for one, row in zip(found, rows, strict=True)]
+    assert sum(scores) / len(scores) == pytest.approx(score)
+    folder, *_ = trained["modernbert-native-qa-fp32"]
+    [path] = (folder.parents[1] / folder.name).rglob("results.json")
+    found = predict(folder, labelled / "qa" / "test.json", tmp_path / "qa.jsonl")
+    texts = [one["context"] for one in json.loads((labelled / "qa" / "test.json").read_text())["data"][0]["paragraphs"]]
+    exact = sum(one["answer"] == text.split()[0] for one, text in zip(found, texts, strict=True)) / len(texts)
+    assert exact == json.loads(path.read_text())["test"]["metrics"]["exact_match"]
+
+
+def test_rows_that_cannot_be_predicted_are_named(trained, tmp_path, refusal):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "stan"}\n{"words": 1}\n')
+    output = tmp_path / "out" / "found.jsonl"
+    argv = ["--input", rows, "--output", output]
+    said = refusal(predict_main, ["--model", trained["eurobert-linear-sc-fp32"][0], *argv])
+    assert "rows.jsonl:2: no key `text`; found `words`" in said
+    assert "found a retrieval model" in refusal(predict_main, ["--model", trained["eurobert-linear-ir-fp32"][0], *argv])
+    assert "no finetuning.json" in refusal(predict_main, ["--model", tmp_path, *argv])
+    assert not output.parent.exists()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from megaenc.finetune.tasks.base import Scores
 
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
-KEPT_MODEL = "model"
-"""Name of the folder of a model that a grid keeps, in the run's folder."""
+KEPT_MODEL, MODEL_DETAILS = "model", "finetuning.json"
+"""Name of the folder of a model that a grid keeps, in the run's folder, and of the file there with protocol and scores."""
 
 _RUN_FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
 # Values that a run replaces by one that fits the model and the machine.

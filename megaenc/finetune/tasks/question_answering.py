@@ -84,7 +84,7 @@ class QuestionAnswering(FinetuneTask):
         for row, logits in self.predict_texts(model, data):
             log_odds = logits[:, 1] - logits[:, 0]
             overlap[row] = position_f1(positions[row], np.flatnonzero(log_odds > 0).tolist())
-            answers[row] = _extract_answer(examples[row].context, log_odds, data, row)
+            answers[row] = extract_answer(examples[row].context, log_odds, data, row)
         golds = [[answer.text for answer in example.answers] for example in examples]
         metrics, never = (
             {name: list(map(metric, golds, predictions)) for name, metric in (("exact_match", exact_match), ("f1", token_f1))}
@@ -105,7 +105,7 @@ def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray
     return np.array([touched[0], touched[-1] + 1]) if len(touched) else np.zeros(2, np.int64)
 
 
-def _extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
+def extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
     """Return the text of the predicted answer of `row`, empty if no sub-token of its context is inside."""
     start, end = data.columns["context"][row]
     span = find_best_span(log_odds[start:end])
