@@ -204,6 +204,7 @@ def test_a_grid_names_finished_runs_without_a_model(keep, models, labelled, tmp_
     assert f"--keep {keep}: 1 finished run without a model; choose another --output" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["best", "all"])
 def test_a_grid_keeps_models(keep, models, labelled, tmp_path):
     flags = ["--model", models / "eurobert", "--datasets", labelled / "tc", labelled / "ir", "--learning-rates", "1e-3", "5e-3"]
