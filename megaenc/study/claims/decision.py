@@ -136,7 +136,9 @@ def judge_direction(
     if len(by_family) > 1 and unit == "points" and not is_standardised:
         note = "; ".join(filter(None, (note, "pooled in points, as fewer than three decayed models have scores")))
     families = [
-        pool_twice(of_family, lambda some: scope.compare(some, borrowed, unit=unit))[:2] for of_family in by_family.values()
+        pool_twice(of_family, lambda some: scope.compare(some, borrowed, unit=unit))[:2]
+        for of_family in by_family.values()
+        if len(by_family) > 1
     ]
     single = [one for one, contrast in zip(comparisons, contrasts, strict=True) if contrast in chosen and not one.collapsed]
     return replace(
@@ -145,8 +147,8 @@ def judge_direction(
         p=p,
         outcome=direction_outcome(overall),
         note="; ".join(filter(None, (note, caveat))),
-        families=adjust_comparisons([replace(one, p=family_p) for one, family_p in families]) if len(families) > 1 else [],
-        decisive=single if len(families) < 2 else [],
+        families=adjust_comparisons([replace(one, p=family_p) for one, family_p in families]),
+        decisive=[] if families else single,
     )
 
 
