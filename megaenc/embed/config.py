@@ -1,0 +1,76 @@
+"""Configuration of contrastive training: loss, batches, hyperparameters, precision and limits."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megaenc.errors import InputError
+from megaenc.finetune.config import check_minimums
+
+
+@dataclass(frozen=True)
+class ContrastiveConfig:
+    """Hyperparameters of contrastive training: batch, steps, AdamW, InfoNCE loss, text length, precision."""
+
+    batch_size: int = 256
+    """pairs of a step, over all processes; the other documents of the batch are the negatives"""
+    epochs: float = 1.0
+    """maximum number of passes over the pairs; training ends at --max-steps or --epochs, the earlier of the two"""
+    max_steps: int = 0
+    """maximum number of steps; 0: no limit but --epochs"""
+    learning_rate: float = 1e-4
+    """peak learning rate, reached at the end of the warmup"""
+    warmup: float = 0.1
+    """fraction of the steps in which the learning rate rises linearly from 0; it falls linearly to 0 over the rest"""
+    weight_decay: float = 0.01
+    """AdamW's weight decay of matrices and embeddings; norms and biases are not decayed"""
+    adam_beta1: float = 0.9
+    """AdamW's decay rate of the gradients' mean"""
+    adam_beta2: float = 0.999
+    """AdamW's decay rate of the squared gradients' mean"""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon, added to the denominator"""
+    clip_grad: float = 1.0
+    """maximum gradient norm; larger gradients are scaled down to it; 0 disables clipping"""
+    temperature: float = 0.05
+    """divisor of the cosine similarities in the InfoNCE loss"""
+    symmetric: bool = False
+    """add the loss of finding each document's query among the queries of the batch, and halve the sum"""
+    negatives: int = 1
+    """hard negatives of each pair that are used at most, the first ones; 0: only the documents of the batch"""
+    matryoshka_dims: tuple[int, ...] = ()
+    """sizes to which embeddings may be cut afterwards; the loss is the sum over these and the full size"""
+    query_prefix: str = ""
+    """text before each query, in training and in the exported model's prompt `query`"""
+    document_prefix: str = ""
+    """text before each document, in training and in the exported model's prompt `document`"""
+    max_length: int = 0
+    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
+    attention: Literal["", "bidirectional", "causal"] = ""
+    """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
+    pooling: Literal["", "mean", "cls", "lasttoken"] = ""
+    """pooling of the token states; by default that of a sentence-transformers folder, else mean"""
+    precision: Literal["", "bf16", "fp32"] = ""
+    """bf16: compute in bfloat16 with float32 master weights; by default bf16 if the device supports it, else fp32"""
+    tokens_per_forward: int = 16384
+    """maximum tokens of a forward pass; larger batches use gradient caching; a text is never split"""
+    seed: int = 0
+    """seed of the data order and dropout"""
+    threads: int = 1
+    """CPU threads of a process; the last bits of the result depend on this number"""
+
+    def check(self) -> None:
+        """Raise InputError, naming the flag, if a number is not finite or outside its field's range."""
+        for name, value in vars(self).items():
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InputError(f"{flag}: found {value}, expected a finite number")
+            if name in ("epochs", "temperature", "adam_eps", "learning_rate") and value <= 0:
+                raise InputError(f"{flag}: found {value}, expected more than 0")
+            if name in ("warmup", "adam_beta1", "adam_beta2") and not 0 <= value < 1:
+                raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
+        check_minimums(self, batch_size=2, max_steps=0, negatives=0, tokens_per_forward=1, threads=1, seed=0)
+        check_minimums(self, weight_decay=0, clip_grad=0, max_length=0)
+        for value in self.matryoshka_dims:
+            if value < 1 or self.matryoshka_dims.count(value) > 1:
+                raise InputError(f"--matryoshka-dims: found {value}, expected sizes of at least 1, each once")
