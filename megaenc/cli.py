@@ -35,6 +35,8 @@ COMMANDS = {
         "megaenc.embed.command:eval_main",
         "evaluate models without fine-tuning on retrieval, next to BM25 and chance",
     ),
+    "embed pairs": ("megaenc.embed.text_pairs:pairs_main", "make training pairs from running text, without labels"),
+    "embed mine": ("megaenc.embed.hard_negatives:mine_main", "add to training pairs the documents that a model confuses"),
     "bench pretrain": ("megaenc.bench.pretrain:main", "compare the training speed with transformers' on the same work"),
     "bench data": ("megaenc.bench.data:main", "compare the tokenization speed with gigatoken and Hugging Face"),
     "bench loader": (

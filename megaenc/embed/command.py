@@ -10,13 +10,14 @@ import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megaenc import flags, markdown
 from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine, build_rich_console, print_rank_0, silence_libraries
+from megaenc.embed.config import EmbeddingFlags
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
@@ -39,18 +40,7 @@ class EmbedEvalConfig:
     """Hugging Face or sentence-transformers folders, or models of the Hub as ORG/NAME; NAME=FOLDER gives another name"""
     data: tuple[str, ...] = ()
     """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz); NAME=FOLDER gives another name"""
-    query_prefix: str | None = None
-    """text before each query; by default that of a sentence-transformers folder, else none"""
-    document_prefix: str | None = None
-    """text before each document; by default that of a sentence-transformers folder, else none"""
-    max_length: int = 0
-    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
-    attention: Literal["", "bidirectional", "causal"] = ""
-    """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
-    precision: Literal["", "bf16", "fp32"] = ""
-    """dtype of the weights; by default bf16 if the device supports it, else fp32"""
-    batch_size: int = 32
-    """texts of a forward pass, of similar length and without padding"""
+    embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
     bm25: bool = True
     """rank by BM25 too"""
     output: str = ""
@@ -67,7 +57,7 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         raise InputError("--data: missing; see `megaenc embed eval --help`")
     if not settings.model and not settings.bm25:
         raise InputError("--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`")
-    check_minimums(settings, batch_size=1, max_length=0)
+    check_minimums(settings.embedding, batch_size=1, max_length=0)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:
@@ -86,7 +76,7 @@ def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str
     """Evaluate chance, BM25 and all models on all data sets; return rows by data set, and each model's config as used."""
     print_rank_0("importing torch and transformers")
     from megaenc.embed import evaluate
-    from megaenc.embed.embedder import fetch_model, read_embedding_config
+    from megaenc.embed.embedder import fetch_model, override_config, read_embedding_config
 
     if settings.bm25:
         evaluate.import_bm25s()
@@ -94,7 +84,7 @@ def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str
     if "BM25" in (named_models := _name_all("--model", settings.model)) or "random" in named_models:
         raise InputError("--model: found the name of a baseline, expected another; say NAME=FOLDER")
     folders = {name: fetch_model(source) for name, source in named_models.items()}
-    configs = {name: _override(read_embedding_config(folder), settings) for name, folder in folders.items()}
+    configs = {name: override_config(read_embedding_config(folder), settings.embedding) for name, folder in folders.items()}
     sets = [evaluate.RetrievalSet.load(name, Path(folder)) for name, folder in named_data.items()]
     rows = {data.name: evaluate.build_rows(data, "random", data.score_random_ranking(), interval=False) for data in sets}
     for data in sets if settings.bm25 else ():
@@ -116,29 +106,11 @@ def _evaluate_model(
     rows: dict[str, list["RetrievalRow"]],
 ) -> "EmbeddingConfig":
     """Add a model's rows on all data sets to `rows`, by data set; return its config with the attention and length in effect."""
-    import torch
-
-    from megaenc.backend.device import detect_backend
     from megaenc.embed import evaluate
-    from megaenc.embed.embedder import Embedder
+    from megaenc.embed.embedder import build_embedder
 
-    backend = detect_backend()
-    dtype = torch.bfloat16 if settings.precision == "bf16" or (not settings.precision and backend.has_bf16) else torch.float32
-    embedder = Embedder(folder, config, device=backend.device, dtype=dtype, batch_size=settings.batch_size)
-    if settings.max_length > embedder.max_length:
-        raise InputError(
-            f"--max-length: found {settings.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
-        )
-    config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
-    prefixes = "".join(
-        f", {kind} prefix {text!r}"
-        for kind, text in (("query", config.query_prefix), ("document", config.document_prefix))
-        if text
-    )
-    print_rank_0(
-        f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
-        f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}"
-    )
+    embedder = build_embedder(name, folder, config, settings.embedding)
+    config = embedder.config
     for data in sets:
         texts = [config.query_prefix + query for query in data.queries]
         texts += [config.document_prefix + document for document in data.documents]
@@ -150,13 +122,6 @@ def _evaluate_model(
             scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update))
         rows[data.name] += evaluate.build_rows(data, name, scores)
     return config
-
-
-def _override(config: "EmbeddingConfig", settings: EmbedEvalConfig) -> "EmbeddingConfig":
-    """Return `config` with the flags that are given."""
-    given: dict[str, Any] = {"attention": settings.attention or None, "max_length": settings.max_length or None}
-    given |= {"query_prefix": settings.query_prefix, "document_prefix": settings.document_prefix}
-    return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:

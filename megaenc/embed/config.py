@@ -1,4 +1,4 @@
-"""Configuration of contrastive training: loss, batches, hyperparameters, precision and limits."""
+"""Configuration of embedding with a model as it is, and of contrastive training."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,24 @@ from typing import Literal
 
 from megaenc.errors import InputError
 from megaenc.finetune.config import check_minimums
+
+
+@dataclass(frozen=True)
+class EmbeddingFlags:
+    """Flags for embedding texts with a model as it is: prefixes, length, attention, precision, batch size."""
+
+    query_prefix: str | None = None
+    """text before each query; by default that of a sentence-transformers folder, else none"""
+    document_prefix: str | None = None
+    """text before each document; by default that of a sentence-transformers folder, else none"""
+    max_length: int = 0
+    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
+    attention: Literal["", "bidirectional", "causal"] = ""
+    """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
+    precision: Literal["", "bf16", "fp32"] = ""
+    """dtype of the weights; by default bf16 if the device supports it, else fp32"""
+    batch_size: int = 32
+    """texts of a forward pass, of similar length and without padding"""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Embeddings of texts by a Hugging Face or sentence-transformers folder, in packs without padding."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from megaenc.backend.device import detect_backend
+from megaenc.console import print_rank_0
 from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.convert.hf_model import load_hf_config
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
+from megaenc.embed.config import EmbeddingFlags
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.model.backbone import AttentionDirection, PackedTexts, pack_texts
 from megaenc.finetune.model.fingerprint import check_model_folder
@@ -93,6 +97,39 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     document_prefix = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
     lower_case = bool(transformer.get("do_lower_case"))
     return EmbeddingConfig(pooling, None, int(min(max_length, 1 << 30)), prompts.get("query", ""), document_prefix, lower_case)
+
+
+def override_config(config: EmbeddingConfig, given: EmbeddingFlags) -> EmbeddingConfig:
+    """Return `config` with the flags that are given."""
+    values: dict[str, Any] = {"attention": given.attention or None, "max_length": given.max_length or None}
+    values |= {"query_prefix": given.query_prefix, "document_prefix": given.document_prefix}
+    return dataclasses.replace(config, **{name: value for name, value in values.items() if value is not None})
+
+
+def build_embedder(name: str, folder: str, config: EmbeddingConfig, given: EmbeddingFlags) -> "Embedder":
+    """Return the Embedder of a folder on this machine's device, and print the rules in effect after `name`.
+
+    Its `config` has the attention and the length in effect. Raises InputError for a --max-length that the model cannot read.
+    """
+    backend = detect_backend()
+    dtype = torch.bfloat16 if given.precision == "bf16" or (not given.precision and backend.has_bf16) else torch.float32
+    embedder = Embedder(folder, config, device=backend.device, dtype=dtype, batch_size=given.batch_size)
+    if given.max_length > embedder.max_length:
+        raise InputError(
+            f"--max-length: found {given.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
+        )
+    config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
+    embedder.config = config
+    prefixes = "".join(
+        f", {kind} prefix {text!r}"
+        for kind, text in (("query", config.query_prefix), ("document", config.document_prefix))
+        if text
+    )
+    print_rank_0(
+        f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
+        f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}"
+    )
+    return embedder
 
 
 def _read_modules(path: Path) -> list[dict[str, Any]]:
