@@ -77,12 +77,12 @@ def load_pairs(sources: Sequence[str]) -> PairData:
 def _read_source(source: str) -> Iterator[formats.Row]:
     """Yield (location, fields) of each pair of a source; InputError if there is no such source."""
     path = Path(source)
-    if os.path.isdir(path):
+    if os.path.isdir(source):
         for location, query, document in load_beir_pairs(path):
             yield location, {"query": query, "document": document}
         return
     bare = path.name.removesuffix(".gz").removesuffix(".zst")
-    if not os.path.exists(path):  # False for a name that is too long
+    if not os.path.exists(source):  # False for a name that is too long
         may_be_on_hub = not bare.endswith(_SUFFIXES) and not os.path.isdir(path.parent)
         if may_be_on_hub and (match := _HUB_NAME.fullmatch(source)):
             yield from _read_hub(source, match[1], match[2])

@@ -177,9 +177,9 @@ def _find_words(text: str) -> np.ndarray:
 def _find_sentence_end(text: str, words: np.ndarray, least: int) -> int | None:
     """Return the number of words before the sentence end nearest to the middle, with `least` words before and after; or None."""
     half = len(words) // 2
-    for distance in range(half - least + 1):
+    for distance in range(len(words) - half - least + 1):
         for at in (half - distance, half + distance):
-            if at and len(words) - at >= least and _is_sentence_end(text, words, at):
+            if least <= at <= len(words) - least and _is_sentence_end(text, words, at):
                 return at
     return None
 
