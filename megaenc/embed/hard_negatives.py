@@ -77,6 +77,7 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     print_rank_0(
         f"{output}: {counts.sum():,} hard negatives of {len(pairs):,} pairs"
         + (f"; {few:,} pairs have fewer than {settings.negatives}, {none:,} none" if few else "")
+        + ("; raise --margin or --depth for more" if 2 * few > len(pairs) else "")  # untrained models: all cosines are similar
     )
 
 

@@ -59,7 +59,7 @@ def test_negatives_are_sentence_transformers(models, pair_file, tmp_path, capsys
     few = sum(count < 6 for count in counts)
     assert 0 < counts.count(6) < 20 and few > 0
     last = f"{sum(counts)} hard negatives of 20 pairs; {few} pairs have fewer than 6, {counts.count(0)} none"
-    assert f"{tmp_path}/new/mined.jsonl: {last}\n" in printed
+    assert f"{tmp_path}/new/mined.jsonl: {last}" in printed
     assert "encoder: mean pooling, bidirectional attention, at most 64 tokens, fp32, query prefix 'Ask: '" in printed
 
 
@@ -114,7 +114,8 @@ def test_documents_of_the_corpus_are_searched_and_runs_are_equal(models, pair_fi
     assert added == texts
     few = sum(len(pair.negatives) < 60 for pair in without)
     total, none = (sum(map(count, without)) for count in (lambda pair: len(pair.negatives), lambda pair: not pair.negatives))
-    assert line.endswith(f"a.jsonl: {total} hard negatives of 24 pairs; {few} pairs have fewer than 60, {none} none")
+    counted = f"a.jsonl: {total} hard negatives of 24 pairs; {few} pairs have fewer than 60, {none} none"
+    assert few == 24 and line.endswith(f"{counted}; raise --margin or --depth for more")
 
 
 @pytest.mark.parametrize(
