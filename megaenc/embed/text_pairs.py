@@ -76,36 +76,37 @@ def pairs_main(argv: Sequence[str] | None = None) -> None:
 
 def _write_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, stream: TextIO) -> str:
     """Write the pairs of the input as lines of JSON; return the line of counts; InputError if there is no pair."""
-    total = documents = too_short = 0
-    # Two passes: the number of all pairs must be known for an even draw that holds only one document's pairs in memory.
-    passes = ("counting", "writing") if settings.count else ("writing",)
-    written = 0
-    for step in passes:
-        position = documents = too_short = 0
-        with ProgressLine(f"{step} pairs", inputs.known_size, closing=False) as progress:
-            for block in read_blocks(inputs):
-                for (text,) in block.parse([settings.json_key], False).texts:
-                    pairs = list(iterate_pairs(text, documents, settings))
-                    if step == passes[-1]:
-                        chosen = pairs
-                        if settings.count:
-                            chosen = _draw(pairs, settings, documents, settings.count - written, total - position)
-                        for query, document in chosen:
-                            line = json.dumps({"query": query, "document": document}, ensure_ascii=False)
-                            stream.write(replace_surrogates(line) + "\n")
-                        written += len(chosen)
-                    position += len(pairs)
-                    documents += 1
-                    too_short += not pairs
-                progress.update(block.position, pairs=position)
-        total = position
-    if not total:
+    total = None
+    if settings.count:  # an even draw that holds only one document's pairs in memory needs the number of all pairs
+        total = sum(len(pairs) for pairs in _read_pairs(settings, inputs, "counting pairs"))
+    available = written = documents = too_short = 0
+    for number, pairs in enumerate(_read_pairs(settings, inputs, "writing pairs")):
+        drawn = pairs if total is None else _draw(pairs, settings, number, settings.count - written, total - available)
+        for query, document in drawn:
+            line = json.dumps({"query": query, "document": document}, ensure_ascii=False)
+            stream.write(replace_surrogates(line) + "\n")
+        written += len(drawn)
+        available += len(pairs)
+        documents += 1
+        too_short += not pairs
+    if not available:
         expected = f"two paragraphs or sentences of {settings.min_words} words or more each"
         raise InputError(f"{settings.input[0]}: found no document with a pair, expected {expected}")
-    parts = [f"{written:,} pairs" + (f" of {total:,}" if written < total else "") + f" from {documents:,} documents"]
+    parts = [f"{written:,} pairs" + (f" of {available:,}" if written < available else "") + f" from {documents:,} documents"]
     parts += [f"{settings.count - written:,} fewer than --count asks for"] if written < settings.count else []
     parts += [f"{too_short:,} documents too short for a pair"] if too_short else []
     return "; ".join(parts)
+
+
+def _read_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, description: str) -> Iterator[list[tuple[str, str]]]:
+    """Yield the list of (query, document) of each document of the input, in order, with a progress line."""
+    documents = 0
+    with ProgressLine(description, inputs.known_size, closing=False) as progress:
+        for block in read_blocks(inputs):
+            for (text,) in block.parse([settings.json_key], False).texts:
+                yield list(iterate_pairs(text, documents, settings))
+                documents += 1
+            progress.update(block.position, documents=documents)
 
 
 def _draw(
@@ -115,15 +116,14 @@ def _draw(
 
     Knuth's algorithm S: each of all samples of --count pairs is equally probable, and none is held in memory.
     """
-    chosen = []
-    for pair, uniform in zip(
-        pairs, counter_rng.uniforms(settings.seed, "pairs:count", len(pairs), counters=(document,)), strict=True
-    ):
+    drawn = []
+    uniforms = counter_rng.uniforms(settings.seed, "pairs:count", len(pairs), counters=(document,))
+    for pair, uniform in zip(pairs, uniforms, strict=True):
         if uniform * left < needed:
-            chosen.append(pair)
+            drawn.append(pair)
             needed -= 1
         left -= 1
-    return chosen
+    return drawn
 
 
 def iterate_pairs(text: str, number: int, settings: TextPairsConfig) -> Iterator[tuple[str, str]]:
