@@ -45,6 +45,8 @@ class EmbedEvalConfig:
     """text before each document; by default that of a sentence-transformers folder, else none"""
     max_length: int = 0
     """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
+    truncate_dim: int = 0
+    """first numbers of an embedding that are used, as of models trained with --matryoshka-dims; 0: all"""
     attention: Literal["", "bidirectional", "causal"] = ""
     """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
     precision: Literal["", "bf16", "fp32"] = ""
@@ -67,7 +69,7 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         raise InputError("--data: missing; see `megaenc embed eval --help`")
     if not settings.model and not settings.bm25:
         raise InputError("--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`")
-    check_minimums(settings, batch_size=1, max_length=0)
+    check_minimums(settings, batch_size=1, max_length=0, truncate_dim=0)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:
@@ -129,6 +131,11 @@ def _evaluate_model(
         raise InputError(
             f"--max-length: found {settings.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
         )
+    if settings.truncate_dim > embedder.backbone.hidden_size:
+        raise InputError(
+            f"--truncate-dim: found {settings.truncate_dim}, expected at most {embedder.backbone.hidden_size}, the size of {name}'s "
+            "embeddings"
+        )
     config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
     prefixes = "".join(
         f", {kind} prefix {text!r}"
@@ -138,6 +145,7 @@ def _evaluate_model(
     print_rank_0(
         f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
         f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}"
+        + f", cut to {config.truncate_dim} numbers" * bool(config.truncate_dim)
     )
     for data in sets:
         texts = [config.query_prefix + query for query in data.queries]
@@ -155,6 +163,7 @@ def _evaluate_model(
 def _override(config: "EmbeddingConfig", settings: EmbedEvalConfig) -> "EmbeddingConfig":
     """Return `config` with the flags that are given."""
     given: dict[str, Any] = {"attention": settings.attention or None, "max_length": settings.max_length or None}
+    given |= {"truncate_dim": settings.truncate_dim or None}
     given |= {"query_prefix": settings.query_prefix, "document_prefix": settings.document_prefix}
     return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
 

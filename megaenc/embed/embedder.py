@@ -51,6 +51,8 @@ class EmbeddingConfig:
     query_prefix: str = ""
     document_prefix: str = ""
     lower_case: bool = False
+    truncate_dim: int = 0
+    """Size to which embeddings are cut before they get length 1; 0: the model's."""
 
 
 def fetch_model(name_or_folder: str) -> str:
@@ -152,9 +154,13 @@ class Embedder:
             progress(len(rows))
         return rows
 
+    def pool(self, packed: PackedTexts) -> Tensor:
+        """Return the pooled states of each text of a pack, float32[texts, hidden_size], of any length and with a graph."""
+        return _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
+
     @torch.inference_mode()
     def embed(self, rows: Sequence[np.ndarray], progress: Callable[[int], None] = lambda tokens: None) -> Tensor:
-        """Return the embedding of each text, float32[texts, hidden_size] of length 1, zeros for a text without tokens.
+        """Return the embedding of each text, float32[texts, size] of length 1, zeros for a text without tokens.
 
         `rows` are those of `tokenize`. Texts of similar length share a forward pass, the longest first; `progress` receives the
         number of embedded tokens. Raises InputError if an embedding is NaN or inf.
@@ -162,11 +168,12 @@ class Embedder:
         lengths = np.array([len(row) for row in rows])
         order = np.argsort(lengths, kind="stable")
         order, done = order[lengths[order] > 0], 0
-        vectors = torch.zeros(len(rows), self.backbone.hidden_size, device=self.backbone.device)
+        size = self.config.truncate_dim or self.backbone.hidden_size
+        vectors = torch.zeros(len(rows), size, device=self.backbone.device)
         for start in reversed(range(0, len(order), self.batch_size)):
             part = order[start : start + self.batch_size]
             packed = pack_texts([rows[at] for at in part], self.backbone.device)
-            pooled = _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
+            pooled = self.pool(packed)[:, :size]
             if not bool(torch.isfinite(pooled).all()):
                 raise InputError(f"--model {self.folder}: an embedding is NaN or inf; try --precision fp32")
             vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1)
