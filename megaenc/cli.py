@@ -35,6 +35,10 @@ COMMANDS = {
         "megaenc.embed.command:eval_main",
         "evaluate models without fine-tuning on retrieval, next to BM25 and chance",
     ),
+    "embed train": (
+        "megaenc.embed.train_command:train_main",
+        "train an embedding model on pairs of queries and documents, for sentence-transformers",
+    ),
     "bench pretrain": ("megaenc.bench.pretrain:main", "compare the training speed with transformers' on the same work"),
     "bench data": ("megaenc.bench.data:main", "compare the tokenization speed with gigatoken and Hugging Face"),
     "bench loader": (

@@ -145,7 +145,8 @@ def _evaluate_model(
     print_rank_0(
         f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
         f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}"
-        + f", cut to {config.truncate_dim} numbers" * bool(config.truncate_dim)
+        + f", cut to {config.truncate_dim} numbers"
+        * bool(config.truncate_dim)
     )
     for data in sets:
         texts = [config.query_prefix + query for query in data.queries]
