@@ -131,10 +131,9 @@ def _evaluate_model(
         raise InputError(
             f"--max-length: found {settings.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
         )
-    if settings.truncate_dim > embedder.backbone.hidden_size:
+    if settings.truncate_dim > (full := embedder.backbone.hidden_size):
         raise InputError(
-            f"--truncate-dim: found {settings.truncate_dim}, expected at most {embedder.backbone.hidden_size}, the size of {name}'s "
-            "embeddings"
+            f"--truncate-dim: found {settings.truncate_dim}, expected at most {full}, the size of {name}'s embeddings"
         )
     config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
     prefixes = "".join(

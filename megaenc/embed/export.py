@@ -94,10 +94,7 @@ def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
         "steps": f"{details['steps']:,}",
         "final loss": f"{details['loss']:.4f}",
         "masked false negatives": f"{details['masked']:,}",
-        **{
-            key.replace("_", " "): " ".join(map(str, value)) if isinstance(value, list) else value
-            for key, value in config.items()
-        },
+        **{name.replace("_", " "): value for name, value in settings.items() if value != ""},
         **{f"SHA-256 of {role}": digest for role, digest in details["fingerprints"].items()},
     }
     table = "\n".join(f"| {key} | {markdown.inline_code(value, cell=True)} |" for key, value in facts.items())

@@ -20,7 +20,7 @@ from megaenc.dist_env import get_rank, get_world_size
 from megaenc.embed.config import ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveBatch, ContrastiveData, divide_texts
 from megaenc.embed.embedder import Embedder
-from megaenc.errors import InputError
+from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.model.backbone import batch_by_tokens, pack_texts
 from megaenc.finetune.model.gradient_caching import backward_by_packs
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
@@ -135,7 +135,9 @@ class StateFolder:
                 if len(progress.rows) != state["rows"]:
                     raise ValueError(f"{LOG} has {len(progress.rows)} of {state['rows']} rows")
             except Exception as error:  # a damaged file may fail in any way
-                raise InputError(f"{path}: cannot be read ({error}); remove {self.folder} to start over") from None
+                raise InputError(
+                    f"{path}: cannot be read ({first_error_line(error, 80)}); remove {self.folder} to start over"
+                ) from None
         if not get_rank():
             with atomic_files(log) as [temporary]:
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in progress.rows), encoding="utf-8")
