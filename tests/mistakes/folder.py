@@ -104,6 +104,7 @@ _TEXTS = {
     "a.csv": "text\nwords\n",
     "file": "words\n",
     "mine/notes": "mine\n",
+    "train-pairs.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": "four"}\n',
     "kept-bad/finetuning.json": "{",
     "kept-odd/finetuning.json": '{"family": "XX", "protocol": {}}',
     "kept-ir/finetuning.json": '{"family": "IR", "protocol": {}}',
