@@ -37,6 +37,10 @@ COMMANDS = {
     ),
     "embed pairs": ("megaenc.embed.text_pairs:pairs_main", "make training pairs from running text, without labels"),
     "embed mine": ("megaenc.embed.hard_negatives:mine_main", "add to training pairs the documents that a model confuses"),
+    "embed train": (
+        "megaenc.embed.train_command:train_main",
+        "train an embedding model on pairs of queries and documents, for sentence-transformers",
+    ),
     "bench pretrain": ("megaenc.bench.pretrain:main", "compare the training speed with transformers' on the same work"),
     "bench data": ("megaenc.bench.data:main", "compare the tokenization speed with gigatoken and Hugging Face"),
     "bench loader": (

@@ -57,7 +57,7 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         raise InputError("--data: missing; see `megaenc embed eval --help`")
     if not settings.model and not settings.bm25:
         raise InputError("--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`")
-    check_minimums(settings.embedding, batch_size=1, max_length=0)
+    check_minimums(settings.embedding, batch_size=1, max_length=0, truncate_dim=0)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:

@@ -55,6 +55,8 @@ class EmbeddingConfig:
     query_prefix: str = ""
     document_prefix: str = ""
     lower_case: bool = False
+    truncate_dim: int = 0
+    """Size to which embeddings are cut before they get length 1; 0: the model's."""
 
 
 def fetch_model(name_or_folder: str) -> str:
@@ -102,6 +104,7 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
 def override_config(config: EmbeddingConfig, given: EmbeddingFlags) -> EmbeddingConfig:
     """Return `config` with the flags that are given."""
     values: dict[str, Any] = {"attention": given.attention or None, "max_length": given.max_length or None}
+    values |= {"truncate_dim": given.truncate_dim or None}
     values |= {"query_prefix": given.query_prefix, "document_prefix": given.document_prefix}
     return dataclasses.replace(config, **{name: value for name, value in values.items() if value is not None})
 
@@ -109,7 +112,7 @@ def override_config(config: EmbeddingConfig, given: EmbeddingFlags) -> Embedding
 def build_embedder(name: str, folder: str, config: EmbeddingConfig, given: EmbeddingFlags) -> "Embedder":
     """Return the Embedder of a folder on this machine's device, and print the rules in effect after `name`.
 
-    Its `config` has the attention and the length in effect. Raises InputError for a --max-length that the model cannot read.
+    Its `config` has the attention and the length in effect. Raises InputError for a length or size beyond the model's.
     """
     backend = detect_backend()
     dtype = torch.bfloat16 if given.precision == "bf16" or (not given.precision and backend.has_bf16) else torch.float32
@@ -118,6 +121,8 @@ def build_embedder(name: str, folder: str, config: EmbeddingConfig, given: Embed
         raise InputError(
             f"--max-length: found {given.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
         )
+    if given.truncate_dim > (full := embedder.backbone.hidden_size):
+        raise InputError(f"--truncate-dim: found {given.truncate_dim}, expected at most {full}, the size of {name}'s embeddings")
     config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
     embedder.config = config
     prefixes = "".join(
@@ -125,9 +130,10 @@ def build_embedder(name: str, folder: str, config: EmbeddingConfig, given: Embed
         for kind, text in (("query", config.query_prefix), ("document", config.document_prefix))
         if text
     )
+    size = f", cut to {config.truncate_dim} numbers" if config.truncate_dim else ""
     print_rank_0(
         f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
-        f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}"
+        f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}{size}"
     )
     return embedder
 
@@ -189,9 +195,13 @@ class Embedder:
             progress(len(rows))
         return rows
 
+    def pool(self, packed: PackedTexts) -> Tensor:
+        """Return the pooled states of each text of a pack, float32[texts, hidden_size], of any length and with a graph."""
+        return _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
+
     @torch.inference_mode()
     def embed(self, rows: Sequence[np.ndarray], progress: Callable[[int], None] = lambda tokens: None) -> Tensor:
-        """Return the embedding of each text, float32[texts, hidden_size] of length 1, zeros for a text without tokens.
+        """Return the embedding of each text, float32[texts, size] of length 1, zeros for a text without tokens.
 
         `rows` are those of `tokenize`. Texts of similar length share a forward pass, the longest first; `progress` receives the
         number of embedded tokens. Raises InputError if an embedding is NaN or inf.
@@ -199,11 +209,12 @@ class Embedder:
         lengths = np.array([len(row) for row in rows])
         order = np.argsort(lengths, kind="stable")
         order, done = order[lengths[order] > 0], 0
-        vectors = torch.zeros(len(rows), self.backbone.hidden_size, device=self.backbone.device)
+        size = self.config.truncate_dim or self.backbone.hidden_size
+        vectors = torch.zeros(len(rows), size, device=self.backbone.device)
         for start in reversed(range(0, len(order), self.batch_size)):
             part = order[start : start + self.batch_size]
             packed = pack_texts([rows[at] for at in part], self.backbone.device)
-            pooled = _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
+            pooled = self.pool(packed)[:, :size]
             if not bool(torch.isfinite(pooled).all()):
                 raise InputError(f"--model {self.folder}: an embedding is NaN or inf; try --precision fp32")
             vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1)

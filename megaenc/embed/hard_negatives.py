@@ -59,7 +59,7 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     for name in ("model", "data", "output"):
         if not getattr(settings, name):
             raise InputError(f"--{name}: missing; see `megaenc embed mine --help`")
-    check_minimums(settings.embedding, batch_size=1, max_length=0)
+    check_minimums(settings.embedding, batch_size=1, max_length=0, truncate_dim=0)
     check_minimums(settings, negatives=1, skip=0)
     check_minimums(settings, depth=settings.skip + settings.negatives)
     if not 0 < settings.margin <= 1:

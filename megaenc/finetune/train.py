@@ -43,7 +43,7 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     reporter(RunProgress("loading"))
     datasets = [find_dataset(dataset.location, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
     _check_fingerprints(job, datasets)
-    _make_deterministic(job.protocol)
+    make_deterministic(job.protocol.threads, kernels=job.protocol.deterministic)
     backend = detect_backend()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
     task = TASKS[job.family](datasets[0], job.protocol)
@@ -236,10 +236,10 @@ class _TokenizedSplitLoader:
         return load_or_compute(self.cache, full_key, tokenize, lambda: self.report(RunProgress("loading")))
 
 
-def _make_deterministic(protocol: FinetuneConfig) -> None:
-    """Set torch's threads and deterministic kernels, so that equal runs on a machine compute equal bits."""
-    torch.set_num_threads(protocol.threads)
-    if torch.cuda.is_available() and protocol.deterministic:
+def make_deterministic(threads: int, *, kernels: bool = True) -> None:
+    """Set torch's threads and, if `kernels`, deterministic kernels on GPUs, so that equal runs on a machine give equal bits."""
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available() and kernels:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS; read at its first use
         # warn_only would leave flash attention's gradients nondeterministic. Memory-efficient attention has no such mode.
         torch.use_deterministic_algorithms(True)

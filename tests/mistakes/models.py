@@ -7,6 +7,7 @@ GRID = "megaenc finetune grid {set} --output new --learning-rates 1e-4 --seeds 1
 EMBED = "megaenc embed eval --output new.json"
 PAIRS = "megaenc embed pairs --output new.jsonl --method adjacent"
 MINE = "megaenc embed mine --output new.jsonl"
+CONTRAST = "megaenc embed train --output new --data pairs.jsonl"
 FILL = "megaenc fill-mask --model hf --input text.jsonl"
 
 # (command line, part of the one line that it must end in)
@@ -186,6 +187,28 @@ ROWS = [
     (f"{MINE} --model hf --data pairs.jsonl --max-length 100000", "--max-length"),
     ("megaenc embed mine --model hf --data pairs.jsonl --output new.csv", "--output new.csv"),
     ("megaenc embed mine --model hf --data pairs.jsonl --output mine", "--output mine"),
+    (f"{EMBED} --data set-beir --model hf --truncate-dim 100000", "--truncate-dim"),
+    (f"{EMBED} --data set-beir --truncate-dim -1", "--truncate-dim"),
+    (f"{CONTRAST}", "--model"),
+    ("megaenc embed train --output new --model hf", "--data"),
+    ("megaenc embed train --data pairs.jsonl --model hf", "--output"),
+    ("megaenc embed train --data nowhere --model hf --output new", "nowhere"),
+    ("megaenc embed train --data pairs.jsonl --model hf --output mine", "--output mine"),
+    ("megaenc embed train --data pairs.jsonl --model hf --output file/new", "file/new"),
+    ("megaenc embed train --data pairs.jsonl --model hf --output nothing/../part", "part: exists already"),
+    (f"{CONTRAST} --model nowhere", "nowhere"),
+    (f"{CONTRAST} --model hf-cut", "hf-cut/model.safetensors"),
+    (f"{CONTRAST} --model hf-family", "found a t5 model"),
+    (f"{CONTRAST} --model hf --batch-size 1", "--batch-size: found 1, expected at least 2"),
+    (f"{CONTRAST} --model hf --temperature 0", "--temperature"),
+    (f"{CONTRAST} --model hf --learning-rate nan", "--learning-rate"),
+    (f"{CONTRAST} --model hf --matryoshka-dims 32 32", "--matryoshka-dims"),
+    (f"{CONTRAST} --model hf --warmup 0 --matryoshka-dims 100000", "--matryoshka-dims: found 100000, expected at most"),
+    (f"{CONTRAST} --model hf --max-length 100000", "--max-length"),
+    (f"{CONTRAST} --model hf --max-steps 1", "--warmup"),
+    (f"{CONTRAST} --model hf --pooling max", "--pooling"),
+    (f"{CONTRAST} --model hf --save-interval 0", "--save-interval"),
+    (f"{CONTRAST} --model hf --config unknown.yaml", "unknown.yaml"),
     ("megaenc finetune predict --input text.jsonl", "--model"),
     ("megaenc finetune predict --model kept-sc", "--input"),
     ("megaenc finetune predict --model nowhere --input text.jsonl", "--model nowhere"),
