@@ -44,7 +44,8 @@ class FinetuneRunConfig:
     model: str = ""
     """Hugging Face folder of an encoder or a decoder; its last part names the results, NAME=FOLDER gives another name"""
     dataset: str = ""
-    """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, or NAME=PATH"""
+    """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, NAME=PATH, or a
+    repository of the Hub: ORG/NAME, ORG/NAME:CONFIG or hf:NAME, each with @REVISION"""
     learning_rate: float = 1e-4
     """peak learning rate, reached at the end of the warmup"""
     seed: int = 0
