@@ -132,6 +132,9 @@ def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> No
         again = " before" * was_finished
         print_rank_0(f"failed{again}: {result.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate")
         sys.exit(1)
+    if result.evaluations:
+        scores_text = ", ".join(f"{step:,} {100 * score:.2f}" for step, score in result.evaluations)
+        print_rank_0(f"validation score by step: {scores_text}; best: step {result.best_step:,}")
     for name, split in (("validation", result.validation), ("test", result.test)):
         values = {"score": split.score, **split.metrics}
         values_text = ", ".join(
