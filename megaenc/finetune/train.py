@@ -20,9 +20,10 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.registry import find_dataset
-from megaenc.finetune.examples import Dataset, Examples, RetrievalExamples, SplitName, hash_examples
+from megaenc.finetune.examples import Dataset, Examples, RetrievalExamples, SplitName, TaskFamily, hash_examples
 from megaenc.finetune.grid.jobs import TOKENIZED_CACHE, FinetuneJob, RunProgress
 from megaenc.finetune.kept_model import ModelKeeper, load_model
+from megaenc.finetune.label_counts import describe_label_counts
 from megaenc.finetune.model.fingerprint import compute_tokenizer_fingerprint
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
 from megaenc.finetune.results import files as result_files
@@ -66,6 +67,10 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     data = reader.load_training(task, datasets[0])
     # Evaluation data is read before training, so that an error in it wastes no training.
     held_out = [{split: reader.load_evaluation(task, dataset, split) for split in _EVALUATION_SPLITS} for dataset in datasets]
+    if job.family in (TaskFamily.SC, TaskFamily.TC):
+        counts = {split: task.count_labels(part) for split, (part, _) in held_out[0].items()}
+        for line in describe_label_counts(job.train_on, task.label_names, {"train": task.count_labels(data), **counts}):
+            print_rank_0(line)
     steps = count_training_steps(protocol, task.count_examples(data))
     _print_steps(job.train_on, protocol, steps, math.ceil(task.count_examples(data) / protocol.batch_size))
     check_warmup(steps, protocol.warmup)
