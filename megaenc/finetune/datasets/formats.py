@@ -322,10 +322,16 @@ def build_example(
         return _build_tagged_words(row, location, name, labels)
     if family is TaskFamily.QA:
         return _build_question(row, location, name)
-    text = get_value(row, "text", location, str)
-    if row.get("text_pair") is not None:
-        text = pair_template.format(text=text, text_pair=get_value(row, "text_pair", location, str))
+    text = get_text(row, location, pair_template)
     return LabelledText(name, text, labels.index(get_value(row, "label", location), location))
+
+
+def get_text(row: Mapping[str, Any], location: str, pair_template: str) -> str:
+    """Return the text of a row of SC, joined with its `text_pair`, if it has one, by the template, if there is one."""
+    text = get_value(row, "text", location, str)
+    if row.get("text_pair") is None or not pair_template:
+        return text
+    return pair_template.format(text=text, text_pair=get_value(row, "text_pair", location, str))
 
 
 def _build_tagged_words(row: Mapping[str, Any], location: str, name: str, labels: LabelSet) -> TaggedWords:
