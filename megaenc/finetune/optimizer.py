@@ -111,6 +111,10 @@ class MasterWeightOptimizer:
         for work in pending:
             work.wait()
 
+    def copy_weights(self) -> dict[nn.Parameter, Tensor]:
+        """Return copies on the CPU of the trained parameters' weights, those of their float32 masters if they have one."""
+        return {parameter: master.detach().to("cpu", copy=True) for parameter, master in self._masters.items()}
+
     def close(self) -> None:
         """Remove the gradient hooks from the model's parameters, which otherwise keep the optimizer's state in memory."""
         for hook in self._hooks:

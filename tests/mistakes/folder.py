@@ -141,6 +141,8 @@ _TEXTS = {
     **_labelled("set-float", train='{"text": "one", "label": 0.5}\n'),
     **_labelled("set-tags", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O"]}\n')),
     **_labelled("set-iob", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O", "X"]}\n')),
+    **_labelled("set-parquet", train=None),
+    "set-parquet/train.parquet": b"PAR1 words PAR1",
     **_labelled(
         "set-answer",
         **dict.fromkeys(

@@ -43,6 +43,10 @@ class RetrievalTask(FinetuneTask):
             texts = {"queries": [pair.query for pair in examples], "documents": [pair.document for pair in examples]}
         return {name: encoder.encode(some) for name, some in texts.items()}
 
+    def clear_cache(self) -> None:
+        """Drop the embeddings of documents."""
+        self._document_cache = None
+
     def build_head(self, hidden_size: int) -> nn.Module:
         """Return the identity module: embeddings are computed from the backbone's states without a head."""
         return nn.Identity()
@@ -53,7 +57,7 @@ class RetrievalTask(FinetuneTask):
 
     def backward(self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray) -> float:
         """Backpropagate the InfoNCE loss of the pairs `rows`, by gradient caching if in several passes; return the loss."""
-        self._document_cache = None  # the weights are about to change
+        self.clear_cache()
         texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
         parts = self.split_into_forwards(np.array([len(text) for text in texts]))
         packs = [pack_texts([texts[at] for at in part], model.device) for part in parts]
