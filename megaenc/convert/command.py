@@ -162,7 +162,7 @@ def _from_hf(options: FromHFConfig) -> None:
 
 def _merge(options: MergeConfig) -> None:
     """Merge checkpoints, and print them with the flags that start a run from the result."""
-    from megaenc.convert.merge import merge
+    from megaenc.convert.merge.checkpoints import merge
 
     merge_options = {name: value for name, value in vars(options).items() if name not in ("load", "output")}
     record = merge(options.load, Path(options.output), **merge_options)

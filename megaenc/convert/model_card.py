@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import markdown
-from megaenc.convert.merge_methods import MergeRecord
+from megaenc.convert.merge.methods import MergeRecord
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
 from megaenc.objectives import Attention, Objective, Schedule

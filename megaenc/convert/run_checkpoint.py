@@ -11,7 +11,7 @@ import torch
 
 from megaenc import backend, flags
 from megaenc.convert.architectures import FAMILIES, KNOWN_FAMILIES
-from megaenc.convert.merge_methods import MergedCheckpoint, MergeRecord
+from megaenc.convert.merge.methods import MergedCheckpoint, MergeRecord
 from megaenc.convert.tokenizer_io import MaskToken
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError

@@ -19,7 +19,7 @@ from torch import Tensor
 from megaenc import backend
 from megaenc.atomic_io import atomic_dir
 from megaenc.convert.from_hf import write_run_files
-from megaenc.convert.merge_methods import (
+from megaenc.convert.merge.methods import (
     METHODS,
     MergedCheckpoint,
     MergeRecord,
