@@ -170,12 +170,12 @@ def _format_merge(merge: MergeRecord) -> str:
     """Return the card's sentence about merged checkpoints."""
     names = [markdown.inline_code(one.describe()) for one in merge.checkpoints]
     base = f", relative to {markdown.inline_code(merge.base.label)} with density {merge.density:g}" if merge.base else ""
-    return f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; nothing was\ntrained since."
+    return f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; nothing\nwas trained since."
 
 
 def _format_ancestry(provenance: ExportProvenance) -> str:
     """Return the card's sentences about the source model and earlier runs, by folder name, as paths are private."""
-    start, whose = provenance.start, "weights" if provenance.converted or provenance.merge else "first weights"
+    start, whose = provenance.start, "weights" if provenance.converted else "first weights"
     parts = [
         f"Its {whose} are those of {markdown.inline_code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
         for stage in start.before
