@@ -2,6 +2,7 @@
 
 OUT = "megaenc convert to-hf --output new"
 IN = "megaenc convert from-hf --output new"
+MERGE = "megaenc convert merge --output new"
 TUNE = "megaenc finetune run {set} --output new"
 GRID = "megaenc finetune grid {set} --output new --learning-rates 1e-4 --seeds 1"
 EMBED = "megaenc embed eval --output new.json"
@@ -51,6 +52,31 @@ ROWS = [
     (f"{IN} --input hf-nomask", "hf-nomask"),
     ("megaenc convert from-hf --input hf --output mine", "--output mine"),
     ("megaenc convert from-hf --input hf --output file/new", "file/new"),
+    (f"{MERGE}", "--load"),
+    ("megaenc convert merge --load run part", "--output"),
+    ("megaenc convert merge --load run part --output mine", "--output mine"),
+    ("megaenc convert merge --load run part --output file/new", "file/new"),
+    (f"{MERGE} --load run", "--load: found 1 checkpoint"),
+    (f"{MERGE} --load run nowhere", "--load nowhere"),
+    (f"{MERGE} --load run hf", "--load hf"),
+    (f"{MERGE} --load run run@7", "run@7"),
+    (f"{MERGE} --load run run@newest", "run@newest"),
+    (f"{MERGE} --load run run-badrun", "run-badrun"),
+    (f"{MERGE} --load run run-nocheckpoint", "run-nocheckpoint"),
+    (f"{MERGE} --load run run-cut", "run-cut"),
+    (f"{MERGE} --load run part --weights 1", "--weights"),
+    (f"{MERGE} --load run part --weights 1 -1", "--weights"),
+    (f"{MERGE} --load run part --weights 1 half", "--weights"),
+    (f"{MERGE} --load run part --method mean", "--method"),
+    (f"{MERGE} --load run part run --method slerp", "expected 2 for --method slerp"),
+    (f"{MERGE} --load run part --method slerp --weights 2", "--weights 2"),
+    (f"{MERGE} --load run part --method ties --density 0.2", "--base"),
+    (f"{MERGE} --load run part --method ties --base run", "--density"),
+    (f"{MERGE} --load run part --method ties --base run --density 20", "--density"),
+    (f"{MERGE} --load run part --method ties --base file --density 0.2", "--base file"),
+    (f"{MERGE} --load run part --density 0.2", "--density"),
+    (f"{MERGE} --load run part --dtype fp16", "--dtype"),
+    ("tools/convert_checkpoint.py merge --load nowhere --output new", "--load nowhere"),
     ("megaenc finetune run --model hf --output new", "--dataset"),
     ("megaenc finetune run --dataset set --output new", "--model"),
     ("megaenc finetune run --model nowhere --dataset set --output new", "nowhere"),
