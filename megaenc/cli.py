@@ -33,7 +33,7 @@ COMMANDS = {
     "finetune demo": ("megaenc.finetune.datasets.demo:main", "make four small data sets from installed packages"),
     "embed eval": (
         "megaenc.embed.command:eval_main",
-        "evaluate models without fine-tuning on retrieval, next to BM25 and chance",
+        "evaluate models without fine-tuning on retrieval, similarity and classification",
     ),
     "bench pretrain": ("megaenc.bench.pretrain:main", "compare the training speed with transformers' on the same work"),
     "bench data": ("megaenc.bench.data:main", "compare the tokenization speed with gigatoken and Hugging Face"),

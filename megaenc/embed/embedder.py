@@ -54,7 +54,7 @@ class EmbeddingConfig:
     default_prefix: str = ""
     """Text before texts that are neither query nor document."""
     normalize: bool = False
-    """Whether the folder's own embeddings have length 1, which changes no cosine."""
+    """True if the folder's modules scale embeddings to length 1; cosines do not depend on it, probes do."""
 
 
 def fetch_model(name_or_folder: str) -> str:

@@ -15,7 +15,7 @@ from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.embed.evaluate import RetrievalRow
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.datasets import formats
-from megaenc.finetune.datasets.local import PAIR_TEMPLATE, DatasetConfig, find_split_files, load_local
+from megaenc.finetune.datasets.local import find_split_files
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results.aggregate import compute_interval
 
@@ -162,22 +162,27 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
         raise InputError(f"{file}: holds no example, expected {formats.EXPECTED_FORMATS}")
     if formats.infer_family(file, rows[0][1]) is not TaskFamily.SC:
         raise InputError(f"{file}: found rows with {', '.join(rows[0][1])}, expected text, label and, for similarity, text_pair")
-    is_pair = any(row.get("text_pair") is not None for _, row in rows)
-    if is_pair and any(_is_score(row.get("label")) for _, row in rows):
-        return _build_similarity(name, file, rows)
-    if is_pair:
+    has_scores = any(_is_score(row.get("label")) for _, row in rows)
+    if any(row.get("text_pair") is not None for _, row in rows):
+        if has_scores:
+            return _build_similarity(name, file, rows)
         raise InputError(
             f"{file}: found pairs with classes as labels, expected scores such as 3.5 (similarity), or texts without text_pair; "
             "pairs of classes need `megaenc finetune run`"
         )
-    data = load_local(name, path, DatasetConfig(task="SC"), PAIR_TEMPLATE)
-    columns = {}
-    for split in ("train", "test"):
-        examples: Any = data.load_split(split)
-        texts = [replace_surrogates(example.text) for example in examples]
-        columns[split] = {"text": texts, "label": [example.label for example in examples]}
-    if len(set(columns["train"]["label"])) < 2:
-        raise InputError(f"{files['train']}: found one class in all rows, expected at least two")
+    if has_scores:
+        raise InputError(f"{file}: found scores without text_pair, expected pairs of texts, or classes as labels")
+    if "train" not in files:
+        raise InputError(f"{path}: no train split, expected a file train.*")
+    train_rows, columns = list(formats.read_rows(files["train"])), {}
+    labels = formats.collect_labels(TaskFamily.SC, train_rows)
+    if len(labels.labels) < 2:
+        contents = f"the class {labels.labels[0]} in all rows" if labels.labels else "no example"
+        raise InputError(f"{files['train']}: found {contents}, expected at least two classes")
+    for split, of_split in (("train", train_rows), ("test", rows)):
+        examples = [(formats.get_value(row, "text", location, str), location, row) for location, row in of_split]
+        indices = [labels.index(formats.get_value(row, "label", location), location) for _, location, row in examples]
+        columns[split] = {"text": [replace_surrogates(text) for text, _, _ in examples], "label": indices}
     return _build_local_task(name, "Classification", "accuracy", columns)
 
 
