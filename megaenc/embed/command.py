@@ -1,14 +1,18 @@
-"""Rank the documents of BEIR folders by the embeddings of models as they are, without fine-tuning, next to BM25 and chance.
+"""Evaluate the embeddings of models as they are, without fine-tuning, next to BM25 and chance.
 
-megaenc embed eval --model demo/hf --data scifact squad_ir
+Documents of BEIR folders are ranked; mteb scores similarity, classification by a logistic probe, and its own tasks by name.
+
+megaenc embed eval --model demo/hf --data scifact squad_ir stsb sst2
 """
 
 import contextlib
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,24 +29,33 @@ from megaenc.output_paths import check_output_file, create_parent_with_rollback
 if TYPE_CHECKING:
     from megaenc.embed.embedder import EmbeddingConfig
     from megaenc.embed.evaluate import RetrievalRow, RetrievalSet
+    from megaenc.embed.probes import ProbeTask
 
 _HEADINGS = {"ndcg@10": "NDCG@10", "recall@100": "Recall@100"}
+_MEASURES = {"spearman": "Spearman"}
 _WIDTH = 100
+
+_Table = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], list[tuple[str, ...]]]
+"""Title, columns of names, scores and counts, and lines of cells."""
 
 
 @dataclass(frozen=True)
 class EmbedEvalConfig:
-    """Options of `megaenc embed eval`: models, BEIR folders, rules of embedding, baseline, and output file."""
+    """Options of `megaenc embed eval`: models, data, rules of embedding, baseline, and output file."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: tuple[str, ...] = ()
     """Hugging Face or sentence-transformers folders, or models of the Hub as ORG/NAME; NAME=FOLDER gives another name"""
     data: tuple[str, ...] = ()
-    """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz); NAME=FOLDER gives another name"""
+    """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz), and folders of train.*, valid.* and test.* with text,
+     text_pair and a score such as 3.5 as label (similarity), or text and a class as label (classification: mteb's logistic
+     regression on 8 examples of each class, 10 times); NAME=FOLDER gives another name"""
+    tasks: tuple[str, ...] = ()
+    """tasks of mteb by name, such as STSBenchmark, in all their languages; their data come from the Hub"""
     embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
     bm25: bool = True
-    """rank by BM25 too"""
+    """rank the documents of BEIR folders by BM25 too"""
     output: str = ""
     """file to write all numbers to as well; its suffix gives the format: .json, .csv or .md"""
 
@@ -53,8 +66,8 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
     silence_libraries()
     settings = flags.parse_with_config(EmbedEvalConfig, argv, prog="megaenc embed eval", description=__doc__)
     output = Path(settings.output)
-    if not settings.data:
-        raise InputError("--data: missing; see `megaenc embed eval --help`")
+    if not settings.data and not settings.tasks:
+        raise InputError("--data: missing, and --tasks too; see `megaenc embed eval --help`")
     if not settings.model and not settings.bm25:
         raise InputError("--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`")
     check_minimums(settings.embedding, batch_size=1, max_length=0, truncate_dim=0)
@@ -67,7 +80,7 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         if settings.output:
             atomic_write(output, format_results(rows, configs, output.suffix))
     plain = {"markup": False, "emoji": False, "highlight": False}  # names may look like rich's markup
-    build_rich_console(**plain, width=None if sys.stdout.isatty() else _WIDTH).print(build_table(rows))
+    build_rich_console(**plain, width=None if sys.stdout.isatty() else _WIDTH).print(*build_tables(rows))
     if settings.output:
         print_rank_0(f"written: {settings.output}")
 
@@ -75,25 +88,33 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
 def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str, "EmbeddingConfig"]]:
     """Evaluate chance, BM25 and all models on all data sets; return rows by data set, and each model's config as used."""
     print_rank_0("importing torch and transformers")
-    from megaenc.embed import evaluate
+    from megaenc.embed import evaluate, probes
     from megaenc.embed.embedder import fetch_model, override_config, read_embedding_config
 
-    if settings.bm25:
-        evaluate.import_bm25s()
     named_data = _name_all("--data", settings.data)
+    if repeated := [name for name, count in Counter([*named_data, *settings.tasks]).items() if count > 1]:
+        raise InputError(f"--tasks: found {repeated[0]} twice, here or in --data, expected each name once")
+    labelled = {name: Path(folder) for name, folder in named_data.items() if probes.is_labelled_set(Path(folder))}
+    if not settings.model and len(labelled) == len(named_data):
+        raise InputError("--model: missing, and BM25 ranks only documents of BEIR folders; see `megaenc embed eval --help`")
+    named_data = {name: folder for name, folder in named_data.items() if name not in labelled}
+    if settings.bm25 and named_data:
+        evaluate.import_bm25s()
     if "BM25" in (named_models := _name_all("--model", settings.model)) or "random" in named_models:
         raise InputError("--model: found the name of a baseline, expected another; say NAME=FOLDER")
     folders = {name: fetch_model(source) for name, source in named_models.items()}
     configs = {name: override_config(read_embedding_config(folder), settings.embedding) for name, folder in folders.items()}
     sets = [evaluate.RetrievalSet.load(name, Path(folder)) for name, folder in named_data.items()]
+    tasks = [*itertools.starmap(probes.load_labelled_set, labelled.items()), *probes.load_tasks(settings.tasks)]
     rows = {data.name: evaluate.build_rows(data, "random", data.score_random_ranking(), interval=False) for data in sets}
+    rows |= {task.name: task.build_random_rows() for task in tasks}
     for data in sets if settings.bm25 else ():
         with ProgressLine(f"BM25 {data.name}: ranking", total=len(data.queries), closing=False) as line:
             rows[data.name] += evaluate.build_rows(
                 data, "BM25", data.score(evaluate.rank_by_bm25(data.queries, data.documents, line.update))
             )
     for name, folder in folders.items():
-        configs[name] = _evaluate_model(name, folder, configs[name], settings, sets, rows)
+        configs[name] = _evaluate_model(name, folder, configs[name], settings, sets, tasks, rows)
     return [row for of_set in rows.values() for row in of_set], configs
 
 
@@ -103,6 +124,7 @@ def _evaluate_model(
     config: "EmbeddingConfig",
     settings: EmbedEvalConfig,
     sets: Sequence["RetrievalSet"],
+    tasks: Sequence["ProbeTask"],
     rows: dict[str, list["RetrievalRow"]],
 ) -> "EmbeddingConfig":
     """Add a model's rows on all data sets to `rows`, by data set; return its config with the attention and length in effect."""
@@ -121,6 +143,8 @@ def _evaluate_model(
         with ProgressLine(f"{name} {data.name}: ranking", total=len(queries), closing=False) as line:
             scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update))
         rows[data.name] += evaluate.build_rows(data, name, scores)
+    for task in tasks:
+        rows[task.name].append(task.evaluate(name, embedder))
     return config
 
 
@@ -145,27 +169,47 @@ def _format_score(row: "RetrievalRow") -> str:
     return f"{row.mean:.2f}" + (f" [{row.low:.1f}, {row.high:.1f}]" if row.low is not None else "")
 
 
-def _iterate_lines(rows: Sequence["RetrievalRow"]) -> Iterator[tuple[str, ...]]:
-    """Yield (data set, model, score by measure ..., queries, documents) of each model on each data set."""
-    groups: dict[tuple[str, str], list[RetrievalRow]] = {}
-    for row in rows:
-        groups.setdefault((row.dataset, row.model), []).append(row)
-    for (dataset, model), members in groups.items():
-        yield (dataset, model, *map(_format_score, members), f"{members[0].queries:,}", f"{members[0].documents:,}")
+def _iterate_tables(rows: Sequence["RetrievalRow"]) -> Iterator[_Table]:
+    """Yield the table of retrieval and that of other tasks, if they have rows."""
+    if retrieval := [row for row in rows if row.queries is not None]:
+        groups: dict[tuple[str, str], list[RetrievalRow]] = {}
+        for row in retrieval:
+            groups.setdefault((row.dataset, row.model), []).append(row)
+        lines = [
+            (*names, *map(_format_score, members), f"{members[0].queries:,}", f"{members[0].documents:,}")
+            for names, members in groups.items()
+        ]
+        title = "zero-shot retrieval, percent, [95 % interval over queries]"
+        yield title, ("data set", "model"), tuple(_HEADINGS.values()), ("queries", "documents"), lines
+    if others := [row for row in rows if row.queries is None]:
+        lines = [
+            (
+                row.dataset,
+                row.model,
+                _MEASURES.get(row.metric, row.metric),
+                _format_score(row),
+                f"{row.examples:,}" if row.examples else "",
+            )
+            for row in others
+        ]
+        title = "similarity, probes and tasks of mteb, percent, [95 % interval]"
+        yield title, ("data set", "model", "measure"), ("score",), ("examples",), lines
 
 
-def build_table(rows: Sequence["RetrievalRow"]) -> Any:
-    """Return rich's table for the terminal: a line for each model on each data set."""
+def build_tables(rows: Sequence["RetrievalRow"]) -> list[Any]:
+    """Return rich's tables for the terminal: a line for each model on each data set."""
     from megaenc.finetune.results.summary import build_empty_table
 
-    title = "zero-shot retrieval, percent, [95 % interval over queries]"
-    table = build_empty_table(title, ("data set", "model"), (*_HEADINGS.values(), "queries", "documents"))
-    before = ""
-    for dataset, model, *scores, queries, documents in _iterate_lines(rows):
-        counts = (queries, documents) if dataset != before else ("", "")
-        table.add_row(dataset if dataset != before else "", model, *scores, *counts)
-        before = dataset
-    return table
+    tables = []
+    for title, names, scores, counts, lines in _iterate_tables(rows):
+        table, before = build_empty_table(title, names, scores + counts), ""
+        for dataset, *cells in lines:
+            if dataset == before:
+                cells[-len(counts) :] = ("",) * len(counts)
+            table.add_row(dataset if dataset != before else "", *cells)
+            before = dataset
+        tables.append(table)
+    return tables
 
 
 def format_results(rows: Sequence["RetrievalRow"], configs: dict[str, "EmbeddingConfig"], suffix: str) -> str:
@@ -180,8 +224,10 @@ def format_results(rows: Sequence["RetrievalRow"], configs: dict[str, "Embedding
         writer.writeheader()
         writer.writerows(values)  # csv writes None as nothing
         return stream.getvalue()
-    headings = ("data set", "model", *_HEADINGS.values(), "queries", "documents")
-    lines = [f"| {' | '.join(headings)} |", "|---|---|" + "---:|" * (len(headings) - 2)]
-    for dataset, model, *cells in _iterate_lines(rows):
-        lines.append(f"| {markdown.escape(dataset)} | {markdown.escape(model)} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    tables = []
+    for _, names, scores, counts, table_lines in _iterate_tables(rows):
+        lines = [f"| {' | '.join(names + scores + counts)} |", "|---" * len(names) + "|---:" * len(scores + counts) + "|"]
+        for line in table_lines:
+            lines.append(f"| {' | '.join((*map(markdown.escape, line[: len(names)]), *line[len(names) :]))} |")
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)

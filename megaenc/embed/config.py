@@ -13,9 +13,9 @@ class EmbeddingFlags:
     """Flags for embedding texts with a model as it is: prefixes, length, attention, precision, batch size."""
 
     query_prefix: str | None = None
-    """text before each query; by default that of a sentence-transformers folder, else none"""
+    """text before each query of retrieval; by default that of a sentence-transformers folder, else none"""
     document_prefix: str | None = None
-    """text before each document; by default that of a sentence-transformers folder, else none"""
+    """text before each document of retrieval; by default that of a sentence-transformers folder, else none"""
     max_length: int = 0
     """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
     truncate_dim: int = 0

@@ -57,6 +57,10 @@ class EmbeddingConfig:
     lower_case: bool = False
     truncate_dim: int = 0
     """Size to which embeddings are cut before they get length 1; 0: the model's."""
+    default_prefix: str = ""
+    """Text before texts that are neither query nor document."""
+    normalize: bool = False
+    """True if the folder's modules scale embeddings to length 1; cosines do not depend on it, probes do."""
 
 
 def fetch_model(name_or_folder: str) -> str:
@@ -85,12 +89,14 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     load_hf_config(HFCheckpoint(path, "--model"))  # unreadable models are refused before any text is embedded
     if not (path / "modules.json").exists():
         return EmbeddingConfig()
-    parts = [str(module.get("path", "")) for module in _read_modules(path / "modules.json")]
+    modules = _read_modules(path / "modules.json")
+    parts = [str(module.get("path", "")) for module in modules]
     if parts[0] not in ("", ".") or any(Path(part).name != part for part in parts[1:]):
         raise InputError(f"{path / 'modules.json'}: found the paths {parts}, expected the model's folder and folders in it")
     pooling = _read_pooling(path / parts[1] / "config.json")
     transformer = _read_optional(path / "sentence_bert_config.json")
-    prompts = _read_optional(path / "config_sentence_transformers.json").get("prompts") or {}
+    settings = _read_optional(path / "config_sentence_transformers.json")
+    prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise InputError(f"{path / 'config_sentence_transformers.json'}: field `prompts`: expected texts by name")
     max_length = transformer.get("max_seq_length") or _read_optional(path / "tokenizer_config.json").get("model_max_length") or 0
@@ -98,7 +104,16 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
         raise InputError(f"{path}: max_seq_length: found {str(max_length)[:40]!r}, expected a number of tokens")
     document_prefix = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
     lower_case = bool(transformer.get("do_lower_case"))
-    return EmbeddingConfig(pooling, None, int(min(max_length, 1 << 30)), prompts.get("query", ""), document_prefix, lower_case)
+    return EmbeddingConfig(
+        pooling,
+        None,
+        int(min(max_length, 1 << 30)),
+        prompts.get("query", ""),
+        document_prefix,
+        lower_case,
+        default_prefix=prompts.get(str(settings.get("default_prompt_name")), ""),
+        normalize=len(modules) == 3,
+    )
 
 
 def override_config(config: EmbeddingConfig, given: EmbeddingFlags) -> EmbeddingConfig:
@@ -127,7 +142,11 @@ def build_embedder(name: str, folder: str, config: EmbeddingConfig, given: Embed
     embedder.config = config
     prefixes = "".join(
         f", {kind} prefix {text!r}"
-        for kind, text in (("query", config.query_prefix), ("document", config.document_prefix))
+        for kind, text in (
+            ("query", config.query_prefix),
+            ("document", config.document_prefix),
+            ("default", config.default_prefix),
+        )
         if text
     )
     size = f", cut to {config.truncate_dim} numbers" if config.truncate_dim else ""
@@ -200,11 +219,18 @@ class Embedder:
         return _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
 
     @torch.inference_mode()
-    def embed(self, rows: Sequence[np.ndarray], progress: Callable[[int], None] = lambda tokens: None) -> Tensor:
+    def embed(
+        self,
+        rows: Sequence[np.ndarray],
+        progress: Callable[[int], None] = lambda tokens: None,
+        *,
+        unit_length: bool = True,
+    ) -> Tensor:
         """Return the embedding of each text, float32[texts, size] of length 1, zeros for a text without tokens.
 
         `rows` are those of `tokenize`. Texts of similar length share a forward pass, the longest first; `progress` receives the
-        number of embedded tokens. Raises InputError if an embedding is NaN or inf.
+        number of embedded tokens. `unit_length=False` leaves the pooled states as they are. Raises InputError if an embedding is
+        NaN or inf.
         """
         lengths = np.array([len(row) for row in rows])
         order = np.argsort(lengths, kind="stable")
@@ -217,6 +243,6 @@ class Embedder:
             pooled = self.pool(packed)[:, :size]
             if not bool(torch.isfinite(pooled).all()):
                 raise InputError(f"--model {self.folder}: an embedding is NaN or inf; try --precision fp32")
-            vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1)
+            vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1) if unit_length else pooled
             progress(done := done + len(packed.tokens))
         return vectors

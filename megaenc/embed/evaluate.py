@@ -64,17 +64,20 @@ class RetrievalSet:
 
 @dataclass(frozen=True)
 class RetrievalRow:
-    """Row of the table of zero-shot retrieval, in percent: the mean of a measure over queries with its 95 % interval."""
+    """Row of a table of zero-shot evaluation, in percent: a measure, or its mean over queries, with its 95 % interval."""
 
     dataset: str
     model: str
     metric: str
     mean: float
     low: float | None
-    """Lower end of the bootstrap interval; None for the expectation of a random ranking, and for a single query."""
+    """Lower end of the interval; None for the expectation of a random ranking or probe, and for a single query."""
     high: float | None
-    queries: int
-    documents: int
+    queries: int | None
+    documents: int | None
+    """Both None in rows of other tasks than BEIR folders."""
+    examples: int | None = None
+    """Test examples of such a task: pairs of similarity, texts of classification."""
 
 
 def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True) -> list[RetrievalRow]:

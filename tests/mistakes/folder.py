@@ -139,6 +139,10 @@ _TEXTS = {
     **_labelled("set-empty", test=""),
     **_labelled("set-latin", test='{"text": "café", "label": 1}\n'.encode("latin-1")),
     **_labelled("set-float", train='{"text": "one", "label": 0.5}\n'),
+    **_labelled("set-pairs", test='{"text": "one", "text_pair": "two", "label": 1}\n'),
+    **_labelled(
+        "set-scores", test='{"text": "a", "text_pair": "b", "label": 1.5}\n{"text": "a", "text_pair": "b", "label": []}\n'
+    ),
     **_labelled("set-tags", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O"]}\n')),
     **_labelled("set-iob", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O", "X"]}\n')),
     **_labelled("set-parquet", train=None),

@@ -67,7 +67,7 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
         return beir.load_beir(name, path, flags.whole_corpus)
     if flags.task == "IR":
         raise InputError(f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout")
-    files = _find_split_files(path)
+    files = find_split_files(path)
     first_file = files.get("train") or next(iter(files.values()))
     location, row = next(formats.read_rows(first_file), ("", {}))
     if not row:
@@ -162,7 +162,7 @@ def _read_label_set(file: Path, family: TaskFamily, first_file: Path) -> formats
     return formats.check_label_names(family, label_names, place)
 
 
-def _find_split_files(path: Path) -> dict[SplitName, Path]:
+def find_split_files(path: Path) -> dict[SplitName, Path]:
     """Return the file of each split in a folder, found by a word of its name (`train`, `en_ewt-ud-train`)."""
     if path.is_file():
         if formats.strip_format_suffix(path) is None:
