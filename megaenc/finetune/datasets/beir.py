@@ -101,14 +101,7 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
     Texts have no prefix, and a title is followed by a space. Raises InputError if a file is missing, a judged text is missing, a
     query is empty, or no document is relevant.
     """
-    if not os.path.isdir(folder):  # False for a name that is too long
-        raise InputError(f"{folder}: no such folder, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
-    paths = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
-    paths["qrels"] = _find_first_file(folder / "qrels" / f"test.tsv{end}" for end in ("", ".gz"))
-    for name, path in paths.items():
-        if path is None:
-            file = "qrels/test.tsv" if name == "qrels" else f"{name}.jsonl"
-            raise InputError(f"{folder}: no {file}, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
+    paths = _find_test_files(folder)
     lines = _read_qrels(paths["qrels"])
     relevant: Qrels = {}
     for _, query, document, grade in lines:
@@ -122,6 +115,24 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
     judged_documents = {line[2]: line[0] for line in reversed(lines)}
     documents = _read_judged_texts("document", paths["corpus"], judged_documents, titles=" ", everything=True)
     return RetrievalExamples({query: queries[query] for query in relevant}, documents, relevant)
+
+
+def compute_test_fingerprint(folder: Path) -> str:
+    """Return a SHA-256 (hex) of the files that `load_beir_test` reads; InputError if one is missing."""
+    return hash_json({name: compute_sha256(path) for name, path in _find_test_files(folder).items()})
+
+
+def _find_test_files(folder: Path) -> dict[str, Path]:
+    """Return the paths of the corpus, the queries and the test qrels of BEIR `folder`; InputError if one is missing."""
+    if not os.path.isdir(folder):  # False for a name that is too long
+        raise InputError(f"{folder}: no such folder, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
+    paths = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
+    paths["qrels"] = _find_first_file(folder / "qrels" / f"test.tsv{end}" for end in ("", ".gz"))
+    for name, path in paths.items():
+        if path is None:
+            file = "qrels/test.tsv" if name == "qrels" else f"{name}.jsonl"
+            raise InputError(f"{folder}: no {file}, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
+    return paths
 
 
 def _read_judged_texts(
