@@ -5,6 +5,7 @@
     STUDY/hf/NAME           exports
     STUDY/demo              demo data sets, if there are any
     STUDY/results           the tree of fine-tuning results
+    STUDY/embed/NAME        evaluations of zero-shot retrieval, and contrastively trained models
     STUDY/logs/STAGE.log    the output of a stage
 
 A stage is done when its output and that of every stage that it needs are complete. Each output directory records its inputs,
@@ -42,7 +43,7 @@ class StageRunner:
     """name of the model, checkpoint or corpus, and of the output directory"""
 
     kind = subfolder = unit = ""
-    """corpus, pretrain, export or finetune; subdirectory of the study that holds the output; unit of `progress`"""
+    """corpus, pretrain, export, finetune or embed; subdirectory of the study that holds the output; unit of `progress`"""
     needs = ()
     """ids of the stages that must be done before"""
     processes = 1
@@ -116,6 +117,8 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
             words.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, list | tuple):
             words += [flag, *map(str, value)] if value else []
+        elif isinstance(value, str) and value.startswith("-"):
+            words.append(f"{flag}={value}")
         elif value is not None:
             words += [flag, str(value)]
     return words
