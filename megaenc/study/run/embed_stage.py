@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import flags
+from megaenc.atomic_io import atomic_write
 from megaenc.console import truncate_text
 from megaenc.embed.command import RULES, EmbedEvalConfig
 from megaenc.embed.config import ContrastiveConfig
@@ -21,7 +23,7 @@ from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compu
 from megaenc.json_files import read_json_or_empty
 from megaenc.study.manifest.pretrain_args import prefix_errors
 from megaenc.study.run.finetune_stage import dataset_result_name, resolve_dataset_path
-from megaenc.study.run.stage import StageRunner, StaleArtifactError, format_flags, megaenc_command
+from megaenc.study.run.stage import StageRunner, StaleArtifactError, compute_size, format_flags, megaenc_command
 from megaenc.training.run_dir import describe_difference
 
 PRETRAINED = "pretrained"
@@ -29,7 +31,7 @@ PRETRAINED = "pretrained"
 _DEMO = "demo_ir"
 _MAX_SEEDS = 1_000
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
-_TRAINED_FILES = ("training.json", "modules.json", "config.json")  # of a finished contrastive training
+_TRAINING, _PAIRS = "training.json", "pairs.json"  # records of a finished training, and of the pairs that were there before
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,18 @@ class EmbedStage(StageRunner):
         trained = {f"seed-{seed}": self.folder / f"seed-{seed}" for seed in self.data.entry.training_seeds}
         return {PRETRAINED: self.study / "hf" / self.name, **trained}
 
+    def prepare(self) -> None:
+        """Write the name and size of the pairs to pairs.json for `check`, if no training is finished yet."""
+        trained = [folder for name, folder in self.models.items() if name != PRETRAINED]
+        if trained and not any((folder / _TRAINING).is_file() for folder in trained):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.folder / _PAIRS, json.dumps(self._describe_pairs(), indent=1) + "\n")
+
+    def _describe_pairs(self) -> dict[str, Any]:
+        """Return name and size in bytes of the pairs; without the size if there are none, as before the study builds them."""
+        size = compute_size(self.data.pairs) if self.data.pairs.exists() else None
+        return {"train": self.data.pairs.name} | ({} if size is None else {"bytes of train": size})
+
     def next_command(self) -> list[str]:
         """Return the command line of the first missing output; the last evaluation's if all exist."""
         last = list(self.models)[-1]
@@ -181,7 +195,7 @@ class EmbedStage(StageRunner):
             yield megaenc_command("finetune", "demo", "--output", str(demo.parent))
         for seed, (name, folder) in enumerate(self.models.items(), -1):
             if not self._is_evaluated(name):
-                if name != PRETRAINED and not all((folder / file).is_file() for file in _TRAINED_FILES):
+                if name != PRETRAINED and not (folder / _TRAINING).is_file():
                     paths = {"model": self.study / "hf" / self.name, "data": self.data.pairs, "output": folder, "seed": seed}
                     yield megaenc_command("embed", "train", *format_flags({**paths, **self.flags}))
                 yield self._evaluation_command(name)
@@ -223,6 +237,8 @@ class EmbedStage(StageRunner):
             for name, folder in self.models.items()
             if name in origins or (name == PRETRAINED and self.folder.is_dir())
         }
+        if self.run_count:
+            self._compare(_PAIRS, read_json_or_empty(self.folder / _PAIRS), self._describe_pairs())
         for seed in self.data.entry.training_seeds:
             self._check_training(seed, fingerprints.get(PRETRAINED, {}))
         for name, origin in origins.items():
@@ -234,11 +250,13 @@ class EmbedStage(StageRunner):
     def _check_training(self, seed: int, origin: Mapping[str, str]) -> None:
         """Raise StaleArtifactError if the training with `seed` had other settings, or another model than `origin`."""
         name = f"seed-{seed}"
-        recorded = read_json_or_empty(self.folder / name / "training.json")
-        settings = get_object(recorded, "settings")
-        planned = flags.flatten(self.data.entry.training) | {"seed": seed}
-        known = {key: list(value) if isinstance(value, tuple) else value for key, value in planned.items() if key in settings}
-        self._compare(name, settings, known)
+        recorded = read_json_or_empty(self.folder / name / _TRAINING)
+        config, planned = get_object(recorded, "config"), flags.flatten(self.data.entry.training) | {"seed": seed}
+        defaults = {"pooling": "mean", "attention": "bidirectional", "query_prefix": "", "document_prefix": ""}  # of an export
+        planned |= {rule: planned[rule] or default for rule, default in defaults.items()}
+        if not planned["precision"]:  # depends on the machine
+            del planned["precision"]
+        self._compare(name, config, {key: list(value) if isinstance(value, tuple) else value for key, value in planned.items()})
         self._compare(name, get_object(recorded, "fingerprints"), origin)
 
     def _compare(self, name: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -218,7 +218,7 @@ class CorpusStage(StageRunner):
 
     def _request(self) -> dict[str, Any]:
         """Return the requested vocabulary size, and the names and sizes of the text; None for missing files."""
-        text = {"text": [[path.name, _size_in_bytes(path)] for path in self.text]}
+        text = {"text": [[path.name, compute_size(path)] for path in self.text]}
         return {"vocab_size": self.vocab_size, "demo": self.demo, **text}
 
     def check(self) -> None:
@@ -243,7 +243,7 @@ def _is_text_list(value: Any) -> bool:
     return all(isinstance(pair, list) and [*map(type, pair)] in ([str, int], [str, type(None)]) for pair in pairs)
 
 
-def _size_in_bytes(path: Path) -> int | None:
+def compute_size(path: Path) -> int | None:
     """Return the size of a file or of all files in a directory; None if it cannot be read."""
     try:
         files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
