@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,7 +177,7 @@ class EmbedStage(StageRunner):
 
     def _describe_pairs(self) -> dict[str, Any]:
         """Return name and size in bytes of the pairs; without the size if there are none, as before the study builds them."""
-        size = compute_size(self.data.pairs) if self.data.pairs.exists() else None
+        size = compute_size(self.data.pairs)
         return {"train": self.data.pairs.name} | ({} if size is None else {"bytes of train": size})
 
     def next_command(self) -> list[str]:
@@ -191,7 +192,7 @@ class EmbedStage(StageRunner):
     def _remaining(self) -> Iterator[list[str]]:
         """Yield the command lines whose output does not exist."""
         demo = self.data.demo
-        if demo is not None and not demo.is_dir() and not self.is_done():
+        if demo is not None and not os.path.isdir(demo) and not self.is_done():
             yield megaenc_command("finetune", "demo", "--output", str(demo.parent))
         for seed, (name, folder) in enumerate(self.models.items(), -1):
             if not self._is_evaluated(name):
@@ -321,17 +322,12 @@ def _fingerprint_model(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str
 
 def check_embed_data(stages: Sequence[StageRunner], manifest: str) -> None:
     """Raise InputError for a missing retrieval set or missing pairs that a remaining stage reads."""
-    for stage in stages:
-        if isinstance(stage, EmbedStage) and not stage.is_done():
-            built = stage.data.demo
-            for name, folder in stage.data.folders.items():
-                if folder != built and not folder.is_dir():
-                    raise InputError(
-                        f"{manifest}: embed: field `datasets`: {folder}: no such folder; expected {name} in BEIR's layout"
-                    )
-            pairs = stage.data.pairs
-            if stage.run_count and pairs != built and not pairs.exists():
-                raise InputError(
-                    f"{manifest}: embed: field `train`: {pairs}: no such file or folder; expected pairs (see --data)"
-                )
-            return  # all stages read the same data
+    remaining = [stage for stage in stages if isinstance(stage, EmbedStage) and not stage.is_done()]
+    for data in [stage.data for stage in remaining][:1]:  # all stages read the same
+        for name, folder in data.folders.items():
+            if folder != data.demo and not os.path.isdir(folder):  # False for a name that is too long
+                place = f"{manifest}: embed: field `datasets`: {name}"
+                raise InputError(f"{place}: {folder}: no such folder; expected BEIR's layout (see --data)")
+        if data.entry.train and data.pairs != data.demo and not os.path.exists(data.pairs):
+            place = f"{manifest}: embed: field `train`: {data.pairs}"
+            raise InputError(f"{place}: no such file or folder; expected pairs to train on (see --data)")
