@@ -30,7 +30,7 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
     rows, previous = [], None
     for model in sort_models(results):
         one = results.model_keys.get(model)
-        known = [None] * 4 if one is None else [one.size, objective_name(one), format_percent(one.mask_ratio), one.steps]
+        known = [None] * 4 if one is None else [one.size, _name_line(one), format_percent(one.mask_ratio), one.steps]
         head = [model, *known, *[one.seed if one else None] * has_seeds]
         cells: list[CellValue] = []
         for dataset in results.datasets:
@@ -50,10 +50,7 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
     heads = [Column(name, number=False) for name in ("Model", "Size", "Objective")] + [Column("Mask"), Column("Steps")]
     heads += [Column("Seed")] * has_seeds
     columns = (*heads, *(Column(state, dataset) for dataset in results.datasets for state in states))
-    note = (
-        f"{_LABELS[metric]} in percent, over the whole corpus of each set, without training on its queries. As pretrained: mean "
-        "pooling. In brackets: bootstrap 95 % intervals over queries."
-    )
+    note = f"{_LABELS[metric]} in percent, over the whole corpus of each set. As pretrained: mean pooling. In brackets: bootstrap 95 % intervals over queries."
     if results.is_trained:
         note += (
             f" After contrastive training: mean over the seeds {', '.join(map(str, results.seeds))} (half the interval over "
@@ -165,7 +162,7 @@ def _build_lines(models: Mapping[str, ModelKey], points: Mapping[str, FigurePoin
 
 
 def _name_line(one: ModelKey) -> str:
-    """Return the legend entry of a model's way of training."""
+    """Return the name of a model's way of training, such as `25 % CLM, then MLM`."""
     if one.schedule:
         return one.schedule
     first = objective_name(one)
