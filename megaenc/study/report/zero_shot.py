@@ -42,15 +42,18 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
         rows.append(TableRow((*head, *cells), rule=previous not in (None, size), name=model))
         previous = size
     for name in BASELINES:
-        found = [results.baselines.get((name, dataset, metric)) for dataset in results.datasets]
-        if any(found):
-            cells = [cell for one in found for cell in (_format_query_scores(one), None)[: len(states)]]
+        scores = [results.baselines.get((name, dataset, metric)) for dataset in results.datasets]
+        if any(scores):
+            cells = [cell for one in scores for cell in (_format_query_scores(one), None)[: len(states)]]
             label = _BASELINE_LABELS[name]
             rows.append(TableRow((label, *[None] * (4 + has_seeds), *cells), rule=name == BASELINES[0], name=label))
     heads = [Column(name, number=False) for name in ("Model", "Size", "Objective")] + [Column("Mask"), Column("Steps")]
     heads += [Column("Seed")] * has_seeds
     columns = (*heads, *(Column(state, dataset) for dataset in results.datasets for state in states))
-    note = f"{_LABELS[metric]} in percent, over the whole corpus of each set. As pretrained: mean pooling. In brackets: bootstrap 95 % intervals over queries."
+    note = (
+        f"{_LABELS[metric]} in percent, over the whole corpus of each set. As pretrained: mean pooling. In brackets: bootstrap "
+        "95 % intervals over queries."
+    )
     if results.is_trained:
         note += (
             f" After contrastive training: mean over the seeds {', '.join(map(str, results.seeds))} (half the interval over "

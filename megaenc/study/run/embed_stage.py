@@ -72,8 +72,8 @@ def build_embed_entry(values: Mapping[str, Any], data_dir: Path) -> tuple[EmbedE
         raise InputError("embed: field `datasets`: found none, expected at least one BEIR folder, or demo_ir")
     for dataset in entry.datasets:
         if parse_dataset_name(dataset)[1] is None and dataset != _DEMO:
-            found = truncate_text(dataset, 60)
-            raise InputError(f"embed: field `datasets`: found {found}, expected BEIR folders as PATH or NAME=PATH, or demo_ir")
+            text = truncate_text(dataset, 60)
+            raise InputError(f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or NAME=PATH, or demo_ir")
     for name, times in Counter(entry.names).items():
         if not _NAME.fullmatch(name):
             message = f"embed: field `datasets`: found the name {name[:60]!r}"
