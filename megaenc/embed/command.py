@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from megaenc.embed.evaluate import RetrievalRow, RetrievalSet
     from megaenc.embed.probes import ProbeTask
 
+RULES = ("query_prefix", "document_prefix", "max_length", "truncate_dim", "attention", "precision")
+"""Flags that change the embeddings; the JSON file records them."""
 _HEADINGS = {"ndcg@10": "NDCG@10", "recall@100": "Recall@100"}
 _MEASURES = {"spearman": "Spearman"}
 _WIDTH = 100
@@ -76,17 +78,17 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
     if settings.output:
         check_output_file(output, "--output")
     with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
-        rows, configs = _evaluate(settings)
+        rows, configs, origin = _evaluate(settings)
         if settings.output:
-            atomic_write(output, format_results(rows, configs, output.suffix))
+            atomic_write(output, format_results(rows, configs, output.suffix, origin))
     plain = {"markup": False, "emoji": False, "highlight": False}  # names may look like rich's markup
     build_rich_console(**plain, width=None if sys.stdout.isatty() else _WIDTH).print(*build_tables(rows))
     if settings.output:
         print_rank_0(f"written: {settings.output}")
 
 
-def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str, "EmbeddingConfig"]]:
-    """Evaluate chance, BM25 and all models on all data sets; return rows by data set, and each model's config as used."""
+def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str, "EmbeddingConfig"], dict[str, Any]]:
+    """Evaluate chance, BM25 and all models on all data sets; return rows by data set, configs as used, and JSON's origin."""
     print_rank_0("importing torch and transformers")
     from megaenc.embed import evaluate, probes
     from megaenc.embed.embedder import fetch_model, override_config, read_embedding_config
@@ -115,7 +117,32 @@ def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str
             )
     for name, folder in folders.items():
         configs[name] = _evaluate_model(name, folder, configs[name], settings, sets, tasks, rows)
-    return [row for of_set in rows.values() for row in of_set], configs
+    origin = _describe_origin(settings, folders, named_data, sets) if settings.output.endswith(".json") else {}
+    return [row for of_set in rows.values() for row in of_set], configs, origin
+
+
+def _describe_origin(
+    settings: EmbedEvalConfig, models: dict[str, str], data: dict[str, str], sets: Sequence["RetrievalSet"]
+) -> dict[str, Any]:
+    """Return the rules that flags set, the fingerprints of models and data by name, and the query ids of each data set."""
+    from megaenc.finetune.datasets.beir import compute_test_fingerprint
+    from megaenc.finetune.model import fingerprint
+
+    weights = fingerprint.compute_model_fingerprints(list(models.values()), str(Path(settings.output).parent), save=False)
+    fingerprints = {
+        name: {
+            "model": digest,
+            "tokenizer": fingerprint.compute_tokenizer_fingerprint(folder),
+            "stamp": fingerprint.compute_model_stamp(folder),
+        }
+        for (name, folder), digest in zip(models.items(), weights, strict=True)
+    }
+    return {
+        "settings": {name: getattr(settings.embedding, name) for name in RULES},
+        "data": {name: compute_test_fingerprint(Path(folder)) for name, folder in data.items()},
+        "fingerprints": fingerprints,
+        "queries": {each.name: each.query_ids for each in sets},
+    }
 
 
 def _evaluate_model(
@@ -212,12 +239,22 @@ def build_tables(rows: Sequence["RetrievalRow"]) -> list[Any]:
     return tables
 
 
-def format_results(rows: Sequence["RetrievalRow"], configs: dict[str, "EmbeddingConfig"], suffix: str) -> str:
-    """Return the text of a file of the results, by `suffix`: JSON with each model's config, CSV, or a Markdown table."""
-    values = [dataclasses.asdict(row) for row in rows]
+def format_results(
+    rows: Sequence["RetrievalRow"], configs: dict[str, "EmbeddingConfig"], suffix: str, origin: dict[str, Any] | None = None
+) -> str:
+    """Return the text of a file of the results, by `suffix`: JSON, CSV, or a Markdown table.
+
+    JSON also has each model's config, `origin`, and each query's scores as fractions, by model, data set and measure.
+    """
+    values = [{name: value for name, value in dataclasses.asdict(row).items() if name != "scores"} for row in rows]
     if suffix == ".json":
+        scores: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for row in rows:
+            scores.setdefault(row.model, {}).setdefault(row.dataset, {})[row.metric] = list(row.scores)
         models = {name: dataclasses.asdict(config) for name, config in configs.items()}
-        return json.dumps({"rows": values, "models": models}, indent=1) + "\n"
+        parts = {"rows": json.dumps(values, indent=1), "models": json.dumps(models, indent=1)}
+        parts |= {name: json.dumps(value) for name, value in ((origin or {}) | {"scores": scores}).items()}
+        return "{\n" + ",\n".join(f"{json.dumps(name)}: {text}" for name, text in parts.items()) + "\n}\n"
     if suffix == ".csv":
         stream = io.StringIO()
         writer = csv.DictWriter(stream, values[0], lineterminator="\n")

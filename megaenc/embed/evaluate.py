@@ -1,7 +1,7 @@
 """Zero-shot retrieval: exact rankings by embeddings and by BM25, their NDCG@10 and recall@100, and bootstrap intervals."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class RetrievalSet:
     document_ids: list[str]
     relevant: list[dict[str, int]]
     """Grades above 0 of each query, by document id."""
+    query_ids: list[str] = field(default_factory=list)
 
     @classmethod
     def load(cls, name: str, folder: Path) -> "RetrievalSet":
@@ -44,7 +45,8 @@ class RetrievalSet:
         ids = list(examples.documents)
         ids = [ids[at] for at in compute_trec_order(ids)]
         documents = [examples.documents[document] for document in ids]
-        return cls(name, list(examples.queries.values()), documents, ids, list(examples.relevant.values()))
+        queries, relevant = examples.queries, list(examples.relevant.values())
+        return cls(name, list(queries.values()), documents, ids, relevant, list(queries))
 
     def score(self, rankings: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
         """Return trec_eval's measures of each query by name, float64[queries]; `rankings`: documents' indices, best first."""
@@ -78,6 +80,8 @@ class RetrievalRow:
     """Both None in rows of other tasks than BEIR folders."""
     examples: int | None = None
     """Test examples of such a task: pairs of similarity, texts of classification."""
+    scores: tuple[float, ...] = field(default=(), repr=False)
+    """The measure of each query of a BEIR folder, as a fraction."""
 
 
 def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True) -> list[RetrievalRow]:
@@ -86,9 +90,8 @@ def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *,
     for metric, by_query in values.items():
         low, high = bootstrap_mean(by_query) if interval and len(by_query) > 1 else (None, None)
         ends = [None if end is None else 100 * end for end in (low, high)]
-        rows.append(
-            RetrievalRow(data.name, model, metric, 100 * float(by_query.mean()), *ends, len(by_query), len(data.documents))
-        )
+        counts, scores = (len(by_query), len(data.documents)), tuple(by_query.tolist())
+        rows.append(RetrievalRow(data.name, model, metric, 100 * float(by_query.mean()), *ends, *counts, scores))
     return rows
 
 

@@ -184,6 +184,9 @@ _MANIFESTS: dict[str, dict] = {
     "study-pretrain": {"pretrain": {**manifests.BASE["pretrain"], "leraning_rate": 1}},
     "study-type": {"pretrain": {**manifests.BASE["pretrain"], "seq_length": "long"}},
     "study-corpus": {"corpus": {"demo": True, "text": ["text.jsonl"], "vocab_size": 400}},
+    "study-embed": {"embed": {"datasets": ["nowhere"], "train": "text.jsonl"}},
+    "study-pairs": {"embed": {"datasets": ["set=nothing"], "train": "nowhere.jsonl"}},
+    "study-retrieval": {"embed": {"datasets": ["demo_ir"], "sedes": 2}},
     "study-nocorpus": {"corpus": {"vocab_size": 400}},
     "study-vocab": {"corpus": {"demo": True, "vocab_size": -1}},
 }

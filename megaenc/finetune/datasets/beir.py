@@ -134,8 +134,13 @@ def load_beir_corpus(folder: Path) -> list[str]:
     return list(_read_judged_texts("document", path, {}, titles=" ", everything=True).values())
 
 
-def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[QrelLine]]:
-    """Read qrels/SPLIT.tsv; return the paths of corpus, queries and qrels, and its lines; InputError if no grade is above 0."""
+def compute_test_fingerprint(folder: Path) -> str:
+    """Return a SHA-256 (hex) of the files that `load_beir_test` reads; InputError if one is missing."""
+    return hash_json({name: compute_sha256(path) for name, path in _find_beir_files(folder, "test").items()})
+
+
+def _find_beir_files(folder: Path, split: str) -> dict[str, Path]:
+    """Return the paths of the corpus, the queries and qrels/SPLIT.tsv of BEIR `folder`; InputError if one is missing."""
     expected = f"expected BEIR's corpus.jsonl, queries.jsonl and qrels/{split}.tsv"
     if not os.path.isdir(folder):  # False for a name that is too long
         raise InputError(f"{folder}: no such folder, {expected}")
@@ -144,6 +149,12 @@ def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[Qr
     for name, path in paths.items():
         if path is None:
             raise InputError(f"{folder}: no {f'qrels/{split}.tsv' if name == 'qrels' else f'{name}.jsonl'}, {expected}")
+    return paths
+
+
+def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[QrelLine]]:
+    """Read qrels/SPLIT.tsv; return the paths of corpus, queries and qrels, and its lines; InputError if no grade is above 0."""
+    paths = _find_beir_files(folder, split)
     lines = _read_qrels(paths["qrels"])
     if not any(line[3] > 0 for line in lines):
         raise InputError(f"{paths['qrels']}: found no score above 0, expected a relevant document for at least one query")
