@@ -15,7 +15,7 @@ from megaenc.errors import InputError
 _NO_DECAY_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-class OptimizerConfig(Protocol):
+class AdamWHyperparameters(Protocol):
     """Hyperparameters that MasterWeightOptimizer reads from the configuration of a training."""
 
     warmup: float
@@ -43,7 +43,7 @@ class MasterWeightOptimizer:
     `unrounded`, if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
     """
 
-    def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: OptimizerConfig):
+    def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: AdamWHyperparameters):
         self._clip = protocol.clip_grad
         self._masters: dict[nn.Parameter, Tensor] = {}
         """The master weight of each parameter, or the parameter itself."""

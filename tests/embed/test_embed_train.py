@@ -451,3 +451,16 @@ def test_mistakes_are_one_line_and_leave_nothing(models, pairs, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert message in refusal(train_main, flags.format(model=models["encoder"], pairs=pairs).split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_benchmark_does_the_same_work(models, pairs, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(runs.ROOT / "benchmarks")
+    import embed_train as benchmark
+
+    flags = ["--model", models["encoder"], "--pairs", pairs, "--batch-size", 12, "--negatives", 1, "--rounds", 2]
+    benchmark.main([str(word) for word in (*flags, "--mini-batch-sizes", 5, "--output", tmp_path / "x.json")])
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["losses"]["megaenc"] == pytest.approx(result["losses"]["sentence-transformers"], rel=1e-4)
+    assert all(one < padded for one, padded in zip(result["tokens"], result["padded_tokens"], strict=True))
+    assert [len(result["turns"][name]) for name in ("megaenc", "sentence-transformers")] == [2, 2]
+    assert "times as fast" in capsys.readouterr().out
