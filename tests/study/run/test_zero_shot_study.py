@@ -50,13 +50,13 @@ def test_from_text_to_report(tmp_path, monkeypatch, capsys):
         pretrain=manifests.BASE["pretrain"] | {"lr_warmup_iters": 2, "lr_wsd_decay_iters": 4},
         models=[{"size": "toy", "steps": 12, "clm_share": [0, 1], "mask": 0.4}],
         finetune=None,
-        embed={"datasets": ["demo_ir"], "train": "pairs.jsonl", "seeds": 2, **TRAINING},
+        embed={"datasets": ["demo_ir"], "train": "pairs.jsonl", "seeds": 1, **TRAINING},
     )
     run.main([str(path), "--output", str(study), "--jobs", "2"])
     assert "7 of 7 stages are done" in capsys.readouterr().out
     for name in ("toy-mlm40-12", "toy-clm-12"):
-        details = json.loads((study / "embed" / name / "seed-1" / "training.json").read_text())
-        assert (details["config"]["seed"], details["config"]["batch_size"], details["steps"]) == (1, 4, 4)
+        details = json.loads((study / "embed" / name / "seed-0" / "training.json").read_text())
+        assert (details["config"]["seed"], details["config"]["batch_size"], details["steps"]) == (0, 4, 4)
         scores = [
             json.loads((study / "embed" / name / f"{of}.json").read_text())["scores"][of] for of in ("pretrained", "seed-0")
         ]
