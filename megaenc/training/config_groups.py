@@ -30,7 +30,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Flags of AdamW (decay rates, epsilon, gradient clipping) and learning rate (peak, warm-up, linear decay to zero)."""
+    """Flags of optimizer (AdamW, StableAdamW), learning rate (peak, warm-up, decay), weight decay and gradient clipping."""
 
     lr: float = 2e-3
     """peak learning rate"""
@@ -38,10 +38,17 @@ class OptimizerConfig:
     """steps of linear warm-up; alternative: --lr-warmup-fraction"""
     lr_warmup_fraction: float | None = None
     """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
+    lr_decay_style: Literal["WSD", "linear", "cosine", "constant"] = "WSD"
+    """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; linear, cosine: decay from the warm-up
+    on; constant: no decay"""
     lr_wsd_decay_iters: int | None = None
-    """steps of linear decay to zero at the end of the run; alternative: --lr-wsd-decay-fraction"""
+    """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
     lr_wsd_decay_fraction: float | None = None
-    """linear decay as a fraction of the run; 0.05 if neither flag is given"""
+    """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
+    lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt", "exponential"] = "linear"
+    """shape of WSD's decay; minus_sqrt: 1 - sqrt(elapsed share)"""
+    min_lr: float = 0.0
+    """learning rate at which a decay would end in the step after the run's last"""
     weight_decay: float = 0.1
     """decoupled weight decay, on all parameters"""
     adam_beta1: float = 0.9
