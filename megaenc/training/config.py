@@ -112,6 +112,7 @@ class PretrainConfig:
         """Raise InputError, naming the flag, for values out of range or impossible on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
+        self.optimizer.check()
         self.shape.check(self.layout.tensor_model_parallel_size)
         values = flags.flatten(self)
         for names, is_valid, expected in _LIMITS:
@@ -248,7 +249,7 @@ _COUNTS = (
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
 _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval", "straggler_interval")
-_LAYERS = ("rewind_skip_iters", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
+_LAYERS = ("rewind_skip_iters", "muon_num_ns_steps", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
     (_COUNTS[2:], lambda value: value <= 10**15, f"{10**15:,} at most"),  # their products are int64
@@ -264,7 +265,7 @@ _LIMITS = (
         "a number of 0 or more",
     ),
     (("loss_spike_sigmas",), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
-    (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
+    (("adam_beta1", "adam_beta2", "muon_momentum"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )
 
 # Alternative flags: one on the command line also overrides the other, and its companions, in the YAML file.

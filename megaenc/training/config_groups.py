@@ -30,8 +30,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Flags of optimizer (AdamW, StableAdamW), learning rate (peak, warm-up, decay), weight decay and gradient clipping."""
+    """Flags of optimizer, learning rate (peak, warm-up, decay), weight decay and gradient clipping."""
 
+    optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
+    """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
+    muon: Muon for the matrices of the layers, AdamW for all other weights"""
     lr: float = 2e-3
     """peak learning rate"""
     lr_warmup_iters: int | None = None
@@ -59,6 +62,18 @@ class OptimizerConfig:
     """term added to the denominator of Adam for numerical stability"""
     clip_grad: float = 1.0
     """gradient norm above which the gradient is scaled down; 0 never clips"""
+    muon_momentum: float = 0.95
+    """decay rate of Muon's momentum"""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations of Muon's orthogonalization"""
+
+    def check(self) -> None:
+        """Raise InputError for flags of Muon with another optimizer."""
+        for name in ("muon_momentum", "muon_num_ns_steps") if self.optimizer != "muon" else ():
+            if (value := getattr(self, name)) != getattr(OptimizerConfig, name):
+                raise InputError(
+                    f"--{name.replace('_', '-')}: found {value} with --optimizer {self.optimizer}, expected --optimizer muon"
+                )
 
 
 @dataclass(frozen=True)

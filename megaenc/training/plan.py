@@ -98,6 +98,9 @@ class Plan:
         free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
         free |= {"objective_schedule", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
         free |= {"lr_decay_style", "lr_wsd_decay_style", "min_lr"}
+        optimizer = settings.optimizer.optimizer  # absent if it is the default, as in runs of earlier versions
+        free |= {"optimizer"} if optimizer == "adamw" else set()
+        free |= {"muon_momentum", "muon_num_ns_steps"} if optimizer != "muon" else set()
         for group in (settings.layout, settings.output, settings.kernels, settings.start, settings.health, settings.monitoring):
             free |= set(flags.flatten(group))
         free -= {"eval_iters", "fp8_format"}  # FP8 rounds too coarsely to be exchangeable
