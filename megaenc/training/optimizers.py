@@ -1,5 +1,6 @@
 """Optimizers of a run under megatron-core: AdamW, StableAdamW and Muon, whose weights may be split over ranks."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,11 +73,9 @@ class StableAdamW(_ShardAwareOptimizer):
         """Return float32 [weights], by weight the root mean square of gradient / sqrt(second moment), equal on all ranks."""
         beta2, eps = group["betas"][1], group["eps"]
         is_first = self.tensor_group is None or self.tensor_group.rank() == 0
-        sums, counts = [], []
+        sums = []
         for shard in self.shards:
-            split_group = self._split_group(shard)
-            counts.append(shard.shape.numel() * (split_group.size() if split_group else 1))
-            if shard.param is None or not (is_first or split_group):
+            if shard.param is None or not (is_first or self._split_group(shard)):
                 sums.append(torch.zeros((), device=self.device))
                 continue
             squared = shard.param.grad.square()
@@ -86,7 +85,14 @@ class StableAdamW(_ShardAwareOptimizer):
         for process_group in (self.range_group, self.tensor_group):
             if process_group is not None:
                 dist.all_reduce(total, group=process_group)
-        return (total / torch.tensor(counts, dtype=torch.float32, device=self.device)).sqrt()
+        return (total / self._element_counts).sqrt()
+
+    @functools.cached_property
+    def _element_counts(self) -> torch.Tensor:
+        """Return float32 [weights], the number of elements of each whole weight, kept on the device."""
+        groups = [self._split_group(shard) for shard in self.shards]
+        counts = [s.shape.numel() * (group.size() if group else 1) for s, group in zip(self.shards, groups, strict=True)]
+        return torch.tensor(counts, dtype=torch.float32, device=self.device)
 
 
 class Muon(_ShardAwareOptimizer):
@@ -112,20 +118,22 @@ class Muon(_ShardAwareOptimizer):
         [group] = self.param_groups
         self.begin_step(group)
         self.update_adamw([s.param for s in self.shards if s.param is not None and not s.parts], group, group["lr"])
-        # The largest first, so that the work is about equal.
+        # By size, so that the ranks have about equal work in each round.
         matrices = sorted((s for s in self.shards if s.parts), key=lambda shard: -shard.shape.numel())
         replicas, rank = (self.replica_group.size(), self.replica_group.rank()) if self.replica_group else (1, 0)
-        updates = [self._collect_momentum(shard, number % replicas) for number, shard in enumerate(matrices)]
-        for number in range(rank, len(matrices), replicas):
-            updates[number] = self._orthogonalize(matrices[number], updates[number])
-        for number, shard in enumerate(matrices):
-            update, updates[number] = updates[number], None
-            if replicas > 1:
-                update = torch.empty(shard.shape, dtype=self.dtype, device=self.device) if update is None else update
-                dist.broadcast(update, dist.get_global_rank(self.replica_group, number % replicas), self.replica_group)
-            if shard.param is not None:
-                part = update.view(-1)[shard.start : shard.start + shard.param.numel()].view_as(shard.param)
-                shard.param.mul_(1 - group["lr"] * group["weight_decay"]).add_(part, alpha=-group["lr"])
+        for first in range(0, len(matrices), replicas):
+            batch = matrices[first : first + replicas]
+            updates = [self._collect_momentum(shard, owner) for owner, shard in enumerate(batch)]
+            if rank < len(batch):
+                updates[rank] = self._orthogonalize(batch[rank], updates[rank])
+            for owner, shard in enumerate(batch):
+                update = updates[owner]
+                if replicas > 1:
+                    update = torch.empty(shard.shape, dtype=self.dtype, device=self.device) if update is None else update
+                    dist.broadcast(update, dist.get_global_rank(self.replica_group, owner), self.replica_group)
+                if shard.param is not None:
+                    part = update.view(-1)[shard.start : shard.start + shard.param.numel()].view_as(shard.param)
+                    shard.param.mul_(1 - group["lr"] * group["weight_decay"]).add_(part, alpha=-group["lr"])
 
     def _collect_momentum(self, shard: WeightShard, owner: int) -> torch.Tensor | None:
         """Update the momentum of `shard`; return the Nesterov momentum [shard.shape] on the data-parallel rank `owner`."""
