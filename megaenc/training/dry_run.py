@@ -45,7 +45,9 @@ def print_dry_run(plan: Plan) -> None:
     if plan.validation:
         objectives = ", ".join(validation_objectives(plan.schedule, plan.vocabulary))
         validation = f"every {settings.eval_every:,} steps under {objectives}"
-    console.print(f"learning rate: {plan.learning_rate.describe()}\nvalidation: {validation}")
+    optimizer = settings.optimizer.optimizer
+    rate = f"{plan.learning_rate.describe()}{'' if optimizer == 'adamw' else f'; optimizer {optimizer}'}"
+    console.print(f"learning rate: {rate}\nvalidation: {validation}")
 
 
 def _corpus_table(plan: Plan) -> Table:
