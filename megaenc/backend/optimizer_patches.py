@@ -5,6 +5,10 @@ group, as in apex's FusedAdam. Its replacements of apex's norm and scaling proce
 synchronizes with the device for each; those here process all gradients at once.
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from torch.optim.adamw import adamw
 
@@ -24,31 +28,38 @@ class GroupStepAdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         """Update all parameters that have a gradient by one AdamW step, and count it in each group; `closure` is ignored."""
         for group in self.param_groups:
-            step = group.get("step", 0)
-            group["step"] = step + 1
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            for p in params:
-                if not self.state[p]:
-                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            adamw(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                # One count per parameter, which the kernel increments.
-                list(torch.full((len(params),), float(step), device=params[0].device).unbind()),
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            self.begin_step(group)
+            self.update_adamw(group["params"], group, group["lr"])
+
+    def begin_step(self, group: dict[str, Any]) -> None:
+        """Count a step in `group`, and create the missing state of its parameters that have a gradient."""
+        group["step"] = group.get("step", 0) + 1
+        for p in group["params"]:
+            if p.grad is not None and not self.state[p]:
+                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+    def update_adamw(self, params: Sequence[torch.Tensor], group: dict[str, Any], lr: float | torch.Tensor) -> None:
+        """Update those of `params` that have a gradient by the AdamW step that `begin_step` has counted in their `group`."""
+        params = [p for p in params if p.grad is not None]
+        if not params:
+            return
+        adamw(
+            params,
+            [p.grad for p in params],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            # One count per parameter, which the kernel increments.
+            list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=lr,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
@@ -78,3 +89,17 @@ def install() -> None:
     if clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm:  # on a CPU it is replaced already
         clip_grads.l2_norm_impl = multi_tensor_l2norm
     clip_grads.multi_tensor_scale_impl = multi_tensor_scale
+
+
+@contextlib.contextmanager
+def replace_adam(optimizer_class: type[GroupStepAdamW]) -> Iterator[None]:
+    """Make megatron-core build `optimizer_class` in place of its Adam inside the context, also with apex or TE."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    before = optimizer.Adam, distrib_optimizer.Adam
+    optimizer.Adam = distrib_optimizer.Adam = optimizer_class
+    try:
+        yield
+    finally:
+        optimizer.Adam, distrib_optimizer.Adam = before

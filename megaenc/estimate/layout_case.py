@@ -92,6 +92,8 @@ class LayoutCase:
     global_batch_size: int
     seq_length: int
     bf16: bool
+    newton_schulz_steps: int = 0
+    """iterations of Muon's orthogonalization; 0 with another optimizer"""
 
     @classmethod
     def from_config(cls, config: PretrainConfig, vocab_size: int, gpus: int) -> "LayoutCase":
@@ -100,7 +102,8 @@ class LayoutCase:
             config.layout.layers_per_chunk(config.shape.num_layers),
             (config.micro_batch_size, config.global_batch_size),
         )
-        return cls(config.shape, vocab_size, config.layout, split, gpus, *batches, config.data.seq_length, config.bf16)
+        muon = config.optimizer.muon_num_ns_steps if config.optimizer.optimizer == "muon" else 0
+        return cls(config.shape, vocab_size, config.layout, split, gpus, *batches, config.data.seq_length, config.bf16, muon)
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -48,6 +48,7 @@ def compute_step_time(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> St
             optimizer_bytes / rates.optimizer,
             f"{_format_si(optimizer_bytes)}B of weights, gradients and moments / {_format_si(rates.optimizer)}B/s",
         ),
+        *_muon_terms(case, stage, rates),
     ]
     terms = tuple(CostTerm(name, seconds, "s", formula) for name, seconds, formula in rows if seconds)
     flops = case.global_batch_size * work.flops(case.shape, case.vocab_size)
@@ -187,6 +188,27 @@ def optimizer_bytes_moved(case: LayoutCase, stage: PipelineStage) -> float:
     """
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
     return stage.parameters * (12 + (46 if case.bf16 else 40) / shared)
+
+
+def _muon_terms(case: LayoutCase, stage: PipelineStage, rates: Rates) -> list[_Seconds]:
+    """Return Muon's orthogonalization and the exchange of its matrices, as (name, seconds, formula); [] without Muon.
+
+    An iteration on a matrix of m x n, m the smaller, takes 4 m^2 n + 2 m^3 FLOPs; tensor-parallel ranks do all of it together.
+    """
+    if not case.newton_schulz_steps:
+        return []
+    shape, replicas = case.shape, case.data_parallel_size
+    widths = (*2 * (shape.query_size, case.kv_size), *3 * (shape.ffn_hidden_size,))  # of Q, K, output, V, gate, up, down
+    sides = [(shape.hidden_size, width) for width in widths]
+    flops = sum(4 * min(pair) ** 2 * max(pair) + 2 * min(pair) ** 3 for pair in sides)
+    flops *= case.newton_schulz_steps * stage.layers / replicas
+    terms = [("orthogonalization", flops / rates.gemm, f"{_format_si(flops)}FLOP / {_format_si(rates.gemm)}FLOP/s")]
+    if replicas == 1:
+        return terms
+    link, times = group_link(rates, case.tensor_parallel_size, replicas), 1 + case.layout.use_distributed_optimizer
+    size = case.value_bytes * stage.layers * sum(map(math.prod, sides)) / case.tensor_parallel_size
+    text = f"{'2 x ' * (times - 1)}{_format_si(size)}B, {replicas} ranks at {_format_si(link.bandwidth)}B/s"
+    return [*terms, ("Muon's matrices", times * link.gather(size, replicas), text)]
 
 
 def group_link(rates: Rates, stride: int, ranks: int) -> Link:

@@ -20,6 +20,7 @@ from megaenc.training.config_groups import (
     OutputConfig,
     StartConfig,
 )
+from megaenc.training.lr_schedule import WSD_DECAY_STYLE
 
 
 def has_bf16() -> bool:
@@ -111,6 +112,7 @@ class PretrainConfig:
         """Raise InputError, naming the flag, for values out of range or impossible on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
+        self.optimizer.check()
         self.shape.check(self.layout.tensor_model_parallel_size)
         values = flags.flatten(self)
         for names, is_valid, expected in _LIMITS:
@@ -247,7 +249,7 @@ _COUNTS = (
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
 _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval", "straggler_interval")
-_LAYERS = ("rewind_skip_iters", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
+_LAYERS = ("rewind_skip_iters", "muon_num_ns_steps", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
     (_COUNTS[2:], lambda value: value <= 10**15, f"{10**15:,} at most"),  # their products are int64
@@ -257,9 +259,13 @@ _LIMITS = (
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
     (("exit_duration_in_mins",), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
     (("distributed_timeout_minutes",), lambda value: 0 < value <= 1e5, "a number of minutes above 0, 100000 at most"),
-    (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
+    (
+        ("weight_decay", "clip_grad", "seed", "init_method_std", "min_lr"),
+        lambda value: 0 <= value < math.inf,
+        "a number of 0 or more",
+    ),
     (("loss_spike_sigmas",), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
-    (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
+    (("adam_beta1", "adam_beta2", "muon_momentum"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )
 
 # Alternative flags: one on the command line also overrides the other, and its companions, in the YAML file.
@@ -285,7 +291,8 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with --config and --model of `argv`; if `argv` has one of two alternative flags, both become None.
 
-    InputError for an invalid file or preset. If `argv` has one flag of an alternative (_PAIRS), both become None.
+    InputError for an invalid file or preset. If `argv` has one flag of an alternative (_PAIRS), both become None. Another
+    --lr-decay-style than WSD removes the flags of WSD.
     """
     config, model = flags.find_flag_value(argv, "--config"), flags.find_flag_value(argv, "--model")
     if config:
@@ -295,6 +302,9 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
     for pair in _PAIRS:
         if sum(flags.find_flag_value(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
             default = flags.replace_fields(default, {name: None for names in pair for name in names}, source=prog)
+    if flags.find_flag_value(argv, "--lr-decay-style") not in (None, "WSD"):  # without the file's flags of WSD
+        wsd = {"lr_wsd_decay_iters": None, "lr_wsd_decay_fraction": None, "lr_wsd_decay_style": WSD_DECAY_STYLE}
+        default = flags.replace_fields(default, wsd, source=prog)
     return default
 
 

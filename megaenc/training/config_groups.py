@@ -30,18 +30,28 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Flags of AdamW (decay rates, epsilon, gradient clipping) and learning rate (peak, warm-up, linear decay to zero)."""
+    """Flags of optimizer, learning rate (peak, warm-up, decay), weight decay and gradient clipping."""
 
+    optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
+    """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with --clip-grad 0 (as in ModernBERT);
+    muon: Muon for the matrices of the layers, AdamW for all other weights"""
     lr: float = 2e-3
     """peak learning rate"""
     lr_warmup_iters: int | None = None
     """steps of linear warm-up; alternative: --lr-warmup-fraction"""
     lr_warmup_fraction: float | None = None
     """linear warm-up as a fraction of the run; 0.05 if neither flag is given"""
+    lr_decay_style: Literal["WSD", "linear", "cosine", "constant"] = "WSD"
+    """learning rate after the warm-up. WSD: constant, then a decay at the end of the run; linear, cosine: decay from the warm-up
+    on; constant: no decay"""
     lr_wsd_decay_iters: int | None = None
-    """steps of linear decay to zero at the end of the run; alternative: --lr-wsd-decay-fraction"""
+    """steps of WSD's decay to --min-lr at the end of the run; alternative: --lr-wsd-decay-fraction"""
     lr_wsd_decay_fraction: float | None = None
-    """linear decay as a fraction of the run; 0.05 if neither flag is given"""
+    """WSD's decay as a fraction of the run; 0.05 if neither flag is given"""
+    lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt", "exponential"] = "linear"
+    """shape of WSD's decay; minus_sqrt: 1 - sqrt(elapsed share)"""
+    min_lr: float = 0.0
+    """learning rate at which a decay would end in the step after the run's last"""
     weight_decay: float = 0.1
     """decoupled weight decay, on all parameters"""
     adam_beta1: float = 0.9
@@ -52,6 +62,18 @@ class OptimizerConfig:
     """term added to the denominator of Adam for numerical stability"""
     clip_grad: float = 1.0
     """gradient norm above which the gradient is scaled down; 0 never clips"""
+    muon_momentum: float = 0.95
+    """decay rate of Muon's momentum"""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations of Muon's orthogonalization"""
+
+    def check(self) -> None:
+        """Raise InputError for flags of Muon with another optimizer."""
+        for name in ("muon_momentum", "muon_num_ns_steps") if self.optimizer != "muon" else ():
+            if (value := getattr(self, name)) != getattr(OptimizerConfig, name):
+                raise InputError(
+                    f"--{name.replace('_', '-')}: found {value} with --optimizer {self.optimizer}, expected --optimizer muon"
+                )
 
 
 @dataclass(frozen=True)

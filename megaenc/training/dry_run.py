@@ -41,14 +41,13 @@ def print_dry_run(plan: Plan) -> None:
             console.print(f"{corpus.prefix}: no EOS token ends its documents; {remedy}", soft_wrap=True)
     console.print(_phase_table(plan))
     console.print(_objective_table(plan))
-    rate, validation = plan.learning_rate, "none"
+    validation = "none"
     if plan.validation:
         objectives = ", ".join(validation_objectives(plan.schedule, plan.vocabulary))
         validation = f"every {settings.eval_every:,} steps under {objectives}"
-    console.print(
-        f"learning rate: to {rate.peak:g} over {rate.warmup:,} steps, constant, to 0 over the last {rate.decay:,} steps\n"
-        f"validation: {validation}"
-    )
+    optimizer = settings.optimizer.optimizer
+    rate = f"{plan.learning_rate.describe()}{'' if optimizer == 'adamw' else f'; optimizer {optimizer}'}"
+    console.print(f"learning rate: {rate}\nvalidation: {validation}")
 
 
 def _corpus_table(plan: Plan) -> Table:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
@@ -25,6 +24,7 @@ from megaenc.objectives import Objective
 from megaenc.training.attention_select import select_plan_attention
 from megaenc.training.distributed.collectives import all_gather_call
 from megaenc.training.micro_batches import DataParallelSampler, MicroBatch, MicroBatchSpec, Prefetcher
+from megaenc.training.optimizers import build_optimizer
 from megaenc.training.plan import Plan
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimers
 
@@ -115,24 +115,7 @@ class Engine:
             self.config.grad_sync_func = self._chunk_methods("start_grad_sync")
         if self.layout.overlap_param_gather and len(self.chunks) > 1:
             self.config.param_sync_func = self._chunk_methods("start_param_sync")
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.optimizer.lr,
-                weight_decay=settings.optimizer.weight_decay,
-                adam_beta1=settings.optimizer.adam_beta1,
-                adam_beta2=settings.optimizer.adam_beta2,
-                adam_eps=settings.optimizer.adam_eps,
-                clip_grad=settings.optimizer.clip_grad or float("inf"),  # inf: the norm is computed without clipping
-                use_distributed_optimizer=self.layout.use_distributed_optimizer,
-                overlap_param_gather=self.layout.overlap_param_gather,
-                bf16=settings.bf16,
-                params_dtype=plan.dtype,
-                timers=self.timers,
-            ),
-            self.chunks,
-            config_overrides={},  # weight decay applies to all parameters, as in the study
-        )
+        self.optimizer = build_optimizer(settings, plan.dtype, self.chunks, self.timers)
 
     def _chunk_methods(self, method: str):
         """Return the bound `method` of the model chunk, or a list of one per chunk, as megatron-core's schedules expect."""

@@ -1,23 +1,44 @@
 """The learning-rate schedule as a pure function of the step, without state to save."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 from megaenc.errors import InputError
+
+if TYPE_CHECKING:
+    from megaenc.training.config_groups import OptimizerConfig
+
+
+WSD_DECAY_STYLE = "linear"
+"""Default of --lr-wsd-decay-style."""
+
+DECAY_COEFFICIENTS: dict[str, Callable[[float], float]] = {
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
+    "exponential": lambda ratio: 2.0 * math.pow(0.5, ratio) - 1.0,
+}
+"""Remaining share of the peak above --min-lr, by style, of the elapsed share of the decay; as in megatron-core."""
 
 
 @dataclass(frozen=True)
 class WSDSchedule:
-    """Callable learning rate of a step: `warmup` steps up to `peak`, constant, linear fall over last `decay` of `total`.
+    """Callable learning rate of a step: `warmup` steps up to `peak`, constant, fall to `min_lr` over last `decay` of `total`.
 
-    For steps n = 1..total: peak * n / warmup for n <= warmup, then peak, then peak * (total - n + 1) / decay over the last
-    `decay` steps: the rate of no step is zero.
+    For steps n = 1..total: peak * n / warmup for n <= warmup, then peak, then min_lr + (peak - min_lr) * f(r) over the last
+    `decay` steps, where r = (n - 1 - (total - decay)) / decay, and f(r) by `style`: linear 1 - r, cosine (1 + cos(pi r)) / 2,
+    minus_sqrt 1 - sqrt(r), exponential 2 * 0.5^r - 1. The first of them still has the peak, and the rate of no step is zero.
+    megatron-core has the same rates of decay, and its warm-up is one step later, so that the rate of its first step is zero.
     """
 
     peak: float
     warmup: int
     decay: int
     total: int
+    style: str = WSD_DECAY_STYLE
+    min_lr: float = 0.0
 
     def __post_init__(self) -> None:
         if self.warmup + self.decay > self.total:
@@ -30,9 +51,60 @@ class WSDSchedule:
         """Return the learning rate of `step` (1, 2, ...)."""
         if step <= self.warmup:
             return self.peak * step / self.warmup
-        if step > self.total - self.decay:
-            return self.peak * (self.total - step + 1) / self.decay
-        return self.peak
+        if step <= self.total - self.decay:
+            return self.peak
+        if self.style == "linear" and not self.min_lr:
+            return self.peak * (self.total - step + 1) / self.decay  # rounds once less
+        elapsed = (step - 1 - (self.total - self.decay)) / self.decay
+        return self.min_lr + (self.peak - self.min_lr) * DECAY_COEFFICIENTS[self.style](elapsed)
+
+    @classmethod
+    def from_config(cls, optimizer: "OptimizerConfig", total: int) -> Self:
+        """Return the schedule of the flags `optimizer` in a run of `total` steps; InputError if they do not fit together.
+
+        The decay styles linear and cosine are a decay of all steps after the warm-up; constant is none.
+        """
+        style, decay_style = optimizer.lr_decay_style, optimizer.lr_wsd_decay_style
+        decay_flags = {name: getattr(optimizer, name) for name in ("lr_wsd_decay_iters", "lr_wsd_decay_fraction")}
+        decay_flags["lr_wsd_decay_style"] = None if decay_style == WSD_DECAY_STYLE else decay_style
+        decay_flags |= {"min_lr": optimizer.min_lr or None} if style == "constant" else {}
+        for name, value in decay_flags.items() if style != "WSD" else ():
+            if value is not None:
+                flag, expected = f"--{name.replace('_', '-')}", "another style" if name == "min_lr" else "WSD"
+                raise InputError(f"{flag}: found {value} with --lr-decay-style {style}, expected {expected}, or no {flag}")
+        if optimizer.min_lr > optimizer.lr:
+            raise InputError(f"--min-lr: found {optimizer.min_lr:g}, expected at most --lr {optimizer.lr:g}")
+        warmup = resolve_steps("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total)
+        if style == "WSD":
+            decay = resolve_steps("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total)
+        else:
+            decay, decay_style = (0, WSD_DECAY_STYLE) if style == "constant" else (max(total - warmup, 0), style)
+        return cls(optimizer.lr, warmup, decay, total, decay_style, optimizer.min_lr)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the entries of a run's identity; style and minimum only if they differ from the defaults."""
+        values: dict[str, Any] = {"lr_wsd_decay_style": self.style} if self.style != WSD_DECAY_STYLE else {}
+        values |= {"min_lr": self.min_lr} if self.min_lr else {}
+        return values | {"lr_warmup_iters": self.warmup, "lr_wsd_decay_iters": self.decay}
+
+    @classmethod
+    def from_identity(cls, identity: Mapping[str, Any]) -> Self:
+        """Return the schedule of a run by its `identity`; ValueError if that holds none."""
+        values = [identity.get(name) for name in ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
+        style, min_lr = identity.get("lr_wsd_decay_style", WSD_DECAY_STYLE), identity.get("min_lr", 0.0)
+        if any(type(value) not in (int, float) for value in (values[0], min_lr)) or any(type(v) is not int for v in values[1:]):
+            raise ValueError("no learning rate")
+        if style not in DECAY_COEFFICIENTS:
+            raise ValueError(f"unknown decay style {style}")
+        return cls(*values, style, min_lr)
+
+    def describe(self) -> str:
+        """Return text such as `to 0.002 over 10 steps, constant, to 0 over the last 10 steps (linear)`."""
+        text = f"to {self.peak:g} over {self.warmup:,} steps"
+        text += ", constant" if self.warmup + self.decay < self.total else ""
+        style = "" if self.style == WSD_DECAY_STYLE else f" ({self.style})"
+        return text + (f", to {self.min_lr:g} over the last {self.decay:,} steps{style}" if self.decay else "")
 
 
 def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:

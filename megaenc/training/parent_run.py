@@ -18,7 +18,7 @@ from megaenc.training.skip_ranges import SkippedPacks
 
 # A branch may change these; schedules are compared separately, step by step up to its first step.
 _FREE_IN_BRANCH = {"train_iters", "objective_schedule", "objective_packages", "lr", "lr_warmup_iters", "lr_wsd_decay_iters"}
-_FREE_IN_BRANCH |= {"eval_iters", "start", "skip_samples"}
+_FREE_IN_BRANCH |= {"lr_wsd_decay_style", "min_lr", "eval_iters", "start", "skip_samples"}
 # Fields that the weights depend on, and fields that the numbering of samples depends on.
 WEIGHT_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
 WEIGHT_FIELDS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
@@ -179,10 +179,11 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
 
 def _check_learning_rate(schedule: WSDSchedule, parent: ParentRun, at: int) -> None:
     """Raise InputError if the learning rates of `schedule` and `parent` differ in a step up to `at`."""
-    values = [parent.identity.get(name) for name in ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
-    if type(values[0]) not in (int, float) or not all(type(value) is int for value in values[1:]):
-        raise InputError(f"{parent.path / RUN_FILE}: found no learning rate in `identity`; expected a file written by a run")
-    parents = WSDSchedule(*values)
+    try:
+        parents = WSDSchedule.from_identity(parent.identity)
+    except ValueError as error:
+        reason = f"found {error} in `identity`; expected a file written by a run"
+        raise InputError(f"{parent.path / RUN_FILE}: {reason}") from None
     step = next((step for step in range(1, at + 1) if schedule(step) != parents(step)), None)
     if step is None:
         return

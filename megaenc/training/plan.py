@@ -97,6 +97,10 @@ class Plan:
         settings = self.settings
         free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
         free |= {"objective_schedule", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
+        free |= {"lr_decay_style", "lr_wsd_decay_style", "min_lr"}
+        optimizer = settings.optimizer.optimizer  # absent if it is the default, as in runs of earlier versions
+        free |= {"optimizer"} if optimizer == "adamw" else set()
+        free |= {"muon_momentum", "muon_num_ns_steps"} if optimizer != "muon" else set()
         for group in (settings.layout, settings.output, settings.kernels, settings.start, settings.health, settings.monitoring):
             free |= set(flags.flatten(group))
         free -= {"eval_iters", "fp8_format"}  # FP8 rounds too coarsely to be exchangeable
@@ -109,8 +113,7 @@ class Plan:
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
             "objective_packages": self.schedule.packages(),
-            "lr_warmup_iters": self.learning_rate.warmup,
-            "lr_wsd_decay_iters": self.learning_rate.decay,
+            **self.learning_rate.identity,
             "data": self.data.fingerprint,
             "tokenizer": self.vocabulary.fingerprint,
             "vocab_size": None

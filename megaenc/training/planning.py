@@ -11,7 +11,7 @@ from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
-from megaenc.training.lr_schedule import WSDSchedule, resolve_steps
+from megaenc.training.lr_schedule import WSDSchedule
 from megaenc.training.parent_run import record_run_init, resolve_run_init
 from megaenc.training.plan import Plan, validation_objectives
 from megaenc.training.skip_policy import resolve_skip_ranges
@@ -20,13 +20,8 @@ from megaenc.training.skip_policy import resolve_skip_ranges
 def build_plan(settings: PretrainConfig) -> Plan:
     """Return the Plan of checked `settings`; without --data-path it uses demo/, built if missing. Raises InputError."""
     settings.check(get_world_size())
-    total, optimizer, data = settings.total_iters, settings.optimizer, settings.data
-    learning_rate = WSDSchedule(
-        optimizer.lr,
-        resolve_steps("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total),
-        resolve_steps("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total),
-        total,
-    )
+    total, data = settings.total_iters, settings.data
+    learning_rate = WSDSchedule.from_config(settings.optimizer, total)
     data_path, tokenizer_name = data.data_path, data.tokenizer
     if not data_path:
         if settings.output.dry_run and not Path("demo/corpus_text_document.idx").exists():

@@ -33,6 +33,21 @@ def test_products_by_hand():
     assert results.pipeline_bubble == 0 and results.sent == ()
 
 
+def test_muon_by_hand():
+    """A layer's matrices: 2 of 32 x 32, 2 of 32 x 16, 3 of 32 x 80; 5 iterations of 4 m^2 n + 2 m^3 operations each."""
+    flops = 5 * 2 * (2 * 6 * 32**3 + 2 * (4 * 16**2 * 32 + 2 * 16**3) + 3 * (4 * 32**2 * 80 + 2 * 32**3))
+    one, two = (
+        compute_step_time(dataclasses.replace(case(gpus=gpus, **layout), newton_schulz_steps=5), WORK, rates())
+        for gpus, layout in ((1, {}), (2, {"use_distributed_optimizer": True}))
+    )
+    assert seconds(one)["orthogonalization"] == pytest.approx(flops / 5e11)
+    assert seconds(two)["orthogonalization"] == pytest.approx(flops / 2 / 5e11)
+    assert seconds(two)["Muon's matrices"] == pytest.approx(2 * (2 * 2 * 10_752) / 2 / 1e10)
+    plain = compute_step_time(case(), WORK, rates())
+    assert "orthogonalization" not in seconds(plain)
+    assert one.seconds - plain.seconds == pytest.approx(flops / 5e11)
+
+
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 8), (4, 8), (8, 16)])
 def test_even_stages_idle_for_p_minus_1_of_m_plus_p_minus_1(stages, count):
     laid = case(EIGHT, gpus=stages, batch=count, pipeline_model_parallel_size=stages)

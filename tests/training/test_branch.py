@@ -1,6 +1,7 @@
 """A branch off a kept checkpoint is the run that would have been made from the beginning."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -55,6 +56,14 @@ def test_the_decay_alone_makes_a_shorter_run(small_corpus, parent, tmp_path):
     main(branch_flags(small_corpus, parent, DECAY_ALONE, tmp_path / "run"))
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole", after=15)
     runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 20)
+
+
+def test_a_branch_decays_in_its_own_style_to_its_own_minimum(small_corpus, parent, tmp_path):
+    style = ["--lr-wsd-decay-style", "minus_sqrt", "--min-lr", "1e-3"]
+    main(branch_flags(small_corpus, parent, DECAY_ALONE, tmp_path / "run", *style))
+    shares = [1 - math.sqrt(elapsed / 5) for elapsed in range(5)]
+    actual = [row["learning_rate"] for row in runs.metrics(tmp_path / "run")]
+    assert actual == pytest.approx([1e-3 + 2e-3 * share for share in shares])
 
 
 def without(row, *names):

@@ -1,9 +1,13 @@
 """The learning rate, by hand."""
 
+import math
+
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.training.lr_schedule import WSDSchedule, resolve_steps
+from megaenc.training.config import parse_config
+from megaenc.training.config_groups import OptimizerConfig
+from megaenc.training.lr_schedule import DECAY_COEFFICIENTS, WSDSchedule, resolve_steps
 
 
 def test_warm_up_plateau_and_decay_by_hand():
@@ -29,3 +33,99 @@ def test_steps_or_a_fraction_of_the_run():
         resolve_steps("lr-warmup", 7, 0.1, 100)
     with pytest.raises(InputError, match=r"--lr-warmup-fraction: found 1\.5, expected 0 to 1"):
         resolve_steps("lr-warmup", None, 1.5, 100)
+
+
+# Of a decay over 4 steps, the remaining shares at its steps 1 to 4, where 0, 1/4, 1/2 and 3/4 have elapsed.
+SHARES = {
+    "linear": [1, 0.75, 0.5, 0.25],
+    "cosine": [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2],
+    "minus_sqrt": [1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(3) / 2],
+    "exponential": [1, 2 / 2**0.25 - 1, 2 / 2**0.5 - 1, 2 / 2**0.75 - 1],
+}
+
+
+def schedule(total: int, **flags) -> WSDSchedule:
+    """The schedule of these flags."""
+    return WSDSchedule.from_config(OptimizerConfig(**flags), total)
+
+
+@pytest.mark.parametrize("style", SHARES)
+@pytest.mark.parametrize("min_lr", [0.0, 0.2])
+def test_styles_of_a_wsd_decay_by_hand(style, min_lr):
+    rate = schedule(8, lr=1.2, lr_warmup_iters=2, lr_wsd_decay_iters=4, lr_wsd_decay_style=style, min_lr=min_lr)
+    expected = [0.6, 1.2, 1.2, 1.2, *(min_lr + (1.2 - min_lr) * share for share in SHARES[style])]
+    assert [rate(step) for step in range(1, 9)] == pytest.approx(expected, rel=1e-12)
+    assert rate(8) > min_lr  # the rate of no step is the minimum
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_decay_from_the_warm_up_on(style):
+    rate = schedule(6, lr=1.0, lr_warmup_iters=2, lr_decay_style=style, min_lr=0.1)
+    assert [rate(step) for step in range(1, 7)] == pytest.approx([0.5, 1, *(0.1 + 0.9 * share for share in SHARES[style])])
+
+
+def test_constant_rate():
+    rate = schedule(6, lr=1.0, lr_warmup_iters=2, lr_decay_style="constant")
+    assert [rate(step) for step in range(1, 7)] == [0.5, 1, 1, 1, 1, 1]
+    assert rate.describe() == "to 1 over 2 steps, constant"
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("flags", [*({"lr_wsd_decay_style": style} for style in SHARES), {"lr_decay_style": "cosine"}])
+def test_after_the_warm_up_rates_are_megatron_cores(flags):
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    config = OptimizerConfig(lr=0.3, min_lr=0.01, lr_warmup_iters=5, **flags)
+    ours = WSDSchedule.from_config(config, 40)
+    steps = ours.decay if config.lr_decay_style == "WSD" else None
+    weight_decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
+
+    class Optimizer:
+        param_groups = ()
+
+    theirs = OptimizerParamScheduler(
+        Optimizer(),
+        *(0.0, config.lr, config.min_lr, 5, 40, config.lr_decay_style),
+        **weight_decay,
+        wsd_decay_steps=steps,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )
+    for step in range(6, 41):
+        theirs.num_steps = step - 1
+        assert ours(step) == pytest.approx(theirs.get_lr({}), rel=1e-12), step
+
+
+def test_default_rates_and_identity_are_those_of_earlier_versions():
+    rate = schedule(100)
+    assert [rate(step) for step in (1, 5, 96, 97, 100)] == [2e-3 / 5, 2e-3, 2e-3 * 5 / 5, 2e-3 * 4 / 5, 2e-3 * 1 / 5]
+    assert rate.identity == {"lr_warmup_iters": 5, "lr_wsd_decay_iters": 5}
+
+
+@pytest.mark.parametrize("style", DECAY_COEFFICIENTS)
+def test_identity_holds_the_schedule(style):
+    rate = schedule(100, lr_wsd_decay_style=style, min_lr=1e-4)
+    assert WSDSchedule.from_identity({"lr": 2e-3, "train_iters": 100, **rate.identity}) == rate
+    with pytest.raises(ValueError, match="no learning rate"):
+        WSDSchedule.from_identity({"lr": 2e-3, "train_iters": "100", **rate.identity})
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"lr_decay_style": "cosine", "lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters: found 3 with --lr-decay-style cosine"),
+        ({"lr_decay_style": "linear", "lr_wsd_decay_style": "cosine"}, "--lr-wsd-decay-style: found cosine with --lr-decay-sty"),
+        ({"lr_decay_style": "constant", "min_lr": 1e-4}, "--min-lr: found 0.0001 with --lr-decay-style constant, expected ano"),
+        ({"min_lr": 1.0}, "--min-lr: found 1, expected at most --lr 0.002"),
+    ],
+)
+def test_flags_without_effect_are_refused(flags, complaint):
+    with pytest.raises(InputError, match=complaint):
+        schedule(100, **flags)
+
+
+def test_another_style_on_the_command_line_overrides_the_files_decay(tmp_path):
+    (tmp_path / "run.yaml").write_text("lr_wsd_decay_iters: 7\nlr_wsd_decay_style: cosine\n")
+    config = ["--config", str(tmp_path / "run.yaml")]
+    assert WSDSchedule.from_config(parse_config(config, "pretrain").optimizer, 100).decay == 7
+    rate = WSDSchedule.from_config(parse_config([*config, "--lr-decay-style", "linear"], "pretrain").optimizer, 100)
+    assert (rate.warmup, rate.decay, rate.style) == (5, 95, "linear")

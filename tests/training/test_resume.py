@@ -84,6 +84,9 @@ def test_rows_beyond_the_checkpoint_are_cut(small_corpus, stopped_run, tmp_path)
         (["--global-batch-size", "16"], "global_batch_size is 8 there, 16 here"),
         (["--hidden-size", "32"], "hidden_size is 64 there, 32 here"),
         (["--lr", "1e-3"], "lr is 0.003 there, 0.001 here"),
+        (["--lr-wsd-decay-style", "cosine"], "lr_wsd_decay_style is not given there, cosine here"),
+        (["--optimizer", "muon"], "optimizer is not given there, muon here"),
+        (["--min-lr", "1e-4"], "min_lr is not given there, 0.0001 here"),
         (["--eval-iters", "2"], "eval_iters is 1 there, 2 here"),
     ],
 )

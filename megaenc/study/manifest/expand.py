@@ -15,7 +15,13 @@ from megaenc.estimate.layout_case import PhaseWork, build_phases
 from megaenc.estimate.length_model import LengthModel
 from megaenc.finetune.config import format_learning_rate
 from megaenc.study.manifest.model_key import ModelKey, format_model_name
-from megaenc.study.manifest.pretrain_args import build_run_config, check_run_config, prefix_errors, warmup_and_decay_steps
+from megaenc.study.manifest.pretrain_args import (
+    STEP_FLAGS,
+    build_run_config,
+    check_run_config,
+    prefix_errors,
+    warmup_and_decay_steps,
+)
 from megaenc.training.config import PretrainConfig
 
 _LIMITS = {"models": 1_000, "checkpoints": 10_000, "phases": 200_000}  # of all models together; all are kept in memory
@@ -267,7 +273,7 @@ def _expand_entry(
             yield PlannedModel(
                 name=name,
                 key=key,
-                flags={flag: value for flag, value in flags.items() if not flag.startswith(("lr_warmup", "lr_wsd_decay"))},
+                flags={flag: value for flag, value in flags.items() if flag not in STEP_FLAGS},
                 config=run,
                 schedule=text,
                 phases=model_phases,

@@ -12,7 +12,7 @@ from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError
 from megaenc.training.config import PretrainConfig, apply_preset
 from megaenc.training.config_groups import OptimizerConfig
-from megaenc.training.lr_schedule import resolve_steps
+from megaenc.training.lr_schedule import WSDSchedule, resolve_steps
 
 RESERVED_FLAGS = {
     *("config", "objective_schedule", "train_iters", "train_tokens", "seed", "rampup_batch_size"),
@@ -20,6 +20,9 @@ RESERVED_FLAGS = {
     *("save", "save_steps", "keep_last", "keep_every", "exit_interval", "exit_duration_in_mins", "dry_run"),
 }
 """Flags that the study sets itself, from the models and the study directory."""
+
+STEP_FLAGS = {"lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
+"""Flags that the study replaces by the steps of each model's warm-up and decay."""
 
 
 def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
@@ -66,7 +69,13 @@ def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[s
 
 
 def warmup_and_decay_steps(optimizer: OptimizerConfig, total: int) -> tuple[int, int]:
-    """Return (warm-up, decay) steps of a run of `total` steps. InputError if the two exceed it, or decay is below 1."""
+    """Return (warm-up, decay) steps of a run of `total` steps. InputError if the two exceed it, or decay is below 1.
+
+    InputError also for a decay style other than WSD, because models share the steps before their decay.
+    """
+    if optimizer.lr_decay_style != "WSD":
+        remedy = "give lr_wsd_decay_style and a longer lr_wsd_decay_fraction instead"
+        raise InputError(f"field `lr_decay_style`: found {optimizer.lr_decay_style}, expected WSD: {remedy}")
     warmup = resolve_steps("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total)
     decay = resolve_steps("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total)
     if decay < 1:
@@ -74,6 +83,7 @@ def warmup_and_decay_steps(optimizer: OptimizerConfig, total: int) -> tuple[int,
     if warmup + decay > total:
         steps = f"a decay of {decay} steps" if decay > total else f"a warm-up of {warmup} and a decay of {decay} steps"
         raise InputError(f"{steps} in a run of {total}, expected to fit (lr_warmup_iters, lr_wsd_decay_iters)")
+    WSDSchedule.from_config(optimizer, total)  # checks the other flags
     return warmup, decay
 
 

@@ -10,6 +10,7 @@ from megaenc.errors import InputError
 from megaenc.estimate.layout_case import PhaseWork
 from megaenc.study.plan.dag import StageGraph
 from megaenc.study.run.pretrain_stage import PretrainStage
+from megaenc.training.lr_schedule import DECAY_COEFFICIENTS
 from megaenc.viz.style import GREY, LEGEND, assign_styles, format_count_ticks, without_math_text
 
 _MAX_PHASES, _MAX_BARS = 3, 5_000  # bars take 3 milliseconds each
@@ -165,11 +166,14 @@ def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
     """Return (x, half height) of a bar over the steps first..last of a run; the height follows the learning rate."""
     import numpy as np
 
-    model = row.run.model
-    corners = {first, last, *(step for step in (model.warmup, model.last_undecayed_step) if first < step < last)}
+    model, optimizer = row.run.model, row.run.model.config.optimizer
+    curve = np.linspace(model.last_undecayed_step, model.steps, 2 if optimizer.lr_wsd_decay_style == "linear" else 12)
+    corners = {first, last, *(step for step in (model.warmup, *curve) if first < step < last)}
     x = np.array(sorted(corners), dtype=np.float64)
     rising = np.minimum(1.0, x / model.warmup) if model.warmup else np.ones_like(x)
-    falling = np.minimum(1.0, (model.steps - x) / model.decay)
+    elapsed = 1.0 - np.minimum(1.0, (model.steps - x) / model.decay)
+    lowest = optimizer.min_lr / optimizer.lr
+    falling = lowest + (1 - lowest) * np.vectorize(DECAY_COEFFICIENTS[optimizer.lr_wsd_decay_style])(elapsed)
     return x + row.offset, 0.36 * np.maximum(0.12, np.minimum(rising, falling))
 
 

@@ -138,6 +138,10 @@ WRONG = {
     "type of a flag": ({"pretrain": {"lr": "fast"}}, "pretrain: field `lr`: found 'fast', expected a float"),
     "no entry": (manifests.models("toy"), "entry 1: found 'toy', expected keys"),
     "duplicate": (manifests.models(TOY, TOY | {"mask": [0.2, 0.4]}), "entry 2: model toy-mlm40-400 exists already"),
+    "no plateau": (
+        manifests.models(TOY | {"pretrain": {"lr_decay_style": "cosine"}}),
+        "entry 1: field `lr_decay_style`: found cosine, expected WSD",
+    ),
     "decay too long": (manifests.models(TOY | {"steps": 15}), "entry 1: a decay of 20 steps in a run of 15"),
     "no room for both": (
         manifests.models(TOY | {"steps": 25}),

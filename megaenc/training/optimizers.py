@@ -1,0 +1,251 @@
+"""Optimizers of a run under megatron-core: AdamW, StableAdamW and Muon, whose weights may be split over ranks."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.timers import Timers
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megaenc.backend.optimizer_patches import GroupStepAdamW, replace_adam
+from megaenc.training.config import PretrainConfig
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic of Jordan et al. 2024: maps singular values of (0, 1] to about 0.7 to 1.2
+_MUON_RMS = 0.2  # root mean square of an update, as that of AdamW (Liu et al. 2025)
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """Part of a weight that this rank updates: a range of its tensor-parallel shard, or all of that."""
+
+    shape: torch.Size
+    """Shape of the tensor-parallel shard."""
+    param: torch.Tensor | None
+    """Float32 parameter of the optimizer, flat if it is a range; None if this rank updates no element."""
+    start: int = 0
+    """First element of the range."""
+    split_dim: int = -1
+    """Dimension that is divided over the tensor-parallel ranks; -1: each of them holds the whole weight."""
+    parts: tuple[int, ...] = ()
+    """Rows, in each of equal blocks of rows, of the matrices that Muon orthogonalizes separately; (): left to AdamW."""
+
+
+class _ShardAwareOptimizer(GroupStepAdamW):
+    """Base of optimizers whose update of an element depends on the whole weight, shards of which other ranks may hold.
+
+    `shards` lists the weights of the pipeline stage in the same order on all its ranks. The process groups are those over which
+    ranges and tensor-parallel shards are divided; None for a group of one rank.
+    """
+
+    shards: Sequence[WeightShard] = ()
+    range_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+    device = torch.device("cpu")
+
+    def _split_group(self, shard: WeightShard) -> dist.ProcessGroup | None:
+        """Return the process group over which the rows or columns of a weight are divided; None if they are not."""
+        return self.tensor_group if shard.split_dim >= 0 else None
+
+
+class StableAdamW(_ShardAwareOptimizer):
+    """AdamW with Adafactor's update clipping (Wortsman et al. 2023, arXiv 2304.13013, algorithm 2). State as that of AdamW.
+
+    The learning rate is divided, for each weight, by the root mean square of gradient / sqrt(second moment) if that is above 1.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Update all parameters by one StableAdamW step; `closure` is ignored. All ranks call this together."""
+        [group] = self.param_groups
+        self.begin_step(group)
+        rates = (group["lr"] / self._root_mean_squares(group).clamp(min=1.0)).unbind()
+        for shard, rate in zip(self.shards, rates, strict=True):
+            if shard.param is not None:
+                self.update_adamw([shard.param], group, rate)
+
+    def _root_mean_squares(self, group: dict) -> torch.Tensor:
+        """Return float32 [weights], by weight the root mean square of gradient / sqrt(second moment), equal on all ranks."""
+        beta2, eps = group["betas"][1], group["eps"]
+        is_first = self.tensor_group is None or self.tensor_group.rank() == 0
+        sums = []
+        for shard in self.shards:
+            if shard.param is None or not (is_first or self._split_group(shard)):
+                sums.append(torch.zeros((), device=self.device))
+                continue
+            squared = shard.param.grad.square()
+            second = torch.lerp(self.state[shard.param]["exp_avg_sq"], squared, 1 - beta2).div_(1 - beta2 ** group["step"])
+            sums.append(squared.div_(second.clamp_(min=eps * eps)).sum())
+        total = torch.stack(sums)
+        for process_group in (self.range_group, self.tensor_group):
+            if process_group is not None:
+                dist.all_reduce(total, group=process_group)
+        return (total / self._element_counts).sqrt()
+
+    @functools.cached_property
+    def _element_counts(self) -> torch.Tensor:
+        """Return float32 [weights], the number of elements of each whole weight, kept on the device."""
+        groups = [self._split_group(shard) for shard in self.shards]
+        counts = [s.shape.numel() * (group.size() if group else 1) for s, group in zip(self.shards, groups, strict=True)]
+        return torch.tensor(counts, dtype=torch.float32, device=self.device)
+
+
+class Muon(_ShardAwareOptimizer):
+    """Muon for the matrices of the layers, and AdamW for embedding, output layer, norms and biases.
+
+    Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), with the weight decay and the size of updates of Liu et al.
+    2025 (arXiv 2502.16982): W -= lr * (0.2 sqrt(max(rows, columns)) * orthogonalize(Nesterov momentum) + weight_decay * W), so
+    that learning rate and weight decay of AdamW apply. Projections of query, key, value, gate and up are matrices of their own.
+    Each data-parallel rank orthogonalizes some of the matrices. `exp_avg` is the momentum; `exp_avg_sq`, which stays zero, is
+    only kept because megatron-core's checkpoints hold both for all weights.
+    """
+
+    momentum: float = 0.95
+    newton_schulz_steps: int = 5
+    dtype: torch.dtype = torch.float32
+    """Data type of the orthogonalization."""
+    replica_group: dist.ProcessGroup | None = None
+    """Data-parallel ranks, which share the work; None for one."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Update all parameters by one step; `closure` is ignored. All ranks call this together."""
+        [group] = self.param_groups
+        self.begin_step(group)
+        self.update_adamw([s.param for s in self.shards if s.param is not None and not s.parts], group, group["lr"])
+        # By size, so that the ranks have about equal work in each round.
+        matrices = sorted((s for s in self.shards if s.parts), key=lambda shard: -shard.shape.numel())
+        replicas, rank = (self.replica_group.size(), self.replica_group.rank()) if self.replica_group else (1, 0)
+        for first in range(0, len(matrices), replicas):
+            batch = matrices[first : first + replicas]
+            updates = [self._collect_momentum(shard, owner) for owner, shard in enumerate(batch)]
+            if rank < len(batch):
+                updates[rank] = self._orthogonalize(batch[rank], updates[rank])
+            for owner, shard in enumerate(batch):
+                update = updates[owner]
+                if replicas > 1:
+                    update = torch.empty(shard.shape, dtype=self.dtype, device=self.device) if update is None else update
+                    dist.broadcast(update, dist.get_global_rank(self.replica_group, owner), self.replica_group)
+                if shard.param is not None:
+                    part = update.view(-1)[shard.start : shard.start + shard.param.numel()].view_as(shard.param)
+                    shard.param.mul_(1 - group["lr"] * group["weight_decay"]).add_(part, alpha=-group["lr"])
+
+    def _collect_momentum(self, shard: WeightShard, owner: int) -> torch.Tensor | None:
+        """Update the momentum of `shard`; return the Nesterov momentum [shard.shape] on the data-parallel rank `owner`."""
+        if shard.param is not None:
+            momentum, grad = self.state[shard.param]["exp_avg"], shard.param.grad
+            momentum.lerp_(grad, 1 - self.momentum)
+            nesterov = grad.lerp(momentum, self.momentum).to(self.dtype)
+        is_owner = self.replica_group is None or self.replica_group.rank() == owner
+        if self.range_group is None:
+            return nesterov if is_owner else None
+        whole = torch.zeros(shard.shape.numel(), dtype=self.dtype, device=self.device)
+        if shard.param is not None:
+            whole[shard.start : shard.start + shard.param.numel()] = nesterov.view(-1)
+        dist.reduce(whole, dist.get_global_rank(self.range_group, owner), group=self.range_group)  # sums with zeros are exact
+        return whole.view(shard.shape) if is_owner else None
+
+    def _orthogonalize(self, shard: WeightShard, update: torch.Tensor) -> torch.Tensor:
+        """Return `update` [shard.shape] with its matrices, as parts of those of all tensor-parallel ranks, orthogonalized.
+
+        They are scaled to the root mean square of AdamW's updates.
+        """
+        split_group, columns = self._split_group(shard), shard.shape[1]
+        blocks = update.view(-1, sum(shard.parts), columns)
+        results = []
+        for part in blocks.split(shard.parts, dim=1):
+            matrix = part.reshape(-1, columns)
+            if split_group:
+                pieces = [torch.empty_like(matrix) for _ in range(split_group.size())]
+                dist.all_gather(pieces, matrix, group=split_group)
+                whole = orthogonalize(torch.cat(pieces, shard.split_dim), self.newton_schulz_steps)
+                matrix = whole.chunk(split_group.size(), shard.split_dim)[split_group.rank()]
+            else:
+                matrix = whole = orthogonalize(matrix, self.newton_schulz_steps)
+            results.append((matrix * (_MUON_RMS * max(whole.shape) ** 0.5)).reshape(part.shape))
+        return torch.cat(results, dim=1).reshape(shard.shape).contiguous()
+
+
+def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return about U V^T of the singular value decomposition U S V^T of `matrix`, by `steps` Newton-Schulz iterations.
+
+    The singular values become about 0.7 to 1.2, those near zero less. In the data type of `matrix`; zeros stay zero.
+    """
+    a, b, c = _NEWTON_SCHULZ
+    x = (matrix.float() / matrix.float().norm().clamp(min=1e-30)).to(matrix.dtype)
+    x = x.mT if x.size(0) > x.size(1) else x  # products of the smaller side
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if matrix.size(0) > matrix.size(1) else x
+
+
+def build_optimizer(
+    settings: PretrainConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel], timers: Timers | None
+) -> MegatronOptimizer:
+    """Return megatron-core's optimizer of this rank's model `chunks`, which compute in `dtype`, around that of --optimizer."""
+    flags, layout = settings.optimizer, settings.layout
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=flags.lr,
+        weight_decay=flags.weight_decay,
+        adam_beta1=flags.adam_beta1,
+        adam_beta2=flags.adam_beta2,
+        adam_eps=flags.adam_eps,
+        clip_grad=flags.clip_grad or float("inf"),  # inf: the norm is computed without clipping
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
+        bf16=settings.bf16,
+        params_dtype=dtype,
+        timers=timers,
+    )
+    overrides: dict = {}  # weight decay applies to all parameters, as in the study
+    if flags.optimizer == "adamw":
+        return get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    with replace_adam(StableAdamW if flags.optimizer == "stable_adamw" else Muon):
+        result = get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    [part] = result.chained_optimizers
+    optimizer = part.optimizer
+    optimizer.shards, optimizer.device = list_shards(chunks, part), next(chunks[0].parameters()).device
+    replicas, tensor = parallel_state.get_data_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+    optimizer.range_group = replicas if layout.use_distributed_optimizer and replicas.size() > 1 else None
+    optimizer.tensor_group = tensor if tensor.size() > 1 else None
+    if isinstance(optimizer, Muon):
+        optimizer.replica_group = replicas if replicas.size() > 1 else None
+        optimizer.momentum, optimizer.newton_schulz_steps = flags.muon_momentum, flags.muon_num_ns_steps
+        optimizer.dtype = dtype
+    return result
+
+
+def list_shards(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[WeightShard]:
+    """Return a WeightShard for each weight of `chunks`, in their order, with the parameter that `optimizer` updates."""
+    shards = []
+    for chunk in chunks:
+        for name, weight in chunk.named_parameters():
+            param, start = getattr(weight, "main_param", weight), 0
+            if isinstance(optimizer, DistributedOptimizer):
+                param = None
+                if weight in optimizer.model_param_group_index_map:
+                    group, number = optimizer.model_param_group_index_map[weight]
+                    param = optimizer.optimizer.param_groups[group]["params"][number]
+                    start = optimizer._get_model_param_range_map(weight)["param"].start
+            parts = _matrix_parts(name, weight, chunk.config)
+            shards.append(WeightShard(weight.shape, param, start, getattr(weight, "partition_dim", -1), parts))
+    return shards
+
+
+def _matrix_parts(name: str, weight: torch.nn.Parameter, config: TransformerConfig) -> tuple[int, ...]:
+    """Return the rows of each matrix in a block of rows of `weight`: (Q, K, V), (gate, up) or all; () if it is no matrix."""
+    if weight.dim() != 2 or getattr(weight, "is_embedding_or_output_parameter", False):
+        return ()
+    if name.endswith("linear_qkv.weight"):  # a block is a group of queries with its key and value
+        queries = config.num_attention_heads // config.num_query_groups
+        return (queries * config.kv_channels, config.kv_channels, config.kv_channels)
+    if name.endswith("linear_fc1.weight") and config.gated_linear_unit:
+        return (weight.size(0) // 2, weight.size(0) // 2)
+    return (weight.size(0),)

@@ -1,0 +1,192 @@
+"""StableAdamW and Muon: plain formulas, and the same run in other layouts and after a stop."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+
+from megaenc.training.command import main
+
+STEPS = 20
+# Second moments that last make StableAdamW clip; without the sums over ranks, gradient norms would differ by 5e-5 or more.
+RUN = [*runs.SHORT_RUN, "--train-iters", str(STEPS), "--clip-grad", "0", "--adam-beta2", "0.99"]
+OPTIMIZERS = ("stable_adamw", "muon")
+LAYOUTS = {
+    "TP2": (2, ["--tensor-model-parallel-size", "2"]),
+    "DP4, split over ranks": (4, ["--use-distributed-optimizer"]),  # several weights are divided
+    "DP2, not split": (2, []),
+    "TP2 SP DP2, split over ranks": (
+        4,
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"],
+    ),
+    "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
+}
+SLOW = ("DP2, not split", "TP2 SP DP2, split over ranks", "PP2")
+
+
+@pytest.fixture(scope="module")
+def optimizers():
+    """The module, which imports megatron-core."""
+    from megaenc.backend.megatron import prepare_megatron
+
+    prepare_megatron()
+    from megaenc.training import optimizers
+
+    return optimizers
+
+
+def build(optimizers, optimizer_class, model: torch.nn.Module, **flags):
+    """The optimizer of all weights of a plain model; all its matrices are Muon's, `attention` as queries, keys and values."""
+    parts = {2: lambda name, weight: (2, 1, 1) if name.startswith("attention") else (weight.size(0),), 1: lambda *_: ()}
+    optimizer = optimizer_class(model.parameters(), **flags)
+    optimizer.shards = [
+        optimizers.WeightShard(weight.shape, weight, parts=parts[weight.dim()](name, weight))
+        for name, weight in model.named_parameters()
+    ]
+    return optimizer
+
+
+def small_model() -> torch.nn.ModuleDict:
+    """Two layers, the first of 3 blocks with 4 rows each."""
+    torch.manual_seed(1)
+    return torch.nn.ModuleDict({"attention": torch.nn.Linear(6, 12), "last": torch.nn.Linear(12, 5, bias=False)}).double()
+
+
+def train(model: torch.nn.ModuleDict, step_function, steps: int = 10) -> list[torch.Tensor]:
+    """The weights after `steps` steps; the gradient is small until step 5, and then a hundred times as large."""
+    generator = torch.Generator().manual_seed(2)
+    for step in range(1, steps + 1):
+        x, target = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 5))
+        out = model["last"](torch.tanh(model["attention"](x)))
+        model.zero_grad()
+        ((out - target).square().mean() * (100.0 if step > 5 else 1.0)).backward()
+        with torch.no_grad():
+            step_function(step)
+    return [weight.detach() for weight in model.parameters()]
+
+
+def test_stable_adamw_is_the_papers_algorithm(optimizers):
+    """Algorithm 2 of arXiv 2304.13013 with its corrected decay rates, in which the first moments need no correction."""
+    lr, beta1, beta2, eps, decay = 0.01, 0.9, 0.95, 1e-8, 0.1
+    model, reference = small_model(), small_model()
+    optimizer = build(optimizers, optimizers.StableAdamW, model, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    actual = train(model, lambda _: optimizer.step())
+    moments = {weight: (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in reference.parameters()}
+    clipped = []
+
+    def step_by_the_paper(t: int) -> None:
+        b1, b2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in (beta1, beta2))
+        for weight, (v, u) in moments.items():
+            g = weight.grad
+            v.copy_(b1 * v + (1 - b1) * g)
+            u.copy_(b2 * u + (1 - b2) * g * g)
+            rms = float((g * g / u.clamp(min=eps**2)).mean().sqrt())
+            clipped.append(rms > 1.001)
+            eta = lr / max(1.0, rms)
+            weight.copy_(weight - eta * decay * weight - eta * v / (u.sqrt() + eps))
+
+    expected = train(reference, step_by_the_paper)
+    assert 0 < sum(clipped) < len(clipped)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # the root mean square is float32
+
+
+def by_svd(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """The Newton-Schulz iterations on the singular values."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (5, 12), (12, 5)])
+def test_orthogonalization_is_that_by_singular_values(optimizers, shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    result = optimizers.orthogonalize(matrix, 5)
+    torch.testing.assert_close(result.double(), by_svd(matrix.double(), 5), rtol=0, atol=2e-4)
+    values = torch.linalg.svdvals(result)
+    assert values.max() < 1.25 and values.median() > 0.65
+    rounded = optimizers.orthogonalize(matrix.bfloat16(), 5)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), result, rtol=0, atol=0.1)
+    torch.testing.assert_close(optimizers.orthogonalize(1e-12 * matrix, 5), result, rtol=0, atol=2e-4)
+    assert not optimizers.orthogonalize(torch.zeros(shape), 5).any()
+
+
+def test_muon_by_singular_values(optimizers):
+    """Matrices by Nesterov momentum and singular values, queries, keys and values separately; the bias by AdamW."""
+    lr, decay = 0.02, 0.1
+    adam = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay}
+    model, reference = small_model(), small_model()
+    muon = build(optimizers, optimizers.Muon, model, **adam)
+    muon.dtype = torch.float32
+    actual = train(model, lambda _: muon.step())
+    attention, bias, last = reference["attention"].weight, reference["attention"].bias, reference["last"].weight
+    adamw, momenta = torch.optim.AdamW([bias], **adam), {matrix: torch.zeros_like(matrix) for matrix in (attention, last)}
+    blocks = torch.arange(12).view(3, 4)
+    rows_of = {attention: [blocks[:, :2].flatten(), blocks[:, 2], blocks[:, 3]], last: [torch.arange(5)]}
+
+    def step_by_hand(_: int) -> None:
+        adamw.step()
+        for matrix, momentum in momenta.items():
+            momentum.copy_(0.95 * momentum + 0.05 * matrix.grad)
+            nesterov = 0.95 * momentum + 0.05 * matrix.grad
+            update = torch.zeros_like(matrix)
+            for rows in rows_of[matrix]:
+                part = nesterov[rows]
+                update[rows] = 0.2 * max(part.shape) ** 0.5 * by_svd(part, 5)
+            matrix.copy_(matrix - lr * (update + decay * matrix))
+
+    expected = train(reference, step_by_hand)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)  # orthogonalized in float32
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def optimizer(request) -> str:
+    """The value of --optimizer."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference(small_corpus, optimizer, tmp_path_factory) -> Path:
+    """All float32 steps in one process."""
+    folder = tmp_path_factory.mktemp(optimizer) / "run"
+    main([*small_corpus.flags, *RUN, "--no-bf16", "--optimizer", optimizer, "--save", str(folder)])
+    return folder
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
+def test_every_step_is_that_of_one_process(layout, optimizer, small_corpus, reference, tmp_path):
+    processes, flags = LAYOUTS[layout]
+    flags = [*small_corpus.flags, *RUN, *flags, "--no-bf16", "--optimizer", optimizer, "--save", str(tmp_path / "run")]
+    runs.script(runs.PRETRAIN, flags, processes=processes)
+    assert len(runs.metrics(tmp_path / "run")) == STEPS
+    runs.assert_same_curve(tmp_path / "run", reference, tolerance=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_stop_changes_nothing_and_another_layout_goes_on(optimizer, small_corpus, tmp_path):
+    """In bfloat16 with master weights, divided over two ranks."""
+    flags = [*small_corpus.flags, *RUN, "--bf16", "--optimizer", optimizer]
+    split = [*flags, "--use-distributed-optimizer"]
+    runs.script(runs.PRETRAIN, [*split, "--save", str(tmp_path / "whole")], processes=2)
+    runs.script(runs.PRETRAIN, [*split, "--exit-interval", "6", "--save", str(tmp_path / "stopped")], processes=2)
+    copy = shutil.copytree(tmp_path / "stopped", tmp_path / "copy")
+    runs.script(runs.PRETRAIN, [*split, "--save", str(tmp_path / "stopped")], processes=2)
+    assert runs.curve(tmp_path / "stopped") == runs.curve(tmp_path / "whole")
+    runs.assert_same_weights(tmp_path / "stopped", tmp_path / "whole", STEPS)
+    main([*flags, "--save", str(copy)])
+    runs.assert_same_curve(copy, tmp_path / "whole", tolerance=1e-3)
+
+
+def test_another_optimizer_is_refused(reference, optimizer, small_corpus, refusal):
+    line = refusal(main, [*small_corpus.flags, *RUN, "--no-bf16", "--save", reference])
+    assert f"holds a different run: optimizer is {optimizer} there, not given here" in line
+    other = refusal(main, [*small_corpus.flags, *RUN, "--no-bf16", "--muon-momentum", "0.9", "--save", reference])
+    assert "--muon-momentum: found 0.9 with --optimizer adamw, expected --optimizer muon" in other
