@@ -36,11 +36,11 @@ FAST = ["--batch-size", 8, "--epochs", 3, "--learning-rate", "3e-3", "--precisio
 
 
 def write_pairs(path: Path, count: int = 32) -> Path:
-    """Pairs of a document, its first words, and another text as a negative; lengths from 3 to 30 words."""
+    """Pairs of a document, its first words, and another text as a negative; lengths from 5 to 31 words."""
     draw = random.Random(0)
     rows = []
     for number in range(count):
-        words = [f"{number}", *draw.choices(WORDS, k=draw.randint(3, 30))]
+        words = [f"{number}", *draw.choices(WORDS, k=draw.randint(4, 30))]
         rows.append(
             {"query": " ".join(words[:4]), "document": " ".join(words), "negatives": [" ".join(draw.choices(WORDS, k=9))]}
         )

@@ -71,7 +71,8 @@ def make_evaluation(stage: EmbedStage, name: str) -> None:
     """Write the evaluation of the model `name` of a stage: pretrained, seed-0, ..."""
     sets = {dataset: np.linspace(0, 1, QUERIES) for dataset in stage.data.folders}
     values = {"random": sets, "BM25": sets, name: sets} if name == PRETRAINED else {name: sets}
-    settings = {"query_prefix": None, "document_prefix": None, "max_length": 0, "attention": "", "precision": ""}
+    settings = {"query_prefix": None, "document_prefix": None, "max_length": 0, "truncate_dim": 0}
+    settings |= {"attention": "", "precision": ""}
     origin = {
         "settings": {rule: ({**settings, **stage._rules(name)})[rule] for rule in RULES},
         "fingerprints": {name: _fingerprints(stage.models[name])},
