@@ -139,7 +139,7 @@ WRONG = {
         "qwen3",
         [],
         change_config(layer_types=["full_attention", "sliding_attention"]),
-        "field `layer_types`: found sliding_attention, expected full_attention in every layer",
+        "field `layer_types`: found sliding_attention, expected full_attention",
     ),
     "damage": ("llama", [], damage, "`model.norm.weight` is not what was written"),
     "a layer too few": ("llama", [], change_config(num_hidden_layers=1), "finds unexpected keys: model.layers.1."),
