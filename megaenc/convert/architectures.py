@@ -221,7 +221,8 @@ def build_export_config(
         able = [
             name for name, other in FAMILIES.items() if not other.export_as and not other.unsupported_feature(model, attention)
         ]
-        raise InputError(f"--as {family.model_type}: has no {missing}; expected --as {' or '.join(able) or 'nothing known'}")
+        others = f"expected --as {' or '.join(able)}" if able else "no family here has all layers of this model"
+        raise InputError(f"--as {family.model_type}: has no {missing}; {others}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if family.is_encoder and tokenizer.mask_token_id is None:

@@ -113,7 +113,7 @@ def build_report(config: EstimateConfig) -> EstimateReport:
     """Return a run's EstimateReport, with the best layout unless --no-suggest or --mfu; InputError for unusable input."""
     pretrain = config.pretrain
     vocab_size, vocab_text = resolve_vocab_size(config)
-    docs = build_length_model(pretrain.data, config.document_tokens)
+    docs = build_length_model(pretrain.data, config.document_tokens, pretrain.shape.window_size)
     case, workload = LayoutCase.from_config(pretrain, vocab_size, config.gpus), build_workload(config, vocab_size, docs)
     rates = _build_rates(config, case, workload, docs)
     estimate, is_searched = estimate_layout(case, workload, rates), config.suggest and config.mfu is None

@@ -25,6 +25,7 @@ MODELS = {
     "modernbert": dict(model_type="modernbert", local_attention=32, tie_word_embeddings=True),
     "modernbert with norm biases": dict(
         model_type="modernbert", local_attention=20, layer_types=["sliding_attention"] * 2, norm_bias=True, decoder_bias=False,
+        rope_parameters={kind: dict(rope_type="default", rope_theta=500.0) for kind in ("full_attention", "sliding_attention")},
         hidden_activation="silu", classifier_activation="silu", tie_word_embeddings=False,
     ),
 }  # fmt: skip
