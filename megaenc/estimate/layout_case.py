@@ -212,10 +212,9 @@ class ObjectiveWork:
 
     def attention_flops(self, shape: ModelConfig) -> float:
         """Return all layers' attention FLOPs of a pack, both passes, by squared document and bidirectional lengths."""
-        local = sum(window is not None for window in shape.layer_windows)
-        each = shape.attention_flops(1, prefix=0) // shape.num_layers
-        pairs = self.squares + self.visible_squares, self.local_pairs + self.visible_local_pairs
-        return each * (shape.num_layers - local) * pairs[0] + each * local * pairs[1]
+        each, local = shape.attention_flops(1, prefix=0) // shape.num_layers, shape.local_layers
+        global_flops = each * (shape.num_layers - local) * (self.squares + self.visible_squares)
+        return global_flops + each * local * (self.local_pairs + self.visible_local_pairs)
 
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return the FLOPs of the output layer and prediction head at a pack's predicted positions, both passes."""

@@ -1,7 +1,6 @@
 """Model shape, presets, and parameter and FLOP counts."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -124,14 +123,16 @@ class ModelConfig:
         return 6 * self.num_layers * self._layer_matrices
 
     @property
+    def local_layers(self) -> int:
+        """Return the number of layers whose attention has a window."""
+        every = self.global_attn_every_n_layers
+        return 0 if self.window_size is None else self.num_layers - (0 if every is None else -(-self.num_layers // every))
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Return each layer's window, the tokens to each side that it attends to; None if its attention is global."""
-        return tuple(None if self.is_global_layer(number) else self.window_size for number in range(self.num_layers))
-
-    def is_global_layer(self, number: int) -> bool:
-        """Return whether attention is global in layer `number`, counted from 0."""
         every = self.global_attn_every_n_layers
-        return self.window_size is None or (every is not None and number % every == 0)
+        return tuple(None if every and number % every == 0 else self.window_size for number in range(self.num_layers))
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
         """Return forward and backward FLOPs of attention, all layers, for `length` tokens, the first `prefix` bidirectional.
@@ -139,9 +140,10 @@ class ModelConfig:
         6 (s^2 + p^2) q per layer; s: `length`; q: the width of all heads; p: the length of the bidirectional `prefix` (0 if
         causal, s if bidirectional). In layers with a window, `visible_pairs` replaces the squares.
         """
-        windows = Counter(self.layer_windows)
-        pairs = {window: visible_pairs(length, window) + visible_pairs(prefix, window) for window in windows}
-        return 6 * self.query_size * sum(count * pairs[window] for window, count in windows.items())
+        window, local = self.window_size, self.local_layers
+        pairs = (self.num_layers - local) * (length * length + prefix * prefix)
+        pairs += local * (visible_pairs(length, window) + visible_pairs(prefix, window))
+        return 6 * self.query_size * pairs
 
     def head_flops(self, vocab_size: int, predicted: float) -> float:
         """Return both passes' FLOPs of the output layer, and of the prediction head, at `predicted` positions."""

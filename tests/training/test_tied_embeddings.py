@@ -17,7 +17,8 @@ RUN = [
 PP2 = ["--pipeline-model-parallel-size", "2"]
 MODERNBERT = [
     "--normalization", "LayerNorm", "--norm-bias", "--activation", "gelu", "--embedding-norm", "--prediction-head",
-    "--output-layer-bias", "--num-query-groups", "4", "--window-size", "5", "--global-attn-every-n-layers", "3", "--local-rotary-base", "1000",
+    "--output-layer-bias", "--num-query-groups", "4",
+    "--window-size", "5", "--global-attn-every-n-layers", "3", "--local-rotary-base", "1000",
 ]  # fmt: skip
 MODELS = {"llama": [], "modernbert": MODERNBERT}
 LAYOUTS = {
