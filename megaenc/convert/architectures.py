@@ -124,7 +124,7 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
     if family.model_type == modernbert.MODEL_TYPE:
-        return check_shape(modernbert.to_model_config(config, file), file)
+        return _check_shape(modernbert.to_model_config(config, file), file)
     _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
@@ -137,10 +137,10 @@ def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
         **_read_rotary_fields(config.rope_parameters, file),
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
     )
-    return check_shape(shape, file)
+    return _check_shape(shape, file)
 
 
-def check_shape(shape: ModelConfig, file: str) -> ModelConfig:
+def _check_shape(shape: ModelConfig, file: str) -> ModelConfig:
     """Return `shape`; InputError, naming `file`, if it is invalid."""
     try:
         shape.check()

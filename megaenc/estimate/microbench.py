@@ -317,7 +317,7 @@ def _measure_attention(
         q.grad = k.grad = v.grad = None  # accumulation would be timed too
 
     elapsed = _median_seconds(call, seconds)
-    layer = dataclasses.replace(shape, num_layers=1)
+    layer = dataclasses.replace(shape, num_layers=1, window_size=None)  # `core` has no window
     flops = sum(layer.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in packing.spans())
     return {("causal " if objective.attention is Attention.CAUSAL else "") + "attention": flops / elapsed}
 

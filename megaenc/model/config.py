@@ -190,6 +190,8 @@ class ModelConfig:
                 self._check_field(name, lambda value: value is None, "--window-size with it")
         self._check_field("global_attn_every_n_layers", lambda value: value is None or value >= 2, "2 or more")
         self._check_field("local_rotary_base", lambda value: value is None or 0 < value < math.inf, "a number above 0")
+        if self.global_attn_every_n_layers is None:  # --rotary-base would have no effect
+            self._check_field("local_rotary_base", lambda value: value is None, "--global-attn-every-n-layers with it")
 
     def _check_multiple(self, name: str, divisor: int, divisor_flag: str) -> None:
         """Raise InputError unless the field `name` is a multiple of `divisor`, the value of `divisor_flag`."""

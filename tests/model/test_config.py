@@ -83,6 +83,11 @@ def test_parameters_are_those_of_the_built_model(name, untied):
         (dict(local_rotary_base=1e4), 1, "--local-rotary-base: found 10000.0, expected --window-size with it"),
         (dict(window_size=8, global_attn_every_n_layers=1), 1, "--global-attn-every-n-layers: found 1, expected 2 or more"),
         (dict(window_size=8, local_rotary_base=0.0), 1, "--local-rotary-base: found 0.0, expected a number above 0"),
+        (
+            dict(window_size=8, local_rotary_base=5.0),
+            1,
+            "--local-rotary-base: found 5.0, expected --global-attn-every-n-layers w",
+        ),
         (dict(ffn_hidden_size=771), 2, "--ffn-hidden-size: found 771, expected a multiple of --tensor-model"),
     ],
 )

@@ -108,8 +108,8 @@ def test_outputs_depend_on_what_the_mask_allows_and_on_nothing_else(attention):
 def test_a_local_layer_passes_on_its_window_and_a_global_one_everything(attention, window):
     """The outputs after one local layer, and after a local between two global ones."""
     for layers, is_local in ((1, True), (3, False)):
-        every = None if is_local else 2
-        shape = replace(TINY, num_layers=layers, window_size=window, global_attn_every_n_layers=every, local_rotary_base=500.0)
+        others = {} if is_local else dict(global_attn_every_n_layers=2, local_rotary_base=500.0)
+        shape = replace(TINY, num_layers=layers, window_size=window, **others)
         encoder, tokens = build(shape=shape).eval(), torch.arange(32) + 2
         with torch.no_grad():
             before = forward(encoder, tokens, attention)
