@@ -112,21 +112,21 @@ _MODERNBERT_HEAD_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
 VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _MODERNBERT_HEAD_BIAS.core)
 
 
-def has_modernbert_names(model: ModelConfig) -> bool:
+def _has_modernbert_names(model: ModelConfig) -> bool:
     """Return whether `model` has ModernBERT's layers, and so its weight names in exports; other families have Llama's."""
     return model.embedding_norm
 
 
 def vocabulary_names(model: ModelConfig) -> tuple[str, str]:
     """Return the Hugging Face names of the embedding and of the output layer's matrix."""
-    modernbert = has_modernbert_names(model)
-    mappings = (_MODERNBERT_EMBEDDING, _MODERNBERT_HEAD) if modernbert else (_EMBEDDING, _HEAD)
-    return tuple(mapping.hf[0] for mapping in mappings)
+    mappings = (_MODERNBERT_EMBEDDING, _MODERNBERT_HEAD) if _has_modernbert_names(model) else (_EMBEDDING, _HEAD)
+    embedding, head = (mapping.hf[0] for mapping in mappings)
+    return embedding, head
 
 
 def _model_mappings(model: ModelConfig) -> tuple[ParamMapping, ...]:
     """Return the mappings of `model`'s weights, with `{}` in the names of layers; with the output layer's matrix."""
-    if not has_modernbert_names(model):
+    if not _has_modernbert_names(model):
         layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
         return (_EMBEDDING, *layer, _NORM, _HEAD)
     kinds = ("weight", "bias") if model.norm_bias else ("weight",)
