@@ -58,8 +58,8 @@ def to_model_config(config: Any, file: str) -> ModelConfig:
             f"{file}: field `hidden_activation`: found {shorten_repr(config.hidden_activation)}, expected gelu or silu"
         )
     if config.classifier_activation != config.hidden_activation:
-        found = shorten_repr(config.classifier_activation)
-        raise InputError(f"{file}: field `classifier_activation`: found {found}, expected `hidden_activation`'s")
+        text = shorten_repr(config.classifier_activation)
+        raise InputError(f"{file}: field `classifier_activation`: found {text}, expected `hidden_activation`'s")
     for name in ("max_position_embeddings", "norm_eps", "initializer_range"):
         check_positive(getattr(config, name), name, file)
     bases = {kind: _read_rotary_base(config.rope_parameters[kind], kind, file) for kind in (_FULL, _LOCAL)}
@@ -79,8 +79,8 @@ def to_model_config(config: Any, file: str) -> ModelConfig:
 def _read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
     """Return the base period in `rope_parameters` of layers of `kind`."""
     if rope.get("rope_type") != "default":
-        found = shorten_repr(rope.get("rope_type"))
-        raise InputError(f"{file}: field `rope_type` of {kind}: found {found}, expected default")
+        text = shorten_repr(rope.get("rope_type"))
+        raise InputError(f"{file}: field `rope_type` of {kind}: found {text}, expected default")
     return check_positive(rope.get("rope_theta"), f"rope_theta` of `{kind}", file)
 
 

@@ -144,12 +144,12 @@ def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
         window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
         expected_kind = _GLOBAL if expected is None else _LOCAL
         if window != expected:
-            name, found, wanted = "sliding_window", window or "none", expected or "none"
+            name, actual, right = "sliding_window", window or "none", expected or "none"
         elif kind != expected_kind and getattr(config, "layer_types", None):
-            name, found, wanted = "layer_types", kind, expected_kind
+            name, actual, right = "layer_types", kind, expected_kind
         else:
             continue
-        raise _VerificationError(f"config.json: layer {number}: field `{name}`: found {found}, expected {wanted}")
+        raise _VerificationError(f"config.json: layer {number}: field `{name}`: found {actual}, expected {right}")
 
 
 def _check_weights(model: Any, digests: dict[str, str]) -> None:
