@@ -21,13 +21,14 @@ MODERNBERT = [
     "--window-size", "5", "--global-attn-every-n-layers", "3", "--local-rotary-base", "1000",
 ]  # fmt: skip
 MODELS = {"llama": [], "modernbert": MODERNBERT}
+INTERLEAVED = "PP2, interleaved, DP2, distributed optimizer"
 LAYOUTS = {
     "TP2 SP": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "TP2 PP2": (4, [*PP2, "--tensor-model-parallel-size", "2"]),
-    "PP2, interleaved, DP2, distributed optimizer": (
-        4, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1", "--use-distributed-optimizer"],
-    ),
-}  # fmt: skip
+    INTERLEAVED: (4, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1", "--use-distributed-optimizer"]),
+}
+CASES = [("llama", "TP2 PP2"), ("llama", INTERLEAVED), ("modernbert", "TP2 PP2")]
+CASES += [pytest.param("modernbert", layout, marks=pytest.mark.slow) for layout in ("TP2 SP", INTERLEAVED)]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,7 @@ def reference(references):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_every_step_is_that_of_one_process(model, layout, small_corpus, references, tmp_path):
     """And it goes on in one process."""
     (processes, flags), reference = LAYOUTS[layout], references[model]
