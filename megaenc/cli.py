@@ -33,7 +33,13 @@ COMMANDS = {
     "finetune demo": ("megaenc.finetune.datasets.demo:main", "make four small data sets from installed packages"),
     "embed eval": (
         "megaenc.embed.command:eval_main",
-        "evaluate models without fine-tuning on retrieval, next to BM25 and chance",
+        "evaluate models without fine-tuning on retrieval, similarity and classification",
+    ),
+    "embed pairs": ("megaenc.embed.text_pairs:pairs_main", "make training pairs from running text, without labels"),
+    "embed mine": ("megaenc.embed.hard_negatives:mine_main", "add to training pairs the documents that a model confuses"),
+    "embed train": (
+        "megaenc.embed.train_command:train_main",
+        "train an embedding model on pairs of queries and documents, for sentence-transformers",
     ),
     "bench pretrain": ("megaenc.bench.pretrain:main", "compare the training speed with transformers' on the same work"),
     "bench data": ("megaenc.bench.data:main", "compare the tokenization speed with gigatoken and Hugging Face"),

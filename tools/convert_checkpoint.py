@@ -1,7 +1,8 @@
-"""Convert checkpoints to and from Hugging Face folders; the same as `megaenc convert`.
+"""Convert checkpoints to and from Hugging Face folders, and merge them; the same as `megaenc convert`.
 
 python tools/convert_checkpoint.py to-hf --load runs/a --output hf/a
 python tools/convert_checkpoint.py from-hf --input hf/llama --output core/llama
+python tools/convert_checkpoint.py merge --load runs/a@1000,1200 runs/b --output runs/merged
 """
 
 if __name__ == "__main__":

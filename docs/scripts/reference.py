@@ -160,9 +160,9 @@ def flag_pages() -> str:
 
 
 def _asked(name: str, place: str) -> Iterator[tuple[str, type, object]]:
-    """The dataclass that a command reads its flags into, with what it takes for defaults; of `convert`, for both directions."""
+    """The dataclass that a command reads its flags into, with what it takes for defaults; of `convert`, for each direction."""
     module, function = place.split(":")
-    for rest in (["to-hf"], ["from-hf"]) if name == "convert" else ([],):
+    for rest in (["to-hf"], ["from-hf"], ["merge"]) if name == "convert" else ([],):
         seen = []
 
         def parse(settings, argv, *, prog, description, default=None, seen=seen):

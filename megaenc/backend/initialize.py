@@ -34,12 +34,7 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
         retain_freed_memory()
     else:
         torch.cuda.set_device(backend.device)
-    if "RANK" in os.environ:
-        device = None if backend.is_cpu else backend.device
-        store, rank, size = rendezvous(timeout)
-        dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
+    init_process_group(backend, timeout)
     parallel_state.initialize_model_parallel(
         layout.tensor_model_parallel_size,
         layout.pipeline_model_parallel_size,
@@ -49,6 +44,16 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
     # Only megatron-core reads this state, which it forks around dropout; our random numbers are counter-based.
     tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
     return backend
+
+
+def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Initialize torch.distributed by torchrun's environment, or without torchrun as a group of this process."""
+    if "RANK" in os.environ:
+        device = None if backend.is_cpu else backend.device
+        store, rank, size = rendezvous(timeout)
+        dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def destroy_distributed() -> None:

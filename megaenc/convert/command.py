@@ -21,6 +21,7 @@ USAGE = """usage: {prog} DIRECTION [options]
 directions:
   to-hf    convert a run's checkpoint, saved in any layout, to a Hugging Face folder
   from-hf  convert a Hugging Face folder to a run folder, from which runs in any layout start (--init-from)
+  merge    average checkpoints of one or several runs to such a run folder
 
 {prog} to-hf --help shows the options."""
 
@@ -71,9 +72,31 @@ class FromHFConfig:
     """dtype of the weights; source: bf16 if all source weights are, else fp32"""
 
 
+@dataclasses.dataclass(frozen=True)
+class MergeConfig:
+    """Flags of `megaenc convert merge`: checkpoints, output run folder, method and its options, dtype."""
+
+    load: tuple[str, ...] = ()
+    """checkpoints: run folders with steps, as in runs/a@1000,1200 runs/b@1200; the newest checkpoint of a run without steps"""
+    output: str = ""
+    """run folder to write, with the weights as the checkpoint of step 0; must not exist"""
+    method: Literal["linear", "slerp", "ties"] = "linear"
+    """linear: weighted average; slerp: spherical interpolation of two checkpoints, for each tensor; ties: average of the largest
+    changes since --base that agree in sign (arXiv 2306.01708)"""
+    weights: tuple[float, ...] = ()
+    """linear: one for each checkpoint, divided by their sum (default: equal); slerp: one number from 0, the first checkpoint, to
+    1, the second (default: 0.5)"""
+    base: str = ""
+    """ties: checkpoint from which all others were trained, as in runs/a@1000"""
+    density: float | None = None
+    """ties: share of each checkpoint's changes, the largest ones, that are merged; the paper's default is 0.2"""
+    dtype: Literal["source", "bf16", "fp32"] = "source"
+    """dtype of the merged weights, which are computed in float64; source: bf16 if all runs have it, else fp32"""
+
+
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
-    """Run `megaenc convert`: write a run as a Hugging Face folder (to-hf) or the reverse (from-hf), and print the result."""
+    """Run `megaenc convert`: write a run as a Hugging Face folder (to-hf) or the reverse (from-hf), or merge checkpoints."""
     silence_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
@@ -81,7 +104,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
         return
     if words[0] not in _DIRECTIONS:
         near = closest_match(words[0], _DIRECTIONS)
-        known = " or ".join(_DIRECTIONS)
+        *others, last = _DIRECTIONS
+        known = f"{', '.join(others)} or {last}"
         raise InputError(
             f"{prog}: unknown direction {words[0]!r}, expected {known}" + (f"; did you mean {near}?" if near else "")
         )
@@ -134,8 +158,24 @@ def _from_hf(options: FromHFConfig) -> None:
     )
     print_rank_0(
         f"{options.output}: the {source.family.model_type} model of {options.input}, {mask.describe()}\n"
-        f"  start a run from it: --config {Path(options.output) / 'config.yaml'} --init-from {options.output}"
+        f"{_describe_start(options.output)}"
     )
+
+
+def _merge(options: MergeConfig) -> None:
+    """Merge checkpoints, and print them with the flags that start a run from the result."""
+    from megaenc.convert.merge.checkpoints import merge
+
+    merge_options = {name: value for name, value in vars(options).items() if name not in ("load", "output")}
+    record = merge(options.load, Path(options.output), **merge_options)
+    names = ", ".join(one.describe() for one in record.checkpoints)
+    base = f", base {record.base.label}, density {record.density:g}" if record.base else ""
+    print_rank_0(f"{options.output}: {record.method} merge of {names}{base}\n{_describe_start(options.output)}")
+
+
+def _describe_start(output: str) -> str:
+    """Return the console line with the flags that start a run from the run folder `output`."""
+    return f"  start a run from it: --config {Path(output) / 'config.yaml'} --init-from {output}"
 
 
 _DIRECTIONS = {
@@ -145,4 +185,5 @@ _DIRECTIONS = {
         "Write a Hugging Face model and its tokenizer as a run folder that other runs start from.",
         _from_hf,
     ),
+    "merge": (MergeConfig, "Merge checkpoints of one or several runs as a run folder that other runs start from.", _merge),
 }

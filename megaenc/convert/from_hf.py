@@ -133,18 +133,20 @@ def from_hf(
     weights = parse_dtype(dtype, "source", hf_source.dtype)
     create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
-        write_tokenizer(tokenizer, folder / TOKENIZER_DIR)
-        vocabulary = read_vocabulary(load_tokenizer(folder / TOKENIZER_DIR))
-        shared = {name: value for name, value in flags.flatten(model).items() if value is not None}
-        shared |= {
-            "seq_length": min(hf_source.config.max_position_embeddings, MAX_SEQ_LENGTH),
-            "bf16": weights == torch.bfloat16,
-            "objective_schedule": infer_objective(hf_source.config, hf_source.family),
-            "tokenizer": str((output / TOKENIZER_DIR).resolve()),
-        }
-        facts = _build_run_json(hf_source, model, vocabulary, shared, mask)
-        (folder / CONFIG_FILE).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
-        (folder / RUN_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        origin = hf_source.facts | {"mask_token": dataclasses.asdict(mask)}
+        path, objective = str(hf_source.folder.path.resolve()), infer_objective(hf_source.config, hf_source.family)
+        stage = Ancestor(path, 0, objective, 0, origin["family"], origin["context"], hf_source.generation)
+        vocabulary, identity = write_run_files(
+            folder,
+            output,
+            tokenizer,
+            model,
+            seq_length=min(hf_source.config.max_position_embeddings, MAX_SEQ_LENGTH),
+            dtype=weights,
+            objective=objective,
+            source=origin,
+            before=(stage,),
+        )
         backend.init_distributed(backend.ParallelConfig(), seed=0)
         try:
             from megaenc.model.encoder import build_encoder
@@ -153,34 +155,57 @@ def from_hf(
             # Rotary angles are not weights, so that the sequence length does not matter.
             encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), weights, seed=None)
             _load_weights(encoder, hf_source, model, mask, vocabulary.size)
-            CheckpointManager(folder / "checkpoints").save_weights(encoder, facts["identity"])
+            CheckpointManager(folder / "checkpoints").save_weights(encoder, identity)
         finally:
             backend.destroy_distributed()
     return hf_source, mask
 
 
-def _build_run_json(
-    source: HFSource, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken
-) -> dict[str, Any]:
-    """Build the content of the run.json of a converted model: the fields of a training run, and `source`."""
-    origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
-    path, objective = str(source.folder.path.resolve()), shared["objective_schedule"]
-    stage = Ancestor(path, 0, objective, 0, origin["family"], origin["context"], source.generation)
-    return {
+def write_run_files(
+    folder: Path,
+    output: Path,
+    tokenizer: Any,
+    model: ModelConfig,
+    *,
+    seq_length: int,
+    dtype: torch.dtype,
+    objective: str,
+    source: dict[str, Any],
+    before: tuple[Ancestor, ...],
+) -> tuple[Vocabulary, dict[str, Any]]:
+    """Write tokenizer, config.yaml and run.json of weights without a run to `folder`; return (Vocabulary, run identity).
+
+    `output`: the folder's later name; `source`: the origin of the weights, for run.json, whose other fields are those of a
+    training run; `before`: earlier runs and models that the weights come from.
+    """
+    write_tokenizer(tokenizer, folder / TOKENIZER_DIR)
+    vocabulary = read_vocabulary(load_tokenizer(folder / TOKENIZER_DIR))
+    config = {name: value for name, value in flags.flatten(model).items() if value is not None}
+    config |= {
+        "seq_length": seq_length,
+        "bf16": dtype == torch.bfloat16,
+        "objective_schedule": objective,
+        "tokenizer": str((output / TOKENIZER_DIR).resolve()),
+    }
+    identity = {
+        **model.identity,
+        "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,  # as a run has it
+        "tokenizer": vocabulary.fingerprint,
+        "bf16": config["bf16"],
+        "source": hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16],
+    }
+    facts = {
         "megaenc": __version__,
         "vocab_size": model.vocab_size,
         "parameters": model.parameter_count(model.vocab_size),
         "reading": [],
-        "start": dataclasses.asdict(RunInit(before=(stage,))),
-        "source": origin,
-        "identity": {
-            **model.identity,
-            "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,  # as a run has it
-            "tokenizer": vocabulary.fingerprint,
-            "bf16": shared["bf16"],
-            "source": hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16],
-        },
+        "start": dataclasses.asdict(RunInit(before=before)),
+        "source": source,
+        "identity": identity,
     }
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    (folder / RUN_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    return vocabulary, identity
 
 
 def _is_row_untrained(source: HFSource, row: int) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import markdown
+from megaenc.convert.merge.methods import MergeRecord
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
 from megaenc.objectives import Attention, Objective, Schedule
@@ -36,29 +37,40 @@ class ExportProvenance:
     architecture: str = ""  # transformers' class that loads the export; empty if there is none
     converted: bool = False  # whether it is a Hugging Face model that was not trained here; `schedule` is then inferred
     added_token: str = ""  # the mask token that was added when such a model was converted
+    merge: MergeRecord | None = None  # checkpoints that were merged; `schedule` is then the last objective of one
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
-        """Return the objectives of the last 5 % of the run's steps before the checkpoint, the most frequent first.
+        """Return the `last_objectives` of the export's step, the most frequent first."""
+        return last_objectives(self.schedule, self.step, self.total_iters)
 
-        Their options are those of the last such step. At step 0: the objective of step 1.
-        """
-        last = max(self.step, 1)
-        first = max(1, last + 1 - max(1, self.total_iters // 20))
-        steps: Counter[str] = Counter()
-        objectives: dict[str, Objective] = {}
-        for phase in self.schedule.phases:
-            start, end = max(phase.first_step, first), min(phase.last_step, last)
-            for choice, share in zip(phase.choices, phase.shares, strict=True):
-                if start <= end:
-                    steps[choice.text] += share * (end - start + 1)
-                    objectives[choice.text] = phase.objective(choice, end)
-        return tuple(objectives[text] for text, _ in steps.most_common())
+    @property
+    def is_trained(self) -> bool:
+        """Return whether the weights are trained: after step 0 of a run, or merged."""
+        return self.step > 0 or self.merge is not None
 
     def select_objective(self, attention: Attention) -> Objective:
         """Return the most frequent of `last_objectives` with this `attention`, or of all if none has it."""
         last = self.last_objectives
         return next((objective for objective in last if objective.attention == attention), last[0])
+
+
+def last_objectives(schedule: Schedule, step: int, total_iters: int) -> tuple[Objective, ...]:
+    """Return the objectives of the last 5 % of `total_iters` steps before the end of `step`, the most frequent first.
+
+    Their options are those of the last such step. At step 0: the objective of step 1.
+    """
+    last = max(step, 1)
+    first = max(1, last + 1 - max(1, total_iters // 20))
+    steps: Counter[str] = Counter()
+    objectives: dict[str, Objective] = {}
+    for phase in schedule.phases:
+        start, end = max(phase.first_step, first), min(phase.last_step, last)
+        for choice, share in zip(phase.choices, phase.shares, strict=True):
+            if start <= end:
+                steps[choice.text] += share * (end - start + 1)
+                objectives[choice.text] = phase.objective(choice, end)
+    return tuple(objectives[text] for text, _ in steps.most_common())
 
 
 def build_model_card(name: str, provenance: ExportProvenance, attention: Attention) -> str:
@@ -67,7 +79,7 @@ def build_model_card(name: str, provenance: ExportProvenance, attention: Attenti
     causal = attention == Attention.CAUSAL
     last = [(markdown.inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
     rows = "\n".join(f"| {name} | {one.attention} | token i{f' + {one.shift}' if one.shift else ''} |" for name, one in last)
-    trained = "made for" if provenance.converted else "last trained" if provenance.step else "trained first"
+    trained = "made for" if provenance.converted else "last trained" if provenance.is_trained else "trained first"
     # transformers' fill-mask pipeline supports only masked-LM classes.
     tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
     library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
@@ -144,12 +156,21 @@ def _format_metrics(provenance: ExportProvenance) -> str:
 
 def _format_training(provenance: ExportProvenance) -> str:
     """Return the card's sentence about the schedule, steps and tokens."""
+    if provenance.merge:
+        return _format_merge(provenance.merge)
     if provenance.converted:
         return " as it came in: nothing was trained since."
     return (
         f" pretrained on {markdown.inline_code(provenance.schedule_text)} over {provenance.total_iters:,} steps;\n"
         f"this is step {provenance.step:,}, after {provenance.tokens:,} tokens."
     )
+
+
+def _format_merge(merge: MergeRecord) -> str:
+    """Return the card's sentence about merged checkpoints."""
+    names = [markdown.inline_code(one.describe()) for one in merge.checkpoints]
+    base = f", relative to {markdown.inline_code(merge.base.label)} with density {merge.density:g}" if merge.base else ""
+    return f" whose weights are merged by {merge.method} from {', '.join(names)}{base}; nothing\nwas trained since."
 
 
 def _format_ancestry(provenance: ExportProvenance) -> str:
@@ -171,7 +192,7 @@ def _format_ancestry(provenance: ExportProvenance) -> str:
         if not stage.family
     ]
     if stages:
-        parts.append(f"{'They' if parts else 'Its first weights'} were trained in other runs: {', then '.join(stages)}. ")
+        parts.append(f"{'They' if parts else f'Its {whose}'} were trained in other runs: {', then '.join(stages)}. ")
     if start.kind == "branch":
         run = markdown.inline_code(Path(start.run).name)
         parts.append(f"It is a branch of the run {run} at step {start.at:,}, and the same run up to there. ")
@@ -213,7 +234,7 @@ def _format_prediction_shift(objective: Objective, attention: Attention, provena
     else:
         parts.append(f"{name} predicts a token where it stands: the output at position i is for token i.")
     if objective.attention != attention:
-        was = "came in reading" if provenance.converted else "was trained" if provenance.step else "is first trained"
+        was = "came in reading" if provenance.converted else "was trained" if provenance.is_trained else "is first trained"
         parts.append(f"It {was} under {objective.attention} attention, and this export reads its text under {attention}.")
     parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
     return "\n".join(parts)

@@ -17,15 +17,16 @@ def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
     """Return the folder name of the export of `step`: `610m-clm-42k` at the end of a run, before it `610m-clm-42k-1000`.
 
     Steps include those of the runs that the first weights come from: in `610m-clm-dec42k-mlm40-64k`, `dec` means that the earlier
-    run reached its end, so that its learning rate had decayed. A converted Hugging Face model keeps its name.
+    run reached its end, so that its learning rate had decayed. A converted Hugging Face model keeps its name; a merge ends in its
+    method.
     """
     done, parts = 0, [_model_part(run)]
-    if run.converted:
-        return parts[0]
     for stage in run.start.before:
         if not stage.family:
             parts += _ancestor_parts(stage, schedule, done)
             done += stage.step
+    if run.converted:
+        return "-".join([*parts, *([run.merge.method] if run.merge else [])])
     parts += _schedule_parts(schedule, run.settings.objective_schedule, done)
     if step < run.settings.total_iters:
         parts.append(str(step))

@@ -11,6 +11,7 @@ import torch
 
 from megaenc import backend, flags
 from megaenc.convert.architectures import FAMILIES, KNOWN_FAMILIES
+from megaenc.convert.merge.methods import MergedCheckpoint, MergeRecord
 from megaenc.convert.tokenizer_io import MaskToken
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -57,8 +58,14 @@ class RunCheckpoint:
 
     @property
     def converted(self) -> bool:
-        """Return whether the folder holds a converted Hugging Face model that was not trained here."""
+        """Return whether the folder holds a converted Hugging Face model, or a merge, that no run has trained since."""
         return "source" in self.facts
+
+    @property
+    def merge(self) -> MergeRecord | None:
+        """Return the record of the merge that wrote the folder; None for others."""
+        merge = self.facts.get("source", {}).get("merge")
+        return None if merge is None else MergeRecord.parse(merge)
 
     @property
     def added_token(self) -> str:
@@ -99,19 +106,19 @@ class RunCheckpoint:
         Raises InputError if there is no checkpoint, or a file of one is missing or cut short.
         """
         checkpoints = CheckpointDir(self.folder / "checkpoints")
-        self._newest_step(checkpoints)
+        self.newest_step(checkpoints)
         steps = checkpoints.steps_up_to_tracker()
         for step in steps:
             checkpoints.read_state(step)
         return sorted({*steps, *([0] if self.has_seeded_step_0 else [])})
 
-    def _newest_step(self, checkpoints: CheckpointDir) -> int:
-        """Return the step of the newest complete checkpoint. Raises InputError if there is none."""
+    def newest_step(self, checkpoints: CheckpointDir, flag: str = "--load") -> int:
+        """Return the step of the newest complete checkpoint. Raises InputError, naming `flag`, if there is none."""
         newest = checkpoints.tracked_step()
         if newest is None:
             unfinished = any(checkpoints.folder.glob(".iter_*"))
             reason = "only an unfinished checkpoint" if unfinished else "no checkpoint yet"
-            raise InputError(f"--load {self.folder}: {reason}; give the run's command again to continue to its next checkpoint")
+            raise InputError(f"{flag} {self.folder}: {reason}; give the run's command again to continue to its next checkpoint")
         return newest
 
     @contextlib.contextmanager
@@ -122,37 +129,44 @@ class RunCheckpoint:
         """
         backend.init_distributed(backend.ParallelConfig(), seed=0)
         try:
-            from torch.distributed.checkpoint.api import CheckpointException
-
             from megaenc.model.encoder import build_encoder
             from megaenc.training.checkpoint.loader import CheckpointLoader, load_model_weights
 
             checkpoints = CheckpointLoader(self.folder / "checkpoints")
-            loaded_step = self._newest_step(checkpoints) if step is None else step
+            loaded_step = self.newest_step(checkpoints) if step is None else step
             drawn = loaded_step == 0 and self.has_seeded_step_0 and not checkpoints.path(0).exists()
             seed = self.settings.seed if drawn else None
             encoder = build_encoder(self.model, self.vocab_size, length, backend.ParallelConfig(), self.dtype, seed=seed)
             if not drawn:
-                try:
+                with report_removal(checkpoints, loaded_step):
                     load_model_weights(checkpoints, loaded_step, encoder, identity=self.identity)
-                except InputError:
-                    raise
-                except (Exception, CheckpointException):  # as many types as there are files and readers of them
-                    if checkpoints.is_complete(loaded_step):
-                        raise
-                    raise InputError(
-                        f"{checkpoints.path(loaded_step)}: was removed while it was read, as runs remove old checkpoints; "
-                        "expected one that stays (--ckpt-step, or wait for the end of the run)"
-                    ) from None
             yield loaded_step, encoder.requires_grad_(False)
         finally:
             backend.destroy_distributed()
 
 
-def open_run_checkpoint(folder: Path) -> RunCheckpoint:
+@contextlib.contextmanager
+def report_removal(checkpoints: CheckpointDir, step: int, flag: str = "--ckpt-step") -> Iterator[None]:
+    """Convert an error in the block into an InputError, naming `flag`, if the checkpoint of `step` was removed meanwhile."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, CheckpointException):  # as many types as there are files and readers of them
+        if checkpoints.is_complete(step):
+            raise
+        raise InputError(
+            f"{checkpoints.path(step)}: was removed while it was read, as runs remove old checkpoints; "
+            f"expected one that stays ({flag}, or wait for the end of the run)"
+        ) from None
+
+
+def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
     """Return the RunCheckpoint of a run folder by its config.yaml and run.json; InputError if one is missing or changed."""
     if not os.path.isfile(folder / CONFIG_FILE):
-        raise InputError(f"--load {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save")
+        raise InputError(f"{flag} {folder}: no {CONFIG_FILE} there, expected the folder that a pretraining run got as --save")
     settings = read_config_file(str(folder / CONFIG_FILE))
     facts, start = _read_facts(folder / RUN_FILE)
     vocab_size, identity = facts["vocab_size"], facts["identity"]
@@ -178,13 +192,16 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
             raise TypeError(f"identity is a {type(identity).__name__}")
         mask = facts.get("source", {}).get("mask_token")
         parts = [start, *start.before, *([] if mask is None else [MaskToken(**mask)])]
+        if (merge := facts.get("source", {}).get("merge")) is not None:
+            record = MergeRecord.parse(merge)
+            parts += [record, *record.checkpoints, *([record.base] if record.base else [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{file}: {error!r}; expected the run.json of a pretraining run") from None
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise InputError(f"{file}: field `{name}`: found {value!r}, expected a number of 1 or more")
     for part in parts:
-        plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict)}
+        plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict | MergedCheckpoint)}
         flags.replace_fields(part, plain, source=f"{file}: start")  # checks the type of each field
     for stage in start.before:
         if stage.family and stage.family not in FAMILIES:

@@ -1,29 +1,39 @@
-"""Files with which sentence-transformers loads a Hugging Face folder: mean pooling, prompts, cosine similarity."""
+"""Files with which sentence-transformers loads a Hugging Face folder: pooling, prompts, cosine similarity."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
 ]
+_POOLING_FLAGS = ("mean_tokens", "cls_token", "max_tokens", "mean_sqrt_len_tokens")
 
 
-def write_sentence_layout(folder: Path, hidden_size: int, length: int, prompts: Mapping[str, str] | None = None) -> None:
-    """Write the files of sentence-transformers for mean pooling over at most `length` tokens, in float32 by default.
+def write_sentence_layout(
+    folder: Path,
+    hidden_size: int,
+    length: int,
+    prompts: Mapping[str, str] | None = None,
+    *,
+    pooling: Literal["mean", "cls", "lasttoken"] = "mean",
+    lower_case: bool = False,
+) -> None:
+    """Write the files of sentence-transformers for `pooling` over at most `length` tokens, in float32 by default.
 
-    `prompts`: prefix of a text by the name of its role, such as "query".
+    `prompts`: prefix of a text by the name of its role, such as "query"; `lower_case`: texts are put into lower case first.
     """
     (folder / "1_Pooling").mkdir()
-    others = dict.fromkeys((f"pooling_mode_{other}" for other in ("cls_token", "max_tokens", "mean_sqrt_len_tokens")), False)
+    own = {"mean": "mean_tokens", "cls": "cls_token"}.get(pooling, pooling)
+    others = {f"pooling_mode_{other}": False for other in _POOLING_FLAGS if other != own}
     encoding = {"prompts": dict(prompts or {}), "default_prompt_name": None, "similarity_fn_name": "cosine"}
-    pooling = {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True} | others
+    pooling = {"word_embedding_dimension": hidden_size, f"pooling_mode_{own}": True} | others
     write_json(folder / "modules.json", _MODULES)
     # Of the config, not of the model: a dtype in the user's model_kwargs takes precedence under either of its names.
     dtype = {"config_args": {"dtype": "float32"}}
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False} | dtype)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": lower_case} | dtype)
     write_json(folder / "config_sentence_transformers.json", encoding)
     write_json(folder / "1_Pooling/config.json", pooling)
 

@@ -190,8 +190,9 @@ class Exporter:
             license=self.license,
             sentences=self.sentences,
             architecture=self.config.architectures[0],
-            converted=run.converted,
+            converted=run.converted and not run.merge,
             added_token=run.added_token,
+            merge=run.merge,
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

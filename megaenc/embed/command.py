@@ -1,22 +1,27 @@
-"""Rank the documents of BEIR folders by the embeddings of models as they are, without fine-tuning, next to BM25 and chance.
+"""Evaluate the embeddings of models as they are, without fine-tuning, next to BM25 and chance.
 
-megaenc embed eval --model demo/hf --data scifact squad_ir
+Documents of BEIR folders are ranked; mteb scores similarity, classification by a logistic probe, and its own tasks by name.
+
+megaenc embed eval --model demo/hf --data scifact squad_ir stsb sst2
 """
 
 import contextlib
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megaenc import flags, markdown
 from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine, build_rich_console, print_rank_0, silence_libraries
+from megaenc.embed.config import EmbeddingFlags
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
@@ -24,35 +29,35 @@ from megaenc.output_paths import check_output_file, create_parent_with_rollback
 if TYPE_CHECKING:
     from megaenc.embed.embedder import EmbeddingConfig
     from megaenc.embed.evaluate import RetrievalRow, RetrievalSet
+    from megaenc.embed.probes import ProbeTask
 
+RULES = ("query_prefix", "document_prefix", "max_length", "truncate_dim", "attention", "precision")
+"""Flags that change the embeddings; the JSON file records them."""
 _HEADINGS = {"ndcg@10": "NDCG@10", "recall@100": "Recall@100"}
+_MEASURES = {"spearman": "Spearman"}
 _WIDTH = 100
+
+_Table = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], list[tuple[str, ...]]]
+"""Title, columns of names, scores and counts, and lines of cells."""
 
 
 @dataclass(frozen=True)
 class EmbedEvalConfig:
-    """Options of `megaenc embed eval`: models, BEIR folders, rules of embedding, baseline, and output file."""
+    """Options of `megaenc embed eval`: models, data, rules of embedding, baseline, and output file."""
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: tuple[str, ...] = ()
     """Hugging Face or sentence-transformers folders, or models of the Hub as ORG/NAME; NAME=FOLDER gives another name"""
     data: tuple[str, ...] = ()
-    """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz); NAME=FOLDER gives another name"""
-    query_prefix: str | None = None
-    """text before each query; by default that of a sentence-transformers folder, else none"""
-    document_prefix: str | None = None
-    """text before each document; by default that of a sentence-transformers folder, else none"""
-    max_length: int = 0
-    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
-    attention: Literal["", "bidirectional", "causal"] = ""
-    """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
-    precision: Literal["", "bf16", "fp32"] = ""
-    """dtype of the weights; by default bf16 if the device supports it, else fp32"""
-    batch_size: int = 32
-    """texts of a forward pass, of similar length and without padding"""
+    """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz), and folders of train.*, valid.* and test.* with text,
+     text_pair and a score such as 3.5 as label (similarity), or text and a class as label (classification: mteb's logistic
+     regression on 8 examples of each class, 10 times); NAME=FOLDER gives another name"""
+    tasks: tuple[str, ...] = ()
+    """tasks of mteb by name, such as STSBenchmark, in all their languages; their data come from the Hub"""
+    embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
     bm25: bool = True
-    """rank by BM25 too"""
+    """rank the documents of BEIR folders by BM25 too"""
     output: str = ""
     """file to write all numbers to as well; its suffix gives the format: .json, .csv or .md"""
 
@@ -63,48 +68,81 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
     silence_libraries()
     settings = flags.parse_with_config(EmbedEvalConfig, argv, prog="megaenc embed eval", description=__doc__)
     output = Path(settings.output)
-    if not settings.data:
-        raise InputError("--data: missing; see `megaenc embed eval --help`")
+    if not settings.data and not settings.tasks:
+        raise InputError("--data: missing, and --tasks too; see `megaenc embed eval --help`")
     if not settings.model and not settings.bm25:
         raise InputError("--model: missing, and --no-bm25 leaves nothing to evaluate; see `megaenc embed eval --help`")
-    check_minimums(settings, batch_size=1, max_length=0)
+    check_minimums(settings.embedding, batch_size=1, max_length=0, truncate_dim=0)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:
         check_output_file(output, "--output")
     with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
-        rows, configs = _evaluate(settings)
+        rows, configs, origin = _evaluate(settings)
         if settings.output:
-            atomic_write(output, format_results(rows, configs, output.suffix))
+            atomic_write(output, format_results(rows, configs, output.suffix, origin))
     plain = {"markup": False, "emoji": False, "highlight": False}  # names may look like rich's markup
-    build_rich_console(**plain, width=None if sys.stdout.isatty() else _WIDTH).print(build_table(rows))
+    build_rich_console(**plain, width=None if sys.stdout.isatty() else _WIDTH).print(*build_tables(rows))
     if settings.output:
         print_rank_0(f"written: {settings.output}")
 
 
-def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str, "EmbeddingConfig"]]:
-    """Evaluate chance, BM25 and all models on all data sets; return rows by data set, and each model's config as used."""
+def _evaluate(settings: EmbedEvalConfig) -> tuple[list["RetrievalRow"], dict[str, "EmbeddingConfig"], dict[str, Any]]:
+    """Evaluate chance, BM25 and all models on all data sets; return rows by data set, configs as used, and JSON's origin."""
     print_rank_0("importing torch and transformers")
-    from megaenc.embed import evaluate
-    from megaenc.embed.embedder import fetch_model, read_embedding_config
+    from megaenc.embed import evaluate, probes
+    from megaenc.embed.embedder import fetch_model, override_config, read_embedding_config
 
-    if settings.bm25:
-        evaluate.import_bm25s()
     named_data = _name_all("--data", settings.data)
+    if repeated := [name for name, count in Counter([*named_data, *settings.tasks]).items() if count > 1]:
+        raise InputError(f"--tasks: found {repeated[0]} twice, here or in --data, expected each name once")
+    labelled = {name: Path(folder) for name, folder in named_data.items() if probes.is_labelled_set(Path(folder))}
+    if not settings.model and len(labelled) == len(named_data):
+        raise InputError("--model: missing, and BM25 ranks only documents of BEIR folders; see `megaenc embed eval --help`")
+    named_data = {name: folder for name, folder in named_data.items() if name not in labelled}
+    if settings.bm25 and named_data:
+        evaluate.import_bm25s()
     if "BM25" in (named_models := _name_all("--model", settings.model)) or "random" in named_models:
         raise InputError("--model: found the name of a baseline, expected another; say NAME=FOLDER")
     folders = {name: fetch_model(source) for name, source in named_models.items()}
-    configs = {name: _override(read_embedding_config(folder), settings) for name, folder in folders.items()}
+    configs = {name: override_config(read_embedding_config(folder), settings.embedding) for name, folder in folders.items()}
     sets = [evaluate.RetrievalSet.load(name, Path(folder)) for name, folder in named_data.items()]
+    tasks = [*itertools.starmap(probes.load_labelled_set, labelled.items()), *probes.load_tasks(settings.tasks)]
     rows = {data.name: evaluate.build_rows(data, "random", data.score_random_ranking(), interval=False) for data in sets}
+    rows |= {task.name: task.build_random_rows() for task in tasks}
     for data in sets if settings.bm25 else ():
         with ProgressLine(f"BM25 {data.name}: ranking", total=len(data.queries), closing=False) as line:
             rows[data.name] += evaluate.build_rows(
                 data, "BM25", data.score(evaluate.rank_by_bm25(data.queries, data.documents, line.update))
             )
     for name, folder in folders.items():
-        configs[name] = _evaluate_model(name, folder, configs[name], settings, sets, rows)
-    return [row for of_set in rows.values() for row in of_set], configs
+        configs[name] = _evaluate_model(name, folder, configs[name], settings, sets, tasks, rows)
+    origin = _describe_origin(settings, folders, named_data, sets) if settings.output.endswith(".json") else {}
+    return [row for of_set in rows.values() for row in of_set], configs, origin
+
+
+def _describe_origin(
+    settings: EmbedEvalConfig, models: dict[str, str], data: dict[str, str], sets: Sequence["RetrievalSet"]
+) -> dict[str, Any]:
+    """Return the rules that flags set, the fingerprints of models and data by name, and the query ids of each data set."""
+    from megaenc.finetune.datasets.beir import compute_test_fingerprint
+    from megaenc.finetune.model import fingerprint
+
+    weights = fingerprint.compute_model_fingerprints(list(models.values()), str(Path(settings.output).parent), save=False)
+    fingerprints = {
+        name: {
+            "model": digest,
+            "tokenizer": fingerprint.compute_tokenizer_fingerprint(folder),
+            "stamp": fingerprint.compute_model_stamp(folder),
+        }
+        for (name, folder), digest in zip(models.items(), weights, strict=True)
+    }
+    return {
+        "settings": {name: getattr(settings.embedding, name) for name in RULES},
+        "data": {name: compute_test_fingerprint(Path(folder)) for name, folder in data.items()},
+        "fingerprints": fingerprints,
+        "queries": {each.name: each.query_ids for each in sets},
+    }
 
 
 def _evaluate_model(
@@ -113,32 +151,15 @@ def _evaluate_model(
     config: "EmbeddingConfig",
     settings: EmbedEvalConfig,
     sets: Sequence["RetrievalSet"],
+    tasks: Sequence["ProbeTask"],
     rows: dict[str, list["RetrievalRow"]],
 ) -> "EmbeddingConfig":
     """Add a model's rows on all data sets to `rows`, by data set; return its config with the attention and length in effect."""
-    import torch
-
-    from megaenc.backend.device import detect_backend
     from megaenc.embed import evaluate
-    from megaenc.embed.embedder import Embedder
+    from megaenc.embed.embedder import build_embedder
 
-    backend = detect_backend()
-    dtype = torch.bfloat16 if settings.precision == "bf16" or (not settings.precision and backend.has_bf16) else torch.float32
-    embedder = Embedder(folder, config, device=backend.device, dtype=dtype, batch_size=settings.batch_size)
-    if settings.max_length > embedder.max_length:
-        raise InputError(
-            f"--max-length: found {settings.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
-        )
-    config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
-    prefixes = "".join(
-        f", {kind} prefix {text!r}"
-        for kind, text in (("query", config.query_prefix), ("document", config.document_prefix))
-        if text
-    )
-    print_rank_0(
-        f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
-        f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}"
-    )
+    embedder = build_embedder(name, folder, config, settings.embedding)
+    config = embedder.config
     for data in sets:
         texts = [config.query_prefix + query for query in data.queries]
         texts += [config.document_prefix + document for document in data.documents]
@@ -149,14 +170,9 @@ def _evaluate_model(
         with ProgressLine(f"{name} {data.name}: ranking", total=len(queries), closing=False) as line:
             scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update))
         rows[data.name] += evaluate.build_rows(data, name, scores)
+    for task in tasks:
+        rows[task.name].append(task.evaluate(name, embedder))
     return config
-
-
-def _override(config: "EmbeddingConfig", settings: EmbedEvalConfig) -> "EmbeddingConfig":
-    """Return `config` with the flags that are given."""
-    given: dict[str, Any] = {"attention": settings.attention or None, "max_length": settings.max_length or None}
-    given |= {"query_prefix": settings.query_prefix, "document_prefix": settings.document_prefix}
-    return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
@@ -180,43 +196,75 @@ def _format_score(row: "RetrievalRow") -> str:
     return f"{row.mean:.2f}" + (f" [{row.low:.1f}, {row.high:.1f}]" if row.low is not None else "")
 
 
-def _iterate_lines(rows: Sequence["RetrievalRow"]) -> Iterator[tuple[str, ...]]:
-    """Yield (data set, model, score by measure ..., queries, documents) of each model on each data set."""
-    groups: dict[tuple[str, str], list[RetrievalRow]] = {}
-    for row in rows:
-        groups.setdefault((row.dataset, row.model), []).append(row)
-    for (dataset, model), members in groups.items():
-        yield (dataset, model, *map(_format_score, members), f"{members[0].queries:,}", f"{members[0].documents:,}")
+def _iterate_tables(rows: Sequence["RetrievalRow"]) -> Iterator[_Table]:
+    """Yield the table of retrieval and that of other tasks, if they have rows."""
+    if retrieval := [row for row in rows if row.queries is not None]:
+        groups: dict[tuple[str, str], list[RetrievalRow]] = {}
+        for row in retrieval:
+            groups.setdefault((row.dataset, row.model), []).append(row)
+        lines = [
+            (*names, *map(_format_score, members), f"{members[0].queries:,}", f"{members[0].documents:,}")
+            for names, members in groups.items()
+        ]
+        title = "zero-shot retrieval, percent, [95 % interval over queries]"
+        yield title, ("data set", "model"), tuple(_HEADINGS.values()), ("queries", "documents"), lines
+    if others := [row for row in rows if row.queries is None]:
+        lines = [
+            (
+                row.dataset,
+                row.model,
+                _MEASURES.get(row.metric, row.metric),
+                _format_score(row),
+                f"{row.examples:,}" if row.examples else "",
+            )
+            for row in others
+        ]
+        title = "similarity, probes and tasks of mteb, percent, [95 % interval]"
+        yield title, ("data set", "model", "measure"), ("score",), ("examples",), lines
 
 
-def build_table(rows: Sequence["RetrievalRow"]) -> Any:
-    """Return rich's table for the terminal: a line for each model on each data set."""
+def build_tables(rows: Sequence["RetrievalRow"]) -> list[Any]:
+    """Return rich's tables for the terminal: a line for each model on each data set."""
     from megaenc.finetune.results.summary import build_empty_table
 
-    title = "zero-shot retrieval, percent, [95 % interval over queries]"
-    table = build_empty_table(title, ("data set", "model"), (*_HEADINGS.values(), "queries", "documents"))
-    before = ""
-    for dataset, model, *scores, queries, documents in _iterate_lines(rows):
-        counts = (queries, documents) if dataset != before else ("", "")
-        table.add_row(dataset if dataset != before else "", model, *scores, *counts)
-        before = dataset
-    return table
+    tables = []
+    for title, names, scores, counts, lines in _iterate_tables(rows):
+        table, before = build_empty_table(title, names, scores + counts), ""
+        for dataset, *cells in lines:
+            if dataset == before:
+                cells[-len(counts) :] = ("",) * len(counts)
+            table.add_row(dataset if dataset != before else "", *cells)
+            before = dataset
+        tables.append(table)
+    return tables
 
 
-def format_results(rows: Sequence["RetrievalRow"], configs: dict[str, "EmbeddingConfig"], suffix: str) -> str:
-    """Return the text of a file of the results, by `suffix`: JSON with each model's config, CSV, or a Markdown table."""
-    values = [dataclasses.asdict(row) for row in rows]
+def format_results(
+    rows: Sequence["RetrievalRow"], configs: dict[str, "EmbeddingConfig"], suffix: str, origin: dict[str, Any] | None = None
+) -> str:
+    """Return the text of a file of the results, by `suffix`: JSON, CSV, or a Markdown table.
+
+    JSON also has each model's config, `origin`, and each query's scores as fractions, by model, data set and measure.
+    """
+    values = [{name: value for name, value in dataclasses.asdict(row).items() if name != "scores"} for row in rows]
     if suffix == ".json":
+        scores: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for row in rows:
+            scores.setdefault(row.model, {}).setdefault(row.dataset, {})[row.metric] = list(row.scores)
         models = {name: dataclasses.asdict(config) for name, config in configs.items()}
-        return json.dumps({"rows": values, "models": models}, indent=1) + "\n"
+        parts = {"rows": json.dumps(values, indent=1), "models": json.dumps(models, indent=1)}
+        parts |= {name: json.dumps(value) for name, value in ((origin or {}) | {"scores": scores}).items()}
+        return "{\n" + ",\n".join(f"{json.dumps(name)}: {text}" for name, text in parts.items()) + "\n}\n"
     if suffix == ".csv":
         stream = io.StringIO()
         writer = csv.DictWriter(stream, values[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(values)  # csv writes None as nothing
         return stream.getvalue()
-    headings = ("data set", "model", *_HEADINGS.values(), "queries", "documents")
-    lines = [f"| {' | '.join(headings)} |", "|---|---|" + "---:|" * (len(headings) - 2)]
-    for dataset, model, *cells in _iterate_lines(rows):
-        lines.append(f"| {markdown.escape(dataset)} | {markdown.escape(model)} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    tables = []
+    for _, names, scores, counts, table_lines in _iterate_tables(rows):
+        lines = [f"| {' | '.join(names + scores + counts)} |", "|---" * len(names) + "|---:" * len(scores + counts) + "|"]
+        for line in table_lines:
+            lines.append(f"| {' | '.join((*map(markdown.escape, line[: len(names)]), *line[len(names) :]))} |")
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)

@@ -1,4 +1,4 @@
-"""Configuration of contrastive training: loss, batches, hyperparameters, precision and limits."""
+"""Configuration of embedding with a model as it is, and of contrastive training."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,26 @@ from typing import Literal
 
 from megaenc.errors import InputError
 from megaenc.finetune.config import check_minimums
+
+
+@dataclass(frozen=True)
+class EmbeddingFlags:
+    """Flags for embedding texts with a model as it is: prefixes, length, attention, precision, batch size."""
+
+    query_prefix: str | None = None
+    """text before each query of retrieval; by default that of a sentence-transformers folder, else none"""
+    document_prefix: str | None = None
+    """text before each document of retrieval; by default that of a sentence-transformers folder, else none"""
+    max_length: int = 0
+    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
+    truncate_dim: int = 0
+    """first numbers of an embedding that are used, as of models trained with --matryoshka-dims; 0: all"""
+    attention: Literal["", "bidirectional", "causal"] = ""
+    """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
+    precision: Literal["", "bf16", "fp32"] = ""
+    """dtype of the weights; by default bf16 if the device supports it, else fp32"""
+    batch_size: int = 32
+    """texts of a forward pass, of similar length and without padding"""
 
 
 @dataclass(frozen=True)
@@ -40,10 +60,12 @@ class ContrastiveConfig:
     """hard negatives of each pair that are used at most, the first ones; 0: only the documents of the batch"""
     matryoshka_dims: tuple[int, ...] = ()
     """sizes to which embeddings may be cut afterwards; the loss is the sum over these and the full size"""
-    query_prefix: str = ""
-    """text before each query, in training and in the exported model's prompt `query`"""
-    document_prefix: str = ""
-    """text before each document, in training and in the exported model's prompt `document`"""
+    query_prefix: str | None = None
+    """text before each query, in training and in the exported model's prompt `query`; by default that of a
+    sentence-transformers folder, else none"""
+    document_prefix: str | None = None
+    """text before each document, in training and in the exported model's prompt `document`; by default that of a
+    sentence-transformers folder, else none"""
     max_length: int = 0
     """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder, else at most 512"""
     attention: Literal["", "bidirectional", "causal"] = ""
@@ -71,6 +93,8 @@ class ContrastiveConfig:
                 raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
         check_minimums(self, batch_size=2, max_steps=0, negatives=0, tokens_per_forward=1, threads=1, seed=0)
         check_minimums(self, weight_decay=0, clip_grad=0, max_length=0)
+        if self.seed >= 2**63:
+            raise InputError(f"--seed: found {self.seed}, expected less than 2**63")
         for value in self.matryoshka_dims:
             if value < 1 or self.matryoshka_dims.count(value) > 1:
                 raise InputError(f"--matryoshka-dims: found {value}, expected sizes of at least 1, each once")

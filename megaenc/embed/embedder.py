@@ -1,5 +1,6 @@
 """Embeddings of texts by a Hugging Face or sentence-transformers folder, in packs without padding."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from megaenc.backend.device import detect_backend
+from megaenc.console import print_rank_0
 from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.convert.hf_model import load_hf_config
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
+from megaenc.embed.config import EmbeddingFlags
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.model.backbone import AttentionDirection, PackedTexts, pack_texts
 from megaenc.finetune.model.fingerprint import check_model_folder
@@ -51,6 +55,12 @@ class EmbeddingConfig:
     query_prefix: str = ""
     document_prefix: str = ""
     lower_case: bool = False
+    truncate_dim: int = 0
+    """Size to which embeddings are cut before they get length 1; 0: the model's."""
+    default_prefix: str = ""
+    """Text before texts that are neither query nor document."""
+    normalize: bool = False
+    """True if the folder's modules scale embeddings to length 1; cosines do not depend on it, probes do."""
 
 
 def fetch_model(name_or_folder: str) -> str:
@@ -79,12 +89,14 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     load_hf_config(HFCheckpoint(path, "--model"))  # unreadable models are refused before any text is embedded
     if not (path / "modules.json").exists():
         return EmbeddingConfig()
-    parts = [str(module.get("path", "")) for module in _read_modules(path / "modules.json")]
+    modules = _read_modules(path / "modules.json")
+    parts = [str(module.get("path", "")) for module in modules]
     if parts[0] not in ("", ".") or any(Path(part).name != part for part in parts[1:]):
         raise InputError(f"{path / 'modules.json'}: found the paths {parts}, expected the model's folder and folders in it")
     pooling = _read_pooling(path / parts[1] / "config.json")
     transformer = _read_optional(path / "sentence_bert_config.json")
-    prompts = _read_optional(path / "config_sentence_transformers.json").get("prompts") or {}
+    settings = _read_optional(path / "config_sentence_transformers.json")
+    prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise InputError(f"{path / 'config_sentence_transformers.json'}: field `prompts`: expected texts by name")
     max_length = transformer.get("max_seq_length") or _read_optional(path / "tokenizer_config.json").get("model_max_length") or 0
@@ -92,7 +104,57 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
         raise InputError(f"{path}: max_seq_length: found {str(max_length)[:40]!r}, expected a number of tokens")
     document_prefix = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
     lower_case = bool(transformer.get("do_lower_case"))
-    return EmbeddingConfig(pooling, None, int(min(max_length, 1 << 30)), prompts.get("query", ""), document_prefix, lower_case)
+    return EmbeddingConfig(
+        pooling,
+        None,
+        int(min(max_length, 1 << 30)),
+        prompts.get("query", ""),
+        document_prefix,
+        lower_case,
+        default_prefix=prompts.get(str(settings.get("default_prompt_name")), ""),
+        normalize=len(modules) == 3,
+    )
+
+
+def override_config(config: EmbeddingConfig, given: EmbeddingFlags) -> EmbeddingConfig:
+    """Return `config` with the flags that are given."""
+    values: dict[str, Any] = {"attention": given.attention or None, "max_length": given.max_length or None}
+    values |= {"truncate_dim": given.truncate_dim or None}
+    values |= {"query_prefix": given.query_prefix, "document_prefix": given.document_prefix}
+    return dataclasses.replace(config, **{name: value for name, value in values.items() if value is not None})
+
+
+def build_embedder(name: str, folder: str, config: EmbeddingConfig, given: EmbeddingFlags) -> "Embedder":
+    """Return the Embedder of a folder on this machine's device, and print the rules in effect after `name`.
+
+    Its `config` has the attention and the length in effect. Raises InputError for a length or size beyond the model's.
+    """
+    backend = detect_backend()
+    dtype = torch.bfloat16 if given.precision == "bf16" or (not given.precision and backend.has_bf16) else torch.float32
+    embedder = Embedder(folder, config, device=backend.device, dtype=dtype, batch_size=given.batch_size)
+    if given.max_length > embedder.max_length:
+        raise InputError(
+            f"--max-length: found {given.max_length}, expected at most the {embedder.max_length} tokens that {name} reads"
+        )
+    if given.truncate_dim > (full := embedder.backbone.hidden_size):
+        raise InputError(f"--truncate-dim: found {given.truncate_dim}, expected at most {full}, the size of {name}'s embeddings")
+    config = dataclasses.replace(config, attention=embedder.backbone.attention, max_length=embedder.max_length)
+    embedder.config = config
+    prefixes = "".join(
+        f", {kind} prefix {text!r}"
+        for kind, text in (
+            ("query", config.query_prefix),
+            ("document", config.document_prefix),
+            ("default", config.default_prefix),
+        )
+        if text
+    )
+    size = f", cut to {config.truncate_dim} numbers" if config.truncate_dim else ""
+    print_rank_0(
+        f"{name}: {config.pooling} pooling, {config.attention} attention, at most {config.max_length} tokens, "
+        f"{'bf16' if dtype == torch.bfloat16 else 'fp32'}{prefixes}{size}"
+    )
+    return embedder
 
 
 def _read_modules(path: Path) -> list[dict[str, Any]]:
@@ -152,23 +214,35 @@ class Embedder:
             progress(len(rows))
         return rows
 
+    def pool(self, packed: PackedTexts) -> Tensor:
+        """Return the pooled states of each text of a pack, float32[texts, hidden_size], of any length and with a graph."""
+        return _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
+
     @torch.inference_mode()
-    def embed(self, rows: Sequence[np.ndarray], progress: Callable[[int], None] = lambda tokens: None) -> Tensor:
-        """Return the embedding of each text, float32[texts, hidden_size] of length 1, zeros for a text without tokens.
+    def embed(
+        self,
+        rows: Sequence[np.ndarray],
+        progress: Callable[[int], None] = lambda tokens: None,
+        *,
+        unit_length: bool = True,
+    ) -> Tensor:
+        """Return the embedding of each text, float32[texts, size] of length 1, zeros for a text without tokens.
 
         `rows` are those of `tokenize`. Texts of similar length share a forward pass, the longest first; `progress` receives the
-        number of embedded tokens. Raises InputError if an embedding is NaN or inf.
+        number of embedded tokens. `unit_length=False` leaves the pooled states as they are. Raises InputError if an embedding is
+        NaN or inf.
         """
         lengths = np.array([len(row) for row in rows])
         order = np.argsort(lengths, kind="stable")
         order, done = order[lengths[order] > 0], 0
-        vectors = torch.zeros(len(rows), self.backbone.hidden_size, device=self.backbone.device)
+        size = self.config.truncate_dim or self.backbone.hidden_size
+        vectors = torch.zeros(len(rows), size, device=self.backbone.device)
         for start in reversed(range(0, len(order), self.batch_size)):
             part = order[start : start + self.batch_size]
             packed = pack_texts([rows[at] for at in part], self.backbone.device)
-            pooled = _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
+            pooled = self.pool(packed)[:, :size]
             if not bool(torch.isfinite(pooled).all()):
                 raise InputError(f"--model {self.folder}: an embedding is NaN or inf; try --precision fp32")
-            vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1)
+            vectors[torch.from_numpy(part).to(vectors.device)] = normalize(pooled, dim=1) if unit_length else pooled
             progress(done := done + len(packed.tokens))
         return vectors

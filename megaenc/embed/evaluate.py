@@ -1,7 +1,7 @@
 """Zero-shot retrieval: exact rankings by embeddings and by BM25, their NDCG@10 and recall@100, and bootstrap intervals."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class RetrievalSet:
     document_ids: list[str]
     relevant: list[dict[str, int]]
     """Grades above 0 of each query, by document id."""
+    query_ids: list[str] = field(default_factory=list)
 
     @classmethod
     def load(cls, name: str, folder: Path) -> "RetrievalSet":
@@ -44,7 +45,8 @@ class RetrievalSet:
         ids = list(examples.documents)
         ids = [ids[at] for at in compute_trec_order(ids)]
         documents = [examples.documents[document] for document in ids]
-        return cls(name, list(examples.queries.values()), documents, ids, list(examples.relevant.values()))
+        queries, relevant = examples.queries, list(examples.relevant.values())
+        return cls(name, list(queries.values()), documents, ids, relevant, list(queries))
 
     def score(self, rankings: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
         """Return trec_eval's measures of each query by name, float64[queries]; `rankings`: documents' indices, best first."""
@@ -64,17 +66,22 @@ class RetrievalSet:
 
 @dataclass(frozen=True)
 class RetrievalRow:
-    """Row of the table of zero-shot retrieval, in percent: the mean of a measure over queries with its 95 % interval."""
+    """Row of a table of zero-shot evaluation, in percent: a measure, or its mean over queries, with its 95 % interval."""
 
     dataset: str
     model: str
     metric: str
     mean: float
     low: float | None
-    """Lower end of the bootstrap interval; None for the expectation of a random ranking, and for a single query."""
+    """Lower end of the interval; None for the expectation of a random ranking or probe, and for a single query."""
     high: float | None
-    queries: int
-    documents: int
+    queries: int | None
+    documents: int | None
+    """Both None in rows of other tasks than BEIR folders."""
+    examples: int | None = None
+    """Test examples of such a task: pairs of similarity, texts of classification."""
+    scores: tuple[float, ...] = field(default=(), repr=False)
+    """The measure of each query of a BEIR folder, as a fraction."""
 
 
 def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True) -> list[RetrievalRow]:
@@ -83,9 +90,8 @@ def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *,
     for metric, by_query in values.items():
         low, high = bootstrap_mean(by_query) if interval and len(by_query) > 1 else (None, None)
         ends = [None if end is None else 100 * end for end in (low, high)]
-        rows.append(
-            RetrievalRow(data.name, model, metric, 100 * float(by_query.mean()), *ends, len(by_query), len(data.documents))
-        )
+        counts, scores = (len(by_query), len(data.documents)), tuple(by_query.tolist())
+        rows.append(RetrievalRow(data.name, model, metric, 100 * float(by_query.mean()), *ends, *counts, scores))
     return rows
 
 

@@ -44,7 +44,8 @@ class FinetuneRunConfig:
     model: str = ""
     """Hugging Face folder of an encoder or a decoder; its last part names the results, NAME=FOLDER gives another name"""
     dataset: str = ""
-    """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, or NAME=PATH"""
+    """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, NAME=PATH, or a
+    repository of the Hub: ORG/NAME, ORG/NAME:CONFIG or hf:NAME, each with @REVISION"""
     learning_rate: float = 1e-4
     """peak learning rate, reached at the end of the warmup"""
     seed: int = 0
@@ -131,6 +132,9 @@ def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> No
         again = " before" * was_finished
         print_rank_0(f"failed{again}: {result.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate")
         sys.exit(1)
+    if result.evaluations:
+        scores_text = ", ".join(f"{step:,} {100 * score:.2f}" for step, score in result.evaluations)
+        print_rank_0(f"validation score by step: {scores_text}; best: step {result.best_step:,}")
     for name, split in (("validation", result.validation), ("test", result.test)):
         values = {"score": split.score, **split.metrics}
         values_text = ", ".join(

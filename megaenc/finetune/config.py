@@ -19,7 +19,7 @@ class FinetuneConfig:
     batch_size: int = 32
     """examples of a step; in retrieval, the other documents of the batch are the negatives"""
     max_steps: int = 1000
-    """maximum number of steps"""
+    """maximum number of steps; 0: no limit but --epochs"""
     epochs: float = 1.0
     """maximum number of passes over the training data; training ends at --max-steps or --epochs, the earlier of the two"""
     warmup: float = 0.1
@@ -56,6 +56,14 @@ class FinetuneConfig:
     """use deterministic GPU kernels, some slower, so that equal runs give equal bits; CPU runs are always deterministic"""
     threads: int = 1
     """CPU threads of a run; the last bits of its results depend on this number"""
+    eval_interval: int = 0
+    """steps between evaluations on the validation split during training; 0: only after the last step"""
+    best_checkpoint: bool = False
+    """test and keep the weights with the best validation score, the earliest of equals, instead of the last ones; needs
+    --eval-interval"""
+    early_stopping: int = 0
+    """end training after this number of evaluations without a better validation score, and use the best weights, as with
+    --best-checkpoint; needs --eval-interval; 0: never"""
 
     def check(self) -> None:
         """Raise InputError, naming the flag, if a number is not finite or outside its field's range."""
@@ -67,9 +75,18 @@ class FinetuneConfig:
                 raise InputError(f"{flag}: found {value}, expected more than 0")
             if name in ("warmup", "adam_beta1", "adam_beta2") and not 0 <= value < 1:
                 raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
-        check_minimums(
-            self, batch_size=1, max_steps=1, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0, max_length=0
-        )
+        check_minimums(self, batch_size=1, max_steps=0, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0)
+        check_minimums(self, max_length=0, eval_interval=0, early_stopping=0)
+        for name in ("best_checkpoint", "early_stopping"):
+            if getattr(self, name) and not self.eval_interval:
+                raise InputError(
+                    f"--{name.replace('_', '-')}: found --eval-interval 0, expected its number of steps, such as 100"
+                )
+
+    @property
+    def uses_best_weights(self) -> bool:
+        """Return whether the weights with the best validation score are used instead of the last ones."""
+        return self.best_checkpoint or self.early_stopping > 0
 
 
 def check_minimums(settings: Any, **minimums: int) -> None:

@@ -111,6 +111,8 @@ class Dataset:
     """Fingerprint of `train_on`."""
     read_split: Callable[[SplitName], Examples] = field(repr=False, compare=False)
     """Function that reads a split without the check of `load_split`."""
+    pair_template: str = ""
+    """Template that joins the two texts of a pair in SC, or empty if there are none."""
 
     def load_split(self, name: SplitName) -> Examples:
         """Return a split's examples: a list, or RetrievalExamples (IR, not train); InputError if missing, empty, invalid.

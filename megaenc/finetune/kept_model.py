@@ -120,13 +120,12 @@ class ModelKeeper:
         validation: float,
         evaluate: Callable[[], Mapping[str, SplitScores]],
         write_results: Iterable[Callable[[], None]],
-        *,
-        steps: int,
-        trained: str,
+        training: Mapping[str, Any],
     ) -> None:
         """Write the float32 `model` if the job keeps it, then the run's results.
 
-        `data`: the test split; `validation`: the run's score there; `evaluate`: returns the scores of the float32 model.
+        `data`: the test split; `validation`: the run's score there; `evaluate`: returns the scores of the float32 model;
+        `training`: `steps`, `trained` (digest of the final weights) and, if they are the best, not the last ones, `best_step`.
         """
         job = self.job
         data = data["queries"] if isinstance(data, dict) else data
@@ -142,7 +141,7 @@ class ModelKeeper:
             for target in targets:
                 if target == place / result_files.KEPT_MODEL:
                     remove_path(target)
-                self.write(target, model, data, scores, steps=steps, trained=trained)
+                self.write(target, model, data, scores, training)
                 rounded = "" if self.task.protocol.precision == "fp32" else " in float32"
                 print_rank_0(f"{job.name}: kept in {target}: test score {100 * scores['test'].score:.2f}{rounded}")
             for write in write_results:
@@ -167,13 +166,11 @@ class ModelKeeper:
         model: TaskModel,
         data: TokenizedTexts,
         scores: Mapping[str, SplitScores],
-        *,
-        steps: int,
-        trained: str,
+        training: Mapping[str, Any],
     ) -> None:
         """Write float32 `model` to the new folder `target`; InputError, and no folder, if transformers computes other outputs.
 
-        `data`: texts to compare outputs on; `scores`: of this model, by split; `trained`: digest of the final weights.
+        `data`: texts to compare outputs on; `scores`: of this model, by split; `training`: as for `keep`.
         """
         with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as folder:
             padding = padding_id(self.encoder.tokenizer)
@@ -185,7 +182,7 @@ class ModelKeeper:
             if self.task.family == TaskFamily.IR:
                 prompts = {"query": QUERY, "document": DOCUMENT}
                 write_sentence_layout(folder, model.backbone.hidden_size, self.encoder.max_length, prompts)
-            details = self._describe(scores, steps, trained)
+            details = self._describe(scores, training)
             write_json(folder / result_files.MODEL_DETAILS, details)
             card = build_finetuned_card(target.resolve().name, details, config.architectures[0])
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -227,7 +224,7 @@ class ModelKeeper:
                     f"the run as {row.tolist()[:8]}; expected another model"
                 )
 
-    def _describe(self, scores: Mapping[str, SplitScores], steps: int, trained: str) -> dict[str, Any]:
+    def _describe(self, scores: Mapping[str, SplitScores], training: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of finetuning.json."""
         job = self.job
         return {
@@ -238,8 +235,8 @@ class ModelKeeper:
             "train_on": job.train_on,
             "learning_rate": job.learning_rate,
             "seed": job.seed,
-            "steps": steps,
-            "trained": trained,
+            **training,
+            **({"pair_template": template} if (template := self.task.dataset.pair_template) else {}),
             "protocol": dict(vars(self.task.protocol)),
             "fingerprints": job.fingerprints.for_dataset(self.task.dataset.name),
             "scores": {split: {"score": part.score, **part.metrics} for split, part in scores.items()},

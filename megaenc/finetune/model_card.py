@@ -47,7 +47,7 @@ def build_finetuned_card(name: str, details: Mapping[str, Any], architecture: st
         "trained on": details["train_on"],
         "learning rate": format_learning_rate(details["learning_rate"]),
         "seed": details["seed"],
-        "steps": f"{details['steps']:,}",
+        "steps": f"{details['steps']:,}" + (f", weights of step {details['best_step']:,}" if "best_step" in details else ""),
         "head": "none" if is_retrieval else details["protocol"]["head"],
         "attention": details["protocol"]["attention"],
         "trained in": f"{details['protocol']['precision']}; kept and scored in fp32",

@@ -1,17 +1,30 @@
 """AdamW with float32 master weights, and the learning-rate schedule and clipping of Hugging Face's Trainer."""
 
 import math
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.optimization import get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import get_parameter_names
 
 from megaenc.errors import InputError
-from megaenc.finetune.config import FinetuneConfig
 
 # Like transformers.Trainer, which also excludes all of torch's LayerNorms from weight decay.
 _NO_DECAY_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+class OptimizerConfig(Protocol):
+    """Hyperparameters that MasterWeightOptimizer reads from the configuration of a training."""
+
+    warmup: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    clip_grad: float
+    precision: str
 
 
 def check_warmup(steps: int, warmup: float) -> None:
@@ -30,7 +43,7 @@ class MasterWeightOptimizer:
     `unrounded`, if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
     """
 
-    def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: FinetuneConfig):
+    def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: OptimizerConfig):
         self._clip = protocol.clip_grad
         self._masters: dict[nn.Parameter, Tensor] = {}
         """The master weight of each parameter, or the parameter itself."""
@@ -64,6 +77,43 @@ class MasterWeightOptimizer:
     def get_masters(self) -> dict[nn.Parameter, Tensor]:
         """Return the float32 master weight of each 16-bit parameter that has one."""
         return {parameter: master for parameter, master in self._masters.items() if master is not parameter}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights (the master weights of 16-bit parameters), AdamW's moments and the schedule, for `load_state_dict`."""
+        weights = [master.detach() for master in self._masters.values()]
+        return {"weights": weights, "adam": self._adam.state_dict(), "schedule": self._schedule.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set weights, moments and schedule to a `state_dict` of the same model and hyperparameters, bit by bit."""
+        for (parameter, master), saved in zip(self._masters.items(), state["weights"], strict=True):
+            master.copy_(saved)
+            if parameter is not master:
+                parameter.copy_(master)
+        self._adam.load_state_dict(state["adam"])
+        self._schedule.load_state_dict(state["schedule"])
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
+        return self._schedule.get_last_lr()[0]
+
+    def all_reduce_gradients(self) -> None:
+        """Replace each gradient by its sum over all ranks; a gradient that only other ranks have counts as 0 here."""
+        masters = list(self._masters.values())
+        has_gradient = torch.tensor([master.grad is not None for master in masters], dtype=torch.int32, device=masters[0].device)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
+        pending = []
+        for master, anywhere in zip(masters, has_gradient.tolist(), strict=True):
+            if anywhere:
+                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+                pending.append(dist.all_reduce(master.grad, async_op=True))
+        for work in pending:
+            work.wait()
+
+    def copy_weights(self) -> dict[nn.Parameter, Tensor]:
+        """Return copies on the CPU of the trained parameters' weights, those of their float32 masters if they have one."""
+        return {parameter: master.detach().to("cpu", copy=True) for parameter, master in self._masters.items()}
 
     def close(self) -> None:
         """Remove the gradient hooks from the model's parameters, which otherwise keep the optimizer's state in memory."""

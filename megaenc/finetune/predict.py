@@ -28,7 +28,8 @@ class PredictConfig:
     model: str = ""
     """folder that `megaenc finetune run --save-model` or `grid --keep` wrote"""
     input: str = ""
-    """JSONL, CSV, TSV, CoNLL or SQuAD file with `text`, `tokens`, or `question` and `context`; labels are ignored"""
+    """JSONL, CSV, TSV, Parquet, CoNLL or SQuAD file with `text` (and `text_pair`), `tokens`, or `question` and `context`; labels
+    are ignored"""
     output: str = ""
     """JSONL file of predictions, one for each row, in order; by default standard output"""
 
@@ -49,7 +50,9 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     details = read_json_object(folder / MODEL_DETAILS, "what a run wrote there")
     try:
         family, protocol = TaskFamily(details["family"]), FinetuneConfig(**details["protocol"])
-    except (KeyError, TypeError, ValueError):
+        pair_template = str(details.get("pair_template", ""))
+        pair_template.format(text="", text_pair="")
+    except (LookupError, TypeError, ValueError, AttributeError):
         raise InputError(f"{folder / MODEL_DETAILS}: not as a run writes it; expected a folder that it has kept") from None
     if family == TaskFamily.IR:
         raise InputError(f"--model {folder}: found a retrieval model; use it with SentenceTransformer, as its README.md shows")
@@ -58,9 +61,9 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     rows = list(formats.read_rows(Path(settings.input)))
     if not rows:
         raise InputError(f"--input {settings.input}: holds no row, expected at least one")
-    examples = _build_examples(family, rows)
+    examples = _build_examples(family, rows, pair_template)
     lines = [
-        json.dumps(({"id": row["id"]} if "id" in row else {}) | prediction, ensure_ascii=False) + "\n"
+        json.dumps(({"id": row["id"]} if "id" in row else {}) | prediction, ensure_ascii=False, default=str) + "\n"
         for (_, row), prediction in zip(rows, predict(folder, family, protocol, examples), strict=True)
     ]
     if not settings.output:
@@ -71,15 +74,18 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     print_rank_0(f"{len(lines):,} predictions: {settings.output}")
 
 
-def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]]]) -> Examples:
-    """Return the examples of a family without labels; InputError, naming file and line, for a missing or wrong field."""
+def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]]], pair_template: str) -> Examples:
+    """Return the examples of a family without labels; InputError, naming file and line, for a missing or wrong field.
+
+    `pair_template` joins pairs as in training; it is empty for models without pairs, and for those of older versions.
+    """
 
     def build() -> Iterator[Any]:
         for location, row in rows:
             if family == TaskFamily.SC:
-                if row.get("text_pair"):
+                if row.get("text_pair") and not pair_template:
                     raise InputError(f"{location}: field `text_pair`: expected both texts in `text`, joined as in training")
-                yield LabelledText("", formats.get_value(row, "text", location, str), 0)
+                yield LabelledText("", formats.get_text(row, location, pair_template), 0)
             elif family == TaskFamily.TC:
                 words = formats.get_value(row, "tokens", location, list)
                 if not words or not all(isinstance(word, str) for word in words):

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,14 +20,16 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.registry import find_dataset
-from megaenc.finetune.examples import Dataset, Examples, RetrievalExamples, SplitName, hash_examples
+from megaenc.finetune.examples import Dataset, Examples, RetrievalExamples, SplitName, TaskFamily, hash_examples
 from megaenc.finetune.grid.jobs import TOKENIZED_CACHE, FinetuneJob, RunProgress
 from megaenc.finetune.kept_model import ModelKeeper, load_model
+from megaenc.finetune.label_counts import describe_label_counts
 from megaenc.finetune.model.fingerprint import compute_tokenizer_fingerprint
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
 from megaenc.finetune.results import files as result_files
 from megaenc.finetune.tasks import TASKS, FinetuneTask, NonFinitePredictionError, Scores, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, load_or_compute
+from megaenc.finetune.validation import ValidationHistory
 
 ProgressCallback = Callable[[RunProgress], None]
 _EVALUATION_SPLITS: tuple[SplitName, ...] = ("validation", "test")
@@ -43,7 +46,7 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     reporter(RunProgress("loading"))
     datasets = [find_dataset(dataset.location, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
     _check_fingerprints(job, datasets)
-    _make_deterministic(job.protocol)
+    make_deterministic(job.protocol.threads, kernels=job.protocol.deterministic)
     backend = detect_backend()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
     task = TASKS[job.family](datasets[0], job.protocol)
@@ -64,11 +67,12 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     data = reader.load_training(task, datasets[0])
     # Evaluation data is read before training, so that an error in it wastes no training.
     held_out = [{split: reader.load_evaluation(task, dataset, split) for split in _EVALUATION_SPLITS} for dataset in datasets]
+    if job.family in (TaskFamily.SC, TaskFamily.TC):
+        counts = {split: task.count_labels(part) for split, (part, _) in held_out[0].items()}
+        for line in describe_label_counts(job.train_on, task.label_names, {"train": task.count_labels(data), **counts}):
+            print_rank_0(line)
     steps = count_training_steps(protocol, task.count_examples(data))
-    if steps < protocol.max_steps:
-        print_rank_0(
-            f"{job.train_on}: {steps:,} steps instead of --max-steps {protocol.max_steps:,}: --epochs {protocol.epochs:g}"
-        )
+    _print_steps(job.train_on, protocol, steps, math.ceil(task.count_examples(data) / protocol.batch_size))
     check_warmup(steps, protocol.warmup)
     torch.manual_seed(job.seed)
     # The head is small enough to compute in float32.
@@ -81,6 +85,10 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     seconds = {"loading": time.monotonic() - began}
     order = iterate_batches(job.seed, task.count_examples(data), protocol.batch_size, steps)
     optimizer = MasterWeightOptimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
+    # One for all evaluations of a data set: it caches the baseline, and embeddings that validation and test share.
+    evaluators = [TASKS[job.family](dataset, protocol) for dataset in datasets]
+    histories = [ValidationHistory(protocol) for _ in datasets]
+    fields: dict[str, float] = {}
     model.train()
     for step, rows in enumerate(order, start=1):
         loss = task.backward(model, data, rows)
@@ -90,61 +98,107 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
                 result_files.write_failure(job, f"the {quantity} is {value} in step {step}", step=step, protocol=protocol)
                 optimizer.close()
                 return False
-        reporter(RunProgress("training", step, steps, {"loss": loss}))
+        progress = RunProgress("training", step, steps, {"loss": loss, **fields})
+        reporter(progress)
+        if not protocol.eval_interval or (step % protocol.eval_interval and step < steps):
+            continue
+        try:
+            fields = _validate(model, evaluators, held_out, histories, step, optimizer, functools.partial(reporter, progress))
+        except NonFinitePredictionError as error:
+            result_files.write_failure(job, f"{error} after step {step}", step=step, protocol=protocol)
+            optimizer.close()
+            return False
+        if all(history.is_stopped for history in histories):
+            print_rank_0(f"{job.name}: stopped after {step:,} of {steps:,} steps: --early-stopping {protocol.early_stopping}")
+            break
+        model.train()
     optimizer.close()
-    masters = optimizer.get_masters() if keeper is not None else {}
+    masters = optimizer.get_masters() if keeper is not None and not protocol.uses_best_weights else {}
     del optimizer  # frees memory for the evaluation
     trained = hash_weights(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     writes: list[Callable[[], None]] = []
-    for at, (dataset, splits) in enumerate(zip(datasets, held_out, strict=True)):
+    for at, (dataset, splits, history) in enumerate(zip(datasets, held_out, histories, strict=True)):
         evaluation_start = time.monotonic()
+        if history.weights:
+            history.restore()
+            trained = hash_weights(model)
+        known = {} if history.scores is None else {"validation": history.scores}
+        last_step = history.evaluations[-1][0] if history.evaluations else steps
         try:
-            scores = _evaluate(model, job, dataset, splits, protocol, reporter)
+            scores = _evaluate(evaluators[at], model, splits, reporter, known)
         except NonFinitePredictionError as error:
             for write in writes:
                 write()
             failed_job = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
-            result_files.write_failure(failed_job, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
+            result_files.write_failure(failed_job, f"{error} after step {last_step}, the last", step=last_step, protocol=protocol)
             return False
         seconds["evaluation"] = time.monotonic() - evaluation_start
-        identity = {"steps": steps, "trained": trained, "protocol": protocol}
+        identity = {"steps": last_step, "trained": trained, "protocol": protocol}
+        if history.evaluations:
+            identity |= {"evaluations": history.evaluations, "best_step": history.best_step}
         writes.append(functools.partial(result_files.write_result, job, dataset.name, scores, **identity, seconds={**seconds}))
         if at == 0:
-            first_scores = scores
+            first_scores, first_training = scores, {"steps": last_step, "trained": trained}
         if keeper is None:
             writes.pop()()
     if keeper is not None:
+        if histories[0].weights:
+            masters, first_training["best_step"] = {**histories[0].weights}, histories[0].step
         for parameter in model.parameters():
-            parameter.data = masters.pop(parameter, parameter.data).float()
+            parameter.data = masters.pop(parameter, parameter.data).to(model.device, torch.float32)
 
         def evaluate() -> dict[str, Scores]:
             if precision == "fp32":
                 return first_scores
-            return _evaluate(model, job, datasets[0], held_out[0], protocol, reporter)
+            return _evaluate(evaluators[0], model, held_out[0], reporter)
 
         # The results come last: they mark the run as finished.
-        keeper.keep(
-            model, held_out[0]["test"][0], first_scores["validation"].score, evaluate, writes, steps=steps, trained=trained
-        )
+        keeper.keep(model, held_out[0]["test"][0], first_scores["validation"].score, evaluate, writes, first_training)
     return True
 
 
 def _evaluate(
+    task: FinetuneTask,
     model: TaskModel,
-    job: FinetuneJob,
-    dataset: Dataset,
     splits: Mapping[SplitName, tuple[TokenizedSplit, Examples]],
-    protocol: FinetuneConfig,
     reporter: "_ProgressReporter",
+    known: Mapping[SplitName, Scores] = MappingProxyType({}),
 ) -> dict[SplitName, Scores]:
-    """Return the model's Scores on the splits of a data set; NonFinitePredictionError for a NaN or inf."""
-    task, scores = TASKS[job.family](dataset, protocol), {}  # one for both splits: it caches embeddings that they share
+    """Return the model's Scores on the splits of the data set of `task`, those of `known` as they are.
+
+    Raises NonFinitePredictionError for a NaN or inf.
+    """
+    scores: dict[SplitName, Scores] = {}
     task.progress = reporter.report_texts
     for split, loaded_split in splits.items():
-        reporter(RunProgress(split, fields={"data set": dataset.name}))
-        scores[split] = task.evaluate(model, *loaded_split)
+        if split not in known:
+            reporter(RunProgress(split, fields={"data set": task.dataset.name}))
+        scores[split] = known[split] if split in known else task.evaluate(model, *loaded_split)
+    task.clear_cache()
     return scores
+
+
+def _validate(
+    model: TaskModel,
+    evaluators: Sequence[FinetuneTask],
+    held_out: Sequence[Mapping[SplitName, tuple[TokenizedSplit, Examples]]],
+    histories: Sequence[ValidationHistory],
+    step: int,
+    optimizer: MasterWeightOptimizer,
+    report: Callable[[], None],
+) -> dict[str, float]:
+    """Add the validation scores after `step` to the histories of all data sets that have not stopped; return fields to display.
+
+    `report` reports the training's progress again, as a sign of life. Raises NonFinitePredictionError for a NaN or inf.
+    """
+    copy_weights = functools.cache(optimizer.copy_weights)
+    reporter = _ProgressReporter(lambda progress: report())
+    for evaluator, splits, history in zip(evaluators, held_out, histories, strict=True):
+        if not history.is_stopped:
+            scores = _evaluate(evaluator, model, {"validation": splits["validation"]}, reporter)
+            history.add(step, scores["validation"], copy_weights)
+    return {"validation": 100 * histories[0].evaluations[-1][1]}
 
 
 def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
@@ -160,8 +214,20 @@ def _check_fingerprints(job: FinetuneJob, datasets: Sequence[Dataset]) -> None:
 
 
 def count_training_steps(protocol: FinetuneConfig, examples: int) -> int:
-    """Return the number of optimizer steps on `examples` training examples: `epochs` epochs, at most `max_steps` steps."""
-    return min(protocol.max_steps, math.ceil(protocol.epochs * math.ceil(examples / protocol.batch_size)))
+    """Return the number of optimizer steps on `examples` training examples: `epochs` epochs, at most `max_steps` (0: any)."""
+    steps = math.ceil(protocol.epochs * math.ceil(examples / protocol.batch_size))
+    return min(protocol.max_steps or steps, steps)
+
+
+def _print_steps(train_on: str, protocol: FinetuneConfig, steps: int, steps_per_epoch: int) -> None:
+    """Print which of --epochs and --max-steps limits a training, unless both are as in the study and --max-steps does."""
+    if steps < protocol.max_steps:
+        print_rank_0(f"{train_on}: {steps:,} steps instead of --max-steps {protocol.max_steps:,}: --epochs {protocol.epochs:g}")
+    elif steps == protocol.max_steps < protocol.epochs * steps_per_epoch and protocol.epochs != FinetuneConfig.epochs:
+        print_rank_0(
+            f"{train_on}: {steps / steps_per_epoch:.2g} epochs instead of --epochs {protocol.epochs:g}: "
+            f"--max-steps {protocol.max_steps:,}; --max-steps 0 lifts this limit"
+        )
 
 
 def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> Iterator[np.ndarray]:
@@ -236,10 +302,10 @@ class _TokenizedSplitLoader:
         return load_or_compute(self.cache, full_key, tokenize, lambda: self.report(RunProgress("loading")))
 
 
-def _make_deterministic(protocol: FinetuneConfig) -> None:
-    """Set torch's threads and deterministic kernels, so that equal runs on a machine compute equal bits."""
-    torch.set_num_threads(protocol.threads)
-    if torch.cuda.is_available() and protocol.deterministic:
+def make_deterministic(threads: int, *, kernels: bool = True) -> None:
+    """Set torch's threads and, if `kernels`, deterministic kernels on GPUs, so that equal runs on a machine give equal bits."""
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available() and kernels:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS; read at its first use
         # warn_only would leave flash attention's gradients nondeterministic. Memory-efficient attention has no such mode.
         torch.use_deterministic_algorithms(True)

@@ -21,9 +21,9 @@ from megaenc.training.skip_ranges import SkippedPacks
 _FREE_IN_BRANCH = {"train_iters", "objective_schedule", "objective_packages", "lr", "lr_warmup_iters", "lr_wsd_decay_iters"}
 _FREE_IN_BRANCH |= {"eval_iters", "start", "skip_samples"}
 # Fields that the weights depend on, and fields that the numbering of samples depends on.
-_WEIGHT_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
-_WEIGHT_FIELDS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
-_WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size", *ADDED_OPTIONS)
+WEIGHT_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
+WEIGHT_FIELDS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
+WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size", *ADDED_OPTIONS)
 _SAMPLE_FIELDS = ("data", "split", "packing", "seq_length", "seed")
 
 
@@ -229,7 +229,7 @@ def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None) 
         raise InputError(f"{parent.flag}: has no checkpoint yet, expected a run with a checkpoint")
     newest = recorded.at if recorded else steps[-1]
     at = parent.check_has_checkpoint("--init-at", newest if config.init_at is None else config.init_at)
-    parent.check_same_fields(plan, _WEIGHT_FIELDS, "its weights fit no other value")
+    parent.check_same_fields(plan, WEIGHT_FIELDS, "its weights fit no other value")
     skip = 0
     if config.skip_samples == "parent":
         parent.check_same_fields(plan, _SAMPLE_FIELDS, "its samples are numbered differently; give --skip-samples a number")

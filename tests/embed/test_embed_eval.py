@@ -10,7 +10,8 @@ import pytest
 from ir_measures import R, nDCG
 
 from megaenc.embed.command import eval_main
-from megaenc.finetune.datasets.beir import load_beir_test
+from megaenc.finetune.datasets.beir import compute_test_fingerprint, load_beir_test
+from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 
 
 def test_scores_are_trec_evals_of_sentence_transformers_embeddings(models, beir, tmp_path, capsys):
@@ -43,6 +44,19 @@ def test_scores_are_trec_evals_of_sentence_transformers_embeddings(models, beir,
     assert rows["random", "recall@100"]["mean"] == 100 and rows["random", "ndcg@10"]["low"] is None
     assert {(row["dataset"], row["queries"], row["documents"]) for row in rows.values()} == {("letters", 3, 6)}
     assert results["models"]["tiny"]["max_length"] == 64 and results["models"]["tiny"]["query_prefix"] == "Ask: "
+    scores, ids = results["scores"], results["queries"]["letters"]
+    assert ids == ["q1", "q2", "q3"] and list(scores) == ["random", "BM25", "tiny"]
+    single = {(str(each.query_id), str(each.measure)): each.value for each in ir_measures.pytrec_eval.iter_calc(
+        [nDCG @ 10, R @ 100], data.relevant, run)}  # fmt: skip
+    for name, measure in (("ndcg@10", "nDCG@10"), ("recall@100", "R@100")):
+        assert scores["tiny"]["letters"][name] == pytest.approx([single[query, measure] for query in ids], abs=1e-6)
+    fingerprints = results["fingerprints"]["tiny"]
+    assert fingerprints["model"] == compute_model_fingerprints([str(models["encoder"])], str(tmp_path), save=False)[0]
+    assert fingerprints["tokenizer"] == compute_tokenizer_fingerprint(str(models["encoder"]))
+    assert results["settings"]["query_prefix"] == "Ask: " and results["settings"]["precision"] == "fp32"
+    assert results["data"] == {"letters": compute_test_fingerprint(folder)}
+    (folder / "qrels" / "test.tsv").write_text("q1\td1\t1\n")
+    assert results["data"] != {"letters": compute_test_fingerprint(folder)}
     assert [float(row["mean"]) for row in csv.DictReader(written["csv"].splitlines())] == [row["mean"] for row in rows.values()]
     lines = written["md"].splitlines()
     assert lines[0] == "| data set | model | NDCG@10 | Recall@100 | queries | documents |" and len(lines) == 5

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import runs
 import test_train
@@ -19,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
@@ -165,6 +168,16 @@ def test_what_cannot_be_kept_is_said_before_training(name, family, flags, said, 
     assert not any(path.is_file() for path in tmp_path.rglob("*")) and not (tmp_path / "new").exists()
 
 
+def test_a_head_that_transformers_lacks_is_said_before_training(small_corpus, labelled, tmp_path, refusal):
+    shape = dict(hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=400)
+    OPTForCausalLM(OPTConfig(**shape, **TOKENS)).save_pretrained(tmp_path / "opt")
+    load_tokenizer(small_corpus.tokenizer).save_pretrained(tmp_path / "opt")
+    argv = ["--model", tmp_path / "opt", "--dataset", labelled / "tc", "--output", tmp_path / "out", "--head", "native"]
+    said = refusal(run_main, argv)
+    assert said == "error: --head native: transformers has no class of opt for TC; expected --head linear"
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_with_content_is_not_overwritten(models, labelled, tmp_path, refusal):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "mine").write_text("text")
@@ -245,6 +258,31 @@ def test_predictions_give_the_score_of_the_run(trained, labelled, tmp_path):
     texts = [one["context"] for one in json.loads((labelled / "qa" / "test.json").read_text())["data"][0]["paragraphs"]]
     exact = sum(one["answer"] == text.split()[0] for one, text in zip(found, texts, strict=True)) / len(texts)
     assert exact == json.loads(path.read_text())["test"]["metrics"]["exact_match"]
+
+
+def test_pairs_are_joined_as_in_training_whatever_the_format(models, tmp_path, refusal):
+    texts = [(first, second) for first in ("stan", "mill") for second in ("stan", "mill")] * 5
+    labels = ["same" if first == second else "other" for first, second in texts]
+    pairs = [{"id": n, "text": text, "text_pair": pair, "label": labels[n]} for n, (text, pair) in enumerate(texts)]
+    for split in ("train", "valid", "test"):
+        test_train.write(tmp_path / "pairs" / f"{split}.jsonl", pairs)
+    template = "{text_pair} -- {text}"
+    flags = ("--pair-template", template, "--save-model", tmp_path / "kept", "--precision", "fp32")
+    score = json.loads(train(models / "eurobert", tmp_path / "pairs", tmp_path / "out", *flags).read_text())["test"]["score"]
+    assert json.loads((tmp_path / "kept" / "finetuning.json").read_text())["pair_template"] == template
+    found = predict(tmp_path / "kept", tmp_path / "pairs" / "test.jsonl", tmp_path / "pairs.jsonl")
+    assert sum(one["label"] == row["label"] for one, row in zip(found, pairs, strict=True)) / len(pairs) == score
+    joined = [{"id": row["id"], "text": template.format(**row)} for row in pairs]
+    test_train.write(tmp_path / "joined.jsonl", joined)
+    assert predict(tmp_path / "kept", tmp_path / "joined.jsonl", tmp_path / "joined_found.jsonl") == found
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    assert predict(tmp_path / "kept", tmp_path / "pairs.parquet", tmp_path / "parquet.jsonl") == found
+    details = json.loads((tmp_path / "kept" / "finetuning.json").read_text())
+    argv = ["--model", tmp_path / "kept", "--input", tmp_path / "pairs.parquet"]
+    for value, said in (("{text", "not as a run writes it"), (None, "row 1: field `text_pair`: expected both texts in `text`")):
+        changed = {name: part for name, part in (details | {"pair_template": value}).items() if part is not None}
+        (tmp_path / "kept" / "finetuning.json").write_text(json.dumps(changed))  # None: as of older versions
+        assert said in refusal(predict_main, argv)
 
 
 def test_rows_that_cannot_be_predicted_are_named(trained, tmp_path, refusal):

@@ -139,8 +139,14 @@ _TEXTS = {
     **_labelled("set-empty", test=""),
     **_labelled("set-latin", test='{"text": "café", "label": 1}\n'.encode("latin-1")),
     **_labelled("set-float", train='{"text": "one", "label": 0.5}\n'),
+    **_labelled("set-pairs", test='{"text": "one", "text_pair": "two", "label": 1}\n'),
+    **_labelled(
+        "set-scores", test='{"text": "a", "text_pair": "b", "label": 1.5}\n{"text": "a", "text_pair": "b", "label": []}\n'
+    ),
     **_labelled("set-tags", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O"]}\n')),
     **_labelled("set-iob", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O", "X"]}\n')),
+    **_labelled("set-parquet", train=None),
+    "set-parquet/train.parquet": b"PAR1 words PAR1",
     **_labelled(
         "set-answer",
         **dict.fromkeys(
@@ -148,6 +154,10 @@ _TEXTS = {
             '{"question": "q", "context": "a b c", "answers": {"text": ["z"], "answer_start": [2]}}\n',
         ),
     ),
+    "pairs.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": "four"}\n',
+    "pairs-empty.jsonl": '{"query": "one", "document": "two"}\n{"query": "three", "document": ""}\n',
+    "pairs-same.jsonl": '{"query": "one", "document": "one"}\n',
+    "pairs-one.jsonl": '{"query": "one", "document": "two"}\n',
     "set-beir/corpus.jsonl": '{"_id": "d", "text": "a document"}\n',
     "set-beir/queries.jsonl": '{"_id": "q", "text": "a query"}\n',
     "set-beir/qrels/train.tsv": "query-id\tcorpus-id\tscore\nq\tgone\t1\n",
@@ -174,6 +184,9 @@ _MANIFESTS: dict[str, dict] = {
     "study-pretrain": {"pretrain": {**manifests.BASE["pretrain"], "leraning_rate": 1}},
     "study-type": {"pretrain": {**manifests.BASE["pretrain"], "seq_length": "long"}},
     "study-corpus": {"corpus": {"demo": True, "text": ["text.jsonl"], "vocab_size": 400}},
+    "study-embed": {"embed": {"datasets": ["nowhere"], "train": "text.jsonl"}},
+    "study-pairs": {"embed": {"datasets": ["set=nothing"], "train": "nowhere.jsonl"}},
+    "study-retrieval": {"embed": {"datasets": ["demo_ir"], "sedes": 2}},
     "study-nocorpus": {"corpus": {"vocab_size": 400}},
     "study-vocab": {"corpus": {"demo": True, "vocab_size": -1}},
 }

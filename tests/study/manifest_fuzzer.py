@@ -38,6 +38,7 @@ from megaenc.study.plan import command as plan
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import command as run
 from megaenc.study.run import stage_log, status
+from megaenc.study.run.embed_stage import EmbedEntry
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.training.config import PretrainConfig
 
@@ -76,6 +77,7 @@ DEFAULTS = {
     "models.pretrain": flatten(PretrainConfig(bf16=True)),
     "corpus": flatten(CorpusEntry()),
     "finetune": flatten(GridConfig()),
+    "embed": flatten(EmbedEntry()),
     "hardware": flatten(HardwareEntry()),
     "reported": flatten(ReportedEntry()),
 }

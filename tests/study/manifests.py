@@ -20,6 +20,9 @@ BASE = {
     "finetune": {"datasets": ["demo_sc", "demo_ir"], "learning_rates": [1e-4, 1e-3], "seeds": 3},
 }
 
+EMBED = {"datasets": ["sci=ir/sci", "demo_ir"], "train": "qa/pairs.jsonl", "seeds": 2, "batch_size": 64, "query_prefix": "- "}
+"""Section `embed` with two sets, pairs to train on, and a flag of evaluation and training."""
+
 
 def write(folder: Path, **changes) -> Path:
     """BASE with some of its keys changed (None: left out), as a file."""

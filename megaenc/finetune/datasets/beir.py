@@ -101,27 +101,64 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
     Texts have no prefix, and a title is followed by a space. Raises InputError if a file is missing, a judged text is missing, a
     query is empty, or no document is relevant.
     """
-    if not os.path.isdir(folder):  # False for a name that is too long
-        raise InputError(f"{folder}: no such folder, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
-    paths = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
-    paths["qrels"] = _find_first_file(folder / "qrels" / f"test.tsv{end}" for end in ("", ".gz"))
-    for name, path in paths.items():
-        if path is None:
-            file = "qrels/test.tsv" if name == "qrels" else f"{name}.jsonl"
-            raise InputError(f"{folder}: no {file}, expected BEIR's corpus.jsonl, queries.jsonl and qrels/test.tsv")
-    lines = _read_qrels(paths["qrels"])
+    paths, lines = _read_beir_split(folder, "test")
     relevant: Qrels = {}
     for _, query, document, grade in lines:
         if grade > 0:
             relevant.setdefault(query, {})[document] = grade
-    if not relevant:
-        raise InputError(f"{paths['qrels']}: found no score above 0, expected a relevant document for at least one query")
     queries = _read_judged_texts("query", paths["queries"], {line[1]: line[0] for line in reversed(lines)})
     if empty := [query for query in relevant if not queries[query].strip()]:
         raise InputError(f"{paths['queries']}: query {empty[0]!r}: found an empty text, expected words to search for")
     judged_documents = {line[2]: line[0] for line in reversed(lines)}
     documents = _read_judged_texts("document", paths["corpus"], judged_documents, titles=" ", everything=True)
     return RetrievalExamples({query: queries[query] for query in relevant}, documents, relevant)
+
+
+def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
+    """Return (location, query, document) of each line of qrels/train.tsv in BEIR `folder` with a grade above 0, in order.
+
+    Texts are those of `load_beir_test`, and may be empty. Raises InputError if a file or text is missing, or no grade is above 0.
+    """
+    paths, lines = _read_beir_split(folder, "train")
+    lines = [line for line in lines if line[3] > 0]
+    queries = _read_judged_texts("query", paths["queries"], {line[1]: line[0] for line in reversed(lines)})
+    judged_documents = {line[2]: line[0] for line in reversed(lines)}
+    documents = _read_judged_texts("document", paths["corpus"], judged_documents, titles=" ")
+    return [(location, queries[query], documents[document]) for location, query, document, _ in lines]
+
+
+def load_beir_corpus(folder: Path) -> list[str]:
+    """Return the documents of BEIR `folder`, as those of `load_beir_test`; InputError without a corpus.jsonl."""
+    if (path := _find_data_file(folder, "corpus")) is None:
+        raise InputError(f"{folder}: no corpus.jsonl, expected BEIR's layout")
+    return list(_read_judged_texts("document", path, {}, titles=" ", everything=True).values())
+
+
+def compute_test_fingerprint(folder: Path) -> str:
+    """Return a SHA-256 (hex) of the files that `load_beir_test` reads; InputError if one is missing."""
+    return hash_json({name: compute_sha256(path) for name, path in _find_beir_files(folder, "test").items()})
+
+
+def _find_beir_files(folder: Path, split: str) -> dict[str, Path]:
+    """Return the paths of the corpus, the queries and qrels/SPLIT.tsv of BEIR `folder`; InputError if one is missing."""
+    expected = f"expected BEIR's corpus.jsonl, queries.jsonl and qrels/{split}.tsv"
+    if not os.path.isdir(folder):  # False for a name that is too long
+        raise InputError(f"{folder}: no such folder, {expected}")
+    paths = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
+    paths["qrels"] = _find_first_file(folder / "qrels" / f"{split}.tsv{end}" for end in ("", ".gz"))
+    for name, path in paths.items():
+        if path is None:
+            raise InputError(f"{folder}: no {f'qrels/{split}.tsv' if name == 'qrels' else f'{name}.jsonl'}, {expected}")
+    return paths
+
+
+def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[QrelLine]]:
+    """Read qrels/SPLIT.tsv; return the paths of corpus, queries and qrels, and its lines; InputError if no grade is above 0."""
+    paths = _find_beir_files(folder, split)
+    lines = _read_qrels(paths["qrels"])
+    if not any(line[3] > 0 for line in lines):
+        raise InputError(f"{paths['qrels']}: found no score above 0, expected a relevant document for at least one query")
+    return paths, lines
 
 
 def _read_judged_texts(

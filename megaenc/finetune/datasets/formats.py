@@ -1,4 +1,4 @@
-"""Readers of labelled files (JSONL, TSV and CSV with a header, CoNLL columns, SQuAD's JSON) and conversion of rows to examples.
+"""Readers of labelled files (JSONL, TSV and CSV with a header, Parquet, CoNLL, SQuAD's JSON), conversion of rows to examples.
 
 Every error begins with a location, such as file and line.
 """
@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.data.sources.text_files import format_names, open_decompressed
-from megaenc.errors import InputError
+from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords, TaskFamily
 from megaenc.json_files import parse_json
 
 IOB2 = re.compile(r"O|[BI]-\S+")
 _POSITION = re.compile(r"-?\d{1,18}")
 EXPECTED_FORMATS = (
-    "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) in JSONL, TSV or CSV, "
+    "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) in JSONL, TSV, CSV or Parquet, "
     "columns of words and tags (.conll, .iob2), or SQuAD's JSON"
 )
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", *_COLUMNS)
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".parquet", *_COLUMNS)
 _MAX_LINE_BYTES = 1 << 26
 """Maximum size of a line in bytes; texts of a few megabytes occur."""
 _MAX_JSON_BYTES = 1 << 30
 """Maximum size in bytes of a JSON file, which is read at once."""
+_ROWS_PER_BATCH = 1000
+"""Rows of a Parquet file that are decoded at a time."""
 
 Row = tuple[str, dict[str, Any]]
 """(location for error messages, fields of the row)."""
@@ -41,7 +43,7 @@ def strip_format_suffix(path: Path) -> str | None:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Iterate over (location, fields) of the rows of a JSONL, TSV, CSV, CoNLL or SQuAD file; InputError if it is malformed."""
+    """Iterate over (location, fields) of the rows of a JSONL, TSV, CSV, Parquet, CoNLL or SQuAD file; InputError if malformed."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(_COLUMNS):
         return _read_conll(path)
@@ -50,6 +52,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         return _read_conll(path) if any(IOB2.fullmatch(cell) for cell in word) else _read_table(path, _split_tsv(path))
     if name.endswith(".csv"):
         return _read_table(path, _split_csv(path))
+    if name.endswith(".parquet"):
+        return _read_parquet(path)
     return _read_squad(path) if name.endswith(".json") and not _starts_with_row(path) else read_jsonl(path)
 
 
@@ -89,6 +93,43 @@ def read_jsonl(path: Path) -> Iterator[Row]:
         if not isinstance(row, dict):
             raise InputError(f"{location}: found a {type(row).__name__}, expected a JSON object")
         yield location, row
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    """Yield (`path:row N`, fields) of each row of a Parquet file; InputError if it cannot be read or has a column twice."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = 1
+    try:
+        # Buffered reads and no read-ahead: a row group may be larger than memory.
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            names = file.schema_arrow.names
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise InputError(f"{path}: found {names.count(repeated[0])} columns `{repeated[0]}`, expected one")
+            for batch in file.iter_batches(_ROWS_PER_BATCH, use_threads=False):
+                for fields in batch.to_pylist():
+                    yield f"{path}:row {row}", fields
+                    row += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}:row {row}: cannot be read as Parquet ({first_error_line(error)})") from None
+
+
+def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
+    """Return the class names that `datasets` wrote into a Parquet file's schema for a column of labels or tags, or None."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        feature = parse_json(metadata.get(b"huggingface", b"{}"))["info"]["features"][column]
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        return None
+    feature = feature[0] if isinstance(feature, list) and feature else feature
+    while isinstance(feature, dict) and "names" not in feature:
+        feature = feature.get("feature")
+    names = feature["names"] if isinstance(feature, dict) else None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def _starts_with_row(path: Path) -> bool:
@@ -245,6 +286,19 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
     return LabelSet(tuple(sorted(names, key=int if numbers else None)), is_indexed=False)
 
 
+def check_label_names(family: TaskFamily, names: Any, place: str) -> LabelSet:
+    """Return the LabelSet of listed `names`, positions allowed; InputError, beginning with `place`, if they are invalid."""
+    is_name_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    if not is_name_list or len(set(names)) != len(names):
+        raise InputError(f"{place}: expected a list of names that differ")
+    if family is TaskFamily.TC:
+        for name in names:
+            check_tag(name, place, is_indexed=False)
+        if "O" not in names:
+            raise InputError(f"{place}: found no O, expected the tags of IOB2, O among them")
+    return LabelSet(tuple(names), is_indexed=True)
+
+
 def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
     """Return `tag` if it is IOB2 text (O, B-TYPE, I-TYPE) or, if `is_indexed`, a decimal number; else raise InputError."""
     if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (is_indexed and f"{tag}".isdecimal()):
@@ -268,10 +322,16 @@ def build_example(
         return _build_tagged_words(row, location, name, labels)
     if family is TaskFamily.QA:
         return _build_question(row, location, name)
-    text = get_value(row, "text", location, str)
-    if row.get("text_pair") is not None:
-        text = pair_template.format(text=text, text_pair=get_value(row, "text_pair", location, str))
+    text = get_text(row, location, pair_template)
     return LabelledText(name, text, labels.index(get_value(row, "label", location), location))
+
+
+def get_text(row: Mapping[str, Any], location: str, pair_template: str) -> str:
+    """Return the text of a row of SC, joined with its `text_pair`, if it has one, by the template, if there is one."""
+    text = get_value(row, "text", location, str)
+    if row.get("text_pair") is None or not pair_template:
+        return text
+    return pair_template.format(text=text, text_pair=get_value(row, "text_pair", location, str))
 
 
 def _build_tagged_words(row: Mapping[str, Any], location: str, name: str, labels: LabelSet) -> TaggedWords:

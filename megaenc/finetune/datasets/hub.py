@@ -102,7 +102,8 @@ def load_hub(name: str, revision: str = "") -> Dataset:
         pairs_fingerprint = load_hub(TRAINING_PAIRS).fingerprint
         return Dataset(name, TaskFamily.IR, (), TRAINING_PAIRS, fingerprint, pairs_fingerprint, _build_retrieval_loader(name))
     reader = functools.partial(_load_training_pairs if name == TRAINING_PAIRS else _load_labelled_split, name, revision)
-    return Dataset(name, spec.family, spec.labels, name, fingerprint, fingerprint, reader)
+    pair_template = spec.template if "text_pair" in spec.fields else ""
+    return Dataset(name, spec.family, spec.labels, name, fingerprint, fingerprint, reader, pair_template)
 
 
 def _load_labelled_split(name: str, revision: str, split: SplitName) -> Examples:
@@ -110,13 +111,22 @@ def _load_labelled_split(name: str, revision: str, split: SplitName) -> Examples
     spec = HUB_DATASETS[name]
     shared = spec.test != "test"
     on_hub = spec.test if split == "test" else "train" if shared else split
-    data = _load_hub_split(name, on_hub, spec.fields.values(), config=spec.config, revision=revision)
+    data = load_hub_split(name, on_hub, spec.fields.values(), config=spec.config, revision=revision)
     numbers = range(len(data))
     if shared and split != "test":
         train, validation = split_validation_rows(len(data))
         numbers = [int(at) for at in (train if split == "train" else validation)]
         data = data.select(numbers)
-    labels = formats.LabelSet(spec.labels, is_indexed=True)
+    return build_hub_examples(name, on_hub, data, numbers, spec, formats.LabelSet(spec.labels, is_indexed=True))
+
+
+def build_hub_examples(
+    name: str, on_hub: str, data: Any, numbers: Iterable[int], spec: HubSpec, labels: formats.LabelSet
+) -> Examples:
+    """Return the examples of the rows of `data`, with row `numbers` in the Hub's split `on_hub`; InputError for a wrong row.
+
+    Empty sentences are left out, and invalid questions with a message.
+    """
     # Names of integer tags on the Hub, if it has them.
     tags = getattr(data.features[spec.fields["tags"]], "feature", None) if spec.family is TaskFamily.TC else None
     names = getattr(tags, "names", None)
@@ -146,7 +156,7 @@ def _load_training_pairs(name: str, revision: str, split: SplitName) -> Examples
     """Load the training pairs `name`. Raises InputError for any other split than train."""
     if split != "train":
         raise InputError(f"{name}: has training data only, expected msmarco, nq or mldr_en to evaluate on")
-    data = _load_hub_split(name, "train", ("query", "positive"), revision=revision)
+    data = load_hub_split(name, "train", ("query", "positive"), revision=revision)
     pairs = []
     for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
         query, document = (formats.get_value(row, key, f"{name}: train row {number + 1}", str) for key in ("query", "positive"))
@@ -181,7 +191,7 @@ def _load_beir_qrels(name: str) -> tuple[dict[SplitName, Qrels], dict[str, str]]
     for split in ("test",) if name == "nq" else ("validation", "test"):
         columns = ("query-id", "corpus-id", "score")
         qrels[split] = {}
-        for row in _load_hub_split(name, split, columns, repository=f"{HUB_DATASETS[name].repository}-qrels").to_list():
+        for row in load_hub_split(name, split, columns, repository=f"{HUB_DATASETS[name].repository}-qrels").to_list():
             qrels[split].setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = math.floor(row["score"])
     if name == "nq":
         move_to_validation(qrels, "test", choose_validation_queries(list(qrels["test"])))
@@ -194,7 +204,7 @@ def _load_mldr_qrels(name: str) -> tuple[dict[SplitName, Qrels], dict[str, str]]
     queries: dict[str, str] = {}
     columns = ["query_id", "query", "positive_passages"]
     for split, grades in qrels.items():
-        data = _load_hub_split(name, "dev" if split == "validation" else "test", columns, config="default")
+        data = load_hub_split(name, "dev" if split == "validation" else "test", columns, config="default")
         for row in data.select_columns(columns).to_list():
             passages = row["positive_passages"]
             documents = passages["docid"] if isinstance(passages, Mapping) else [passage["docid"] for passage in passages]
@@ -215,7 +225,7 @@ def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) 
 
     judged_ids = {name for some in judged for name in some}
     key, title = "docid" if name == "mldr_en" else "_id", name == "nq" and part == "corpus"
-    data = _load_hub_split(name, part, (key, "text", *(["title"] if title else [])), config=part)
+    data = load_hub_split(name, part, (key, "text", *(["title"] if title else [])), config=part)
     names, numbers, start = pyarrow.array(judged_ids, pyarrow.string()), [], 0
     for batch in data.select_columns([key]).with_format("arrow").iter(_ROWS_AT_ONCE):
         is_judged = pyarrow.compute.is_in(batch[key].cast(pyarrow.string()), value_set=names)
@@ -229,39 +239,54 @@ def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) 
     return texts
 
 
-def _load_hub_split(
-    name: str, split: str, columns: Collection[str], *, repository: str = "", config: str | None = None, revision: str = ""
+def load_hub_split(
+    name: str,
+    split: str,
+    columns: Collection[str],
+    *,
+    repository: str = "",
+    config: str | None = None,
+    revision: str = "",
+    hint: str = "",
 ) -> Any:
-    """Load a split, with at least `columns`, of a Hub repository (default: that of `name`) or the cache of `datasets`.
+    """Return a split, with at least `columns`, of a Hub repository (default: that of `name`) or the cache of `datasets`.
 
-    Raises DataUnavailable for a temporary failure, else InputError.
+    Raises DataUnavailable for a temporary failure, else InputError; `hint`: the local data to use instead.
     """
-    import datasets
-
+    advice = f"expected a network once, or {hint or f'local files: {name}=FOLDER'}"
     repository = repository or HUB_DATASETS[name].repository
-    source = ", ".join(part for part in (config, split, revision) if part)
-    print_once(f"{name}: reading {repository} ({source}), from the Hugging Face Hub unless it is in the cache")
-    load_dataset = functools.partial(datasets.load_dataset, repository, config, split=split)
-    try:
-        try:
-            data = load_dataset(revision=revision or None)
-        except RuntimeError as error:
-            if "scripts are no longer supported" not in str(error) or revision:
-                raise
-            data = load_dataset(revision=_PARQUET_REVISION)  # the Hub's conversion of a data set with a loading script
-    except Exception as error:  # no network, no such revision, a damaged cache: of many types
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
-        kind = DataUnavailable if _is_temporary(error) else InputError
-        if datasets.config.HF_HUB_OFFLINE:
-            kind, reason = InputError, "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
-        raise kind(
-            f"{name}: {repository} ({source}) of the Hugging Face Hub cannot be read: {reason}; "
-            f"expected a network once, or local files: {name}=FOLDER"
-        ) from None
+    data = load_from_hub(name, repository, config, revision, f"{name}: ", advice, split=split)
     for column in columns:
         if column not in data.column_names:
             raise InputError(f"{name}: no column `{column}` on the Hub; found {format_names(data.column_names)}")
     return data
+
+
+def load_from_hub(name: str, repository: str, config: str | None, revision: str, start: str, advice: str, **options: Any) -> Any:
+    """Return `datasets.load_dataset` of a repository, with its `options`, at a revision or, without one, at its default.
+
+    Raises DataUnavailable for a temporary failure, else InputError, with `start` and `advice` around the reason.
+    """
+    import datasets
+
+    source = ", ".join(part for part in (config, options.get("split"), revision) if part)
+    described = f"{repository} ({source})" if source else repository
+    print_once(f"{name}: reading {described}, from the Hugging Face Hub unless it is in the cache")
+    load_dataset = functools.partial(datasets.load_dataset, repository, config, **options)
+    try:
+        try:
+            return load_dataset(revision=revision or None)
+        except RuntimeError as error:
+            if "scripts are no longer supported" not in str(error) or revision:
+                raise
+            return load_dataset(revision=_PARQUET_REVISION)  # the Hub's conversion of a data set with a loading script
+    except Exception as error:  # no network, no such revision, a damaged cache: of many types
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = " ".join(lines[: 2 if "available configs" in "".join(lines[1:2]) else 1])[:200]
+        kind = DataUnavailable if _is_temporary(error) else InputError
+        if datasets.config.HF_HUB_OFFLINE:
+            kind, reason = InputError, "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
+        raise kind(f"{start}{described} of the Hugging Face Hub cannot be read: {reason}; {advice}") from None
 
 
 # Of Python, `requests`, `httpx` and `huggingface_hub`, depending on the version of `datasets`.

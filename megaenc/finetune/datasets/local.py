@@ -3,10 +3,11 @@
 import functools
 import re
 import string
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megaenc.data.preprocess.outputs import compute_sha256
 from megaenc.errors import InputError
@@ -24,6 +25,7 @@ from megaenc.finetune.examples import (
 from megaenc.json_files import read_json_object
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
+Part = TypeVar("Part", Path, str)
 _SPLIT_WORDS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
 
@@ -65,7 +67,7 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
         return beir.load_beir(name, path, flags.whole_corpus)
     if flags.task == "IR":
         raise InputError(f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout")
-    files = _find_split_files(path)
+    files = find_split_files(path)
     first_file = files.get("train") or next(iter(files.values()))
     location, row = next(formats.read_rows(first_file), ("", {}))
     if not row:
@@ -78,25 +80,47 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
     fingerprint = hash_json({"files": content, "rules": [family, labels.labels, template]})
 
+    read_file = functools.partial(_read_examples, family=family, labels=labels, template=template)
+    read_split = build_split_reader(name, f"{path}", files, read_file)
+    return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, read_split, template)
+
+
+def build_split_reader(
+    name: str, place: str, parts: Mapping[SplitName, Part], read_part: Callable[[Part], Examples], noun: str = "file"
+) -> Callable[[SplitName], Examples]:
+    """Return a function that reads a split of `parts`: files, or splits on the Hub, by role; a missing one is part of train.
+
+    `place` is the source and `noun` the kind of `parts` in messages.
+    """
+    ending = ".*" if noun == "file" else ""
+
     def read_split(split: SplitName) -> Examples:
-        read_file = functools.partial(_read_examples, family=family, labels=labels, template=template)
-        if split in files and ("train" not in files or len(files) == 3):
-            return read_file(files[split])
-        if "train" not in files or len(files) == 1:
-            raise InputError(f"{path}: no {split} split, expected a file {_SPLIT_WORDS[split][0]}.*")
+        if split in parts and ("train" not in parts or len(parts) == 3):
+            return read_part(parts[split])
+        if "train" not in parts or len(parts) == 1:
+            raise InputError(f"{place}: no {split} split, expected a {noun} {_SPLIT_WORDS[split][0]}{ending}")
         other, missing, role = "test", "validation", ""
-        if "test" not in files:
-            other, missing, role = "validation", "test", f", and {files['validation'].name} is the test split"
-        print_once(f"{name}: no {missing} file: 5 % of train validate (seed 42){role}")
+        if "test" not in parts:
+            part_name = getattr(parts["validation"], "name", parts["validation"])
+            other, missing, role = "validation", "test", f", and {part_name} is the test split"
+        print_once(f"{name}: no {missing} {noun}: 5 % of train validate (seed 42){role}")
         if split == "test":
-            return read_file(files[other])
-        examples = read_file(files["train"])
+            return read_part(parts[other])
+        examples = read_part(parts["train"])
         if len(examples) < 2:
-            raise InputError(f"{files['train']}: {format_too_few_error(len(examples), 'examples', f'{missing}.*')}")
+            reason = format_too_few_error(len(examples), "examples", f"{missing}{ending}")
+            raise InputError(f"{parts['train'] if noun == 'file' else place}: {reason}")
         train, validation = split_validation_rows(len(examples))
         return [examples[at] for at in (train if split == "train" else validation)]
 
-    return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, read_split)
+    return read_split
+
+
+def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
+    """Return the name of each of train, validation and test among `names`, without those that are not there."""
+    known = set(names)
+    matches = {split: [word for word in words if word in known] for split, words in _SPLIT_WORDS.items()}
+    return {split: present[0] for split, present in matches.items() if present}
 
 
 def _read_examples(path: Path, family: TaskFamily, labels: formats.LabelSet, template: str) -> Examples:
@@ -124,26 +148,21 @@ def _read_examples(path: Path, family: TaskFamily, labels: formats.LabelSet, tem
 
 
 def _read_label_set(file: Path, family: TaskFamily, first_file: Path) -> formats.LabelSet:
-    """Return the labels listed in meta.json next to the files, else those in the rows of the first file."""
+    """Return the labels of meta.json next to the files, else of the first file's Parquet schema, else of its rows."""
     if family is TaskFamily.QA:
         return formats.LabelSet((), is_indexed=False)
     key = "labels" if family is TaskFamily.SC else "tags"
     metadata = read_json_object(file, "an object with labels or tags") if file.exists() else {}
-    label_names = metadata.get(key, metadata.get("labels"))
+    label_names, place = metadata.get(key, metadata.get("labels")), f"{file}: key `{key}`"
+    if label_names is None and first_file.suffix == ".parquet":
+        column = "label" if family is TaskFamily.SC else "tags"
+        label_names, place = formats.read_parquet_label_names(first_file, column), f"{first_file}: names of column `{column}`"
     if label_names is None:
         return formats.collect_labels(family, formats.read_rows(first_file))
-    is_name_list = isinstance(label_names, list) and label_names and all(isinstance(name, str) for name in label_names)
-    if not is_name_list or len(set(label_names)) != len(label_names):
-        raise InputError(f"{file}: key `{key}`: expected a list of names that differ")
-    if family is TaskFamily.TC:
-        for name in label_names:
-            formats.check_tag(name, f"{file}: key `{key}`", is_indexed=False)
-        if "O" not in label_names:
-            raise InputError(f"{file}: key `{key}`: found no O, expected the tags of IOB2, O among them")
-    return formats.LabelSet(tuple(label_names), is_indexed=True)
+    return formats.check_label_names(family, label_names, place)
 
 
-def _find_split_files(path: Path) -> dict[SplitName, Path]:
+def find_split_files(path: Path) -> dict[SplitName, Path]:
     """Return the file of each split in a folder, found by a word of its name (`train`, `en_ewt-ud-train`)."""
     if path.is_file():
         if formats.strip_format_suffix(path) is None:

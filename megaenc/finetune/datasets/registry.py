@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError, closest_match
-from megaenc.finetune.datasets import demo, formats, hub, local
+from megaenc.finetune.datasets import demo, formats, hub, hub_repository, local
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import Dataset, TaskFamily
 
@@ -17,20 +17,28 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def find_dataset(name_or_path: str, **options: Any) -> Dataset:
-    """Return the Dataset of a known name, a local path or NAME=PATH, else InputError; `options`: fields of DatasetConfig.
+    """Return the Dataset of a known name, a local path or a repository of the Hub; `options`: fields of DatasetConfig.
 
     Accepts a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub), a path to local data, named
-    after its folder or file, or `NAME=PATH`. With a study's name before the path, pairs use the study's template. Raises
-    InputError for anything else, with the closest name.
+    after its folder or file, a repository ORG/NAME, ORG/NAME:CONFIG or hf:NAME, each with @REVISION, and `NAME=` before a path
+    or repository. With a study's name before it, pairs use the study's template. Raises InputError for anything else, with the
+    closest name.
     """
     flags = DatasetConfig(**options)
     flags.check()
     name, path = parse_dataset_name(name_or_path)
     if path is not None:
-        _check_dataset_path(name_or_path, name, path)
         known = hub.HUB_DATASETS.get(name)
         is_pair = known is not None and "text_pair" in known.fields
-        dataset = local.load_local(name, path, flags, known.template if is_pair else flags.pair_template)
+        template = known.template if is_pair else flags.pair_template
+        location = _split_name(name_or_path)[1]
+        if reference := hub_repository.parse_hub_reference(location):
+            _check_name(name_or_path, name)
+            start = f"data set {name_or_path}: " + f"found no file or folder {path}; " * (not location.startswith("hf:"))
+            dataset = hub_repository.load_hub_repository(name, reference, replace(flags, pair_template=template), start)
+        else:
+            _check_dataset_path(name_or_path, name, path)
+            dataset = local.load_local(name, path, flags, template)
     elif name in demo.DEMO_DATASETS:
         folder = demo.ensure_demo_datasets(flags.demo_folder, (name,))
         dataset = local.load_local(name, folder / name, replace(flags, task=""), local.PAIR_TEMPLATE)
@@ -52,16 +60,22 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
 def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
     """Return (name in results, path) of a known `NAME` or `NAME@REVISION`, whose path is None, or of `PATH` or `NAME=PATH`.
 
-    The path need not exist; a missing one is named like a folder.
+    The path need not exist; a missing one is named like a folder, or like the repository of the Hub that it stands for.
     """
     base = name_or_path.partition("@")[0]
     if name_or_path in DATASETS or base in hub.HUB_DATASETS:
         return base, None
-    name, equals, location = name_or_path.partition("=")
-    if not equals or "/" in name:
-        name, location = "", name_or_path
+    name, location = _split_name(name_or_path)
     path = Path(location)  # os.path.isfile is False for a name that is too long
+    if not name and (reference := hub_repository.parse_hub_reference(location)):
+        name = reference.name
     return name or (formats.strip_format_suffix(path) if os.path.isfile(path) else None) or path.resolve().name, path
+
+
+def _split_name(name_or_path: str) -> tuple[str, str]:
+    """Return (name or "", location) of `LOCATION` or `NAME=LOCATION`."""
+    name, equals, location = name_or_path.partition("=")
+    return (name, location) if equals and "/" not in name else ("", name_or_path)
 
 
 def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
@@ -71,9 +85,14 @@ def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
             raise InputError(f"data set {name_or_path}: found no file or folder {path}, expected one with labelled data")
         closest_name = closest_match(name_or_path.lower(), [*DATASETS, hub.TRAINING_PAIRS])
         raise InputError(
-            f"unknown data set `{name_or_path}`, expected one of {', '.join(DATASETS)}, a path or NAME=PATH"
+            f"unknown data set `{name_or_path}`, expected one of {', '.join(DATASETS)}, ORG/NAME of the Hub, a path or NAME=PATH"
             + (f"; did you mean `{closest_name}`?" if closest_name else "")
         )
+    _check_name(name_or_path, name)
+
+
+def _check_name(name_or_path: str, name: str) -> None:
+    """Raise InputError if `name` is not valid as a folder's name in results."""
     if not _NAME.fullmatch(name):
         raise InputError(
             f"data set {name_or_path}: name {name!r}: expected letters, digits and . _ - (NAME=PATH gives it another)"

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from megaenc.finetune.grid.jobs import FinetuneJob
     from megaenc.finetune.tasks.base import Scores
 
+Evaluations = Sequence[tuple[int, float]]
+"""(step, validation score) of each evaluation during a training."""
+
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
 KEPT_MODEL, MODEL_DETAILS = "model", "finetuning.json"
 """Name of the folder of a model that a grid keeps, in the run's folder, and of the file there with protocol and scores."""
@@ -34,7 +37,7 @@ _RUN_FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+
 # Values that a run replaces by one that fits the model and the machine.
 _AUTOMATIC_VALUES = {"max_length": 0, "precision": ""}
 # Values of fields that older files lack; fields with these values are not written.
-_LATER_DEFAULTS = {"head": "linear"}
+_LATER_DEFAULTS = {"head": "linear", "eval_interval": 0, "best_checkpoint": False, "early_stopping": 0}
 _MISSING = object()
 _MAX_RESULT_BYTES = 2 << 30  # a results.json holds the scores of each example
 # Much faster than parsing. Inside a string, the quotes of the keys would be escaped.
@@ -77,6 +80,9 @@ class Result:
     validation: SplitScores | None
     test: SplitScores | None
     failure: str | None = None
+    evaluations: Evaluations = ()
+    best_step: int = 0
+    """Step of the best of `evaluations`, 0 without any."""
     scores_only: bool = False
     """True if its file has only scores, without protocol, fingerprints and standard metrics, like those of the study itself."""
 
@@ -106,15 +112,20 @@ def write_result(
     protocol: FinetuneConfig,
     trained: str,
     seconds: Mapping[str, float],
+    evaluations: Evaluations = (),
+    best_step: int = 0,
 ) -> None:
     """Write results.json (scores, steps, `trained`: weights' hash), timing.json of `job` on `dataset`; drop failed.json.
 
     `protocol` is the job's with automatic values resolved; `trained` is the digest of the trained weights; `seconds` is by stage.
+    `evaluations` during training are written with the `best_step` among them, if there are any.
     """
     place = job_folder(job, dataset)
     _write_json(place / TIMING, {name: round(value, 3) for name, value in seconds.items()})
     splits = {name: dataclasses.asdict(split) for name, split in scores.items()}
-    _write_json(place / RESULTS, _build_identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | splits)
+    history = {"evaluations": [{"step": step, "score": score} for step, score in evaluations], "best_step": best_step}
+    values = _build_identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | splits
+    _write_json(place / RESULTS, values | (history if evaluations else {}))
     (place / FAILED).unlink(missing_ok=True)
 
 
@@ -263,7 +274,8 @@ def read_result(path: Path) -> Result | None:
     if (values := read_fields(path / RESULTS)) is not None:
         splits = (_parse_split(path / RESULTS, dataset, values, name) for name in ("validation", "test"))
         scores_only = all(isinstance(part, dict) and part.keys() <= {"score", "scores_i"} for part in values.values())
-        return Result(*run, path, *splits, scores_only=scores_only)
+        evaluations, best_step = _parse_evaluations(path / RESULTS, values)
+        return Result(*run, path, *splits, evaluations=evaluations, best_step=best_step, scores_only=scores_only)
     if (values := read_fields(path / FAILED)) is not None:
         return Result(*run, path, None, None, _check_text(path / FAILED, "reason", values.get("reason", "no reason given")))
     return None
@@ -337,6 +349,15 @@ def _parse_split(path: Path, dataset: str, values: Mapping[str, Any], name: str)
     metrics, baseline = (_check_fractions(path, f"{name}.{part}", split.get(part)) for part in ("metrics", "baseline"))
     collapsed = split["collapsed"] if "collapsed" in split else _detect_collapse(dataset, score, name, split)
     return SplitScores(score, metrics, None if collapsed is None else _check_text(path, f"{name}.collapsed", collapsed), baseline)
+
+
+def _parse_evaluations(path: Path, values: Mapping[str, Any]) -> tuple[Evaluations, int]:
+    """Parse and check the (step, validation score) of evaluations during training, empty without any, and the best step."""
+    try:
+        evaluations = [(int(one["step"]), float(one["score"])) for one in values.get("evaluations", ())]
+        return evaluations, int(values.get("best_step", 0))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"{path}: field `evaluations`: {error!r}; expected what a run wrote there; remove it") from None
 
 
 def _detect_collapse(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:

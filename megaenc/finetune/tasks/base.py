@@ -90,6 +90,14 @@ class FinetuneTask(ABC):
     def evaluate(self, model: TaskModel, data: TokenizedSplit, examples: Examples) -> Scores:
         """Return the Scores of the model on a split; `data` is the split's `examples` as tokenized by `encode`."""
 
+    def clear_cache(self) -> None:
+        """Drop outputs of the model that an evaluation has cached, as the weights are about to change."""
+        return
+
+    def count_labels(self, data: TokenizedSplit) -> np.ndarray | None:
+        """Return, in SC and TC, the number of texts or words of each label in `data`, int64[labels], else None."""
+        return None
+
     def build_head(self, hidden_size: int) -> nn.Module:
         """Return a new linear layer, hidden_size to `output_count`, float32, random weights (sd 0.02), zero bias."""
         head = nn.Linear(hidden_size, self.output_count)

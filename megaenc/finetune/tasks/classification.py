@@ -30,6 +30,10 @@ class Classification(FinetuneTask):
         """Return the class index of each of the texts `rows`, int64[len(rows)]."""
         return data.columns["labels"][rows]
 
+    def count_labels(self, data: TokenizedTexts) -> np.ndarray:
+        """Return the number of texts of each class, int64[labels]."""
+        return np.bincount(data.columns["labels"], minlength=self.output_count)
+
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]) -> Scores:
         """Return the Scores of the model on a split: accuracy, and as baseline that of the split's most frequent class."""
         gold, predicted = data.columns["labels"], np.zeros(len(data), dtype=np.int64)

@@ -1,5 +1,6 @@
 """Dense retrieval with mean-pooled embeddings and cosine similarity, and its ranking metrics."""
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from megaenc.finetune.examples import Pair, RetrievalExamples, TaskFamily
 from megaenc.finetune.model.backbone import PackedTexts, pack_texts
+from megaenc.finetune.model.gradient_caching import backward_by_packs
 from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_pool
 from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
@@ -26,8 +28,7 @@ class RetrievalTask(FinetuneTask):
     """Retrieval (IR): embeddings trained by InfoNCE on scaled cosines with in-batch negatives; the score is NDCG.
 
     All other documents of the batch are negatives, even equal ones. A batch larger than one forward pass uses gradient caching
-    (Gao et al. 2021, 2101.06983): embed everything without a graph, compute the gradients of the loss with respect to the
-    embeddings, then repeat each part with a graph and the same dropout, and backpropagate from there.
+    (`megaenc.finetune.model.gradient_caching`).
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.IR
@@ -42,6 +43,10 @@ class RetrievalTask(FinetuneTask):
             texts = {"queries": [pair.query for pair in examples], "documents": [pair.document for pair in examples]}
         return {name: encoder.encode(some) for name, some in texts.items()}
 
+    def clear_cache(self) -> None:
+        """Drop the embeddings of documents."""
+        self._document_cache = None
+
     def build_head(self, hidden_size: int) -> nn.Module:
         """Return the identity module: embeddings are computed from the backbone's states without a head."""
         return nn.Identity()
@@ -52,32 +57,13 @@ class RetrievalTask(FinetuneTask):
 
     def backward(self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray) -> float:
         """Backpropagate the InfoNCE loss of the pairs `rows`, by gradient caching if in several passes; return the loss."""
-        self._document_cache = None  # the weights are about to change
+        self.clear_cache()
         texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
         parts = self.split_into_forwards(np.array([len(text) for text in texts]))
         packs = [pack_texts([texts[at] for at in part], model.device) for part in parts]
         order = np.argsort(np.concatenate(parts))
-        if len(packs) == 1:
-            loss = self._compute_loss(self.compute_outputs(model, packs[0])[order])
-            loss.backward()
-            return loss.item()
-        on_gpu = model.device.type == "cuda"
-        random_states, embedded = [], []
-        with torch.no_grad():
-            for packed in packs:
-                random_states.append((torch.get_rng_state(), torch.cuda.get_rng_state(model.device) if on_gpu else None))
-                embedded.append(self.compute_outputs(model, packed))
-        vectors = torch.cat(embedded).requires_grad_()
-        loss = self._compute_loss(vectors[order])
-        loss.backward()
-        gradients = vectors.grad.split([len(part) for part in parts])
-        for packed, (state, gpu_state), gradient in zip(packs, random_states, gradients, strict=True):
-            with torch.random.fork_rng([model.device] if on_gpu else []):
-                torch.set_rng_state(state)
-                if on_gpu:
-                    torch.cuda.set_rng_state(gpu_state, model.device)
-                self.compute_outputs(model, packed).backward(gradient)
-        return loss.item()
+        embed = functools.partial(self.compute_outputs, model)
+        return backward_by_packs(packs, embed, lambda vectors: self._compute_loss(vectors[order])).item()
 
     def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples) -> Scores:
         """Return Scores of ranking for queries with a relevant document: NDCG, MRR @10, recall @100; baseline: random.

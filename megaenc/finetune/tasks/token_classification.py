@@ -45,6 +45,13 @@ class TokenClassification(FinetuneTask):
         """Return the tag index of each token of the sentences `rows`, int64[tokens], -100 for tokens of no word."""
         return data.gather_token_column("tags", rows)
 
+    def count_labels(self, data: TokenizedTexts) -> np.ndarray:
+        """Return the number of words of each tag, int64[labels], without words that were cut off or have no sub-token."""
+        words, rows = data.columns["words"], np.repeat(np.arange(len(data)), data.lengths)
+        known = np.flatnonzero(words >= 0)
+        _, first = np.unique(np.stack([rows[known], words[known]]), axis=1, return_index=True)
+        return np.bincount(data.columns["tags"][known[first]], minlength=self.output_count)
+
     def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]) -> Scores:
         """Return Scores: mean tag F1 by sentence as score; span F1, precision, recall; baseline: usual tag by word."""
         outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.claims.decision import (
     PendingVerdict,
     TestScope,
@@ -44,13 +45,13 @@ HALF_SHARES = (0.4, 0.6)
 """Range of shares of the longest continuation that count as half; the study's own is 12 of 22 thousand steps."""
 
 
-def _mlm_minus_clm(models: ModelSelector, family: TaskFamily) -> list[Contrast]:
+def _mlm_minus_clm(models: ModelSelector, family: str) -> list[Contrast]:
     """Build the contrast MLM less CLM at equal steps on a task family, one for each size."""
     return build_contrasts(models.evidence, (models.mlm, models.clm), models.final_pairs().items(), [family])
 
 
-def judge_mlm_above_clm(scope: TestScope, family: TaskFamily) -> PendingVerdict:
-    """Test claim 1a (SC) or 1b (QA), MLM above CLM at equal steps on `family`, by size and pooled over the sizes."""
+def judge_mlm_above_clm(scope: TestScope, family: str) -> PendingVerdict:
+    """Test claim 1a (SC), 1b (QA) or 1f (ZS), MLM above CLM at equal steps on `family`, by size and pooled over the sizes."""
     return judge_direction(scope, _mlm_minus_clm(scope.models, family))
 
 
@@ -137,7 +138,7 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
     return sentences
 
 
-def _clm_share_contrasts(models: ModelSelector, share: float) -> list[Contrast]:
+def _clm_share_contrasts(models: ModelSelector, share: float, families: Sequence[str] = tuple(STUDY_DATASETS)) -> list[Contrast]:
     """Build the contrasts CLM for about `share` of the steps and then MLM, less MLM alone, of equal size, steps and ratio."""
 
     def budget_key(key: ModelKey) -> tuple[str, int, float]:
@@ -157,12 +158,13 @@ def _clm_share_contrasts(models: ModelSelector, share: float) -> list[Contrast]:
         candidates,
     )
     places = [(f"{size}, {steps:,} steps, {format_percent(ratio)}", pair) for (size, steps, ratio), pair in sorted(pairs.items())]
-    return build_contrasts(models.evidence, (f"{share:.0%} CLM, then MLM".replace("%", " %"), "MLM alone"), places)
+    names = (f"{share:.0%} CLM, then MLM".replace("%", " %"), "MLM alone")
+    return build_contrasts(models.evidence, names, places, families)
 
 
-def judge_clm_quarter(scope: TestScope) -> PendingVerdict:
-    """Test claim 4a, 20 to 30 % CLM and then MLM is above MLM alone at equal size, steps and mask ratio."""
-    return judge_direction(scope, _clm_share_contrasts(scope.models, 0.25))
+def judge_clm_quarter(scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)) -> PendingVerdict:
+    """Test claim 4a or 4c (ZS), 20 to 30 % CLM and then MLM is above MLM alone at equal size, steps and mask ratio."""
+    return judge_direction(scope, _clm_share_contrasts(scope.models, 0.25, families))
 
 
 def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
@@ -170,7 +172,9 @@ def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
     return judge_equality(scope, _clm_share_contrasts(scope.models, 0.75), at_least=True)
 
 
-def _continued_contrasts(models: ModelSelector) -> dict[tuple, tuple[int, list[Contrast]]]:
+def _continued_contrasts(
+    models: ModelSelector, families: Sequence[str] = tuple(STUDY_DATASETS)
+) -> dict[tuple, tuple[int, list[Contrast]]]:
     """Build MLM continued from a CLM model less that from an MLM model; {place: (added steps, contrasts)} in order.
 
     A place is (size, steps before, mask ratio, added steps).
@@ -183,15 +187,15 @@ def _continued_contrasts(models: ModelSelector) -> dict[tuple, tuple[int, list[C
     )
     names = ("MLM on CLM", "more MLM on MLM")
     return {
-        place: (more, build_contrasts(models.evidence, names, [(f"{size}, {more:,} after {before:,} steps", pair)]))
+        place: (more, build_contrasts(models.evidence, names, [(f"{size}, {more:,} after {before:,} steps", pair)], families))
         for place, pair in sorted(pairs.items())
         for size, before, _, more in [place]
     }
 
 
-def judge_continued_pretraining(scope: TestScope) -> PendingVerdict:
-    """Test claim 5a, continued MLM ends higher from a CLM than from an MLM model; the longest continuations decide."""
-    by_place = _continued_contrasts(scope.models)
+def judge_continued_pretraining(scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)) -> PendingVerdict:
+    """Test claim 5a or 5c (ZS), continued MLM ends higher from a CLM than from an MLM model; the longest one decides."""
+    by_place = _continued_contrasts(scope.models, families)
     longest: dict[tuple, int] = defaultdict(int)
     for place, (more, _) in by_place.items():
         longest[place[:3]] = max(more, longest[place[:3]])

@@ -15,7 +15,7 @@ from megaenc.study.claims.decision import EQUALITY_MARGINS, PendingVerdict, Test
 from megaenc.study.claims.reasons import format_reason
 from megaenc.study.claims.tests import CLM_SHARES, EARLY_SHARE
 from megaenc.study.results.evidence import Evidence
-from megaenc.study.results.groups import FAMILY_LABELS
+from megaenc.study.results.groups import FAMILY_LABELS, ZERO_SHOT
 from megaenc.study.stats import inference
 from megaenc.study.stats.comparisons import Comparison, ModelSelector, Outcome
 from megaenc.study.stats.run_noise import RunNoise, estimate_run_noise
@@ -153,19 +153,48 @@ _CLAIMS: dict[str, tuple[str, str, str, Callable[[TestScope], PendingVerdict]]] 
 """Title, question (`{mlm}` is MLM at the reference ratio), required results and test of each claim, by number and part."""
 
 
-def judge(evidence: Evidence, draws: int = 2000, noise: RunNoise | None = None) -> list[Verdict]:
+_ZERO_SHOT_CLAIMS: dict[str, tuple[str, str, str, Callable[[TestScope], PendingVerdict]]] = {
+    "1f": (
+        f"MLM is above CLM on {ZERO_SHOT}",
+        f"Is {{mlm}} above CLM in zero-shot retrieval ({ZERO_SHOT}), trained for as many steps?",
+        f"{_BOTH}, both decayed and evaluated on {ZERO_SHOT}",
+        partial(claim_tests.judge_mlm_above_clm, family=ZERO_SHOT),
+    ),
+    "4c": (
+        f"25 % CLM, then MLM, beats MLM alone on {ZERO_SHOT}",
+        f"At equal steps, is a quarter of CLM and then MLM above MLM from the start in zero-shot retrieval ({ZERO_SHOT})?",
+        f"{_CLAIMS['4a'][2]}, evaluated on {ZERO_SHOT}",
+        partial(claim_tests.judge_clm_quarter, families=[ZERO_SHOT]),
+    ),
+    "5c": (
+        f"MLM on a finished CLM model beats more MLM on {ZERO_SHOT}",
+        f"After the most MLM steps, is a model that began as CLM above one begun as MLM in zero-shot retrieval ({ZERO_SHOT})?",
+        f"{_CLAIMS['5a'][2]}, evaluated on {ZERO_SHOT}",
+        partial(claim_tests.judge_continued_pretraining, families=[ZERO_SHOT]),
+    ),
+}
+"""Claims on zero-shot retrieval, apart from the study's: pooled with other families, their seeds and weights would change
+those verdicts."""
+_ALL_CLAIMS = _CLAIMS | _ZERO_SHOT_CLAIMS
+
+
+def judge(
+    evidence: Evidence, draws: int = 2000, noise: RunNoise | None = None, zero_shot: Evidence | None = None
+) -> list[Verdict]:
     """Test the six claims; return a Verdict for each of their parts (1a to 6c), p corrected by Holm over all of them.
 
     `draws`: bootstrap samples for the intervals shown next to each verdict, on which no verdict depends; 0 for none. `noise`:
     noise between pretraining runs for models that were pretrained once; by default estimated from the curves over mask ratios.
-    Reads the example scores of all compared models.
+    Reads the example scores of all compared models. `zero_shot`: scores of zero-shot retrieval, which add claims of their own.
     """
-    models = ModelSelector(evidence)
-    noise = noise or estimate_run_noise(models)
-    these, another = (
-        {name: test(scope) for name, (*_, test) in _CLAIMS.items()}
-        for scope in (TestScope(models, draws), TestScope(models, noise=noise))
-    )
+    settings: dict[str, tuple[ModelSelector, RunNoise]] = {}
+    for scores, claims in ((evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):
+        if scores is not None:
+            models = ModelSelector(scores)
+            settings |= dict.fromkeys(claims, (models, noise or estimate_run_noise(models)))
+    settings = dict(sorted(settings.items()))
+    these = {name: _ALL_CLAIMS[name][-1](TestScope(models, draws)) for name, (models, _) in settings.items()}
+    another = {name: _ALL_CLAIMS[name][-1](TestScope(*of, noise=noise)) for name, (*of, noise) in settings.items()}
     corrected = inference.holm_adjust([draft.p for draft in these.values()])
     larger = [
         max(one.p, other.p) if not math.isnan(one.p + other.p) else math.nan
@@ -173,23 +202,23 @@ def judge(evidence: Evidence, draws: int = 2000, noise: RunNoise | None = None) 
     ]
     corrected_another = inference.holm_adjust(larger)
     return [
-        _build_verdict(models, name, these[name], p, another[name], p_another, noise, sum(not math.isnan(p) for p in corrected))
-        for name, p, p_another in zip(_CLAIMS, corrected, corrected_another, strict=True)
+        _build_verdict(*settings[name], name, these[name], p, another[name], p_another, sum(not math.isnan(p) for p in corrected))
+        for name, p, p_another in zip(settings, corrected, corrected_another, strict=True)
     ]
 
 
 def _build_verdict(
     models: ModelSelector,
+    noise: RunNoise,
     name: str,
     draft: PendingVerdict,
     p: float,
     another: PendingVerdict,
     p_another: float,
-    noise: RunNoise,
     claims: int,
 ) -> Verdict:
     """Build the verdict of the claim `name`, given the p of its draft and of the one for `another` run, over all `claims`."""
-    title, question, requirement, _ = _CLAIMS[name]
+    title, question, requirement, _ = _ALL_CLAIMS[name]
     base = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
     if not draft.comparisons:
         return replace(base, reason=f"Needs {draft.requirement or requirement}.")

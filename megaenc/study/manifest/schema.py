@@ -19,6 +19,7 @@ from megaenc.finetune.grid.command import GridConfig
 from megaenc.study.manifest.expand import ManifestEntry, PlannedModel, expand_models, format_suggestion
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.pretrain_args import check_pretrain_flags, prefix_errors, resolve_flag_paths
+from megaenc.study.run.embed_stage import EmbedEntry, build_embed_entry
 from megaenc.study.run.finetune_stage import TrainingSet, plan_training_sets, resolve_dataset_path
 
 _MAX_SEEDS, _MAX_RESULTS = 10_000, 1_000_000
@@ -59,6 +60,8 @@ class HardwareEntry:
     """pretraining throughput of one device by size; takes precedence"""
     finetune_seconds: float = 0.0
     """seconds of one fine-tuning run on one device, including evaluation"""
+    embed_seconds: float = 0.0
+    """seconds of one contrastive training of `embed` on one device, including evaluation"""
     source: str = ""
     """origin of these numbers, for display"""
 
@@ -87,7 +90,7 @@ class ReportedEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Checked content of a manifest: models, corpus, fine-tuning grid, training sets, hardware and reported costs."""
+    """Checked content of a manifest: models, corpus, fine-tuning, zero-shot retrieval, hardware and reported costs."""
 
     path: Path
     title: str
@@ -104,6 +107,10 @@ class Manifest:
     """Data sets that each model is fine-tuned on."""
     hardware: HardwareEntry
     reported: ReportedEntry
+    embed: EmbedEntry | None = None
+    """Zero-shot retrieval with paths resolved; None if there is none."""
+    embed_flags: Mapping[str, Any] = field(default_factory=dict)
+    """Flags of contrastive training that the manifest sets."""
 
     def model_keys(self) -> dict[str, ModelKey]:
         """Return the ModelKey of every evaluated checkpoint by name: ends of models first, then intermediate ones."""
@@ -134,6 +141,7 @@ class _ManifestFile:
     corpus: dict = field(default_factory=dict)
     models: list = field(default_factory=list)
     finetune: dict = field(default_factory=dict)
+    embed: dict = field(default_factory=dict)
     hardware: dict = field(default_factory=dict)
     reported: dict = field(default_factory=dict)
 
@@ -192,6 +200,7 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
     )
     _check_hardware_and_reported(hardware, reported, sizes, {model.group for model in models})
     grid = _build_grid(sections.finetune) if sections.finetune else None
+    embed, embed_flags = build_embed_entry(sections.embed, data_dir) if sections.embed else (None, {})
     manifest = Manifest(
         path=path,
         title=sections.title,
@@ -203,6 +212,8 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
         training_sets=plan_training_sets(grid, data_dir) if grid else (),
         hardware=hardware,
         reported=reported,
+        embed=embed,
+        embed_flags=embed_flags,
     )
     _check_log_names(manifest)
     return manifest
@@ -270,7 +281,7 @@ def _check_hardware_and_reported(
     hardware: HardwareEntry, reported: ReportedEntry, sizes: Iterable[str], groups: set[str]
 ) -> None:
     """Raise InputError for an unknown size or group, or a negative number, in `hardware` or `reported`."""
-    for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0)):
+    for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0), ("embed_seconds", 0)):
         if (value := getattr(hardware, name)) < least:
             raise InputError(f"hardware: field `{name}`: found {value}, expected {least} or more")
     for place, values, known, kind in (

@@ -26,6 +26,10 @@ class StudyScope:
     """learning rates and seeds of each model on each data set"""
     datasets: tuple[tuple[str, str], ...] = ()
     """(task family, data set); the family is empty if only the data determines it"""
+    retrieval_sets: tuple[str, ...] = ()
+    """data sets of zero-shot retrieval"""
+    contrastive_seeds: tuple[int, ...] = ()
+    """seeds of contrastive training before zero-shot retrieval"""
 
 
 EMPTY_SCOPE = StudyScope()
@@ -42,4 +46,6 @@ def build_scope(manifest: "Manifest") -> StudyScope:
         sizes=tuple(sorted(counts, key=counts.__getitem__)),
         grid=None if grid is None else GridSpec(tuple(sorted(grid.learning_rates)), tuple(range(grid.seeds))),
         datasets=tuple((task.family, name) for task in manifest.training_sets for name in task.datasets),
+        retrieval_sets=manifest.embed.names if manifest.embed else (),
+        contrastive_seeds=tuple(manifest.embed.training_seeds) if manifest.embed else (),
     )

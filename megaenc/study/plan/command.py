@@ -40,10 +40,14 @@ class PlanConfig:
 
 
 def format_plan(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
-    """Yield the plan's lines: tree of runs, pretraining and fine-tuning costs, disk space, critical path if known."""
+    """Yield the plan's lines: tree of runs, costs of pretraining and evaluation, disk space, critical path if known."""
     manifest = graph.manifest
     yield f"{manifest.title or manifest.path}: {_format_counts(graph)}"
-    for part in (format_tree(graph), _format_pretraining(graph, cost), _format_finetuning(graph, cost) if graph.grids else ()):
+    evaluations = (
+        _format_finetuning(graph, cost) if graph.grids else (),
+        _format_embedding(graph, cost) if graph.embeds else (),
+    )
+    for part in (format_tree(graph), _format_pretraining(graph, cost), *evaluations):
         yield from ("", *part) if part else ()
     yield ""
     kinds = [f"{_format_bytes(size)} of {kind}" for kind, size in cost.disk.items() if size]
@@ -128,20 +132,37 @@ def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
             yield f"  {cost.with_sharing.device_hours + cost.finetune_hours:,.1f} hours together with pretraining{also}"
 
 
+def _format_embedding(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
+    """Yield the lines on the evaluations of zero-shot retrieval, and the number and hours of contrastive trainings."""
+    stage, hardware, checkpoints = next(iter(graph.embeds.values())), graph.manifest.hardware, len(graph.embeds)
+    sets = format_count(len(stage.data.entry.datasets), "data set")
+    evaluations = format_count(checkpoints * len(stage.models), "evaluation")
+    yield f"zero-shot retrieval: {evaluations} on {sets}, {format_count(checkpoints, 'checkpoint')} as pretrained"
+    if cost.embed_runs:
+        seeds = format_count(stage.run_count, "seed")
+        yield f"  and after {format_count(cost.embed_runs, 'contrastive training')}: {seeds} of each checkpoint"
+        if cost.embed_hours is None:
+            yield "  hours: unknown; set `hardware: {embed_seconds: ...}` in the manifest"
+        else:
+            each = f"one {hardware.device} at {hardware.embed_seconds:,.0f} seconds a training with its evaluation"
+            yield f"  {cost.embed_hours:,.1f} hours of {each}"
+
+
 def _format_waits(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     """Yield the lines on the critical path and the total time; none if the throughput is unknown."""
     hardware = graph.manifest.hardware
     if cost.longest_chain.hours is None:
         return
     each = f"{hardware.devices} x" if hardware.devices > 1 else "one"
-    also = " and one per fine-tuning run" if graph.grids else ""
+    kinds = [" and one per fine-tuning run"] * bool(graph.grids) + [" and one per model to embed with"] * bool(graph.embeds)
+    also = "".join(kinds)
     yield f"critical path, with {each} {hardware.device} per pretraining run{also}, all in parallel:"
     for condition, chain in (
         ("branches wait for their parent's end (`study run`)", cost.longest_chain_run_by_run),
         ("branches start once their checkpoint exists", cost.longest_chain),
     ):
         yield f"  {_format_duration(chain.hours)} if {condition}: {_format_chain(chain)}"
-    total = (cost.with_sharing.device_hours or 0.0) + (cost.finetune_hours or 0.0)
+    total = (cost.with_sharing.device_hours or 0.0) + (cost.finetune_hours or 0.0) + (cost.embed_hours or 0.0)
     devices = f"{hardware.devices} x {hardware.device}"
     yield f"  {_format_duration(total / hardware.devices)} on {devices} in total, one stage at a time"
 

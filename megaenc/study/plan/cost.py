@@ -46,7 +46,7 @@ class StageChain(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyCost:
-    """Cost of a study: pretraining with and without shared prefixes, fine-tuning runs and hours, bytes, critical paths."""
+    """Cost of a study: pretraining with and without shared prefixes, fine-tuning, contrastive training, bytes, critical paths."""
 
     groups: dict[str, tuple[TrainingCost, TrainingCost]]
     """Pretraining cost by group of models, with and without shared prefixes. Without them, each model trains from its own first
@@ -58,6 +58,9 @@ class StudyCost:
     finetune_runs: int
     """Number of fine-tuning runs; retrieval trains once for all its data sets."""
     finetune_hours: float | None
+    embed_runs: int
+    """Number of contrastive trainings."""
+    embed_hours: float | None
     disk: dict[str, int]
     """Bytes by kind of a finished study; of checkpoints, the last of each run and those that other stages need."""
     longest_chain: StageChain
@@ -75,12 +78,15 @@ def compute_study_cost(graph: "StageGraph") -> StudyCost:
         groups[run.model.group] = (shared + run.cost, unshared + model_cost)
     shared, unshared = (sum(each, TrainingCost()) for each in zip(*groups.values(), strict=True))
     finetune_runs, seconds = sum(grid.run_count for grid in graph.grids.values()), graph.manifest.hardware.finetune_seconds
+    embed_runs, embed_seconds = sum(stage.run_count for stage in graph.embeds.values()), graph.manifest.hardware.embed_seconds
     return StudyCost(
         groups=groups,
         with_sharing=shared,
         without_sharing=unshared,
         finetune_runs=finetune_runs,
         finetune_hours=finetune_runs * seconds / 3600 if seconds or not finetune_runs else None,
+        embed_runs=embed_runs,
+        embed_hours=embed_runs * embed_seconds / 3600 if embed_seconds or not embed_runs else None,
         disk=_compute_disk_bytes(graph),
         longest_chain=_find_longest_chain(graph, wait_for_end=False),
         longest_chain_run_by_run=_find_longest_chain(graph, wait_for_end=True),
@@ -98,18 +104,23 @@ def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, l
 
 
 def _compute_disk_bytes(graph: "StageGraph") -> dict[str, int]:
-    """Return the bytes of checkpoints, exports and results.
+    """Return the bytes of checkpoints, exports, results, and embedding models.
 
     A checkpoint holds the weights, the float32 master weights of bfloat16 ones, and AdamW's moments.
     """
-    checkpoints = exports = 0
+    checkpoints = exports = embeddings = 0
     exported = Counter(export.run for export in graph.exports.values())
+    trained: Counter[str] = Counter()
+    for name, stage in graph.embeds.items():
+        trained[graph.exports[name].run] += stage.run_count
     for run in graph.runs.values():
         parameters = run.model.config.shape.parameter_count(graph.manifest.vocab_size(run.model))
         checkpoints += (len(run.checkpoint_steps) + 1) * parameters * (14 if run.model.config.bf16 else 12)
         exports += exported[run.name] * parameters * (2 if run.model.config.bf16 else 4)
+        embeddings += trained[run.name] * parameters * 4
     results = RESULT_BYTES * sum(grid.result_count for grid in graph.grids.values())
-    return {"checkpoints with optimizer": checkpoints, "exports": exports, "results": results}
+    kinds = {"checkpoints with optimizer": checkpoints, "exports": exports, "results": results}
+    return kinds | ({"contrastively trained models": embeddings} if embeddings else {})
 
 
 def _find_longest_chain(graph: "StageGraph", wait_for_end: bool) -> StageChain:
@@ -131,10 +142,12 @@ def _find_longest_chain(graph: "StageGraph", wait_for_end: bool) -> StageChain:
             start_step = parent.model.steps if wait_for_end or not run.branch_step else run.branch_step
             starts[run.name] = StageChain(end_hours(parent, start_step), (*starts[run.parent].stages, run.id))
         ends.append(StageChain(end_hours(run, run.model.steps), starts[run.name].stages))
-    for grid in graph.grids.values():
-        export = graph.exports[grid.name]
-        stages = (*starts[export.run].stages, export.id, grid.id)
-        ends.append(StageChain(end_hours(graph.runs[export.run], export.step) + hardware.finetune_seconds / 3600, stages))
+    last_stages = [(grid, hardware.finetune_seconds) for grid in graph.grids.values()]
+    last_stages += [(stage, stage.run_count * hardware.embed_seconds) for stage in graph.embeds.values()]
+    for stage, seconds in last_stages:
+        export = graph.exports[stage.name]
+        stages = (*starts[export.run].stages, export.id, stage.id)
+        ends.append(StageChain(end_hours(graph.runs[export.run], export.step) + seconds / 3600, stages))
     return max(ends, key=lambda chain: chain.hours)
 
 

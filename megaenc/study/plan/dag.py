@@ -1,4 +1,4 @@
-"""Graph of a study's stages: corpus, pretraining runs, exports, fine-tuning grids.
+"""Graph of a study's stages: corpus, pretraining runs, exports, fine-tuning grids, zero-shot retrieval.
 
 Shared prefixes are trained once. A run of N steps that decays over the last D shares its first N - D steps with every run that
 trains the same objectives at the same learning rate up to there. Each model branches off the run with which it shares most, or
@@ -18,6 +18,7 @@ from megaenc.flags import flatten
 from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.manifest.schema import Manifest
 from megaenc.study.plan.cost import compute_training_cost
+from megaenc.study.run.embed_stage import EmbedData, EmbedStage
 from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData
 from megaenc.study.run.pretrain_stage import PretrainStage, read_run_init
 from megaenc.study.run.stage import CorpusStage, ExportStage, StageRunner
@@ -29,19 +30,21 @@ PlannedStart = tuple[Literal["new", "branch", "weights"], str, int]
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Stages of a study: its manifest, corpus stage or None, and by name, parents first, its runs, exports and grids."""
+    """Stages of a study: its manifest, corpus or None, and by name, parents first, its runs, exports, grids and embeddings."""
 
     manifest: Manifest
     corpus: CorpusStage | None
     runs: dict[str, PretrainStage]
     exports: dict[str, ExportStage]
     grids: dict[str, FinetuneStage]
+    embeds: dict[str, EmbedStage]
 
     @property
     def stages(self) -> dict[str, StageRunner]:
         """Return all stages by id, such as `pretrain/NAME`, each after the stages that it needs."""
         corpus = [self.corpus] if self.corpus else []
-        return {stage.id: stage for stage in (*corpus, *self.runs.values(), *self.exports.values(), *self.grids.values())}
+        kinds = (self.runs, self.exports, self.grids, self.embeds)
+        return {stage.id: stage for stage in (*corpus, *(stage for stages in kinds for stage in stages.values()))}
 
 
 def build_graph(
@@ -89,10 +92,14 @@ def build_graph(
             processes=processes or hardware.devices,
             data_flags=data_flags or {},
         )
-    grids = {}
+    grids, embeds, flags = {}, {}, manifest.finetune_flags
+    demo_folder = flags.get("demo_folder", str(study / "demo"))
+    if manifest.embed:
+        data = EmbedData(manifest.embed, demo_folder)
+        stage = EmbedStage(study=study, name="", data=data, flags=manifest.embed_flags, seconds=hardware.embed_seconds)
+        embeds = {name: replace(stage, name=name) for name in exports}
     if manifest.finetune:
-        flags = manifest.finetune_flags
-        data_paths = {"train_on": flags.get("train_on", ""), "demo_folder": flags.get("demo_folder", str(study / "demo"))}
+        data_paths = {"train_on": flags.get("train_on", ""), "demo_folder": demo_folder}
         grid = FinetuneStage(
             study=study,
             name="",
@@ -104,7 +111,7 @@ def build_graph(
             run_seconds=hardware.finetune_seconds,
         )
         grids = {name: replace(grid, name=name) for name in exports}
-    return StageGraph(manifest, corpus, runs, exports, grids)
+    return StageGraph(manifest, corpus, runs, exports, grids, embeds)
 
 
 def _plan_starts(models: Iterable[PlannedModel], study: Path | None) -> dict[str, PlannedStart]:

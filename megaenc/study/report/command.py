@@ -23,7 +23,7 @@ from megaenc.study.claims.verdicts import judge
 from megaenc.study.manifest.scope import StudyScope, build_scope
 from megaenc.study.report import methods, output_dir
 from megaenc.study.report.figures.base import FigureSpec
-from megaenc.study.report.figures.registry import build_figures, published_flops_by_model
+from megaenc.study.report.figures.registry import ReportFigure, build_figures, published_flops_by_model
 from megaenc.study.report.html import ReportPage, render_page
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
 from megaenc.study.report.raw_results import check_raw_results
@@ -34,10 +34,13 @@ from megaenc.study.report.score_tables import (
     format_scores_csv,
 )
 from megaenc.study.report.table import WRITERS, Table
+from megaenc.study.report.zero_shot import build_zero_shot_figure, build_zero_shot_tables, zero_shot_facts
 from megaenc.study.results.evidence import PAPER_SCORE, Evidence, build_evidence, describe_missing_scores
 from megaenc.study.results.groups import STANDARD_METRICS
 from megaenc.study.results.pretrain_runs import flops_by_model, read_runs, resolve_model_keys
 from megaenc.study.results.published import drop_unprinted_results, published
+from megaenc.study.results.zero_shot import read_zero_shot
+from megaenc.study.run.embed_stage import EmbedStage
 from megaenc.study.stats.run_noise import parse_run_noise
 
 SCORES = "scores.csv"
@@ -87,16 +90,21 @@ def build_report(config: ReportConfig) -> ReportPage:
             )
         title, lead, evidence, published_evidence = "The published tables", _PUBLISHED, published(), None
         facts, standard, runs, flops = methods.published_facts(), [], {}, published_flops_by_model(evidence)
+        zero_shot = None
     else:
         if not config.results:
             raise InputError("--results: missing, expected a results directory (or --published for the study's published tables)")
         scope, title = _read_scope(config.manifest)
-        existing, published_evidence, lead = read_result_tree(config.results), published(), _OURS
+        zero_shot = read_zero_shot(Path(config.results).parent / EmbedStage.subfolder, scope)
+        is_zero_shot_only = zero_shot is not None and not Path(config.results).exists()
+        existing = [] if is_zero_shot_only else read_result_tree(config.results)
+        published_evidence, lead = published(), _OURS
         results = drop_unprinted_results(existing) or existing
-        models = list(dict.fromkeys(one.model for one in results))
+        models = list(dict.fromkeys([*(one.model for one in results), *(zero_shot.models if zero_shot else ())]))
         model_keys = resolve_model_keys(sorted(models), scope.model_keys)
         evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
-        _check_results(evidence, results, models, config)
+        if not is_zero_shot_only:
+            _check_results(evidence, results, models, config)
         runs = read_runs(Path(config.runs)) if config.runs else {}
         flops = flops_by_model(runs, model_keys) if runs else {} if scope.model_keys else published_flops_by_model(evidence)
         available_metrics = {name for one in results if one.test is not None for name in one.test.metrics}
@@ -105,7 +113,8 @@ def build_report(config: ReportConfig) -> ReportPage:
         dropped = len(existing) - len(results)
         facts = [
             *methods.read_notes(Path(config.results), config.about),
-            *methods.finetuning_facts(results, evidence),
+            *([] if is_zero_shot_only else methods.finetuning_facts(results, evidence)),
+            *(zero_shot_facts(zero_shot) if zero_shot else []),
             *methods.pretraining_facts(runs),
             ("Intervals", f"of tables and figures: {methods.describe_intervals(evidence, published_evidence)}"),
             *([("Left out", f"{dropped:,} results on data sets that the study's tables do not have")] if dropped else []),
@@ -113,17 +122,23 @@ def build_report(config: ReportConfig) -> ReportPage:
         if not config.manifest:
             checks, notices = check_raw_results(evidence, results)
     figures = build_figures(evidence, runs, flops, published_evidence)
+    if zero_shot:
+        figures.append(ReportFigure(build_zero_shot_figure(zero_shot, config.interval)))
+        notices = [*notices, *filter(None, [zero_shot.describe_missing()])]
     with ProgressLine("testing claims", total=None, closing=False) as progress:
         progress.update(0)
-        verdicts = judge(evidence, noise=parse_run_noise(config.run_noise))
+        zero_shot_evidence = zero_shot.build_evidence(config.interval) if zero_shot else None
+        verdicts = judge(evidence, noise=parse_run_noise(config.run_noise), zero_shot=zero_shot_evidence)
         tables = [
             *build_score_tables(evidence, published_evidence),
             *build_standard_metric_tables(evidence, standard),
+            *(build_zero_shot_tables(zero_shot, config.interval) if zero_shot else []),
             *build_diagnostic_tables(evidence),
             *checks,
         ]
     published_verdicts = judge(published_evidence) if published_evidence is not None else []
-    scores, missing = format_scores_csv([evidence, *standard]), describe_missing_scores(evidence)
+    has_grid = not zero_shot or evidence.grids or evidence.scope.datasets
+    scores, missing = format_scores_csv([evidence, *standard]), describe_missing_scores(evidence) if has_grid else ""
     return ReportPage(title, lead, verdicts, published_verdicts, figures, tables, scores, facts, missing, notices)
 
 

@@ -10,6 +10,8 @@ from typing import Literal
 from megaenc.study.manifest.model_key import ModelKey
 
 AVERAGE = "average"
+ZERO_SHOT = "ZS"
+"""Code of zero-shot retrieval in claims, where it stands in place of a task family."""
 
 Setup = Literal["base", "efficiency", "pfs", "cpt", "other"]
 Groups = dict[Setup, list[ModelKey]]

@@ -29,6 +29,7 @@ from megaenc.processes import accelerator_names, check_process_count, python_com
 from megaenc.study.manifest.pretrain_args import resolve_flag_paths
 from megaenc.study.manifest.schema import Manifest, read_manifest
 from megaenc.study.plan.dag import build_graph
+from megaenc.study.run.embed_stage import check_embed_data
 from megaenc.study.run.executor import execute_stages, with_dependencies
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
@@ -124,7 +125,8 @@ def _resolve_data_flags(manifest: Manifest, settings: StudyRunConfig) -> dict[st
 
 
 def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
-    """Raise InputError for missing text, corpus or tokenizer that a remaining stage reads."""
+    """Raise InputError for missing text, corpus, tokenizer, retrieval set or pairs that a remaining stage reads."""
+    check_embed_data(stages, manifest)
     remaining = [stage for stage in stages if not stage.is_done()]
     for path in [path for stage in remaining if isinstance(stage, CorpusStage) for path in stage.text]:
         if not os.path.exists(path):  # False for a name that is too long

@@ -17,6 +17,7 @@ from megaenc.finetune.grid.command import format_count
 from megaenc.finetune.grid.slurm import ClusterConfig, import_submitit
 from megaenc.processes import python_environment, set_child_environment, with_pdeathsig
 from megaenc.study.run import stage_log
+from megaenc.study.run.embed_stage import EmbedStage
 from megaenc.study.run.executor import execute_stages, stage_environment
 from megaenc.study.run.finetune_stage import FinetuneStage
 from megaenc.study.run.pretrain_stage import PretrainStage
@@ -151,7 +152,8 @@ def _submit_stage(submitit: Any, stage: StageRunner, study: Path, cluster: Clust
         extra = parameters.pop("slurm_additional_parameters", {})
         if after:
             extra = {**extra, "dependency": f"afterok:{':'.join(after)}", "kill-on-invalid-dep": "yes"}
-        per_machine = min(cluster.slurm_gpus, stage.processes) if isinstance(stage, PretrainStage) else cluster.slurm_gpus
+        has_own_count = isinstance(stage, PretrainStage | EmbedStage)
+        per_machine = min(cluster.slurm_gpus, stage.processes) if has_own_count else cluster.slurm_gpus
         parameters |= {"gpus_per_node": per_machine} if per_machine else {}
         parameters |= {"nodes": machine_count, "tasks_per_node": 1, "slurm_additional_parameters": extra}
     logs, kind = study / ".slurm" / "%j", cluster.slurm_cluster

@@ -5,6 +5,7 @@
     STUDY/hf/NAME           exports
     STUDY/demo              demo data sets, if there are any
     STUDY/results           the tree of fine-tuning results
+    STUDY/embed/NAME        evaluations of zero-shot retrieval, and contrastively trained models
     STUDY/logs/STAGE.log    the output of a stage
 
 A stage is done when its output and that of every stage that it needs are complete. Each output directory records its inputs,
@@ -42,7 +43,7 @@ class StageRunner:
     """name of the model, checkpoint or corpus, and of the output directory"""
 
     kind = subfolder = unit = ""
-    """corpus, pretrain, export or finetune; subdirectory of the study that holds the output; unit of `progress`"""
+    """corpus, pretrain, export, finetune or embed; subdirectory of the study that holds the output; unit of `progress`"""
     needs = ()
     """ids of the stages that must be done before"""
     processes = 1
@@ -116,6 +117,8 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
             words.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, list | tuple):
             words += [flag, *map(str, value)] if value else []
+        elif isinstance(value, str) and value.startswith("-"):
+            words.append(f"{flag}={value}")
         elif value is not None:
             words += [flag, str(value)]
     return words
@@ -215,7 +218,7 @@ class CorpusStage(StageRunner):
 
     def _request(self) -> dict[str, Any]:
         """Return the requested vocabulary size, and the names and sizes of the text; None for missing files."""
-        text = {"text": [[path.name, _size_in_bytes(path)] for path in self.text]}
+        text = {"text": [[path.name, compute_size(path)] for path in self.text]}
         return {"vocab_size": self.vocab_size, "demo": self.demo, **text}
 
     def check(self) -> None:
@@ -240,7 +243,7 @@ def _is_text_list(value: Any) -> bool:
     return all(isinstance(pair, list) and [*map(type, pair)] in ([str, int], [str, type(None)]) for pair in pairs)
 
 
-def _size_in_bytes(path: Path) -> int | None:
+def compute_size(path: Path) -> int | None:
     """Return the size of a file or of all files in a directory; None if it cannot be read."""
     try:
         files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]

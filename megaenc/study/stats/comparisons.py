@@ -234,7 +234,7 @@ def family_terms(
         return AVERAGE, [[(1.0, average)] for average in averages]
     names = [name for family_name, name in evidence.datasets() if family_name == family and not is_average(name)]
     common = [name for name in names if all(evidence.find(model_key, name, family) is not None for model_key in model_keys)]
-    study_names = [name for name in STUDY_DATASETS[family] if name in common]
+    study_names = [name for name in STUDY_DATASETS.get(family, ()) if name in common]
     common = study_names if len(study_names) == 3 else common
     if not common:
         return None

@@ -10,7 +10,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import AVERAGE, Score
-from megaenc.study.results.groups import is_average
+from megaenc.study.results.groups import ZERO_SHOT, is_average
 from megaenc.study.stats.comparisons import ModelSelector
 
 Place = tuple[str, str]
@@ -72,8 +72,8 @@ def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
             value = float(points)
         except ValueError:
             value = math.nan
-        if family not in list(map(str, STUDY_DATASETS)) or not (math.isfinite(value) and value >= 0):
-            raise InputError(f"--run-noise {text}: expected FAMILY=POINTS, such as SC=0.5, with SC, TC, QA or IR")
+        if family not in [*map(str, STUDY_DATASETS), ZERO_SHOT] or not (math.isfinite(value) and value >= 0):
+            raise InputError(f"--run-noise {text}: expected FAMILY=POINTS, such as SC=0.5, with SC, TC, QA, IR or ZS")
         given[family] = value / 100
     return RunNoise(df=math.inf, source="given", given=given) if given else None
 

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megaenc.console import print_rank_0
 from megaenc.dist_env import get_rank
@@ -114,27 +117,94 @@ def load_model_weights(
     checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None
 ) -> None:
     """Verify a checkpoint, load its weights into unsharded `module`; InputError if damaged or of other run `identity`."""
+    verify_weights(checkpoints, step, identity)
+    with checkpoints.open_verified(step) as folder:
+        layers, others = [], []
+        for name, parts in _shards_by_weight(module).items():
+            (layers if name.startswith("decoder.") else others).extend(parts)
+        for parts in (others, layers):  # the embedding, which is read at once, before the layers take memory
+            _load_in_place(parts, folder)
+
+
+def verify_weights(
+    checkpoints: CheckpointLoader, step: int, identity: dict[str, Any] | None = None, flag: str = "--ckpt-step"
+) -> dict[str, Any]:
+    """Verify a checkpoint and return its state.json; InputError, with the other steps for `flag`, if it is damaged."""
     try:
-        checkpoints.verify(step, identity)
+        return checkpoints.verify(step, identity)
     except DamagedCheckpointError as damage:
         other_steps = [other for other in checkpoints.steps() if other != step]
-        others = f"choose one of steps {', '.join(map(str, other_steps))} (--ckpt-step)" if other_steps else "no other is left"
+        others = f"choose one of steps {', '.join(map(str, other_steps))} ({flag})" if other_steps else "no other is left"
         raise InputError(f"{damage}; {others}") from None
-    with checkpoints.open_verified(step) as folder:
-        layers, others = {}, {}
-        for name, value in module.sharded_state_dict(prefix="model.").items():
-            # The parts of a fused matrix (of the MLP) are read in place, without building it a second time.
-            for number, part in enumerate(value.build() if isinstance(value, ShardedTensorFactory) else [value]):
-                if isinstance(part, ShardedTensor):
-                    (layers if name.startswith("model.decoder.") else others)[f"{name} {number}"] = part
-        for parts in (others, layers):  # the embedding, which is read at once, before the layers take memory
-            targets = {name: part.data for name, part in parts.items()}
-            loaded = dist_checkpointing.load({"model": {"0": parts}}, folder)["model"]["0"]
-            for name, target in targets.items():
-                if target.data_ptr() != loaded[name].data_ptr():
-                    target.copy_(loaded[name])
 
 
+class WeightReader:
+    """Reader of one weight at a time from a checkpoint: the float32 master weights if there are any, else the model's."""
+
+    def __init__(self, folder: str, module: torch.nn.Module):
+        """Read the directory `folder` of `open_verified`, with the names and shapes of the unsharded `module`."""
+        self._reader, self._shards = FileSystemReader(folder), _shards_by_weight(module)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._tensors = metadata.state_dict_metadata
+        self._prefix = _MASTER_PREFIX if any(key.startswith(_MASTER_PREFIX) for key in self._tensors) else ""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the weight `name` as a float32 tensor on the CPU; rows that pad the vocabulary are as saved, or missing."""
+        parts = [self._read_part(part) for part in self._shards[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_part(self, part: ShardedTensor) -> torch.Tensor:
+        """Return a part of a weight, which megatron-core could load only together with that of all layers."""
+        key = self._prefix + part.key
+        stored = self._tensors[key]
+        shape = (*[1] * part.prepend_axis_num, *part.local_shape)
+        if part.allow_shape_mismatch:  # the vocabulary's padding depends on the layout
+            shape = tuple(map(min, shape, stored.size))
+        buffer = torch.empty(shape, dtype=torch.float32)
+        chunk = ChunkStorageMetadata(torch.Size(part.global_offset), buffer.shape)
+        items = create_read_items_for_chunk_list(key, stored, [chunk])
+        if sum(item.lengths.numel() for item in items) != buffer.numel():
+            raise ValueError(f"{key}: found a tensor of {tuple(stored.size)} without {shape} at {part.global_offset}")
+        self._reader.read_data(LoadPlan(items), _BufferPlanner(buffer)).wait()
+        return buffer.flatten(0, part.prepend_axis_num) if part.prepend_axis_num else buffer
+
+
+class _BufferPlanner(DefaultLoadPlanner):
+    """Planner of torch's checkpoint reader that reads into one tensor."""
+
+    def __init__(self, buffer: torch.Tensor):
+        super().__init__()
+        self._buffer = buffer
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the buffer for every part that is read."""
+        return self._buffer
+
+
+def _shards_by_weight(module: torch.nn.Module) -> dict[str, list[ShardedTensor]]:
+    """Return the sharded tensors of each weight of `module` by parameter name; fused matrices of the MLP have two."""
+    shards = {}
+    for name, value in module.sharded_state_dict(prefix="model.").items():
+        # The parts of a fused matrix are read in place, without building it a second time.
+        parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
+        if parts := [part for part in parts if isinstance(part, ShardedTensor)]:
+            shards[name.removeprefix("model.")] = parts
+    return shards
+
+
+def _load_in_place(parts: list[ShardedTensor], folder: str) -> None:
+    """Load `parts`, of all layers of each weight, from the checkpoint in `folder` into their own tensors."""
+    targets = [part.data for part in parts]
+    state = {"model": {"0": {str(number): part for number, part in enumerate(parts)}}}
+    loaded = dist_checkpointing.load(state, folder)["model"]["0"]
+    for number, target in enumerate(targets):
+        if target.data_ptr() != loaded[str(number)].data_ptr():
+            target.copy_(loaded[str(number)])
+
+
+_MASTER_PREFIX = "optimizer.state.fp32_param."
+"""Prefix of the float32 master weights' names in checkpoints of bf16 runs."""
 # The only format of distributed optimizer state that every other layout can load.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -155,7 +225,7 @@ def sharded_state_dict(engine: Engine, is_loading: bool) -> dict[str, Any]:
     for tensors in optimizer.get("param_state", {}).values():
         master = tensors.pop("param")
         if engine.plan.settings.bf16:
-            replace_prefix_for_sharding(master, "optimizer.state.param.", "optimizer.state.fp32_param.")
+            replace_prefix_for_sharding(master, "optimizer.state.param.", _MASTER_PREFIX)
             tensors["fp32_param"] = master
     return {"model": model, "optimizer": optimizer}
 

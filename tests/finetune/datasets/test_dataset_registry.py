@@ -20,7 +20,7 @@ def folder(tmp_path):
     ("SQuAD", "did you mean `squad`?"),
     ("demo_sq", "did you mean `demo_sc`?"),
     ("qqqqq_zzzz", "unknown data set `qqqqq_zzzz`, expected one of .* NAME=PATH$"),
-    ("runs/nowhere", "data set runs/nowhere: found no file or folder runs/nowhere"),
+    ("/runs/nowhere", "data set /runs/nowhere: found no file or folder /runs/nowhere, expected one with labelled data"),
     ("films=nowhere", "data set films=nowhere: found no file or folder nowhere"),
 ])  # fmt: skip
 def test_unknown_names(given, message):

@@ -4,9 +4,11 @@ import os
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from megaenc.errors import InputError
+from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import (
     Answer,
@@ -150,6 +152,60 @@ def test_bad_csv(tmp_path, table, message):
     (tmp_path / "x" / "train.csv").write_bytes(table.encode(errors="surrogateescape"))
     with pytest.raises(InputError, match=message):
         find_dataset(folder).load_split("train")
+
+
+def write_parquet(folder, features=None, **splits):
+    folder.mkdir()
+    for split, rows in splits.items():
+        datasets.Dataset.from_list(rows, features=features).to_parquet(folder / f"{split}.parquet", batch_size=2)
+    return str(folder)
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "_ROWS_PER_BATCH", 3)
+    pairs = [{"id": f"{n}", "text": f"text {n}", "text_pair": "wet" if n % 2 else None, "label": n % 3} for n in range(10)]
+    question = {"question": "Who?", "context": "Yes Ada did.", "answers": {"text": ["Ada"], "answer_start": [4]}}
+    for name, rows in (("pairs", pairs), ("tagged", TAGGED), ("asked", [question])):
+        found = find_dataset(write_parquet(tmp_path / name, train=rows, valid=rows[:1], test=rows))
+        other = find_dataset(write(tmp_path / f"{name}2", **three(rows) | {"test__jsonl": rows}))
+        assert (found.family, found.labels) == (other.family, other.labels)
+        for split in ("train", "validation", "test"):
+            assert found.load_split(split) == other.load_split(split)
+
+
+def test_class_names_in_a_parquet_file_are_the_labels(tmp_path):
+    labels = datasets.ClassLabel(names=["neg", "pos", "neutral"])
+    films = datasets.Features({"text": datasets.Value("string"), "label": labels})
+    rows = [{"text": "good", "label": 1}, {"text": "bad", "label": 0}]
+    found = find_dataset(write_parquet(tmp_path / "films", films, train=rows, valid=rows, test=rows))
+    assert found.labels == ("neg", "pos", "neutral") and [example.label for example in found.load_split("train")] == [1, 0]
+    tags = datasets.Sequence(datasets.ClassLabel(names=["O", "B-PER"]))
+    words = datasets.Features({"tokens": datasets.Sequence(datasets.Value("string")), "tags": tags})
+    rows = [{"tokens": ["Ada", "wrote"], "tags": [1, 0]}]
+    found = find_dataset(write_parquet(tmp_path / "people", words, train=rows, valid=rows, test=rows))
+    assert found.labels == ("O", "B-PER") and found.load_split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
+
+
+@pytest.mark.parametrize("rows, message", [
+    ([{"text": "x", "label": 1}, {"text": None, "label": 0}], r"train.parquet:row 2: key `text`: found null, expected text"),
+    ([{"text": "x", "label": 0.5}], r"train.parquet:row 1: label 0.5: .* regression is not supported"),
+    ([{"text": "x", "stars": 1}], r"train.parquet:row 1: no key `label`; found `text`, `stars`"),
+    ([{"id": "a", "text": "x", "label": 1}] * 2, r"train.parquet:row 2: id 'a': found at .*train.parquet:row 1 too"),
+    ([], r"train.parquet: holds no example"),
+])  # fmt: skip
+def test_bad_rows_of_parquet(tmp_path, rows, message):
+    good = [{"text": "x", "label": 1}]
+    with pytest.raises(InputError, match=message):
+        find_dataset(write_parquet(tmp_path / "x", train=rows, valid=good, test=good)).load_split("train")
+
+
+def test_a_file_that_is_not_parquet(tmp_path):
+    with pytest.raises(InputError, match=r"test.parquet:row 1: cannot be read as Parquet \(.*\)$"):
+        find_dataset(write(tmp_path / "x", test__parquet="words\n"))
+    table = pyarrow.table([["x"], ["y"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(InputError, match=r"twice.parquet: found 2 columns `text`, expected one"):
+        find_dataset(str(tmp_path / "twice.parquet"))
 
 
 CONLL = """-DOCSTART- -X- O O

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import manifests
 import pytest
+from manifests import EMBED
 
 from megaenc import flags
 from megaenc.errors import InputError
@@ -173,6 +174,23 @@ WRONG = {
     "reported models": ({"reported": {"models": {"": "many"}}}, "models: field ``: found 'many', expected a number of 0 or more"),
     "note": ({"reported": {"notes": {"finetune": 42}}}, "notes: field `finetune`: found 42, expected a line of text"),
     "precision": ({"finetune": {"datasets": ["sst2"], "precision": "bf8"}}, "finetune: field `precision`: found 'bf8'"),
+    "key of embed": ({"embed": {**EMBED, "epoch": 2}}, "embed: unknown field `epoch`; did you mean `epochs`?"),
+    "nothing to retrieve": ({"embed": {"train": "x"}}, "embed: field `datasets`: found none, expected at least one BEIR folder"),
+    "no retrieval": ({"embed": {"datasets": ["demo_sc"]}}, "embed: field `datasets`: found demo_sc, expected BEIR folders"),
+    "retrieval of the Hub": (
+        {"embed": {"datasets": ["msmarco@1"]}},
+        "found msmarco@1, expected BEIR folders as PATH or NAME=PATH",
+    ),
+    "retrieval twice": ({"embed": {"datasets": ["a/sci", "sci=b"]}}, "embed: field `datasets`: found sci twice"),
+    "name of retrieval": ({"embed": {"datasets": ["a b=c"]}}, "found the name 'a b', expected letters, digits"),
+    "no contrastive seed": ({"embed": {**EMBED, "seeds": 0}}, "embed: field `seeds`: found 0, expected 1 to 1,000"),
+    "the seed": ({"embed": {**EMBED, "seed": 1}}, "embed: field `seed`: found here, expected `seeds`"),
+    "contrastive batch": ({"embed": {**EMBED, "batch_size": 1}}, "embed: --batch-size: found 1"),
+    "nothing to train on": ({"embed": {"datasets": ["demo_ir"], "seeds": 2}}, "embed: field `seeds`: found without `train`"),
+    "contrastive seconds": (
+        {"hardware": {"embed_seconds": -1}},
+        "hardware: field `embed_seconds`: found -1.0, expected 0 or more",
+    ),
     "no corpus": ({"corpus": None}, "corpus: field `vocab_size`: found 0"),
     "two corpora": ({"pretrain": {"data_path": "x"}}, "pretrain: found `data_path`, but `corpus` builds its own"),
 }

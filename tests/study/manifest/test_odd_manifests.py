@@ -103,13 +103,14 @@ def test_an_odd_value_at_any_key_is_one_line_or_a_plan(odd, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("section", ["pretrain", "models", "corpus", "finetune", "hardware", "reported"])
+@pytest.mark.parametrize("section", ["pretrain", "models", "corpus", "finetune", "embed", "hardware", "reported"])
 def test_an_odd_value_of_any_known_key_is_one_line_or_valid(section, tmp_path):
     refused = 0
     for key in DEFAULTS[section]:
         for value in (-1, 0, 7, 0.5, False, "x" * 300, "1e400", [], [0], ["x" * 300], {}):
             values = {"models": [TOY], "corpus": {"vocab_size": 1024}}
-            part = values["models"][0] if section == "models" else values.get(section, manifests.BASE.get(section, {}))
+            base = {**manifests.BASE, "embed": manifests.EMBED}
+            part = values["models"][0] if section == "models" else values.get(section, base.get(section, {}))
             values |= {section: [part | {key: value}] if section == "models" else part | {key: value}}
             with limits():
                 refused += bool(read_everywhere(manifests.write(tmp_path, **values), draw=False))

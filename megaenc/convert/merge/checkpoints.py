@@ -1,0 +1,283 @@
+"""Merge of checkpoints of one or several runs into a run folder with a checkpoint of step 0, without optimizer."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaenc import backend
+from megaenc.atomic_io import atomic_dir
+from megaenc.convert.from_hf import write_run_files
+from megaenc.convert.merge.methods import (
+    METHODS,
+    MergedCheckpoint,
+    MergeRecord,
+    magnitudes,
+    merge_linear,
+    merge_slerp,
+    merge_ties,
+    trim_threshold,
+)
+from megaenc.convert.model_card import last_objectives
+from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings
+from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint, report_removal
+from megaenc.convert.safetensors_writer import parse_dtype
+from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
+from megaenc.errors import InputError
+from megaenc.output_paths import create_parent_dir, refuse_existing
+from megaenc.training.checkpoint_dir import CheckpointDir, json_digest
+from megaenc.training.parent_run import WEIGHT_FIELDS
+from megaenc.training.run_dir import TOKENIZER_DIR, describe_difference
+from megaenc.training.run_init import Ancestor, identity_digest
+
+if TYPE_CHECKING:
+    from megaenc.training.checkpoint.loader import CheckpointLoader, WeightReader
+
+_STEPS = re.compile(r"[0-9]{1,18}(,[0-9]{1,18})*")
+
+
+@dataclass(frozen=True)
+class MergeSource:
+    """Checkpoint to merge: its run, step, and the flag that it was given with."""
+
+    run: RunCheckpoint
+    step: int
+    flag: str
+
+    @property
+    def name(self) -> str:
+        """Return the checkpoint as it is given on the command line, such as `runs/a@1000`."""
+        return f"{self.run.folder}@{self.step}"
+
+    @property
+    def history(self) -> tuple[Ancestor, ...]:
+        """Return the runs and models that the weights come from, the oldest first, with this run as the last."""
+        run, settings = self.run, self.run.settings
+        if run.converted:
+            return run.start.before
+        own = Ancestor(
+            str(run.folder), self.step, settings.objective_schedule, settings.tokens_after(self.step), total=settings.total_iters
+        )
+        return (*run.start.before, own)
+
+    def record(self, state: dict[str, Any], weight: float | None = None) -> MergedCheckpoint:
+        """Return the entry for run.json; `state`: content of state.json."""
+        identity = identity_digest(self.run.identity)
+        return MergedCheckpoint(str(self.run.folder.resolve()), self.step, identity, json_digest(state), weight)
+
+
+def merge(
+    load: Sequence[str],
+    output: Path,
+    *,
+    method: str = "linear",
+    weights: Sequence[float] = (),
+    base: str = "",
+    density: float | None = None,
+    dtype: str = "source",
+) -> MergeRecord:
+    """Merge the checkpoints `load` (RUN, RUN@STEP or RUN@STEP,STEP) into new run folder `output`; return its MergeRecord.
+
+    Float32 master weights are merged if a checkpoint has them. `weights`: one for each checkpoint (linear) or the position
+    between two (slerp). `base`, `density`: of TIES. `dtype` of the result: bf16, fp32, or source: bf16 if all sources are. Raises
+    InputError, and leaves no folder, if the checkpoints do not fit each other or one is damaged.
+    """
+    refuse_existing(output, "--output")
+    sources = [source for text in load for source in _open_sources(text, "--load")]
+    shares = _check_options(method, len(sources), weights, base, density)
+    bases = _open_sources(base, "--base") if base else []
+    if len(bases) > 1:
+        raise InputError(f"--base {base}: found {len(bases)} steps, expected one")
+    for source in (*sources[1:], *bases):
+        _check_same_model(sources[0], source)
+    furthest = max(sources, key=lambda source: source.step)  # the first of them
+    run = furthest.run
+    tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR)
+    vocabulary = read_vocabulary(tokenizer)
+    run.check_vocabulary(vocabulary)
+    objective = last_objectives(run.schedule(vocabulary), furthest.step, run.settings.total_iters)[0].describe()
+    model = dataclasses.replace(run.model, vocab_size=run.vocab_size)
+    default = torch.bfloat16 if all(source.run.dtype == torch.bfloat16 for source in sources) else torch.float32
+    result_dtype = parse_dtype(dtype, "source", default)
+    backend.init_distributed(backend.ParallelConfig(), seed=0)
+    try:
+        from megaenc.model.encoder import build_encoder
+        from megaenc.training.checkpoint.loader import CheckpointLoader, verify_weights
+        from megaenc.training.checkpoint.manager import CheckpointManager
+
+        loaders = [CheckpointLoader(source.run.folder / "checkpoints") for source in (*sources, *bases)]
+        states = [
+            verify_weights(loader, source.step, source.run.identity, f"{source.flag} RUN@STEP")
+            for loader, source in zip(loaders, (*sources, *bases), strict=True)
+        ]
+        records = [source.record(*values) for source, *values in zip(sources, states[: len(sources)], shares, strict=True)]
+        base_record = bases[0].record(states[-1]) if bases else None
+        record = MergeRecord(method, tuple(records), base_record, density)
+        create_parent_dir(output, "--output")
+        with atomic_dir(output) as folder:
+            _, identity = write_run_files(
+                folder,
+                output,
+                tokenizer,
+                model,
+                seq_length=min(source.run.seq_length for source in sources),
+                dtype=result_dtype,
+                objective=objective,
+                source={"merge": record.as_dict()},
+                before=_merge_histories(sources, furthest, record),
+            )
+            encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), torch.float32, seed=None)
+            with contextlib.ExitStack() as stack:
+                opened = zip(loaders, (*sources, *bases), strict=True)
+                readers = [stack.enter_context(_open_reader(loader, source, encoder)) for loader, source in opened]
+                _merge_weights(encoder, run, readers, record)
+            for parameter in encoder.parameters():
+                parameter.data = parameter.data.to(result_dtype)
+            CheckpointManager(folder / "checkpoints").save_weights(encoder, identity)
+    finally:
+        backend.destroy_distributed()
+    return record
+
+
+def _open_sources(text: str, flag: str) -> list[MergeSource]:
+    """Return the checkpoints of RUN (the newest), RUN@STEP or RUN@STEP,STEP; InputError if it is no run or has no such step."""
+    name, at, steps = text.rpartition("@")
+    if not at or os.path.isdir(text):
+        name, steps = text, ""
+    elif not _STEPS.fullmatch(steps):
+        raise InputError(f"{flag} {text}: found {steps!r} after the @, expected a step or steps, such as {name}@1000,1200")
+    run = open_run_checkpoint(Path(name), flag)
+    checkpoints = CheckpointDir(run.folder / "checkpoints")
+    numbers = [int(step) for step in steps.split(",")] if steps else [run.newest_step(checkpoints, flag)]
+    for step in numbers:
+        if not checkpoints.path(step).is_dir():
+            existing = ", ".join(map(str, checkpoints.steps())) or "one with a checkpoint, and there is none"
+            raise InputError(f"{flag} {text}: no checkpoint of step {step}, expected one of {existing}")
+    return [MergeSource(run, step, flag) for step in numbers]
+
+
+def _check_options(method: str, count: int, weights: Sequence[float], base: str, density: float | None) -> Sequence[float | None]:
+    """Return the weight of each of `count` checkpoints, None with TIES; InputError for options that do not fit `method`."""
+    if method not in METHODS:
+        raise InputError(f"--method: found {method!r}, expected one of {', '.join(METHODS)}")
+    if count < 2 or (method == "slerp" and count > 2):
+        expected = "2" if method == "slerp" else "2 or more"
+        raise InputError(f"--load: found {count} checkpoint{'s' * (count != 1)}, expected {expected} for --method {method}")
+    for flag, value in (("--base", base), ("--density", density)):
+        if value not in ("", None) and method != "ties":
+            raise InputError(f"{flag} {value}: only for --method ties, found --method {method}")
+    text = " ".join(f"{weight:g}" for weight in weights)
+    if method == "ties":
+        if weights:
+            raise InputError(f"--weights {text}: not for --method ties, which counts all checkpoints alike; leave the flag out")
+        if not base:
+            raise InputError("--base: missing, expected for --method ties the RUN@STEP from which all checkpoints were trained")
+        if density is None or not 0 < density <= 1:
+            raise InputError(f"--density: found {density}, expected for --method ties a share above 0 up to 1, such as 0.2")
+        return [None] * count
+    if method == "slerp":
+        if len(weights) > 1 or not all(0 <= weight <= 1 for weight in weights):
+            raise InputError(f"--weights {text}: expected for --method slerp one number from 0 (first) to 1 (second checkpoint)")
+        t = weights[0] if weights else 0.5
+        return [1 - t, t]
+    if weights and len(weights) != count:
+        raise InputError(f"--weights {text}: found {len(weights)}, expected {count}, one for each checkpoint")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or (weights and not 0 < sum(weights) < math.inf):
+        raise InputError(f"--weights {text}: expected numbers of 0 or more with a sum above 0")
+    return weights or [1.0] * count
+
+
+def _check_same_model(first: MergeSource, other: MergeSource) -> None:
+    """Raise InputError if shape, tokenizer or vocabulary of two checkpoints differ."""
+    fields = [
+        {name: source.run.identity.get(name) for name in WEIGHT_FIELDS} | {"rows of the embedding": source.run.vocab_size}
+        for source in (first, other)
+    ]
+    if mismatch := describe_difference(*fields, names=(f"in {first.run.folder}", f"in {other.run.folder}")):
+        raise InputError(f"{other.flag} {other.name}: {mismatch}; only weights of one shape and tokenizer can be merged")
+
+
+def _merge_histories(sources: list[MergeSource], furthest: MergeSource, record: MergeRecord) -> tuple[Ancestor, ...]:
+    """Return the ancestors of a merge: those that all sources share, and one for what the sources were trained on since.
+
+    That one has the names of all checkpoints, and step, schedule and tokens of the furthest trained. Different Hugging Face
+    models of one family, which decides on exports, become one ancestor.
+    """
+    histories = [source.history for source in sources]
+    same = itertools.takewhile(lambda stages: all(stage == stages[0] for stage in stages), zip(*histories, strict=False))
+    shared = tuple(stages[0] for stages in same)
+    if all(history == shared for history in histories):
+        return shared
+    name = " + ".join(checkpoint.label for checkpoint in record.checkpoints)
+    origins = [source.run.origin for source in sources]
+    if all(origins) and len({origin.family for origin in origins}) == 1 and origins[0] not in shared:
+        generation = origins[0].generation if all(one.generation == origins[0].generation for one in origins) else {}
+        context = min(origin.context for origin in origins)
+        shared = (dataclasses.replace(origins[0], run=name, context=context, generation=generation), *shared)
+    last = furthest.history[-1] if furthest.history else None
+    return shared if last is None or last.family else (*shared, dataclasses.replace(last, run=name))
+
+
+@contextlib.contextmanager
+def _open_reader(loader: "CheckpointLoader", source: MergeSource, encoder: torch.nn.Module) -> "Iterator[WeightReader]":
+    """Yield a WeightReader of a verified checkpoint; InputError if the checkpoint is removed meanwhile."""
+    from megaenc.training.checkpoint.loader import WeightReader
+
+    with report_removal(loader, source.step, f"{source.flag} RUN@STEP"), loader.open_verified(source.step) as folder:
+        yield WeightReader(folder, encoder)
+
+
+@torch.no_grad()
+def _merge_weights(encoder: torch.nn.Module, run: RunCheckpoint, readers: "list[WeightReader]", record: MergeRecord) -> None:
+    """Set the weights of `encoder`, one by one, to the merged ones; rows that pad the vocabulary are zero.
+
+    `readers`: of the record's checkpoints, and then of its base. A tensor is one of the export: query, key and value, and gate
+    and up projection, are merged separately.
+    """
+    parameters = dict(encoder.named_parameters())
+    weights = [checkpoint.weight for checkpoint in record.checkpoints]
+    if record.method == "linear":
+        combine = partial(merge_linear, weights=weights)
+    elif record.method == "slerp":
+        combine = partial(merge_slerp, t=weights[1])
+    else:
+        thresholds = _find_thresholds(run, readers, record.density)
+
+        def combine(tensors: Sequence[Tensor]) -> Tensor:
+            return merge_ties(tensors[-1], tensors[:-1], thresholds)
+
+    for mapping, core, _ in iter_mappings(run.model):
+        tensors = [mapping.to_hf(_read_rows(reader, core, run), run.model) for reader in readers]
+        merged = mapping.to_core(tuple(combine(parts) for parts in zip(*tensors, strict=True)), run.model)
+        parameters[core].zero_()[: len(merged)] = merged
+
+
+def _find_thresholds(run: RunCheckpoint, readers: "list[WeightReader]", density: float) -> list[float]:
+    """Return for each checkpoint the magnitude from which on TIES keeps differences to the base, over all weights at once."""
+    *others, base = readers
+    values, thresholds = np.empty(run.model.parameter_count(run.vocab_size), dtype=np.float32), []
+    for reader in others:
+        done = 0
+        for _, core, _ in iter_mappings(run.model):
+            part = magnitudes(_read_rows(base, core, run), _read_rows(reader, core, run))
+            values[done : done + len(part)] = part
+            done += len(part)
+        thresholds.append(trim_threshold(values, density))
+    return thresholds
+
+
+def _read_rows(reader: "WeightReader", core: str, run: RunCheckpoint) -> Tensor:
+    """Return the weight `core` of a checkpoint in float32, without the rows that pad the vocabulary."""
+    tensor = reader.read(core)
+    return tensor[: run.vocab_size] if core in VOCABULARY_ROWS else tensor

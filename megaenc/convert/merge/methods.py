@@ -1,0 +1,142 @@
+"""Methods that merge the weights of several checkpoints: linear, SLERP and TIES, computed in float64; record of a merge.
+
+A method gets one tensor of each checkpoint, in float32 and of equal shape, and returns the merged one, rounded once to float32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+METHODS = ("linear", "slerp", "ties")
+_CHUNK = 1 << 22  # elements that are in memory as float64 at a time
+_PARALLEL = 1e-6  # sine of the angle below which SLERP divides by rounding errors
+
+
+@dataclass(frozen=True)
+class MergedCheckpoint:
+    """Checkpoint that was merged: run directory, step, digests of its run's identity and of its state.json, and weight."""
+
+    run: str
+    step: int
+    identity: str
+    sha256: str
+    weight: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Return directory name and step, such as `clm-42@1000`."""
+        return f"{Path(self.run).name}@{self.step}"
+
+    def describe(self) -> str:
+        """Return the label with the weight if there is one, such as `clm-42@1000 (0.5)`."""
+        return self.label if self.weight is None else f"{self.label} ({self.weight:.4g})"
+
+
+@dataclass(frozen=True)
+class MergeRecord:
+    """Record of a merge in run.json: method, checkpoints, and for TIES the base checkpoint and the density."""
+
+    method: str
+    checkpoints: tuple[MergedCheckpoint, ...]
+    base: MergedCheckpoint | None = None
+    density: float | None = None
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Return the record of `values`, the field `merge` of a run.json; TypeError for unknown or missing fields."""
+        parts = tuple(MergedCheckpoint(**part) for part in values["checkpoints"])
+        base = values["base"] and MergedCheckpoint(**values["base"])
+        return cls(**values | {"checkpoints": parts, "base": base})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as the plain values that `parse` reads."""
+        values = dataclasses.asdict(self)
+        return values | {"checkpoints": list(values["checkpoints"])}
+
+
+def merge_linear(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the average of `tensors` with `weights` (0 or more, their sum above 0)."""
+    total = math.fsum(weights)
+
+    def average(parts: list[Tensor]) -> Tensor:
+        result = weights[0] * parts[0]
+        for weight, part in zip(weights[1:], parts[1:], strict=True):
+            result += weight * part
+        return result.div_(total)
+
+    return _combine_chunks(average, tensors)
+
+
+def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
+    """Return the spherical interpolation from the first (`t` = 0) to the second (`t` = 1) of two tensors, as flat vectors.
+
+    Shoemake 1985: sin((1 - t) w) / sin(w) a + sin(t w) / sin(w) b with the angle w between a and b, whose lengths stay as they
+    are. Linear if a and b are parallel, opposite, or one of them is zero.
+    """
+    dots = np.zeros(3)  # of (a, a), (b, b), (a, b)
+    for parts in _iter_chunks(tensors):
+        a, b = (part.numpy() for part in parts)
+        dots += a @ a, b @ b, a @ b
+    length = math.sqrt(dots[0]) * math.sqrt(dots[1])
+    angle = math.acos(min(1.0, max(-1.0, dots[2] / length))) if length else 0.0
+    weights = 1 - t, t
+    if math.sin(angle) > _PARALLEL:
+        weights = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+    return _combine_chunks(lambda parts: weights[0] * parts[0] + weights[1] * parts[1], tensors)
+
+
+def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[float]) -> Tensor:
+    """Return `base` plus the merged differences of `tensors` to it, by TIES (arXiv 2306.01708, algorithm 1, lambda = 1).
+
+    Differences below the checkpoint's threshold (see `trim_threshold`) become 0; the sign of their sum is elected for each
+    element; those of this sign are averaged.
+    """
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        start, *others = parts
+        trimmed = []
+        for part, threshold in zip(others, thresholds, strict=True):
+            difference = part - start
+            trimmed.append(difference.masked_fill_(difference.float().abs() < threshold, 0.0))
+        elected = torch.stack(trimmed).sum(dim=0).sign()
+        total, count = torch.zeros_like(start), torch.zeros_like(start)
+        for difference in trimmed:
+            agrees = difference.sign() == elected
+            total += difference * agrees
+            count += agrees
+        return start + total / count.clamp(min=1)
+
+    return _combine_chunks(merge, [base, *tensors])
+
+
+def magnitudes(base: Tensor, tensor: Tensor) -> np.ndarray:
+    """Return |tensor - base| of each element as a flat float32 array, rounded as `merge_ties` compares it."""
+    return _combine_chunks(lambda parts: (parts[1] - parts[0]).abs(), [base, tensor]).flatten().numpy()
+
+
+def trim_threshold(values: np.ndarray, density: float) -> float:
+    """Return the magnitude that the largest `density` of all `values` reach, which are reordered; equal ones all reach it."""
+    index = len(values) - max(1, round(density * len(values)))
+    values.partition(index)
+    return float(values[index])
+
+
+def _iter_chunks(tensors: Sequence[Tensor]):
+    """Yield lists of equal flat parts of each of `tensors` in float64."""
+    for parts in zip(*(tensor.reshape(-1).split(_CHUNK) for tensor in tensors), strict=True):
+        yield [part.double() for part in parts]
+
+
+def _combine_chunks(combine: Callable[[list[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Return the float32 tensor of `combine`, an elementwise function of float64 parts of `tensors`."""
+    result = torch.empty(tensors[0].shape, dtype=torch.float32)
+    for target, parts in zip(result.view(-1).split(_CHUNK), _iter_chunks(tensors), strict=True):
+        target.copy_(combine(parts))
+    return result

@@ -1,0 +1,134 @@
+"""InfoNCE loss over batches of pairs: distinct texts, false negatives, and parts of a batch for each rank."""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+from megaenc.embed.config import ContrastiveConfig
+from megaenc.embed.pairs import TrainingPair
+from megaenc.errors import InputError
+
+
+@dataclass(frozen=True)
+class ContrastiveData:
+    """Training pairs as indices of their distinct texts, tokenized once each."""
+
+    texts: list[str]
+    """Distinct texts, each with its prefix."""
+    rows: list[np.ndarray]
+    """Token ids of each distinct text, int32[tokens]."""
+    lengths: np.ndarray
+    """Number of tokens of each distinct text, int64[texts]."""
+    queries: np.ndarray
+    """Text of each pair's query, int64[pairs]."""
+    documents: np.ndarray
+    """Text of each pair's document, int64[pairs]."""
+    negatives: list[tuple[int, ...]]
+    """Texts of each pair's hard negatives that are used."""
+    positives: dict[int, tuple[int, ...]]
+    """Texts of the documents of all pairs with a query, by the query's text."""
+
+    @classmethod
+    def build(
+        cls,
+        pairs: Sequence[TrainingPair],
+        tokenize: Callable[[Sequence[str]], list[np.ndarray]],
+        *,
+        prefixes: tuple[str, str],
+        negatives: int,
+    ) -> "ContrastiveData":
+        """Return the data of `pairs` with at most `negatives` hard negatives each; `prefixes`: of queries and of documents.
+
+        Raises InputError for a text without tokens.
+        """
+        index: dict[str, int] = {}
+
+        def find(text: str) -> int:
+            return index.setdefault(text, len(index))
+
+        before_query, before_document = prefixes
+        queries = [find(before_query + pair.query) for pair in pairs]
+        documents = [find(before_document + pair.document) for pair in pairs]
+        used = [tuple(find(before_document + text) for text in pair.negatives[:negatives]) for pair in pairs]
+        positives: dict[int, dict[int, None]] = defaultdict(dict)
+        for query, document in zip(queries, documents, strict=True):
+            positives[query][document] = None
+        texts = list(index)
+        rows = tokenize(texts)
+        lengths = np.array([len(row) for row in rows])
+        if not lengths.all():
+            text = texts[int(np.argmin(lengths))]
+            raise InputError(f"--data: the tokenizer gives no token for the text {text[:40]!r}, expected at least one in each")
+        by_query = {query: tuple(documents) for query, documents in positives.items()}
+        return cls(texts, rows, lengths, np.array(queries), np.array(documents), used, by_query)
+
+    def build_batch(self, pairs: np.ndarray) -> "ContrastiveBatch":
+        """Return the batch of the pairs with indices `pairs`, int64[batch]."""
+        candidates = [*self.documents[pairs].tolist(), *(text for pair in pairs for text in self.negatives[pair])]
+        columns_of: dict[int, list[int]] = defaultdict(list)
+        for column, text in enumerate(candidates):
+            columns_of[text].append(column)
+        masked = [
+            (row, column)
+            for row, query in enumerate(self.queries[pairs].tolist())
+            for document in self.positives[query]
+            for column in columns_of.get(document, ())
+            if column != row
+        ]
+        texts, places = np.unique(np.concatenate([self.queries[pairs], candidates]), return_inverse=True)
+        masked_rows, masked_columns = np.array(masked, dtype=np.int64).reshape(-1, 2).T
+        return ContrastiveBatch(texts, places[: len(pairs)], places[len(pairs) :], masked_rows, masked_columns)
+
+
+@dataclass(frozen=True)
+class ContrastiveBatch:
+    """Batch of pairs: its distinct texts, and queries and candidate documents as places among them."""
+
+    texts: np.ndarray
+    """Indices of the distinct texts in ContrastiveData, int64[T]; each is embedded once."""
+    queries: np.ndarray
+    """Place of each query in `texts`, int64[B]."""
+    documents: np.ndarray
+    """Place of each candidate in `texts`, int64[C]: the documents of the B queries in order, then all hard negatives."""
+    masked_rows: np.ndarray
+    """Queries of the masked scores, int64[masked]."""
+    masked_columns: np.ndarray
+    """Candidates of the masked scores, int64[masked]: other copies of a document that answers the query."""
+
+    def compute_loss(self, vectors: Tensor, config: ContrastiveConfig) -> Tensor:
+        """Return the loss of embeddings [T, size] of any length, in the order of `texts`; a sum over sizes with matryoshka_dims.
+
+        Equal to sentence-transformers' MultipleNegativesRankingLoss without masked scores, and with several sizes to its
+        MatryoshkaLoss over all of them and the full size.
+        """
+        device, full = vectors.device, vectors.shape[1]
+        queries, documents = (torch.from_numpy(places).to(device) for places in (self.queries, self.documents))
+        masked = tuple(torch.from_numpy(places).to(device) for places in (self.masked_rows, self.masked_columns))
+        own = torch.arange(len(queries), device=device)
+        losses = []
+        for size in sorted({*config.matryoshka_dims, full}):
+            unit = normalize(vectors[:, :size], dim=1)
+            scores = unit[queries] @ unit[documents].T / config.temperature
+            scores[masked] = -torch.inf
+            loss = cross_entropy(scores, own)
+            if config.symmetric:
+                loss = (loss + cross_entropy(scores[:, : len(queries)].T, own)) / 2
+            losses.append(loss)
+        return torch.stack(losses).sum()
+
+
+def divide_texts(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
+    """Return the places, int64, of each rank's texts, with nearly equal numbers of tokens: the longest first, to the least."""
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for place in np.argsort(-lengths, kind="stable").tolist():
+        load, rank = loads[0]
+        parts[rank].append(place)
+        heapq.heapreplace(loads, (load + int(lengths[place]), rank))
+    return [np.array(sorted(part), dtype=np.int64) for part in parts]

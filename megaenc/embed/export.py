@@ -1,0 +1,131 @@
+"""Trained embedding models as sentence-transformers folders, reloaded and compared before they get their name."""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megaenc import markdown
+from megaenc.atomic_io import atomic_dir
+from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
+from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, write_tokenizer
+from megaenc.data.tokenizer.fast_encode import PROBES
+from megaenc.embed.contrastive import ContrastiveData
+from megaenc.embed.embedder import Embedder, read_embedding_config
+from megaenc.errors import InputError
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.kept_model import padding_id
+from megaenc.finetune.model.task_class import build_hf_model
+
+DETAILS, LOG = "training.json", "training.jsonl"
+_CHECKED_TEXTS = 16
+_TOLERANCE = 1e-5
+"""Maximum difference of a number in the embeddings of the trained and the reloaded model."""
+
+
+def export_embedder(
+    target: Path, embedder: Embedder, data: ContrastiveData, details: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the float32 model of `embedder` to the new folder `target` for sentence-transformers, with training.json and a card.
+
+    `details`: content of training.json; `rows`: of training.jsonl. Raises InputError, and writes no folder, if the folder
+    gives other tokens or embeddings of training texts.
+    """
+    config = embedder.config
+    with atomic_dir(target) as folder:
+        hf_model = build_hf_model(embedder.backbone, nn.Identity(), TaskFamily.IR, (), padding_id(embedder.tokenizer))
+        hf_model.save_pretrained(folder)
+        _write_tokenizer(folder, embedder, hf_model.config.model_type)
+        del hf_model
+        prompts = {"query": config.query_prefix, "document": config.document_prefix}
+        options = {"pooling": config.pooling, "lower_case": config.lower_case}
+        write_sentence_layout(folder, embedder.backbone.hidden_size, embedder.max_length, prompts, **options)
+        write_json(folder / DETAILS, details)
+        (folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (folder / "README.md").write_text(build_embedding_card(target.resolve().name, details), encoding="utf-8")
+        try:
+            _check_reloaded(folder, embedder, data)
+        except InputError as error:
+            message = str(error).replace(str(folder), "the written folder")
+            raise InputError(f"--output {target}: nothing is written, as the model cannot be exported: {message}") from None
+
+
+def _write_tokenizer(folder: Path, embedder: Embedder, model_type: str) -> None:
+    """Write the tokenizer so that sentence-transformers pads and cuts as the training did."""
+    tokenizer = copy.deepcopy(embedder.tokenizer)
+    tokenizer.model_max_length = embedder.max_length
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.convert_ids_to_tokens(0)
+    drop_incompatible_mask_role(model_type, tokenizer)
+    write_tokenizer(tokenizer, folder)
+
+
+def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> None:
+    """Raise InputError unless the folder's model has the tokens and embeddings of `embedder` for some texts, short and long."""
+    backbone = embedder.backbone
+    reloaded = Embedder(str(folder), read_embedding_config(str(folder)), device=backbone.device, dtype=torch.float32)
+    order = np.argsort(data.lengths, kind="stable")
+    some = order[np.linspace(0, len(order) - 1, min(_CHECKED_TEXTS, len(order))).astype(int)]
+    texts = [data.texts[at] for at in some] + [text for text in PROBES if text.strip()]
+    rows = embedder.tokenize(texts)
+    for text, expected, actual in zip(texts, rows, reloaded.tokenize(texts), strict=True):
+        if not np.array_equal(expected, actual):
+            raise InputError(
+                f"its tokenizer encodes {text[:40]!r} as {actual[:8].tolist()}, the trained model's as {expected[:8].tolist()}"
+            )
+    difference = (embedder.embed(rows) - reloaded.embed(rows)).abs().max().item()
+    if not difference <= _TOLERANCE:
+        raise InputError(f"its embeddings differ by {difference:.2g} from the trained model's, expected at most {_TOLERANCE:g}")
+
+
+def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
+    """Return the text of README.md for a trained embedding model called `name`; `details`: the content of training.json."""
+    config, base = details["config"], details["base_model"]
+    settings = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.items()}
+    facts = {
+        "base model": base,
+        "pairs": f"{details['pairs']:,}",
+        "steps": f"{details['steps']:,}",
+        "final loss": f"{details['loss']:.4f}",
+        "masked false negatives": f"{details['masked']:,}",
+        **{name.replace("_", " "): value for name, value in settings.items() if value != ""},
+        **{f"SHA-256 of {role}": digest for role, digest in details["fingerprints"].items()},
+    }
+    table = "\n".join(f"| {key} | {markdown.inline_code(value, cell=True)} |" for key, value in facts.items())
+    sizes = config["matryoshka_dims"]
+    smaller = f'\n\nsmaller = SentenceTransformer("FOLDER", truncate_dim={min(sizes)})' if sizes else ""
+    about = f" Embeddings may be cut to their first {', '.join(map(str, sorted(sizes)))} numbers." if sizes else ""
+    return f"""---
+library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+license: unknown
+tags: [megaenc, sentence-transformers, feature-extraction]
+---
+
+# {markdown.escape(name)}
+
+{markdown.escape(base)} trained contrastively on pairs of queries and documents. Texts of at most {details["max_length"]:,} tokens
+become vectors of {details["embedding_size"]:,} numbers, compared by their cosine.{about}
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("FOLDER")
+queries, documents = model.encode(["a query"], prompt_name="query"), model.encode(["a text"], prompt_name="document")
+model.similarity(queries, documents){smaller}
+```
+
+## Training
+
+| | |
+|---|---|
+{table}
+
+`training.json` has these values, and `training.jsonl` the loss by step.
+"""

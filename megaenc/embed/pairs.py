@@ -1,0 +1,174 @@
+"""Training pairs of contrastive training: a query, a relevant document, maybe hard negatives; from files, BEIR or the Hub."""
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaenc.console import print_rank_0
+from megaenc.data.sources.text_files import format_names
+from megaenc.errors import InputError
+from megaenc.finetune.datasets import formats
+from megaenc.finetune.datasets.beir import load_beir_pairs
+from megaenc.finetune.datasets.hub import load_hub_split
+from megaenc.finetune.examples import DataUnavailable
+
+EXPECTED_PAIRS = (
+    "pairs in .jsonl, .csv, .tsv or .parquet (columns query and document, or anchor and positive), SQuAD's .json, "
+    "a BEIR folder with qrels/train.tsv, or ORG/NAME on the Hugging Face Hub"
+)
+# Of sentence-transformers and SQuAD too.
+_QUERY_KEYS = ("query", "anchor", "question")
+_DOCUMENT_KEYS = ("document", "positive", "context")
+_NEGATIVE_KEY = re.compile(r"negative(?:_(\d{1,6}))?")
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPair:
+    """Training pair: a query, a document relevant to it, and documents that are not, the hard negatives; without prefixes."""
+
+    query: str
+    document: str
+    negatives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PairData:
+    """Training pairs in order, each once, and the hex SHA-256 of their content."""
+
+    pairs: list[TrainingPair]
+    digest: str
+    """Hex SHA-256 of all fields of the pairs, in order."""
+
+
+def load_pairs(sources: Sequence[str]) -> PairData:
+    """Return the pairs of all sources in order, exact duplicates once, and print their counts; InputError for bad input.
+
+    A source is a file or BEIR folder, else ORG/NAME or ORG/NAME:CONFIG, whose split `train` is read from the Hugging Face Hub.
+    Raises InputError for fewer than two pairs.
+    """
+    if not sources:
+        raise InputError(f"--data: missing, expected {EXPECTED_PAIRS}")
+    pairs: dict[TrainingPair, None] = {}
+    total, unanswerable = 0, 0
+    for source in sources:
+        before = total
+        for location, row in _read_source(source):
+            if _is_unanswerable(row):
+                unanswerable += 1
+                continue
+            pairs[_build_pair(row, location)] = None
+            total += 1
+        if total == before:
+            raise InputError(f"{source}: found no pair, expected {EXPECTED_PAIRS}")
+    if len(pairs) < 2:
+        raise InputError(f"{', '.join(sources)}: found 1 pair, expected at least 2: other documents are the negatives")
+    print_rank_0(_describe(list(pairs), total - len(pairs), unanswerable))
+    return PairData(list(pairs), _compute_digest(pairs))
+
+
+def _read_source(source: str) -> Iterator[formats.Row]:
+    """Yield (location, fields) of each pair of a source; InputError if there is no such source."""
+    path = Path(source)
+    if os.path.isdir(source):
+        for location, query, document in load_beir_pairs(path):
+            yield location, {"query": query, "document": document}
+        return
+    bare = path.name.removesuffix(".gz").removesuffix(".zst")
+    if not os.path.exists(source):  # False for a name that is too long
+        may_be_on_hub = not bare.endswith(_SUFFIXES) and not os.path.isdir(path.parent)
+        if may_be_on_hub and (match := _HUB_NAME.fullmatch(source)):
+            yield from _read_hub(source, match[1], match[2])
+            return
+        raise InputError(f"{source}: no such file or folder; expected {EXPECTED_PAIRS}")
+    if not os.path.isfile(path):
+        raise InputError(f"{source}: not a file; expected {EXPECTED_PAIRS}")
+    if not bare.endswith(_SUFFIXES):
+        raise InputError(f"{source}: found the ending {path.suffix!r}, expected {EXPECTED_PAIRS}")
+    yield from formats.read_rows(path)
+
+
+def _read_hub(source: str, repository: str, config: str | None) -> Iterator[formats.Row]:
+    """Yield (location, fields) of the rows of the split `train` on the Hub; InputError in one line if it cannot be read."""
+    try:
+        data = load_hub_split(source, "train", (), repository=repository, config=config, hint="a local file of pairs")
+    except DataUnavailable as error:
+        raise InputError(str(error)) from None
+    for number, row in enumerate(data, 1):
+        yield f"{source}: row {number}", row
+
+
+def _is_unanswerable(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a question of SQuAD 2.0 that its context does not answer, so that the context is not relevant."""
+    answers = row.get("answers")
+    return "context" in row and isinstance(answers, Mapping) and answers.get("text") == []
+
+
+def _build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
+    """Return the TrainingPair of a row; InputError if a text is missing, empty or the same as the one it is paired with."""
+    query, document = (_get_text(row, keys, location) for keys in (_QUERY_KEYS, _DOCUMENT_KEYS))
+    if query.strip() == document.strip():
+        raise InputError(f"{location}: query and document are the same text, expected two different texts")
+    negatives = _get_negatives(row, location)
+    if document in negatives:
+        raise InputError(f"{location}: negative {negatives.index(document) + 1} is the document itself, expected another text")
+    return TrainingPair(query, document, negatives)
+
+
+def _get_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> str:
+    """Return the text under the only one of `keys` that the row has; InputError if none or several, or if it is empty."""
+    present = [key for key in keys if key in row]
+    if len(present) != 1:
+        raise InputError(f"{location}: found {format_names(present or row)}, expected one column of {', '.join(keys)}")
+    text = formats.get_value(row, present[0], location, str)
+    if not text.strip():
+        raise InputError(f"{location}: key `{present[0]}`: found an empty text, expected words")
+    return text
+
+
+def _get_negatives(row: Mapping[str, Any], location: str) -> tuple[str, ...]:
+    """Return the hard negatives of a row: the list `negatives`, or `negative`, `negative_1` and so on, without empty cells."""
+    columns = {key: match for key in row if (match := _NEGATIVE_KEY.fullmatch(key))}
+    if "negatives" not in row:
+        ordered = sorted(columns, key=lambda key: int(columns[key][1] or 0))
+        cells = [(key, row[key]) for key in ordered if row[key] not in (None, "")]  # rows of a table may have fewer
+        return tuple(formats.get_value(row, key, location, str) for key, _ in cells)
+    if columns:
+        raise InputError(f"{location}: found `negatives` and {format_names(columns)}, expected one of the two forms")
+    negatives = row["negatives"] or []
+    if not isinstance(negatives, list):
+        raise InputError(f"{location}: key `negatives`: expected a list of texts; in a table use negative_1, negative_2 ...")
+    for number, text in enumerate(negatives, 1):
+        if not isinstance(text, str) or not text.strip():
+            raise InputError(f"{location}: negative {number}: found {json.dumps(text)[:40]}, expected words")
+    return tuple(negatives)
+
+
+def _describe(pairs: Sequence[TrainingPair], duplicates: int, unanswerable: int) -> str:
+    """Return the line of counts: pairs, texts that are in several pairs, pairs with hard negatives, and rows left out."""
+    different = {(pair.query, pair.document) for pair in pairs}
+    queries, documents = (Counter(texts) for texts in zip(*different, strict=True))
+    several_documents, several_queries = (sum(count > 1 for count in counts.values()) for counts in (queries, documents))
+    parts = [f"{len(pairs):,} pairs of {len(queries):,} queries and {len(documents):,} documents"]
+    parts += [f"{several_documents:,} queries with several documents"] if several_documents else []
+    parts += [f"{several_queries:,} documents with several queries"] if several_queries else []
+    with_negatives = sum(bool(pair.negatives) for pair in pairs)
+    parts += [f"{with_negatives:,} pairs with hard negatives"] if with_negatives else []
+    parts += [f"{duplicates:,} duplicate pairs left out"] if duplicates else []
+    parts += [f"{unanswerable:,} unanswerable questions left out"] if unanswerable else []
+    return "; ".join(parts)
+
+
+def _compute_digest(pairs: Mapping[TrainingPair, None]) -> str:
+    """Return the hex SHA-256 of the pairs as lines of JSON, in order."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        digest.update(json.dumps([pair.query, pair.document, *pair.negatives]).encode() + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,252 @@
+"""Semantic textual similarity, classification by a logistic probe, and tasks by name, evaluated by the package mteb."""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megaenc.console import ProgressLine
+from megaenc.data.tokenizer.fast_encode import replace_surrogates
+from megaenc.embed.evaluate import RetrievalRow
+from megaenc.errors import InputError, first_error_line
+from megaenc.finetune.datasets import formats
+from megaenc.finetune.datasets.local import find_split_files
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.results.aggregate import compute_interval
+
+if TYPE_CHECKING:
+    from mteb.abstasks.abstask import AbsTask
+
+    from megaenc.embed.embedder import Embedder
+
+_BEIR_FILES = ("corpus.jsonl*", "queries.jsonl*", "qrels")
+_METRIC_NAMES = {"cosine_spearman": "spearman"}
+
+
+def import_mteb() -> ModuleType:
+    """Return the module mteb, which takes seconds to import; InputError if it is not installed or cannot make its cache."""
+    try:
+        import mteb
+    except ImportError:
+        raise InputError("similarity, classification and --tasks need the package mteb: `pip install 'mteb>=2.26,<3'`") from None
+    except OSError as error:
+        raise InputError(f"mteb cannot make its cache folder ({error}); set MTEB_CACHE to a folder that can be written") from None
+    return mteb
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """Task of mteb with its data loaded: name in tables, measure, number of test examples, score of chance."""
+
+    name: str
+    task: "AbsTask"
+    metric: str
+    examples: int | None
+    """None if the task has test data of another kind than rows, such as a corpus."""
+    chance: float | None
+    """Expected score of random embeddings, as a fraction: 0 for similarity, 1 / classes for a probe; None if unknown."""
+
+    @classmethod
+    def from_loaded(cls, name: str, task: "AbsTask") -> "ProbeTask":
+        """Return the ProbeTask of a task whose data are loaded."""
+        from datasets import Dataset
+
+        metric = task.metadata.main_score
+        subsets = [_get_subset(task, subset) for subset in task.hf_subsets]
+        tests = [splits.get(split) for splits in subsets for split in task.eval_splits]
+        examples = sum(map(len, tests)) if tests and all(isinstance(test, Dataset) for test in tests) else None
+        chance = None
+        if task.metadata.type == "STS":
+            chance = 0.0
+        elif task.metadata.type == "Classification" and metric == "accuracy":
+            labels = [set(splits[task.train_split][task.label_column_name]) for splits in subsets]
+            chance = sum(1 / len(names) for names in labels) / len(labels)
+        return cls(name, task, _METRIC_NAMES.get(metric, metric), examples, chance)
+
+    def build_random_rows(self) -> list[RetrievalRow]:
+        """Return the row of the score of chance; none if it is unknown."""
+        return [] if self.chance is None else [self._build_row("random", self.chance, None)]
+
+    def evaluate(self, model: str, embedder: "Embedder") -> RetrievalRow:
+        """Return the row of a model called `model`: mteb's main score with its 95 % interval; InputError if it is undefined.
+
+        The interval of a probe is Student's t over its experiments, that of a Spearman correlation Fisher's with the variance
+        of Bonett and Wright (2000). There is none for other measures, nor for a task of several splits or languages.
+        """
+        encoder = _MTEBEncoder(embedder, f"{model} {self.name}: embedding")
+        options: dict[str, Any] = {"encode_kwargs": {"batch_size": 1024}, "cache": None}  # the Embedder has its own batches
+        results = import_mteb().evaluate(encoder, self.task, **options, co2_tracker=False, show_progress_bar=False)
+        parts = [part for of_split in results.task_results[0].scores.values() for part in of_split]
+        score, half = float(np.mean([part["main_score"] for part in parts])), math.nan
+        if not math.isfinite(score):
+            raise InputError(f"--model {embedder.folder}: {self.metric} of {self.name} is undefined: all its scores are equal")
+        if len(parts) > 1:
+            return self._build_row(model, score, None)
+        if experiments := parts[0].get("scores_per_experiment"):
+            half = compute_interval([scores[self.task.metadata.main_score] for scores in experiments], "t").half
+        elif self.metric == "spearman" and self.examples and self.examples > 3 and abs(score) < 1:
+            error = 1.96 * math.sqrt((1 + score**2 / 2) / (self.examples - 3))
+            ends = math.tanh(math.atanh(score) - error), math.tanh(math.atanh(score) + error)
+            return self._build_row(model, score, ends)
+        return self._build_row(model, score, None if math.isnan(half) else (score - half, score + half))
+
+    def _build_row(self, model: str, score: float, ends: tuple[float, float] | None) -> RetrievalRow:
+        """Return the row of a score and its interval, both fractions, in percent."""
+        low, high = (100 * end for end in ends) if ends else (None, None)
+        return RetrievalRow(self.name, model, self.metric, 100 * score, low, high, None, None, self.examples)
+
+
+def _get_subset(task: "AbsTask", subset: str) -> Mapping[str, Any]:
+    """Return the splits of a task's subset by name; a task of one subset may hold its splits directly, as in mteb."""
+    data: Any = task.dataset or {}
+    return data if subset == "default" and subset not in data else data.get(subset, {})
+
+
+class _MTEBEncoder:
+    """mteb's EncoderProtocol of an Embedder: prefixes by mteb's prompt type, and cosine similarity.
+
+    Texts that are neither query nor document get the model's default prompt. Embeddings have length 1 only if the model's folder
+    says so, as in sentence-transformers, because the logistic probe depends on it.
+    """
+
+    def __init__(self, embedder: "Embedder", description: str) -> None:
+        from mteb.models import ModelMeta
+
+        self.embedder, self.description = embedder, description
+        self.mteb_model_meta = ModelMeta.create_empty()
+
+    def encode(self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **options: Any) -> np.ndarray:
+        """Return the embeddings, float32[texts, hidden_size], of batches with the texts under `text`."""
+        config = self.embedder.config
+        prefixes = {"query": config.query_prefix, "document": config.document_prefix}
+        prefix = prefixes[prompt_type.value] if prompt_type else config.default_prefix
+        tokens = self.embedder.tokenize([prefix + text for batch in inputs for text in batch["text"]])
+        with ProgressLine(self.description, total=sum(map(len, tokens)), closing=False) as line:
+            return self.embedder.embed(tokens, line.update, unit_length=config.normalize).cpu().numpy()
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Return the cosines of all pairs, float32[texts1, texts2]."""
+        from mteb.similarity_functions import cos_sim
+
+        return cos_sim(embeddings1, embeddings2)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Return the cosine of each text of the first with that of the second at the same place, float32[texts]."""
+        from mteb.similarity_functions import pairwise_cos_sim
+
+        return pairwise_cos_sim(embeddings1, embeddings2)
+
+
+def is_labelled_set(path: Path) -> bool:
+    """Return whether `path` is a file, or a folder without any of BEIR's files."""
+    return os.path.isfile(path) or (os.path.isdir(path) and not any(any(path.glob(name)) for name in _BEIR_FILES))
+
+
+def load_labelled_set(name: str, path: Path) -> ProbeTask:
+    """Return the ProbeTask of a folder of labelled splits: pairs with scores, or single texts with classes.
+
+    Scores are labels with a point; the test split is evaluated, or the validation split if there is none. Raises InputError for
+    pairs with classes, other data, and too few different labels.
+    """
+    files = find_split_files(path)
+    file = files.get("test") or files.get("validation")
+    if file is None:
+        raise InputError(f"{path}: no test split, expected a file test.*")
+    rows = list(formats.read_rows(file))
+    if not rows:
+        raise InputError(f"{file}: holds no example, expected {formats.EXPECTED_FORMATS}")
+    if formats.infer_family(file, rows[0][1]) is not TaskFamily.SC:
+        raise InputError(f"{file}: found rows with {', '.join(rows[0][1])}, expected text, label and, for similarity, text_pair")
+    has_scores = any(_is_score(row.get("label")) for _, row in rows)
+    if any(row.get("text_pair") is not None for _, row in rows):
+        if has_scores:
+            return _build_similarity(name, file, rows)
+        raise InputError(
+            f"{file}: found pairs with classes as labels, expected scores such as 3.5 (similarity), or texts without text_pair; "
+            "pairs of classes need `megaenc finetune run`"
+        )
+    if has_scores:
+        raise InputError(f"{file}: found scores without text_pair, expected pairs of texts, or classes as labels")
+    if "train" not in files:
+        raise InputError(f"{path}: no train split, expected a file train.*")
+    train_rows, columns = list(formats.read_rows(files["train"])), {}
+    labels = formats.collect_labels(TaskFamily.SC, train_rows)
+    if len(labels.labels) < 2:
+        contents = f"the class {labels.labels[0]} in all rows" if labels.labels else "no example"
+        raise InputError(f"{files['train']}: found {contents}, expected at least two classes")
+    for split, of_split in (("train", train_rows), ("test", rows)):
+        examples = [(formats.get_value(row, "text", location, str), location, row) for location, row in of_split]
+        indices = [labels.index(formats.get_value(row, "label", location), location) for _, location, row in examples]
+        columns[split] = {"text": [replace_surrogates(text) for text, _, _ in examples], "label": indices}
+    return _build_local_task(name, "Classification", "accuracy", columns)
+
+
+def _is_score(label: Any) -> bool:
+    """Return whether a label is a number with a point, in JSON or as the text of a table's cell."""
+    try:
+        return isinstance(label, float) or (isinstance(label, str) and "." in label and math.isfinite(float(label)))
+    except ValueError:
+        return False
+
+
+def _build_similarity(name: str, file: Path, rows: Sequence[formats.Row]) -> ProbeTask:
+    """Return the ProbeTask of pairs with scores; InputError for an invalid row, or if all scores are equal."""
+    columns: dict[str, list[Any]] = {"sentence1": [], "sentence2": [], "score": []}
+    for location, row in rows:
+        for column, key in (("sentence1", "text"), ("sentence2", "text_pair")):
+            columns[column].append(replace_surrogates(formats.get_value(row, key, location, str)))
+        label = formats.get_value(row, "label", location)
+        try:
+            score = math.nan if isinstance(label, bool) else float(label)
+        except (TypeError, ValueError, OverflowError):
+            score = math.nan
+        if not math.isfinite(score):
+            raise InputError(f"{location}: label {str(label)[:40]!r}: expected a number, as in the other pairs")
+        columns["score"].append(score)
+    if len(set(columns["score"])) < 2:
+        raise InputError(f"{file}: found the score {columns['score'][0]} in all rows, expected at least two different ones")
+    return _build_local_task(name, "STS", "cosine_spearman", {"test": columns})
+
+
+def _build_local_task(name: str, kind: str, main_score: str, columns: Mapping[str, Mapping[str, list[Any]]]) -> ProbeTask:
+    """Return the ProbeTask of mteb's class for `kind`, with its defaults, over columns in memory by split."""
+    mteb = import_mteb()
+    from datasets import Dataset, DatasetDict
+    from mteb.abstasks import AbsTaskClassification, AbsTaskSTS
+    from mteb.abstasks.task_metadata import TaskMetadata
+
+    base: Any = AbsTaskSTS if kind == "STS" else AbsTaskClassification
+    values = {"name": name, "description": "a local data set", "type": kind, "main_score": main_score}
+    source = {"path": "local", "revision": mteb.__version__}
+    metadata = TaskMetadata(**values, dataset=source, eval_langs=["eng-Latn"])  # mteb demands a language, which has no effect
+    task = type("LocalTask", (base,), {"metadata": metadata})()
+    task.dataset = {"default": DatasetDict({split: Dataset.from_dict(dict(of_split)) for split, of_split in columns.items()})}
+    task.data_loaded = True
+    return ProbeTask.from_loaded(name, task)
+
+
+def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
+    """Yield mteb's tasks of these names with their data, downloaded from the Hub or in its cache; InputError if unusable."""
+    for name in names:
+        try:
+            (task,) = import_mteb().get_tasks(tasks=[name])
+        except KeyError as error:  # names the nearest task
+            reason = str(error.args[0]).removeprefix(f"KeyError: '{name}' ")
+            raise InputError(f"--tasks {name}: {reason}; see https://embeddings-benchmark.github.io/mteb") from None
+        if task.metadata.modalities != ["text"]:
+            raise InputError(f"--tasks {name}: found a task of {', '.join(task.metadata.modalities)}, expected text")
+        if members := getattr(task.metadata, "tasks", ()):
+            raise InputError(f"--tasks {name}: found a group, expected its tasks: {' '.join(m.metadata.name for m in members)}")
+        try:
+            task.load_data()
+        except Exception as error:  # HTTP, file system and the Hub's own errors
+            raise InputError(
+                f"--tasks {name}: the data set is neither in the Hub's cache nor can it be downloaded "
+                f"({first_error_line(error, 120)}); local folders go to --data"
+            ) from None
+        yield ProbeTask.from_loaded(name, task)

@@ -1,0 +1,189 @@
+"""Contrastive training of an embedding model: steps, state for resuming, and data parallelism."""
+
+import itertools
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaenc.atomic_io import atomic_files, fsync_path
+from megaenc.console import ProgressLine
+from megaenc.counter_rng import random_words
+from megaenc.dist_env import get_rank, get_world_size
+from megaenc.embed.config import ContrastiveConfig
+from megaenc.embed.contrastive import ContrastiveBatch, ContrastiveData, divide_texts
+from megaenc.embed.embedder import Embedder
+from megaenc.errors import InputError, first_error_line
+from megaenc.finetune.model.backbone import batch_by_tokens, pack_texts
+from megaenc.finetune.model.gradient_caching import backward_by_packs
+from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
+from megaenc.finetune.train import iterate_batches
+
+STATE, LOG = "state.pt", "training.jsonl"
+
+
+class NonFiniteTrainingError(ArithmeticError):
+    """Error that a loss or gradient norm is NaN or inf."""
+
+
+def count_steps(config: ContrastiveConfig, pairs: int) -> int:
+    """Return the number of steps on `pairs` training pairs: `epochs` epochs, at most `max_steps` steps unless that is 0."""
+    steps = math.ceil(config.epochs * math.ceil(pairs / config.batch_size))
+    return min(steps, config.max_steps) if config.max_steps else steps
+
+
+class ContrastiveTrainer:
+    """Model, data and optimizer of a contrastive training; all ranks call `step` with the same batch.
+
+    Each rank embeds its part of a batch's texts. All embeddings are gathered, every rank computes the whole loss and the
+    gradients of its own embeddings, and the gradients of the weights are summed over ranks.
+    """
+
+    def __init__(self, embedder: Embedder, data: ContrastiveData, config: ContrastiveConfig) -> None:
+        self.embedder, self.data, self.config = embedder, data, config
+        self.steps = count_steps(config, len(data.queries))
+        check_warmup(self.steps, config.warmup)
+        full = embedder.backbone.hidden_size
+        if wrong := [size for size in config.matryoshka_dims if size > full]:
+            raise InputError(f"--matryoshka-dims: found {wrong[0]}, expected at most {full}, the size of the embeddings")
+        embedder.backbone.train()
+        self.optimizer = MasterWeightOptimizer(
+            embedder.backbone, learning_rate=config.learning_rate, steps=self.steps, protocol=config
+        )
+
+    def step(self, number: int, batch: ContrastiveBatch) -> tuple[float, float]:
+        """Take step `number` (from 1); return (loss, unclipped gradient norm); no weight changes if either is NaN or inf."""
+        words = random_words(self.config.seed, "contrastive dropout", 1, counters=(number, get_rank()))
+        torch.manual_seed(int(words[0]) >> 1)  # so that no random state is saved
+        loss = self.backward(batch)
+        return (loss, self.optimizer.step()) if math.isfinite(loss) else (loss, math.nan)
+
+    def backward(self, batch: ContrastiveBatch) -> float:
+        """Backpropagate the loss of a batch, summing gradients over ranks; return the loss."""
+        embedder, ranks = self.embedder, get_world_size()
+        device, lengths = embedder.backbone.device, self.data.lengths[batch.texts]
+        own = divide_texts(lengths, ranks)[get_rank()] if ranks > 1 else np.arange(len(lengths))
+        parts = [own[part] for part in batch_by_tokens(lengths[own], self.config.tokens_per_forward)]
+        packs = [pack_texts([self.data.rows[text] for text in batch.texts[part]], device) for part in parts]
+        places = torch.from_numpy(np.concatenate([own[:0], *parts])).to(device)
+
+        def compute_loss(vectors: Tensor) -> Tensor:
+            everything = vectors.new_zeros(len(lengths), vectors.shape[1])
+            if ranks > 1:
+                everything[places] = vectors.detach()
+                dist.all_reduce(everything)
+            return batch.compute_loss(everything.index_copy(0, places, vectors), self.config)
+
+        if packs:
+            loss = backward_by_packs(packs, embedder.pool, compute_loss)
+        else:  # fewer texts than ranks
+            loss = compute_loss(torch.zeros(0, embedder.backbone.hidden_size, device=device))
+        if ranks > 1:
+            self.optimizer.all_reduce_gradients()
+        return loss.item()
+
+    def finish(self) -> None:
+        """Replace the parameters by their float32 master weights, and leave training mode."""
+        self.optimizer.close()
+        masters = self.optimizer.get_masters()
+        for parameter in self.embedder.backbone.parameters():
+            parameter.data = masters.pop(parameter, parameter.data).float()
+        self.embedder.backbone.eval()
+
+
+@dataclass
+class TrainingProgress:
+    """Numbers of a training up to its last step, and the rows of its log."""
+
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    """Tokens that were embedded, each distinct text of a batch counted once."""
+    masked: int = 0
+    """Scores that were masked as false negatives."""
+    loss: float = math.nan
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+class StateFolder:
+    """Folder with the state of an unfinished training: weights, AdamW's moments, schedule, step, and the log of losses.
+
+    Only rank 0 writes to it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, trainer: ContrastiveTrainer) -> TrainingProgress:
+        """Set the trainer to the saved state and return its progress, that of step 0 without one; cut later rows off the log."""
+        path, log = self.folder / STATE, self.folder / LOG
+        progress = TrainingProgress()
+        if path.exists():
+            try:
+                state = torch.load(path, map_location=trainer.embedder.backbone.device, weights_only=True)
+                trainer.optimizer.load_state_dict(state["optimizer"])
+                progress = TrainingProgress(**state["progress"])
+                rows = map(json.loads, log.read_text(encoding="utf-8").splitlines()[: state["rows"]])
+                progress.rows = [row for row in rows if row["step"] <= progress.step]
+                if len(progress.rows) != state["rows"]:
+                    raise ValueError(f"{LOG} has {len(progress.rows)} of {state['rows']} rows")
+            except Exception as error:  # a damaged file may fail in any way
+                raise InputError(
+                    f"{path}: cannot be read ({first_error_line(error, 80)}); remove {self.folder} to start over"
+                ) from None
+        if not get_rank():
+            with atomic_files(log) as [temporary]:
+                temporary.write_text("".join(json.dumps(row) + "\n" for row in progress.rows), encoding="utf-8")
+        return progress
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Append a row to the log."""
+        with open(self.folder / LOG, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+    def save(self, trainer: ContrastiveTrainer, progress: TrainingProgress) -> None:
+        """Write the state atomically, after the log that belongs to it."""
+        fsync_path(self.folder / LOG)
+        numbers = {name: value for name, value in vars(progress).items() if name != "rows"}
+        state = {"optimizer": trainer.optimizer.state_dict(), "progress": numbers, "rows": len(progress.rows)}
+        with atomic_files(self.folder / STATE) as [temporary]:
+            torch.save(state, temporary)
+
+
+def train(trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int, log_interval: int) -> TrainingProgress:
+    """Train from the saved state to the last step, logging and saving on the way; return the progress.
+
+    Raises NonFiniteTrainingError for a loss or gradient norm that is NaN or inf.
+    """
+    progress, data = state.load(trainer), trainer.data
+    is_writer, began = not get_rank(), time.monotonic() - progress.seconds
+    batches = iterate_batches(trainer.config.seed, len(data.queries), trainer.config.batch_size, trainer.steps)
+    with ProgressLine("training", total=trainer.steps) as line:
+        if progress.step:
+            line.print_line(f"resuming after step {progress.step:,} of {trainer.steps:,}")
+            line.update(progress.step)
+        for number, pairs in enumerate(itertools.islice(batches, progress.step, None), start=progress.step + 1):
+            batch, rate = data.build_batch(pairs), trainer.optimizer.learning_rate
+            loss, norm = trainer.step(number, batch)
+            for quantity, value in (("loss", loss), ("gradient norm", norm)):
+                if not math.isfinite(value):
+                    raise NonFiniteTrainingError(f"the {quantity} is {value} in step {number}")
+            progress.step, progress.loss, progress.seconds = number, loss, time.monotonic() - began
+            progress.tokens += int(data.lengths[batch.texts].sum())
+            progress.masked += len(batch.masked_rows)
+            if number % log_interval == 0 or number == trainer.steps:
+                row = {"step": number, "loss": loss, "gradient_norm": norm, "learning_rate": rate}
+                progress.rows.append(row)
+                if is_writer:
+                    state.append(row)
+            if is_writer and (number % save_interval == 0 or number == trainer.steps):
+                state.save(trainer, progress)
+            line.update(number, loss=loss)
+    return progress

@@ -1,0 +1,120 @@
+"""Data sets of the Hugging Face Hub by their repository, ORG/NAME, with columns, labels and splits found in the data."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megaenc.data.sources.text_files import format_names
+from megaenc.errors import InputError
+from megaenc.finetune.datasets import formats
+from megaenc.finetune.datasets.hub import HubSpec, build_hub_examples, load_from_hub
+from megaenc.finetune.datasets.local import DatasetConfig, build_split_reader, find_split_names
+from megaenc.finetune.examples import Dataset, DataUnavailable, Examples, SplitName, TaskFamily, hash_json, print_once
+
+_PART = r"[A-Za-z0-9_][\w.-]*"
+_REFERENCE = re.compile(
+    rf"(?P<prefix>hf:)?(?P<repository>(?:{_PART}/)?{_PART})(?::(?P<config>[^:@/=\s]+))?(?:@(?P<revision>[\w./-]+))?"
+)
+# Column on the Hub by our field name, the first that are all there; pairs come before single texts.
+_TAG_COLUMNS = [{"tokens": tokens, "tags": tags} for tokens in ("tokens", "words") for tags in ("tags", "ner_tags", "ner")]
+_QA_COLUMNS = [{"question": "question", "context": "context", "answers": "answers"}]
+_PAIRS = ("text text_pair", "sentence1 sentence2", "premise hypothesis", "question1 question2", "question sentence")
+_TEXT_COLUMNS = [
+    {**dict(zip(("text", "text_pair"), texts.split(), strict=False)), "label": label}
+    for texts in (*_PAIRS, "text", "sentence", "content")
+    for label in ("label", "labels")
+]
+_COLUMNS = {TaskFamily.TC: _TAG_COLUMNS, TaskFamily.QA: _QA_COLUMNS, TaskFamily.SC: _TEXT_COLUMNS}
+_EXPECTED = (
+    "text (or sentence) and label (SC), tokens and tags (or ner_tags) (TC), or question, context and answers (QA); "
+    "other columns need local files"
+)
+
+
+class HubReference(NamedTuple):
+    """Repository of a data set on the Hub, with a configuration and a revision or empty."""
+
+    repository: str
+    config: str
+    revision: str
+
+    @property
+    def name(self) -> str:
+        """Return the name in results: that of the repository without its owner, and the configuration's, if there is one."""
+        name = self.repository.rpartition("/")[2]
+        return f"{name}-{self.config}" if self.config else name
+
+
+def parse_hub_reference(text: str) -> HubReference | None:
+    """Return the HubReference of `ORG/NAME`, `ORG/NAME:CONFIG`, each with @REVISION, or with `hf:` before it; else None.
+
+    An existing path is none, and neither is a path in an existing folder, unless `hf:` is before it.
+    """
+    match = _REFERENCE.fullmatch(text)
+    if match is None or os.path.exists(text):
+        return None
+    organisation, slash, _ = match["repository"].partition("/")
+    if not match["prefix"] and (not slash or os.path.isdir(organisation)):
+        return None
+    return HubReference(match["repository"], match["config"] or "", match["revision"] or "")
+
+
+def load_hub_repository(name: str, reference: HubReference, flags: DatasetConfig, start: str) -> Dataset:
+    """Return the Dataset `name` of a repository on the Hub, which is read to find its columns and labels.
+
+    `start` is the start of the error if the repository cannot be read. Raises InputError for data of no known task too.
+    """
+    repository, config, revision = reference
+    advice = "expected a data set of the Hub and a network once, or a path of local data"
+    try:
+        data: Mapping[str, Any] = load_from_hub(name, repository, config or None, revision, start, advice)
+    except DataUnavailable as error:  # only a grid's runs retry it, and a grid is planned with the data
+        raise InputError(str(error)) from None
+    place = f"data set {name} ({repository})"
+    splits = find_split_names(data)
+    if not splits:
+        raise InputError(f"{place}: found the splits {format_names(list(data))}, expected train, validation and test")
+    first = data[splits.get("train") or next(iter(splits.values()))]
+    family, fields = _find_columns(place, first.column_names, flags.task)
+    if family is TaskFamily.SC and len(splits) == 3 and set(data[splits["test"]][fields["label"]]) == {-1}:  # as in GLUE
+        print_once(f"{name}: test is not used: its labels are hidden (-1)")
+        del splits["test"]
+    labels = _find_labels(place, family, first, fields, splits)
+    template = flags.pair_template if family is TaskFamily.SC else ""
+    spec = HubSpec(family, repository, config, fields, template, labels.labels)
+    counts = {split: data[on_hub].num_rows for split, on_hub in splits.items()}
+    fingerprint = hash_json({"hub": [repository, config, revision, dict(fields), labels.labels, template, splits, counts]})
+
+    def read_part(on_hub: str) -> Examples:
+        rows = data[on_hub]
+        return build_hub_examples(name, on_hub, rows, range(len(rows)), spec, labels)
+
+    read_split = build_split_reader(name, place, splits, read_part, noun="split")
+    return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, read_split, template)
+
+
+def _find_columns(place: str, columns: list[str], task: str) -> tuple[TaskFamily, dict[str, str]]:
+    """Return the task family of a table with `columns` and its column by our field name; InputError if there is none."""
+    for family, candidates in _COLUMNS.items():
+        fields = next((fields for fields in candidates if set(fields.values()) <= set(columns)), None)
+        if fields and task in ("", family):
+            return family, fields
+    purpose = f" for --task {task}" if task else ""
+    raise InputError(f"{place}: found the columns {format_names(columns)}, expected{purpose} {_EXPECTED}")
+
+
+def _find_labels(
+    place: str, family: TaskFamily, data: Any, fields: Mapping[str, str], splits: Mapping[SplitName, str]
+) -> formats.LabelSet:
+    """Return the labels of the Hub's class names, if it has them, else those of the rows of the first split, sorted."""
+    if family is TaskFamily.QA:
+        return formats.LabelSet((), is_indexed=False)
+    ours = "label" if family is TaskFamily.SC else "tags"
+    feature = data.features[fields[ours]]
+    names = getattr(getattr(feature, "feature", None) if family is TaskFamily.TC else feature, "names", None)
+    if names is not None:
+        return formats.check_label_names(family, list(names), f"{place}: column `{fields[ours]}`")
+    on_hub = splits.get("train") or next(iter(splits.values()))
+    rows = enumerate(data[fields[ours]], start=1)
+    return formats.collect_labels(family, ((f"{place}: {on_hub} row {number}", {ours: value}) for number, value in rows))

@@ -1,0 +1,41 @@
+"""Report of imbalanced, absent and unseen labels before training."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megaenc.finetune.datasets.formats import format_name_list
+
+_MAX_RATIO = 5
+"""Ratio of the largest to the smallest class up to which classes count as balanced."""
+
+
+def describe_label_counts(name: str, labels: Sequence[str], counts: Mapping[str, np.ndarray]) -> list[str]:
+    """Return a line if labels are imbalanced or absent, and one if evaluation has labels that train lacks; else [].
+
+    `counts`: int64[labels] of train, validation and test. The tag O is no class to compare with.
+    """
+    train, test = counts["train"], counts["test"]
+    compared = [index for index, label in enumerate(labels) if label != "O" and train[index]]
+    reasons, lines = [], []
+    if compared:
+        most, least = max(compared, key=lambda index: train[index]), min(compared, key=lambda index: train[index])
+        if train[most] > _MAX_RATIO * train[least]:
+            reasons.append(f"{labels[most]} is {train[most] / train[least]:.1f} times as frequent as {labels[least]}")
+    for split in ("train", "validation"):
+        absent = [label for label, count in zip(labels, counts[split], strict=True) if not count]
+        reasons += [f"{split} has no {format_name_list(absent)}"] if absent else []
+    if reasons:
+        order = sorted(range(len(labels)), key=lambda index: -train[index])
+        in_train = format_name_list([f"{labels[index]} {train[index]:,}" for index in order])
+        majority = int(test.argmax())
+        baseline = f"always predicting {labels[majority]} is right in {100 * test[majority] / max(test.sum(), 1):.2f} % of test"
+        lines.append(f"{name}: {'; '.join(reasons)}; train: {in_train}; {baseline}")
+    unseen = [
+        f"{label} ({', '.join(f'{split}: {counts[split][index]:,}' for split in ('validation', 'test') if counts[split][index])})"
+        for index, label in enumerate(labels)
+        if not train[index] and (counts["validation"][index] or test[index])
+    ]
+    if unseen:
+        lines.append(f"{name}: warning: labels without a training example cannot be learned: {format_name_list(unseen)}")
+    return lines

@@ -1,0 +1,40 @@
+"""Gradient caching: a loss over all texts of a batch, backpropagated one pack at a time."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megaenc.finetune.model.backbone import PackedTexts
+
+
+def backward_by_packs(
+    packs: Sequence[PackedTexts], embed: Callable[[PackedTexts], Tensor], compute_loss: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Backpropagate a loss of the embeddings of all `packs`, with the graph of one pack in memory; return the detached loss.
+
+    `compute_loss` receives the embeddings [texts, size] in the order of the packs. All packs but the first are embedded twice
+    (Gao et al. 2021, 2101.06983): without a graph for the loss and the gradients with respect to the embeddings, then with a
+    graph and the same dropout.
+    """
+    device = packs[0].tokens.device
+    on_gpu = device.type == "cuda"
+    first = embed(packs[0])
+    random_states, embedded = [], [first.detach()]
+    with torch.no_grad():
+        for packed in packs[1:]:
+            random_states.append((torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None))
+            embedded.append(embed(packed))
+    vectors = torch.cat(embedded).requires_grad_()
+    loss = compute_loss(vectors)
+    loss.backward()
+    own, *others = vectors.grad.split([len(part) for part in embedded])
+    first.backward(own)
+    del first  # frees its graph
+    for packed, (state, gpu_state), gradient in zip(packs[1:], random_states, others, strict=True):
+        with torch.random.fork_rng([device] if on_gpu else []):
+            torch.set_rng_state(state)
+            if on_gpu:
+                torch.cuda.set_rng_state(gpu_state, device)
+            embed(packed).backward(gradient)
+    return loss.detach()

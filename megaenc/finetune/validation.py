@@ -1,0 +1,56 @@
+"""Validation during training: scores by step, the best weights so far, and the end by early stopping."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.tasks import Scores
+
+Weights = Mapping[nn.Parameter, Tensor]
+"""Weight of each trained parameter, on the CPU."""
+
+
+@dataclass
+class ValidationHistory:
+    """Validation scores of a training on one data set, and the weights and Scores to use: the best, or the last ones.
+
+    Histories of several data sets that share a training do not depend on each other.
+    """
+
+    protocol: FinetuneConfig
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    """(step, score) of each evaluation."""
+    scores: Scores | None = None
+    """Scores at `step`; None before the first evaluation."""
+    step: int = 0
+    """Step of the weights to use."""
+    weights: Weights = field(default_factory=dict)
+    """Weights at `step`, if they may differ from the last ones."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether early stopping has ended the training for this data set."""
+        patience, later = self.protocol.early_stopping, [step for step, _ in self.evaluations if step > self.step]
+        return 0 < patience <= len(later)
+
+    @property
+    def best_step(self) -> int:
+        """Return the step of the best validation score, the earliest of equals."""
+        return max(self.evaluations, key=lambda evaluation: (evaluation[1], -evaluation[0]))[0]
+
+    def add(self, step: int, scores: Scores, copy_weights: Callable[[], Weights]) -> None:
+        """Add the Scores of an evaluation; `copy_weights` is called if its weights are the best so far and may be used."""
+        self.evaluations.append((step, scores.score))
+        if not self.protocol.uses_best_weights:
+            self.step, self.scores = step, scores
+        elif self.scores is None or scores.score > self.scores.score:
+            self.step, self.scores, self.weights = step, scores, copy_weights()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Copy `weights`, if there are any, into their parameters."""
+        for parameter, weight in self.weights.items():
+            parameter.copy_(weight)

@@ -1,0 +1,177 @@
+"""Zero-shot retrieval scores of a study, as pretrained and after contrastive training, from the files of `megaenc embed eval`.
+
+STUDY/embed/NAME/pretrained.json has a model's scores, and those of BM25 and of a random ranking; seed-S.json those after
+contrastive training with seed S.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaenc.finetune.results.aggregate import IntervalKind, compute_interval
+from megaenc.json_files import read_json_or_empty
+from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.scope import EMPTY_SCOPE, StudyScope
+from megaenc.study.results.evidence import Evidence, Score
+from megaenc.study.results.groups import ZERO_SHOT
+from megaenc.study.results.pretrain_runs import resolve_model_keys
+from megaenc.study.run.embed_stage import PRETRAINED, get_object
+
+METRIC, RECALL = "ndcg@10", "recall@100"
+BASELINES = ("BM25", "random")
+_SEED_FILE = re.compile(r"seed-(\d{1,9})")
+
+
+@dataclass(frozen=True)
+class QueryScores:
+    """Scores of one model on one data set by query, with the 95 % interval of the mean over queries if it is known."""
+
+    values: np.ndarray
+    """float64[queries], as fractions"""
+    interval: tuple[float, float] | None = None
+    """bootstrap interval, as fractions"""
+    query_ids: tuple[str, ...] = field(default=(), repr=False)
+    fingerprint: str = ""
+    """of the data set"""
+
+    @property
+    def mean(self) -> float:
+        """Return the mean over the queries."""
+        return float(self.values.mean())
+
+
+Place = tuple[str, str, str]
+"""Model, data set and measure."""
+
+
+@dataclass(frozen=True)
+class ZeroShotResults:
+    """Zero-shot retrieval of a study: scores as pretrained, after contrastive training by seed, and of BM25 and chance."""
+
+    pretrained: Mapping[Place, QueryScores]
+    trained: Mapping[Place, Mapping[int, QueryScores]]
+    baselines: Mapping[Place, QueryScores]
+    model_keys: Mapping[str, ModelKey]
+    seeds: tuple[int, ...]
+    """seeds of contrastive training that a complete model has; empty without training"""
+    scope: StudyScope = EMPTY_SCOPE
+
+    @property
+    def models(self) -> list[str]:
+        """Return the names of the models with any score, in order of appearance."""
+        return list(dict.fromkeys(model for model, *_ in (*self.pretrained, *self.trained)))
+
+    @property
+    def datasets(self) -> list[str]:
+        """Return the names of the data sets, in the manifest's order."""
+        named = dict.fromkeys(dataset for _, dataset, _ in (*self.pretrained, *self.trained))
+        return [name for name in self.scope.retrieval_sets if name in named] or list(named)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether any model has scores after contrastive training."""
+        return bool(self.trained)
+
+    def build_evidence(self, kind: IntervalKind = "normal") -> Evidence:
+        """Return the NDCG@10 of all models as Evidence of the family ZS, for the tests of claims.
+
+        They are those after contrastive training if any model has them, of models with every seed; else as pretrained, as one
+        seed. Scores of queries are paired over models only if all models have the same queries and data.
+        """
+        by_place = self.trained if self.is_trained else {place: {0: one} for place, one in self.pretrained.items()}
+        needed = set(self.seeds) if self.is_trained else {0}
+        members = {place: scores for place, scores in by_place.items() if place[2] == METRIC and scores.keys() >= needed}
+        scores = []
+        for (model, dataset, _), by_seed in members.items():
+            by_seed = {seed: by_seed[seed] for seed in sorted(needed)}
+            every = [one for place, of_place in members.items() if place[1] == dataset for one in of_place.values()]
+            is_paired = len({(one.fingerprint, one.query_ids) for one in every}) == 1
+            blocks = {seed: one.values for seed, one in by_seed.items()} if is_paired else {}
+            means = {seed: one.mean for seed, one in by_seed.items()}
+            interval = compute_interval(list(means.values()), kind)
+            half = None if math.isnan(interval.half) else interval.half
+            key, load = self.model_keys.get(model), functools.partial(dict, blocks)
+            scores.append(Score(model, key, ZERO_SHOT, dataset, interval.mean, half, means, load_examples=load))
+        return Evidence(scores, METRIC, kind, self.scope)
+
+    def describe_missing(self) -> str:
+        """Return a sentence that names the models without all zero-shot scores that the manifest plans; "" if none is missing."""
+        incomplete = []
+        for model in self.scope.model_keys:
+            planned = [(model, dataset, METRIC) for dataset in self.scope.retrieval_sets]
+            evaluations = [sum(place in self.pretrained for place in planned)]
+            evaluations += [sum(seed in self.trained.get(place, {}) for place in planned) for seed in self.seeds]
+            if (finished := sum(evaluations)) < (total := len(planned) * len(evaluations)):
+                incomplete.append(f"{model} ({finished} of {total})")
+        return f"Zero-shot scores are missing, of models (scores so far): {', '.join(incomplete)}." if incomplete else ""
+
+
+def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotResults | None:
+    """Read the evaluations below `folder`, STUDY/embed, of models, data sets and seeds in `scope`; None without any.
+
+    Without a manifest (no model in `scope`), all evaluations count. Unreadable files count as missing.
+    """
+    if scope.model_keys and not scope.retrieval_sets:
+        return None
+    pretrained: dict[Place, QueryScores] = {}
+    trained: dict[Place, dict[int, QueryScores]] = {}
+    baselines: dict[Place, QueryScores] = {}
+    for file in sorted(folder.glob("*/*.json")):
+        model, seed = file.parent.name, _SEED_FILE.fullmatch(file.stem)
+        is_planned = not scope.model_keys or (
+            model in scope.model_keys and (seed is None or int(seed[1]) in scope.contrastive_seeds)
+        )
+        if not is_planned or (seed is None and file.stem != PRETRAINED):
+            continue
+        for scored, dataset, metric, scores in _read_scores(file):
+            if scope.retrieval_sets and dataset not in scope.retrieval_sets:
+                continue
+            if scored in BASELINES:
+                baselines.setdefault((scored, dataset, metric), scores)
+            elif scored == file.stem and seed is None:
+                pretrained[model, dataset, metric] = scores
+            elif scored == file.stem:
+                trained.setdefault((model, dataset, metric), {})[int(seed[1])] = scores
+    if not pretrained and not trained:
+        return None
+    seeds = scope.contrastive_seeds or tuple(sorted({seed for by_seed in trained.values() for seed in by_seed}))
+    names = sorted({model for model, *_ in (*pretrained, *trained)})
+    return ZeroShotResults(pretrained, trained, baselines, resolve_model_keys(names, scope.model_keys), seeds, scope)
+
+
+def _read_scores(file: Path) -> Iterator[tuple[str, str, str, QueryScores]]:
+    """Yield (model, data set, measure, scores) of an evaluation's JSON file; nothing for a file of another form."""
+    values = read_json_or_empty(file)
+    rows = values.get("rows")
+    ends = {
+        tuple(row.get(name) for name in ("model", "dataset", "metric")): (row.get("low"), row.get("high"))
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict)
+    }
+    scores = get_object(values, "scores")
+    for model in scores:
+        for dataset, by_metric in get_object(scores, model).items():
+            for metric, numbers in by_metric.items() if isinstance(by_metric, dict) else ():
+                if _is_number_list(numbers):
+                    low, high = ends.get((model, dataset, metric), (None, None))
+                    interval = (low / 100, high / 100) if _is_number_list([low, high]) else None
+                    queries = get_object(values, "queries").get(dataset)
+                    ids = tuple(map(str, queries)) if isinstance(queries, list) else ()
+                    data = str(get_object(values, "data").get(dataset, ""))
+                    yield model, dataset, metric, QueryScores(np.array(numbers, dtype=np.float64), interval, ids, data)
+
+
+def _is_number_list(values: Any) -> bool:
+    """Return whether a JSON value is a list of one or more numbers."""
+    return (
+        isinstance(values, Sequence)
+        and bool(values)
+        and not isinstance(values, str)
+        and all(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values)
+    )

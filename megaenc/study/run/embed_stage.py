@@ -1,0 +1,333 @@
+"""Zero-shot retrieval as a stage of a study: a model evaluated as pretrained, and after contrastive training with each seed."""
+
+import contextlib
+import functools
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megaenc import flags
+from megaenc.atomic_io import atomic_write
+from megaenc.console import truncate_text
+from megaenc.embed.command import RULES
+from megaenc.embed.config import ContrastiveConfig, EmbeddingFlags
+from megaenc.errors import InputError
+from megaenc.finetune.datasets.beir import compute_test_fingerprint
+from megaenc.finetune.datasets.registry import parse_dataset_name
+from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_model_stamp, compute_tokenizer_fingerprint
+from megaenc.json_files import read_json_or_empty
+from megaenc.study.manifest.pretrain_args import prefix_errors
+from megaenc.study.run.finetune_stage import dataset_result_name, resolve_dataset_path
+from megaenc.study.run.stage import StageRunner, StaleArtifactError, compute_size, format_flags, megaenc_command
+from megaenc.training.run_dir import describe_difference
+
+PRETRAINED = "pretrained"
+"""Name of the model without contrastive training in an evaluation, and of its file."""
+_DEMO = "demo_ir"
+_MAX_SEEDS = 1_000
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
+_TRAINING, _PAIRS = "training.json", "pairs.json"  # records of a finished training, and of the pairs that were there before
+
+
+@dataclass(frozen=True)
+class EmbedEntry:
+    """Manifest's `embed`: retrieval sets, pairs and flags of contrastive training, number of its seeds, and BM25."""
+
+    datasets: tuple[str, ...] = ()
+    """BEIR folders as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""
+    train: str = ""
+    """pairs for contrastive training (a file, SQuAD JSON or a BEIR folder); none: only the pretrained models are evaluated"""
+    seeds: int = 3
+    """seeds of contrastive training"""
+    bm25: bool = True
+    """rank by BM25 too"""
+    training: ContrastiveConfig = field(default_factory=ContrastiveConfig)
+
+    @property
+    def training_seeds(self) -> range:
+        """Return the seeds of contrastive training; empty without pairs to train on."""
+        return range(self.seeds if self.train else 0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the data sets in results."""
+        return tuple(map(dataset_result_name, self.datasets))
+
+
+def build_embed_entry(values: Mapping[str, Any], data_dir: Path) -> tuple[EmbedEntry, dict[str, Any]]:
+    """Return the manifest's `embed` with paths under `data_dir`, and the flags of contrastive training that it sets.
+
+    Raises InputError for unknown, repeated, missing or impossible values; files need not exist yet.
+    """
+    if "seed" in values:
+        raise InputError("embed: field `seed`: found here, expected `seeds`, the number of seeds")
+    entry = flags.replace_fields(EmbedEntry(), dict(values), source="embed")
+    if not entry.datasets:
+        raise InputError("embed: field `datasets`: found none, expected at least one BEIR folder, or demo_ir")
+    for dataset in entry.datasets:
+        if parse_dataset_name(dataset)[1] is None and dataset != _DEMO:
+            text = truncate_text(dataset, 60)
+            raise InputError(f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or NAME=PATH, or demo_ir")
+    for name, times in Counter(entry.names).items():
+        if not _NAME.fullmatch(name):
+            message = f"embed: field `datasets`: found the name {name[:60]!r}"
+            raise InputError(f"{message}, expected letters, digits and . _ -; name the folder with NAME=PATH")
+        if times > 1:
+            raise InputError(f"embed: field `datasets`: found {name} twice, expected each once; name a folder with NAME=PATH")
+    if not 1 <= entry.seeds <= _MAX_SEEDS:
+        raise InputError(f"embed: field `seeds`: found {entry.seeds:,}, expected 1 to {_MAX_SEEDS:,}")
+    with prefix_errors("embed"):
+        entry.training.check()
+    training = flags.flatten(entry.training)
+    set_flags = {name: training[name] for name in values if name in training}
+    if not entry.train and (unused := [name for name in values if name == "seeds" or (name in set_flags and name not in RULES)]):
+        raise InputError(f"embed: field `{unused[0]}`: found without `train`, the pairs of contrastive training; expected both")
+    datasets = tuple(resolve_dataset_path(dataset, data_dir) for dataset in entry.datasets)
+    train = entry.train if entry.train in ("", _DEMO) else str(data_dir / entry.train)
+    return replace(entry, datasets=datasets, train=train), set_flags
+
+
+@dataclass(frozen=True)
+class EmbedData:
+    """Retrieval sets and training pairs of a study: their paths, and the fingerprints of the sets."""
+
+    entry: EmbedEntry
+    demo_folder: str
+
+    @cached_property
+    def folders(self) -> dict[str, Path]:
+        """Return the BEIR folder of each retrieval set by name."""
+        paths = {name: parse_dataset_name(text)[1] for name, text in zip(self.entry.names, self.entry.datasets, strict=True)}
+        return {name: path or Path(self.demo_folder, name) for name, path in paths.items()}
+
+    @property
+    def pairs(self) -> Path:
+        """Return the path of the pairs of contrastive training."""
+        return Path(self.demo_folder if self.entry.train == _DEMO else "", self.entry.train)
+
+    @property
+    def demo(self) -> Path | None:
+        """Return the folder of demo_ir, which the study builds; None if the manifest does not name it."""
+        return Path(self.demo_folder, _DEMO) if _DEMO in (*self.entry.datasets, self.entry.train) else None
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprint of each retrieval set that can be read, by name; cached."""
+        fingerprints = {}
+        for name, folder in self.folders.items():
+            with contextlib.suppress(InputError):
+                fingerprints[name] = compute_test_fingerprint(folder)
+        return fingerprints
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedStage(StageRunner):
+    """Stage of `megaenc embed`: evaluates an exported model, then trains it on pairs and evaluates it again for each seed.
+
+    STUDY/embed/NAME/pretrained.json    scores of the exported model
+    STUDY/embed/NAME/seed-S             model after contrastive training with seed S
+    STUDY/embed/NAME/seed-S.json        its scores
+    """
+
+    data: EmbedData = field(repr=False)
+    flags: Mapping[str, Any] = field(repr=False)
+    """flags of contrastive training in the manifest"""
+    seconds: float
+    """planned seconds of a contrastive training with its evaluation; 0 if unknown"""
+    kind, subfolder, unit = "embed", "embed", "evaluations"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Return (`export/NAME`,), the id of the stage that exports the evaluated model."""
+        return (f"export/{self.name}",)
+
+    @property
+    def run_count(self) -> int:
+        """Return the number of contrastive trainings."""
+        return len(self.data.entry.training_seeds)
+
+    @property
+    def work(self) -> float:
+        """Return the number of evaluations, to which the run times of these stages are proportional."""
+        return 1.0 + self.run_count
+
+    @property
+    def planned_seconds(self) -> float | None:
+        """Return the planned seconds of all contrastive trainings, None if unknown; without training those of a conversion."""
+        return self.run_count * self.seconds or None if self.run_count else StageRunner.planned_seconds
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """Return the folder of each evaluated model by its name in the evaluation: pretrained, seed-0, ..."""
+        trained = {f"seed-{seed}": self.folder / f"seed-{seed}" for seed in self.data.entry.training_seeds}
+        return {PRETRAINED: self.study / "hf" / self.name, **trained}
+
+    def prepare(self) -> None:
+        """Write the name and size of the pairs to pairs.json for `check`, if no training is finished yet."""
+        trained = [folder for name, folder in self.models.items() if name != PRETRAINED]
+        if trained and not any((folder / _TRAINING).is_file() for folder in trained):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.folder / _PAIRS, json.dumps(self._describe_pairs(), indent=1) + "\n")
+
+    def _describe_pairs(self) -> dict[str, Any]:
+        """Return name and size in bytes of the pairs; without the size if there are none, as before the study builds them."""
+        size = compute_size(self.data.pairs)
+        return {"train": self.data.pairs.name} | ({} if size is None else {"bytes of train": size})
+
+    def next_command(self) -> list[str]:
+        """Return the command line of the first missing output; the last evaluation's if all exist."""
+        last = list(self.models)[-1]
+        return next(self._remaining(), self._evaluation_command(last))
+
+    def remaining_commands(self) -> list[list[str]]:
+        """Return the command lines, in order, of demo set, trainings and evaluations whose output does not exist."""
+        return list(self._remaining())
+
+    def _remaining(self) -> Iterator[list[str]]:
+        """Yield the command lines whose output does not exist."""
+        demo = self.data.demo
+        if demo is not None and not os.path.isdir(demo) and not self.is_done():
+            yield megaenc_command("finetune", "demo", "--output", str(demo.parent))
+        for seed, (name, folder) in enumerate(self.models.items(), -1):
+            if not self._is_evaluated(name):
+                if name != PRETRAINED and not (folder / _TRAINING).is_file():
+                    paths = {"model": self.study / "hf" / self.name, "data": self.data.pairs, "output": folder, "seed": seed}
+                    yield megaenc_command("embed", "train", *format_flags({**paths, **self.flags}))
+                yield self._evaluation_command(name)
+
+    def _evaluation_command(self, name: str) -> list[str]:
+        """Return the command line of `megaenc embed eval` for the model `name`."""
+        data = [f"{dataset}={folder}" for dataset, folder in self.data.folders.items()]
+        paths = {"model": f"{name}={self.models[name]}", "data": data, "output": self._file(name)}
+        bm25 = {} if self._needs_bm25(name) else {"bm25": False}
+        return megaenc_command("embed", "eval", *format_flags({**paths, **self._rules(name), **bm25}))
+
+    def _rules(self, name: str) -> dict[str, Any]:
+        """Return the flags of an evaluation; a trained model's folder has its own attention, length and prefixes."""
+        given = RULES if name == PRETRAINED else ("precision",)
+        return {rule: self.flags[rule] for rule in given if rule in self.flags}
+
+    def _needs_bm25(self, name: str) -> bool:
+        """Return whether an evaluation ranks by BM25 too: only that of the pretrained model does."""
+        return self.data.entry.bm25 and name == PRETRAINED
+
+    def _file(self, name: str) -> Path:
+        """Return the path of a model's evaluation."""
+        return self.folder / f"{name}.json"
+
+    def _is_evaluated(self, name: str) -> bool:
+        """Return whether a model's evaluation has the scores of every data set, and of BM25 if it is to have them."""
+        scored, needed = _read_origin(self._file(name)).scored, {name, *(["BM25"] if self._needs_bm25(name) else [])}
+        return all(scored.get(model, frozenset()) >= self.data.folders.keys() for model in needed)
+
+    def progress(self) -> tuple[float, float]:
+        """Return (number of finished evaluations, number of all: of the pretrained model, and one for each seed)."""
+        return sum(map(self._is_evaluated, self.models)), len(self.models)
+
+    def check(self) -> None:
+        """Raise StaleArtifactError for an evaluation or a training of another model, other data or other settings."""
+        origins = {name: _read_origin(self._file(name)) for name in self.models if self._is_evaluated(name)}
+        fingerprints = {
+            name: _fingerprint_model(folder, origins[name].fingerprints.get(name, {}) if name in origins else {})
+            for name, folder in self.models.items()
+            if name in origins or (name == PRETRAINED and self.folder.is_dir())
+        }
+        if self.run_count:
+            self._compare(_PAIRS, read_json_or_empty(self.folder / _PAIRS), self._describe_pairs())
+        for seed in self.data.entry.training_seeds:
+            self._check_training(seed, fingerprints.get(PRETRAINED, {}))
+        for name, origin in origins.items():
+            rules = {rule: getattr(EmbeddingFlags(), rule) for rule in RULES} | self._rules(name)
+            self._compare(name, origin.settings, rules)
+            self._compare(name, origin.fingerprints.get(name, {}), fingerprints[name])
+            self._compare(name, origin.data, self.data.fingerprints)
+
+    def _check_training(self, seed: int, origin: Mapping[str, str]) -> None:
+        """Raise StaleArtifactError if the training with `seed` had other settings, or another model than `origin`."""
+        name = f"seed-{seed}"
+        recorded = read_json_or_empty(self.folder / name / _TRAINING)
+        config, planned = get_object(recorded, "config"), flags.flatten(self.data.entry.training) | {"seed": seed}
+        defaults = {"pooling": "mean", "attention": "bidirectional", "query_prefix": "", "document_prefix": ""}  # of an export
+        planned |= {rule: planned[rule] or default for rule, default in defaults.items()}
+        if not planned["precision"]:  # depends on the machine
+            del planned["precision"]
+        self._compare(name, config, {key: list(value) if isinstance(value, tuple) else value for key, value in planned.items()})
+        self._compare(name, get_object(recorded, "fingerprints"), origin)
+
+    def _compare(self, name: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+        """Raise StaleArtifactError if a recorded value differs from the current one of that name; both must be known."""
+        values = {key: recorded[key] for key in current if key in recorded}
+        if difference := describe_difference(values, {key: current[key] for key in values}):
+            raise StaleArtifactError(self.folder, f"made with other settings: embed: {difference} ({name})")
+
+
+@dataclass(frozen=True)
+class EvaluationOrigin:
+    """Part of an evaluation's file without its scores: settings, fingerprints of data and models, and scored sets by model."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    scored: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """names of the data sets with a score of each query, by model"""
+
+
+def _read_origin(file: Path) -> EvaluationOrigin:
+    """Return the EvaluationOrigin of a JSON file of `megaenc embed eval`, cached while the file does not change."""
+    try:
+        status = file.stat()
+    except OSError:
+        return EvaluationOrigin()
+    return _parse_origin(file, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _parse_origin(file: Path, *version: int) -> EvaluationOrigin:
+    """Return the EvaluationOrigin in `file`, empty if it is unreadable; `version` tells versions of the file apart."""
+    values = read_json_or_empty(file)
+    scores, fingerprints = get_object(values, "scores"), get_object(values, "fingerprints")
+    return EvaluationOrigin(
+        get_object(values, "settings"),
+        get_object(values, "data"),
+        {name: get_object(fingerprints, name) for name in fingerprints},
+        {name: frozenset(get_object(scores, name)) for name in scores},
+    )
+
+
+def get_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the JSON object under `name` in `values`; empty if it is missing or anything else."""
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _fingerprint_model(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fingerprints of a model and its tokenizer; {} if there is none.
+
+    They are the `recorded` ones, without reading the weights, if its files have the recorded sizes and times.
+    """
+    if not (folder / "config.json").is_file():
+        return {}
+    stamp = compute_model_stamp(str(folder))
+    if recorded.get("stamp") == stamp:
+        return {name: value for name, value in recorded.items() if name != "stamp"}
+    [weights] = compute_model_fingerprints([str(folder)], str(folder.parent), save=False)
+    return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(folder))}
+
+
+def check_embed_data(stages: Sequence[StageRunner], manifest: str) -> None:
+    """Raise InputError for a missing retrieval set or missing pairs that a remaining stage reads."""
+    remaining = [stage for stage in stages if isinstance(stage, EmbedStage) and not stage.is_done()]
+    for data in [stage.data for stage in remaining][:1]:  # all stages read the same
+        for name, folder in data.folders.items():
+            if folder != data.demo and not os.path.isdir(folder):  # False for a name that is too long
+                place = f"{manifest}: embed: field `datasets`: {name}"
+                raise InputError(f"{place}: {folder}: no such folder; expected BEIR's layout (see --data)")
+        if data.entry.train and data.pairs != data.demo and not os.path.exists(data.pairs):
+            place = f"{manifest}: embed: field `train`: {data.pairs}"
+            raise InputError(f"{place}: no such file or folder; expected pairs to train on (see --data)")

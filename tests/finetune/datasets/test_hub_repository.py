@@ -1,0 +1,148 @@
+"""Any repository of the Hub by its name: Parquet files with the Hub's schema, read by `datasets` from a folder, no network."""
+
+import datasets
+import pytest
+from datasets import ClassLabel, Dataset, Features, Sequence, Value
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets.registry import find_dataset, parse_dataset_name
+from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords, TaskFamily, split_validation_rows
+
+REVIEWS = Features({"sentence": Value("string"), "label": ClassLabel(names=["neg", "pos"]), "idx": Value("int32")})
+
+
+def reviews(count, label=lambda row: row % 2):
+    columns = {"sentence": [f"text {row}" for row in range(count)], "label": [label(row) for row in range(count)]}
+    return Dataset.from_dict(columns | {"idx": list(range(count))}, features=REVIEWS)
+
+
+@pytest.fixture
+def on_hub(monkeypatch, tmp_path):
+    """Put data sets on a Hub, {repository: {split: Dataset}}; returns the calls. They are read from Parquet by `datasets`."""
+    calls, load_dataset = [], datasets.load_dataset
+    monkeypatch.chdir(tmp_path)
+
+    def put(**repositories):
+        for repository, splits in repositories.items():
+            for split, data in splits.items():
+                path = tmp_path / "hub" / repository / "data" / f"{split}-00000-of-00001.parquet"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                data.to_parquet(path)
+
+        def load(repository, config=None, *, revision=None):
+            calls.append((repository, config, revision))
+            return load_dataset(str(tmp_path / "hub" / repository.rpartition("/")[2]), cache_dir=str(tmp_path / "cache"))
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        return calls
+
+    return put
+
+
+def test_a_name_is_enough_for_texts_with_named_classes(on_hub):
+    calls = on_hub(films={"train": reviews(10), "validation": reviews(4), "test": reviews(3)})
+    found = find_dataset("org/films")
+    assert (found.name, found.family, found.labels, found.train_on) == ("films", TaskFamily.SC, ("neg", "pos"), "films")
+    assert found.load_split("validation")[1] == LabelledText("validation-1", "text 1", 1)
+    assert [len(found.load_split(split)) for split in ("train", "validation", "test")] == [10, 4, 3]
+    assert calls == [("org/films", None, None)]
+    assert find_dataset("org/films").fingerprint == found.fingerprint != find_dataset("org/films@abc").fingerprint
+
+
+@pytest.mark.parametrize("given, name, call", [
+    ("org/films:en.v1", "films-en.v1", ("org/films", "en.v1", None)),
+    ("org/films@0abc", "films", ("org/films", None, "0abc")),
+    ("hf:org/films:en@refs/pr/3", "films-en", ("org/films", "en", "refs/pr/3")),
+    ("hf:films", "films", ("films", None, None)),
+    ("mine=org/films", "mine", ("org/films", None, None)),
+])  # fmt: skip
+def test_configurations_revisions_and_other_names(on_hub, given, name, call):
+    calls = on_hub(films={"train": reviews(40), "test": reviews(3)})
+    assert parse_dataset_name(given)[0] == find_dataset(given).name == name and calls == [call]
+
+
+def test_an_existing_path_is_read_instead(on_hub, tmp_path):
+    calls = on_hub(films={"train": reviews(4)})
+    (tmp_path / "org" / "films").mkdir(parents=True)
+    for split in ("train", "valid", "test"):
+        (tmp_path / "org" / "films" / f"{split}.jsonl").write_text('{"text": "good", "label": "yes"}\n')
+    assert find_dataset("org/films").labels == ("yes",)
+    with pytest.raises(InputError, match=r"data set org/flims: found no file or folder org/flims, expected one with labelled"):
+        find_dataset("org/flims")
+    assert not calls
+
+
+def test_missing_splits_are_made_as_of_local_files(on_hub, capsys):
+    on_hub(films={"train": reviews(40), "test": reviews(3)}, hidden={
+        "train": reviews(40), "validation": reviews(5), "test": reviews(3, lambda row: -1)})  # fmt: skip
+    train, validation = split_validation_rows(40)
+    found = find_dataset("org/films")
+    for split, rows in (("train", train), ("validation", validation)):
+        assert [example.id for example in found.load_split(split)] == [f"train-{row}" for row in rows]
+    assert len(found.load_split("test")) == 3
+    hidden = find_dataset("org/hidden")
+    assert [len(hidden.load_split(split)) for split in ("train", "validation", "test")] == [38, 2, 5]
+    said = capsys.readouterr().out
+    assert "films: no validation split: 5 % of train validate (seed 42)\n" in said
+    assert "hidden: test is not used: its labels are hidden (-1)\n" in said
+    assert "hidden: no test split: 5 % of train validate (seed 42), and validation is the test split\n" in said
+
+
+def test_pairs_labels_without_names_tags_and_questions(on_hub):
+    pairs = Dataset.from_dict({"premise": ["It rains.", "It snows."], "hypothesis": ["Wet.", "Hot."], "label": [7, 3]})
+    tags = Features({"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=["O", "B-PER"]))})
+    people = Dataset.from_dict({"tokens": [["Ada", "wrote"], []], "ner_tags": [[1, 0], []]}, features=tags)
+    answers = [{"text": ["Ada"], "answer_start": [4]}, {"text": ["Bob"], "answer_start": [0]}, {"text": [], "answer_start": []}]
+    asked = Dataset.from_dict({"question": ["Who?"] * 3, "context": ["Yes Ada did."] * 3, "answers": answers, "id": list("abc")})
+    on_hub(**{name: dict.fromkeys(("train", "validation", "test"), data)
+              for name, data in (("pairs", pairs), ("people", people), ("asked", asked))})  # fmt: skip
+    found = find_dataset("org/pairs", pair_template="{text} | {text_pair}")
+    assert (found.labels, found.pair_template) == (("3", "7"), "{text} | {text_pair}")
+    assert found.load_split("test")[0] == LabelledText("test-0", "It rains. | Wet.", 1)
+    found = find_dataset("org/people")
+    assert (found.family, found.labels) == (TaskFamily.TC, ("O", "B-PER"))
+    assert found.load_split("train") == [TaggedWords("train-0", ("Ada", "wrote"), (1, 0))]
+    found = find_dataset("org/asked")
+    assert found.family is TaskFamily.QA and found.load_split("test") == [
+        Question("a", "Who?", "Yes Ada did.", (Answer("Ada", 4),)), Question("c", "Who?", "Yes Ada did.", ())
+    ]  # fmt: skip
+    with pytest.raises(
+        InputError, match=r"found the columns `question`, .*, expected for --task SC text \(or sentence\) and label"
+    ):
+        find_dataset("org/asked", task="SC")
+
+
+@pytest.mark.parametrize("content, message", [
+    ({"train": Dataset.from_dict({"body": ["x"], "stars": [1]})},
+     r"data set odd \(org/odd\): found the columns `body`, `stars`, expected text \(or sentence\) and label"),
+    ({"train": Dataset.from_dict({"text": ["x"], "label": [0.5]})},
+     r"data set odd \(org/odd\): train row 1: label 0.5: .* regression is not supported"),
+    ({"train": Dataset.from_dict({"tokens": [["x"]], "tags": [["NN"]]})}, r"train row 1: tag 1: found 'NN', expected IOB2"),
+    ({"unsupervised": reviews(2)}, r"found the splits `unsupervised`, expected train, validation and test"),
+    ({"train": reviews(2)}, r"data set odd \(org/odd\): no test split, expected a split test"),
+])  # fmt: skip
+def test_what_is_no_labelled_data_is_one_line(on_hub, content, message):
+    on_hub(odd=content)
+    with pytest.raises(InputError, match=message):
+        find_dataset("org/odd").load_split("test")
+
+
+@pytest.mark.parametrize("given, error, message", [
+    ("runs/nowhere", ConnectionError("Couldn't reach it"),
+     r"^data set runs/nowhere: found no file or folder runs/nowhere; runs/nowhere of the Hugging Face Hub cannot be read: "
+     r"Couldn't reach it; expected a data set of the Hub and a network once, or a path of local data$"),
+    ("hf:glue", ValueError("Config name is missing.\nPlease pick one among the available configs: ['cola', 'sst2']\nExample"),
+     r"^data set hf:glue: glue of .*: Config name is missing. Please pick one among the available configs: \['cola', 'sst2'\];"),
+])  # fmt: skip
+def test_what_the_hub_does_not_give_is_one_line(on_hub, monkeypatch, given, error, message):
+    on_hub()
+
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(InputError, match=message):
+        find_dataset(given)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"):
+        find_dataset(given)

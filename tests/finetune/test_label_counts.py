@@ -1,0 +1,66 @@
+"""Lines on imbalanced, absent and unseen labels before a training."""
+
+import json
+
+import numpy as np
+import pytest
+import test_train
+
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
+from megaenc.finetune.command import run_main
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.examples import Dataset, TaggedWords, TaskFamily
+from megaenc.finetune.label_counts import describe_label_counts
+from megaenc.finetune.tasks.token_classification import TokenClassification
+from megaenc.finetune.tokenized import TextEncoder
+
+model = test_train.model
+
+
+@pytest.mark.parametrize("train, validation, test, lines", [
+    ([10, 50], [1, 1], [3, 1], []),
+    ([10, 51], [1, 1], [3, 1], [
+        "x: pos is 5.1 times as frequent as neg; train: pos 51, neg 10; always predicting neg is right in 75.00 % of test"]),
+    ([10, 10], [4, 0], [1, 1], [
+        "x: validation has no pos; train: neg 10, pos 10; always predicting neg is right in 50.00 % of test"]),
+    ([10, 0], [4, 0], [5, 3], [
+        "x: train has no pos; validation has no pos; train: neg 10, pos 0; always predicting neg is right in 62.50 % of test",
+        "x: warning: labels without a training example cannot be learned: pos (test: 3)"]),
+])  # fmt: skip
+def test_what_is_said_of_classes(train, validation, test, lines):
+    counts = {"train": np.array(train), "validation": np.array(validation), "test": np.array(test)}
+    assert describe_label_counts("x", ("neg", "pos"), counts) == lines
+
+
+def test_the_tag_of_no_span_is_no_class():
+    counts = np.array([1000, 10, 12])
+    assert describe_label_counts("x", ("O", "B-X", "I-X"), dict.fromkeys(("train", "validation", "test"), counts)) == []
+    [line] = describe_label_counts("x", ("O", "B-X", "I-X"), dict.fromkeys(("train", "validation", "test"), counts * [1, 9, 1]))
+    assert line.startswith("x: B-X is 7.5 times as frequent as I-X; train: O 1,000, B-X 90, I-X 12; always predicting O is right")
+
+
+@pytest.mark.parametrize("add_eos", [True, False])
+def test_words_are_counted_once(model, add_eos):
+    labels = ("O", "B-X", "I-X")
+    sentences = [(1,), (0, 1, 2, 2), (0,), (0,), (1, 2)]
+    examples = [TaggedWords(f"{at}", ("unbelievable",) * len(tags), tags) for at, tags in enumerate(sentences)]
+    task = TokenClassification(Dataset("x", TaskFamily.TC, labels, "x", "", "", lambda split: examples), FinetuneConfig())
+    encoded = task.encode(examples, TextEncoder(load_tokenizer(str(model)), 60, add_eos=add_eos))
+    assert (encoded.lengths > [len(tags) + 1 for tags in sentences]).all()  # a word has several sub-tokens
+    assert task.count_labels(encoded).tolist() == np.bincount(sum(sentences, ())).tolist() == [3, 3, 3]
+
+
+def test_a_run_counts_labels_before_it_trains(model, tmp_path, capfd):
+    rows = [{"text": f"stan {at}", "label": "pos" if at % 8 else "neg"} for at in range(16)]
+    for split, some in (("train", rows), ("valid", rows[1:3]), ("test", [*rows[:4], {"text": "mill", "label": "odd"}])):
+        test_train.write(tmp_path / "films" / f"{split}.jsonl", some)
+    (tmp_path / "films" / "meta.json").write_text(json.dumps({"labels": ["neg", "pos", "odd"]}))
+    flags = ["--model", model, "--dataset", tmp_path / "films", "--output", tmp_path / "out", *test_train.FEW, "--max-steps", 2]
+    run_main([str(flag) for flag in flags])
+    said = capfd.readouterr().out.splitlines()
+    assert (
+        "films: pos is 7.0 times as frequent as neg; train has no odd; validation has no neg, odd; train: pos 14, neg 2, odd 0; "
+        "always predicting pos is right in 60.00 % of test"
+    ) in said
+    assert "films: warning: labels without a training example cannot be learned: odd (test: 1)" in said
+    assert any(line.startswith("test: score") and "(60.00)" in line for line in said)

@@ -1,0 +1,197 @@
+"""Validation during training: the weights of the best step, early stopping, and results that nothing else changes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import test_train
+import torch
+from safetensors.torch import load_file
+
+from megaenc.errors import InputError
+from megaenc.finetune.command import run_main
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.datasets.registry import find_dataset
+from megaenc.finetune.grid.jobs import build_jobs
+from megaenc.finetune.optimizer import MasterWeightOptimizer
+from megaenc.finetune.results import files as result_files
+from megaenc.finetune.tasks import Scores
+from megaenc.finetune.train import hash_weights, train_and_evaluate
+from megaenc.finetune.validation import ValidationHistory
+
+data, model = test_train.data, test_train.model
+STEPS = 14
+
+
+def plan(model, datasets, output, *, train_on="", rate=2e-2, **protocol):
+    values = dict(max_steps=STEPS, batch_size=8, epochs=9, precision="fp32") | protocol
+    options = DatasetConfig(train_on=str(train_on))
+    [job] = build_jobs([str(model)], datasets, [rate], [0], str(output), FinetuneConfig(**values), options, find_dataset)
+    return job
+
+
+def train(job):
+    assert train_and_evaluate(job)
+    found = {}
+    for dataset in job.evaluate_on:
+        path = result_files.job_folder(job, dataset.name) / "results.json"
+        found[dataset.name] = json.loads(path.read_text())
+    return found
+
+
+@pytest.fixture
+def weights_by_step(monkeypatch):
+    """Record the weights and their digest after each step of trainings in this test, {digest: weights by name}."""
+    recorded, models = [], []
+    build, step = MasterWeightOptimizer.__init__, MasterWeightOptimizer.step
+
+    def build_and_record(self, model, **options):
+        models.append(model)
+        build(self, model, **options)
+
+    def step_and_record(self):
+        norm = step(self)
+        weights = {name: weight.detach().clone() for name, weight in models[-1].named_parameters()}
+        recorded.append((hash_weights(models[-1]), weights))
+        return norm
+
+    monkeypatch.setattr(MasterWeightOptimizer, "__init__", build_and_record)
+    monkeypatch.setattr(MasterWeightOptimizer, "step", step_and_record)
+    return recorded
+
+
+@pytest.mark.parametrize("family, rate, precision", [("sc", 2e-2, "fp32"), ("tc", 5e-3, "bf16"), ("ir", 2e-2, "fp32")])
+def test_the_weights_of_the_best_step_are_used(family, rate, precision, model, data, tmp_path, weights_by_step):
+    job = plan(model, [str(data / family)], tmp_path / "out", rate=rate, precision=precision, eval_interval=4,
+               best_checkpoint=True)  # fmt: skip
+    job = replace(job, save_model=str(tmp_path / "kept"))
+    result = train(job)[family]
+    scores = {one["step"]: one["score"] for one in result["evaluations"]}
+    best = result["best_step"]
+    assert list(scores) == [4, 8, 12, 14] and best < 14
+    assert best == min(step for step in scores if scores[step] == max(scores.values()))
+    assert result["validation"]["score"] == scores[best] and result["steps"] == 14
+    digest, weights = weights_by_step[best - 1]
+    assert result["trained"] == digest != weights_by_step[-1][0]
+    details = json.loads((tmp_path / "kept" / "finetuning.json").read_text())
+    assert (details["best_step"], details["steps"], details["trained"]) == (best, 14, digest)
+    assert f"| steps | `14, weights of step {best}` |" in (tmp_path / "kept" / "README.md").read_text()
+    kept = {name.removeprefix("model."): weight for name, weight in load_file(tmp_path / "kept" / "model.safetensors").items()}
+    names = [name.removeprefix("backbone.model.") for name in weights if name.startswith("backbone.")]
+    assert len(names) > 10 and all(
+        torch.equal(kept[name].to(weights[f"backbone.model.{name}"].dtype), weights[f"backbone.model.{name}"]) for name in names
+    )
+    if precision == "bf16":  # the float32 masters are kept
+        assert not any(torch.equal(kept[name], kept[name].bfloat16().float()) for name in names if name.endswith("proj.weight"))
+    if precision == "fp32":
+        assert details["scores"]["test"]["score"] == result["test"]["score"]
+
+
+@pytest.mark.parametrize("family", ["sc", "ir"])
+def test_validation_during_training_changes_no_weight(family, model, data, tmp_path):
+    plain = train(plan(model, [str(data / family)], tmp_path / "plain"))[family]
+    often = train(plan(model, [str(data / family)], tmp_path / "often", eval_interval=3))[family]
+    assert [one["step"] for one in often.pop("evaluations")] == [3, 6, 9, 12, 14] and often.pop("best_step")
+    assert often.pop("protocol") == plain.pop("protocol") | {"eval_interval": 3}
+    assert often == plain and "evaluations" not in plain
+
+
+def test_early_stopping_ends_where_a_longer_training_has_been(model, data, tmp_path, capsys):
+    whole = train(plan(model, [str(data / "ir")], tmp_path / "whole", eval_interval=2, best_checkpoint=True))["ir"]
+    short = train(plan(model, [str(data / "ir")], tmp_path / "short", eval_interval=2, early_stopping=2))["ir"]
+    assert whole["best_step"] == short["best_step"] == short["steps"] - 4 and short["steps"] < whole["steps"] == 14
+    assert short["evaluations"] == whole["evaluations"][: short["steps"] // 2]
+    assert short["trained"] == whole["trained"] and short["test"] == whole["test"]
+    assert f"little ir 2e-02 sd0: stopped after {short['steps']} of 14 steps: --early-stopping 2" in capsys.readouterr().out
+
+
+def test_sets_that_share_a_training_have_the_results_of_their_own(model, data, tmp_path):
+    sets, flags = (
+        [str(data / "ir"), str(data / "other")],
+        {"train_on": data / "ir", "eval_interval": 2, "early_stopping": 2, "rate": 5e-2},
+    )
+    both = train(plan(model, sets, tmp_path / "both", **flags))
+    assert both["ir"]["best_step"] != both["other"]["best_step"]
+    for name, dataset in (("ir", sets[0]), ("other", sets[1])):
+        assert train(plan(model, [dataset], tmp_path / name, **flags)) == {name: both[name]}
+
+
+def result(score):
+    return Scores(score, {}, None, {}, [], {})
+
+
+def test_of_equal_scores_the_earliest_is_best():
+    history = ValidationHistory(FinetuneConfig(eval_interval=5, early_stopping=3))
+    weights = torch.nn.Parameter(torch.zeros(2))
+    stops = []
+    for step, score in ((5, 0.5), (10, 0.7), (15, 0.7), (20, 0.6), (25, 0.7)):
+        history.add(step, result(score), lambda step=step: {weights: torch.full((2,), float(step))})
+        stops.append(history.is_stopped)
+    assert stops == [False] * 4 + [True] and (history.step, history.best_step, history.scores.score) == (10, 10, 0.7)
+    history.restore()
+    assert weights.tolist() == [10, 10]
+    last = ValidationHistory(FinetuneConfig(eval_interval=5))
+    for step, score in ((5, 0.7), (10, 0.6)):
+        last.add(step, result(score), lambda: pytest.fail("copies weights that nothing uses"))
+    assert (last.step, last.best_step, last.scores.score, last.is_stopped) == (10, 5, 0.6, False)
+
+
+def test_a_prediction_that_is_nan_during_training_is_a_failed_run(model, data, tmp_path):
+    job = plan(model, [str(data / "sc")], tmp_path, rate=1e40, warmup=0.5, max_steps=4, eval_interval=2)
+    assert not train_and_evaluate(job)
+    [failure] = [json.loads(path.read_text()) for path in tmp_path.rglob("failed.json")]
+    assert (failure["reason"], failure["step"]) == ("a prediction of the model is NaN or inf after step 2", 2)
+
+
+def test_the_command_prints_and_reads_the_scores_by_step(model, data, tmp_path, capfd, refusal):
+    flags = ["--model", model, "--dataset", data / "sc", "--output", tmp_path, "--batch-size", 8, "--precision", "fp32",
+             "--max-steps", 6, "--eval-interval", 3, "--best-checkpoint"]  # fmt: skip
+    for again in ("", "finished before, "):
+        run_main([str(flag) for flag in flags])
+        said = capfd.readouterr().out
+        [path] = tmp_path.rglob("results.json")
+        values = json.loads(path.read_text())
+        (first, last), best = (f"{100 * one['score']:.2f}" for one in values["evaluations"]), values["best_step"]
+        assert f"validation score by step: 3 {first}, 5 {last}; best: step {best}\n" in said and f"; {again}{tmp_path}" in said
+    said = refusal(run_main, flags[:-1])
+    assert "field `protocol.best_checkpoint`: found True, expected False; use the recorded value" in said
+    path.write_text(path.read_text().replace('"step": 3', '"step": "x"'))
+    assert "results.json: field `evaluations`: ValueError" in refusal(run_main, flags)
+
+
+def test_older_results_are_of_the_protocol_without_validation(model, data, tmp_path):
+    job = plan(model, [str(data / "sc")], tmp_path, max_steps=2)
+    values = train(job)["sc"]
+    new = ("eval_interval", "best_checkpoint", "early_stopping")
+    assert not values["protocol"].keys() & set(new)
+    assert result_files.read_job_state(job, "sc") == "finished"
+    [path] = tmp_path.rglob("results.json")
+    assert result_files.find_protocol_difference(path, job.protocol, job.fingerprints.for_dataset("sc")) is None
+    other = replace(job.protocol, eval_interval=2)
+    said = result_files.find_protocol_difference(path, other, job.fingerprints.for_dataset("sc"))
+    assert said == "eval_interval is 0 there, 2 here"
+    with pytest.raises(InputError, match=r"field `protocol.eval_interval`: found 0, expected 2"):
+        result_files.read_job_state(replace(job, protocol=other), "sc")
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"best_checkpoint": True}, "--best-checkpoint: found --eval-interval 0, expected its number of steps, such as 100"),
+    ({"early_stopping": 2}, "--early-stopping: found --eval-interval 0, expected its number of steps, such as 100"),
+    ({"eval_interval": -1}, "--eval-interval: found -1, expected at least 0"),
+    ({"early_stopping": -1, "eval_interval": 1}, "--early-stopping: found -1, expected at least 0"),
+    ({"max_steps": -1}, "--max-steps: found -1, expected at least 0"),
+])  # fmt: skip
+def test_wrong_flags(values, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
+        FinetuneConfig(**values).check()
+
+
+def test_the_limit_of_a_training_is_printed(model, data, tmp_path, capsys):
+    five = {"batch_size": 8, "max_steps": 0, "epochs": 1.5}  # of 40 examples
+    assert train(plan(model, [str(data / "sc")], tmp_path / "a", **five))["sc"]["steps"] == 8
+    assert "epochs" not in capsys.readouterr().out
+    assert train(plan(model, [str(data / "sc")], tmp_path / "b", **five | {"max_steps": 3}))["sc"]["steps"] == 3
+    assert "sc: 0.6 epochs instead of --epochs 1.5: --max-steps 3; --max-steps 0 lifts this limit\n" in capsys.readouterr().out
+    assert train(plan(model, [str(data / "sc")], tmp_path / "c", **five | {"max_steps": 3, "epochs": 1.0}))["sc"]["steps"] == 3
+    assert "epochs" not in capsys.readouterr().out  # as in the study

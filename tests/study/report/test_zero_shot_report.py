@@ -1,0 +1,143 @@
+"""The report of a study with zero-shot retrieval: its tables, its figure, its claims, and nothing of them without it."""
+
+import csv
+import re
+
+import pytest
+from study_folders import write_results
+from zero_shot_folders import write_evaluation, write_study
+
+from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.report import command as report_command
+from megaenc.study.report.command import ReportConfig, build_report
+from megaenc.study.report.zero_shot import build_zero_shot_figure
+from megaenc.study.results.zero_shot import METRIC, read_zero_shot
+
+MANIFEST = """
+title: Retrieval
+sizes: {mini: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, num_query_groups: 2}}
+pretrain: {seq_length: 128, global_batch_size: 16, lr_warmup_iters: 10, lr_wsd_decay_iters: 10}
+corpus: {demo: true, vocab_size: 4096}
+models:
+  - {size: mini, steps: [150, 300], clm_share: [0, 1], mask: 0.4}
+"""
+FINETUNE = "finetune: {datasets: [demo_sc, demo_qa], learning_rates: [2e-4, 1e-3], seeds: 3}\n"
+EMBED = "embed: {datasets: [sci=ir/sci, demo_ir], train: qa, seeds: 3}\n"
+ABILITY = {"mini-mlm40-150": 0.3, "mini-mlm40-300": 0.4, "mini-clm-150": 0.25, "mini-clm-300": 0.3}
+KEYS = {
+    name: ModelKey("mini", mlm_steps=steps, mask_ratio=0.4) if "mlm" in name else ModelKey("mini", clm_steps=steps)
+    for name in ABILITY
+    for steps in [int(name[-3:])]
+}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A finished study with fine-tuning and zero-shot retrieval."""
+    root = write_study(tmp_path_factory.mktemp("zero-shot"), ABILITY)
+    write_results(root / "results", KEYS)
+    (root / "study.yaml").write_text(MANIFEST + FINETUNE + EMBED)
+    (root / "without.yaml").write_text(MANIFEST + FINETUNE)
+    (root / "only.yaml").write_text(MANIFEST + EMBED)
+    return root
+
+
+def build(root, manifest="study.yaml", results="results"):
+    """Return the ReportPage of the study in `root`."""
+    return build_report(ReportConfig(manifest=f"{root}/{manifest}" if manifest else "", results=f"{root}/{results}"))
+
+
+def test_the_table_has_each_model_before_and_after_training(study):
+    tables = {table.key: table for table in build(study).tables}
+    table, scores = tables["zero-shot"], read_zero_shot(study / "embed")
+    assert [(column.group, column.name) for column in table.columns[5:]] == [
+        (dataset, state) for dataset in ("sci", "demo_ir") for state in ("as pretrained", "after contrastive training")
+    ]
+    names = ["mini-clm-150", "mini-clm-300", "mini-mlm40-150", "mini-mlm40-300", "BM25", "random ranking"]
+    assert [row.name for row in table.rows] == names
+    row = table.rows[3].cells
+    assert row[:5] == ("mini-mlm40-300", "mini", "MLM", "40 %", 300)
+    one = scores.pretrained["mini-mlm40-300", "sci", METRIC]
+    assert row[5] == f"{100 * one.mean:.2f} [{100 * one.interval[0]:.1f}, {100 * one.interval[1]:.1f}]"
+    means = [100 * of_seed.mean for of_seed in scores.trained["mini-mlm40-300", "sci", METRIC].values()]
+    assert re.fullmatch(rf"{sum(means) / 3:.2f} \(\d\.\d\d\)", row[6])
+    assert table.rows[4].cells[5].startswith("55.00") and table.rows[4].cells[6] is None
+    assert tables["zero-shot-recall"].folded and tables["zero-shot-recall"].rows[4].cells[5].startswith("100.00")
+
+
+def test_the_figure_has_a_line_for_each_objective_and_bm25(study):
+    figure = build_zero_shot_figure(read_zero_shot(study / "embed"), "normal")
+    assert [panel.title for panel in figure.panels] == ["As pretrained", "After contrastive training"]
+    for panel, base in zip(figure.panels, (0, 10), strict=True):
+        assert [line.name for line in panel.lines] == ["CLM", "MLM", "BM25"]
+        clm, mlm, bm25 = panel.lines
+        assert [point.x for point in mlm.points] == [150, 300]
+        assert [point.mean for point in clm.points] == pytest.approx([25 + base, 30 + base], abs=3)
+        assert [point.mean for point in bm25.points] == pytest.approx([55, 55])
+        assert bm25.points[0].x < 150 < 300 < bm25.points[1].x
+        assert all(point.half_width > 0 for point in mlm.points)
+
+
+def test_other_schedules_and_sizes_get_lines_of_their_own(tmp_path):
+    names = ["tiny-clm-75-mlm40-300", "tiny-clm-dec150-mlm40-300", "tiny-mlm20-300", "tiny-mlm40-300", "tiny-mlm40-300-100"]
+    write_study(tmp_path, dict.fromkeys([*names, "small-mlm40-300", "unknown"], 0.3), seeds=1)
+    results = read_zero_shot(tmp_path / "embed")
+    before, after = build_zero_shot_figure(results, "normal").panels
+    expected = ["MLM, small", "MLM, tiny", "CLM, then more MLM, tiny", "25 % CLM, then MLM, tiny", "BM25"]
+    assert sorted(line.name for line in before.lines) == sorted(line.name for line in after.lines) == sorted(expected)
+    assert len({(line.colour, line.marker) for line in before.lines}) == len(expected)
+    assert after.lines[0].points[0].half_width is None  # one seed
+
+
+def test_the_page_is_written_with_tables_figure_and_claims(study, tmp_path, monkeypatch, capsys):
+    every = report_command.build_figures
+    monkeypatch.setattr(report_command, "build_figures", lambda *given: every(*given)[-1:])
+    output = tmp_path / "report"
+    report_command.main([f"{study}/study.yaml", "--results", f"{study}/results", "--output", str(output)])
+    printed = capsys.readouterr().out
+    assert "1f MLM is above CLM on ZS: holds for these runs" in printed and "4c 25 % CLM" in printed
+    assert "missing" not in printed
+    with (output / "tables" / "zero-shot.csv").open() as stream:
+        head, *rows = csv.reader(stream)
+    assert head[5:7] == ["sci as pretrained", "sci after contrastive training"] and len(rows) == 6
+    assert (output / "tables" / "zero-shot-recall.csv").is_file() and (output / "figures" / "zero-shot.svg").is_file()
+    page = (output / "index.html").read_text()
+    assert 'id="table-zero-shot"' in page and 'id="figure-zero-shot"' in page and "<dt>Zero-shot retrieval</dt>" in page
+    assert "ZS average of sci, demo_ir" in page
+
+
+def test_a_study_without_it_shows_nothing_of_it(study, tmp_path):
+    page = build(study, "without.yaml")
+    assert not [table.key for table in page.tables if "zero-shot" in table.key]
+    assert not [one.figure.key for one in page.figures if one.figure.key == "zero-shot"]
+    assert not {"1f", "4c", "5c"} & {f"{one.claim}{one.part}" for one in page.verdicts}
+    assert "Zero-shot retrieval" not in dict(page.facts)
+
+
+def test_fine_tuning_is_reported_as_without_it(study):
+    both, alone = build(study), build(study, "without.yaml")
+    mine = [table for table in both.tables if "zero-shot" not in table.key]
+    assert mine == list(alone.tables) and both.scores == alone.scores
+    with_comparisons = {f"{one.claim}{one.part}": one.comparisons for one in both.verdicts}
+    assert all(with_comparisons[f"{one.claim}{one.part}"] == one.comparisons for one in alone.verdicts)
+
+
+def test_a_study_of_retrieval_only_has_a_report(study):
+    page = build(study, "only.yaml", "none")
+    assert [table.key for table in page.tables] == ["zero-shot", "zero-shot-recall"] and page.missing_scores == ""
+    assert [one.figure.key for one in page.figures if one.figure.panels] == ["zero-shot"]
+    found = {f"{one.claim}{one.part}": one.verdict for one in page.verdicts}
+    assert found["1f"] == "holds" and found["1a"] == "no data"
+
+
+def test_what_is_missing_is_named(tmp_path):
+    write_study(tmp_path, {name: mean for name, mean in ABILITY.items() if name != "mini-clm-150"}, seeds=2)
+    (tmp_path / "study.yaml").write_text(MANIFEST + EMBED)
+    write_evaluation(tmp_path / "embed" / "mini-clm-150" / "pretrained.json", {"pretrained": {}})
+    page = build(tmp_path)
+    [missing] = [text for text in page.notices if "Zero-shot" in text]
+    assert "mini-clm-150 (0 of 8)" in missing and "mini-mlm40-300 (6 of 8)" in missing
+    table = page.tables[0]
+    assert [row.name for row in table.rows][:1] == ["mini-clm-300"] and table.rows[0].cells[6].endswith(" [2/3]")
+    [panel] = next(one.figure.panels for one in page.figures if one.figure.key == "zero-shot")
+    assert panel.title == "As pretrained"

@@ -1,0 +1,156 @@
+"""Zero-shot evaluations become scores of models, and evidence for the claims that compare objectives."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from zero_shot_folders import QUERIES, write_evaluation, write_study
+
+from megaenc.study.claims.verdicts import judge
+from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.scope import StudyScope
+from megaenc.study.results.evidence import Evidence
+from megaenc.study.results.zero_shot import METRIC, RECALL, read_zero_shot
+
+MODELS = {"tiny-mlm40-300": 0.4, "tiny-clm-300": 0.3, "tiny-clm-75-mlm40-300": 0.401}
+KEYS = {
+    "tiny-mlm40-300": ModelKey("tiny", mlm_steps=300, mask_ratio=0.4),
+    "tiny-clm-300": ModelKey("tiny", clm_steps=300),
+    "tiny-clm-75-mlm40-300": ModelKey("tiny", 75, 225, mask_ratio=0.4),
+}
+
+
+def read(folder, **scope):
+    """Return the results below `folder`/embed of the manifest's models in `scope`."""
+    return read_zero_shot(folder / "embed", StudyScope(**scope))
+
+
+def test_scores_are_those_of_the_files(tmp_path):
+    scores = np.linspace(0, 1, QUERIES)
+    values = {"random": {"sci": scores / 10}, "BM25": {"sci": scores / 2}, "pretrained": {"sci": scores}}
+    write_evaluation(tmp_path / "embed" / "own" / "pretrained.json", values)
+    write_evaluation(tmp_path / "embed" / "own" / "seed-1.json", {"seed-1": {"sci": scores**2}})
+    results = read(tmp_path)
+    one = results.pretrained["own", "sci", METRIC]
+    assert np.array_equal(one.values, scores) and one.mean == pytest.approx(0.5)
+    rows = json.loads((tmp_path / "embed" / "own" / "pretrained.json").read_text())["rows"]
+    [row] = [row for row in rows if (row["model"], row["metric"]) == ("pretrained", METRIC)]
+    assert one.interval == (row["low"] / 100, row["high"] / 100) and row["mean"] == pytest.approx(50)
+    assert results.trained["own", "sci", METRIC][1].mean == pytest.approx(np.mean(scores**2))
+    assert results.trained["own", "sci", RECALL][1].mean == pytest.approx(np.mean(np.minimum(1, 2 * scores**2)))
+    assert {name: results.baselines[name, "sci", METRIC].mean for name in ("BM25", "random")} == {
+        "BM25": pytest.approx(0.25),
+        "random": pytest.approx(0.05),
+    }
+    assert (results.seeds, results.datasets, results.models, results.model_keys) == ((1,), ["sci"], ["own"], {})
+
+
+def test_only_what_the_manifest_plans_counts(tmp_path):
+    write_study(tmp_path, MODELS | {"other": 0.5}, seeds=4)
+    planned = {"model_keys": KEYS, "retrieval_sets": ("demo_ir",), "contrastive_seeds": (0, 1, 2)}
+    results = read(tmp_path, **planned)
+    assert set(results.models) == set(MODELS) and results.datasets == ["demo_ir"] and results.seeds == (0, 1, 2)
+    assert results.describe_missing() == ""
+    (tmp_path / "embed" / "tiny-clm-300" / "seed-2.json").write_text("{")
+    results = read(tmp_path, **planned)
+    assert results.describe_missing() == "Zero-shot scores are missing, of models (scores so far): tiny-clm-300 (3 of 4)."
+    assert {score.model for score in results.build_evidence().scores} == set(MODELS) - {"tiny-clm-300"}
+    assert read(tmp_path, model_keys=KEYS) is None and read(tmp_path / "none") is None
+
+
+ODD = [
+    *("[]", "", '{"scores": 3}', '{"scores": {"pretrained": []}}'),
+    *(f'{{"scores": {{"pretrained": {{"sci": {{"ndcg@10": {value}}}}}}}}}' for value in ('"x"', "[]", "[NaN]", '["0.5"]')),
+]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_an_odd_file_counts_as_missing(tmp_path, text):
+    folder = tmp_path / "embed" / "own"
+    folder.mkdir(parents=True)
+    (folder / "pretrained.json").write_text(text)
+    assert read(tmp_path) is None
+
+
+def test_evidence_is_after_training_if_any_model_is_trained_else_as_pretrained(tmp_path):
+    write_study(tmp_path, MODELS, seeds=3)
+    evidence = read(tmp_path, model_keys=KEYS, retrieval_sets=("sci", "demo_ir"), contrastive_seeds=(0, 1, 2)).build_evidence()
+    score = evidence.find(KEYS["tiny-clm-300"], "sci")
+    assert score.family == "ZS" and set(score.seed_scores) == {0, 1, 2} and score.mean == pytest.approx(0.4, abs=0.05)
+    half = 1.96 * np.std(list(score.seed_scores.values()), ddof=1) / math.sqrt(3)
+    assert score.half_width == pytest.approx(half) and score.stack_examples([0, 1, 2]).shape == (3, QUERIES)
+    before = read(tmp_path, model_keys=KEYS, retrieval_sets=("sci", "demo_ir")).build_evidence()
+    score = before.find(KEYS["tiny-clm-300"], "sci")
+    assert set(score.seed_scores) == {0} and score.half_width is None and score.mean == pytest.approx(0.3, abs=0.05)
+
+
+def test_queries_are_paired_only_if_all_models_have_the_same(tmp_path):
+    write_study(tmp_path, MODELS, seeds=2)
+    file = tmp_path / "embed" / "tiny-clm-300" / "seed-1.json"
+    values = json.loads(file.read_text())
+    values["queries"]["sci"][0] = "another"
+    file.write_text(json.dumps(values))
+    evidence = read(tmp_path).build_evidence()
+    assert evidence.find("tiny-clm-300", "sci") is None  # known by its key
+    scores = {score.dataset: score for score in evidence.scores if score.model == "tiny-mlm40-300"}
+    assert scores["sci"].stack_examples([0, 1]) is None and scores["demo_ir"].stack_examples([0, 1]) is not None
+
+
+def verdicts(folder, **options):
+    """Return the verdicts on the evidence of `folder` by number and part."""
+    zero_shot = read(folder, **options).build_evidence()
+    return {f"{one.claim}{one.part}": one for one in judge(Evidence([]), draws=200, zero_shot=zero_shot)}
+
+
+def test_claims_compare_objectives_and_nothing_else(tmp_path):
+    write_study(tmp_path, MODELS, seeds=3)
+    found = verdicts(tmp_path)
+    without = [f"{one.claim}{one.part}" for one in judge(Evidence([]))]
+    assert list(found) == sorted([*without, "1f", "4c", "5c"])
+    assert {name for name, one in found.items() if one.comparisons} == {"1f", "4c"}
+    mlm, quarter = found["1f"], found["4c"]
+    assert mlm.verdict == "holds" and [one.family for one in mlm.comparisons] == ["ZS"]
+    assert mlm.overall.difference == pytest.approx(10, abs=1.5) and mlm.overall.test.seed_count == 3
+    assert mlm.comparisons[0].dataset == "average of sci, demo_ir" and quarter.verdict == "not resolved"
+    reasons = "Needs models of continued pretraining from a CLM and from an MLM model"
+    assert found["5c"].verdict == "no data" and found["5c"].reason.startswith(reasons)
+
+
+def test_one_evaluation_as_pretrained_has_an_interval_over_queries_and_no_p(tmp_path):
+    write_study(tmp_path, MODELS, seeds=0)
+    one = verdicts(tmp_path)["1f"]
+    assert one.verdict == "not resolved" and math.isnan(one.overall.p)
+    assert one.overall.low < one.overall.difference < one.overall.high
+
+
+def test_claims_of_fine_tuning_are_the_same_next_to_zero_shot_scores(tmp_path):
+    """But for the correction over more claims."""
+    from small_studies import mini
+
+    write_study(tmp_path, MODELS, seeds=3)
+    alone = judge(mini(5), draws=0)
+    both = {f"{one.claim}{one.part}": one for one in judge(mini(5), draws=0, zero_shot=read(tmp_path).build_evidence())}
+    for one in alone:
+        assert both[f"{one.claim}{one.part}"].comparisons == one.comparisons, one.title
+
+
+def test_after_training_a_false_difference_is_as_rare_as_the_level(tmp_path):
+    """Two equal recipes: of 60 draws of seeds and queries, few are significant."""
+    from megaenc.study.results.zero_shot import QueryScores, ZeroShotResults
+
+    random, hits = np.random.default_rng(3), 0
+    keys = {name: KEYS[name] for name in list(KEYS)[:2]}
+    for _ in range(60):
+        ease = 0.1 * random.standard_normal(QUERIES)
+        trained = {
+            (name, "sci", METRIC): {
+                seed: QueryScores(0.5 + ease + 0.01 * random.standard_normal() + 0.05 * random.standard_normal(QUERIES))
+                for seed in range(3)
+            }
+            for name in keys
+        }
+        evidence = ZeroShotResults({}, trained, {}, keys, (0, 1, 2)).build_evidence()
+        [one] = [one for one in judge(Evidence([]), draws=0, zero_shot=evidence) if one.part == "f"]
+        hits += one.verdict != "not resolved"
+    assert hits <= 7  # at 5 %, 60 draws have more than 7 in less than one of 100 cases

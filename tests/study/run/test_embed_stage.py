@@ -1,0 +1,217 @@
+"""Zero-shot retrieval as a stage: its commands one after the other, what is stale, and what is refused before the run."""
+
+import json
+import shlex
+
+import manifests
+import pytest
+import stage_artifacts
+import zero_shot_folders
+from manifests import EMBED
+from stage_artifacts import STUDY, TWO, make
+
+from megaenc.study.plan.command import format_plan
+from megaenc.study.plan.cost import compute_study_cost
+from megaenc.study.plan.dag import build_graph
+from megaenc.study.run.command import main as run_main
+from megaenc.study.run.slurm import StageTask
+from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages
+from megaenc.study.run.status import build_table
+
+ONE = {"models": TWO[:1], "finetune": None}
+
+
+@pytest.fixture
+def data(tmp_path):
+    """The retrieval set and the pairs of EMBED, and a built demo set."""
+    for folder in (tmp_path / "ir" / "sci", tmp_path / STUDY / "demo" / "demo_ir"):
+        (folder / "qrels").mkdir(parents=True)
+        for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
+            (folder / name).write_text(f"{folder.name} {name}\n")
+    (tmp_path / "qa").mkdir()
+    (tmp_path / "qa" / "pairs.jsonl").write_text('{"query": "a", "document": "b"}\n')
+    return tmp_path
+
+
+def build(folder, **embed):
+    """Return the stages of a study of one model with EMBED and other keys of it."""
+    return stage_artifacts.build_stages(folder, embed={**EMBED, **embed}, **ONE)
+
+
+def make_all(stage):
+    """Write all that a stage writes."""
+    stage.prepare()
+    zero_shot_folders.make_evaluation(stage, "pretrained")
+    for seed in stage.data.entry.training_seeds:
+        zero_shot_folders.make_training(stage, seed)
+        zero_shot_folders.make_evaluation(stage, f"seed-{seed}")
+
+
+@pytest.fixture
+def study(data):
+    """A finished study of one model and EMBED."""
+    stages = build(data)
+    make(*(stage for stage in stages.values() if stage.kind != "embed"))
+    make_all(stages["embed/base"])
+    return data
+
+
+def words(command):
+    """Return the words of a command after `python -m megaenc`."""
+    return command[command.index("megaenc") + 1 :]
+
+
+def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
+    stages = build(data)
+    make(*(stage for stage in stages.values() if stage.kind != "embed"))
+    stage, root = stages["embed/base"], data / STUDY / "embed" / "base"
+    sets = ["--data", f"sci={data}/ir/sci", f"demo_ir={data}/{STUDY}/demo/demo_ir"]
+    expected = [["embed", "eval", "--model", f"pretrained={data}/{STUDY}/hf/base", *sets, "--output", f"{root}/pretrained.json"]]
+    expected[0].append("--query-prefix=- ")
+    for seed in range(2):
+        training = ["embed", "train", "--model", f"{data}/{STUDY}/hf/base", "--data", f"{data}/qa/pairs.jsonl", "--output"]
+        expected.append([*training, f"{root}/seed-{seed}", "--seed", str(seed), "--batch-size", "64", "--query-prefix=- "])
+        folder, output = f"seed-{seed}={root}/seed-{seed}", f"{root}/seed-{seed}.json"
+        expected.append(["embed", "eval", "--model", folder, *sets, "--output", output, "--no-bm25"])
+    assert stage.needs == ("export/base",) and stage.progress() == (0, 3)
+    assert [words(command) for command in stage.remaining_commands()] == expected
+    for number, finish in enumerate(
+        [
+            lambda: zero_shot_folders.make_evaluation(stage, "pretrained"),
+            lambda: zero_shot_folders.make_training(stage, 0),
+            lambda: zero_shot_folders.make_evaluation(stage, "seed-0"),
+            lambda: zero_shot_folders.make_training(stage, 1),
+            lambda: zero_shot_folders.make_evaluation(stage, "seed-1"),
+        ]
+    ):
+        assert words(stage.next_command()) == expected[number]
+        finish()
+    assert stage.is_done() and stage.progress() == (3, 3) and not stage.remaining_commands()
+    stage.check()
+    [row] = [row for row in build_table(stages.values(), data / STUDY) if row.stage == "embed/base"]
+    assert (row.state, row.progress) == ("done", "3 of 3 evaluations")
+
+
+def test_the_demo_set_is_built_first_and_without_pairs_nothing_is_trained(tmp_path):
+    stage = stage_artifacts.build_stages(tmp_path, embed={"datasets": ["demo_ir"], "bm25": False}, **ONE)["embed/base"]
+    demo, evaluation = map(words, stage.remaining_commands())
+    assert demo == ["finetune", "demo", "--output", f"{tmp_path}/{STUDY}/demo"]
+    assert evaluation[-1] == "--no-bm25" and stage.progress() == (0, 1) and stage.planned_seconds == 30
+
+
+def test_a_finished_stage_fits_and_is_compared_with_what_it_was_made_of(study):
+    stages = build(study)
+    check_stages(stages.values(), stages, study / STUDY)
+    assert finished_stages(stages.values()) == set(stages)
+
+
+STALE = {
+    # changed keys of `embed`, and words of the error
+    "flag": ({"batch_size": 32}, "embed: batch_size is 64 there, 32 here (seed-0)"),
+    "flag that is now the default": ({"query_prefix": ""}, "query_prefix is -  there,  here"),
+    "pooling": ({"pooling": "cls"}, "embed: pooling is mean there, cls here (seed-0)"),
+    "pairs": ({"train": "qa/others.jsonl"}, "embed: train is pairs.jsonl there, others.jsonl here (pairs.json)"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), STALE.values(), ids=STALE)
+def test_a_changed_manifest_makes_it_stale(study, changes, words):
+    stages = build(study, **changes)
+    with pytest.raises(StaleArtifactError) as error:
+        check_stages(stages.values(), stages, study / STUDY)
+    assert words in str(error.value) and "remove all that depends on it (embed/base)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("ir/sci/corpus.jsonl", "embed: sci is "),
+        ("qa/pairs.jsonl", "bytes of train is 32 there, 7 here (pairs.json)"),
+        (f"{STUDY}/hf/base/model.safetensors", "embed: model is "),
+        (f"{STUDY}/embed/base/seed-1/model.safetensors", "(seed-1)"),
+        (f"{STUDY}/embed/base/seed-1/tokenizer.json", "embed: tokenizer is "),
+    ],
+)
+def test_other_data_or_weights_make_it_stale(study, file, words):
+    (study / file).write_text("changed")
+    with pytest.raises(StaleArtifactError) as error:
+        build(study)["embed/base"].check()
+    assert words in str(error.value)
+
+
+def test_weights_whose_files_are_unchanged_are_not_read_again(study, monkeypatch):
+    """The stamp that `megaenc embed eval` records stands for the files' contents."""
+    from megaenc.finetune.model.fingerprint import compute_model_stamp
+
+    stage = build(study)["embed/base"]
+    for name, folder in stage.models.items():
+        values = json.loads(stage._file(name).read_text())
+        values["fingerprints"][name]["stamp"] = compute_model_stamp(str(folder))
+        stage._file(name).write_text(json.dumps(values))
+    module = "megaenc.study.run.embed_stage.compute_model_fingerprints"
+    monkeypatch.setattr(module, lambda *given, **more: pytest.fail("the weights were read"))
+    stage.check()
+
+
+def test_a_new_set_or_seed_is_evaluated_and_a_damaged_file_again(study):
+    three, stage = build(study, seeds=3)["embed/base"], build(study)["embed/base"]
+    assert [words(command)[:2] for command in three.remaining_commands()] == [["embed", "train"], ["embed", "eval"]]
+    more = build(study, datasets=["sci=ir/sci", "demo_ir", "new=ir/sci"])["embed/base"]
+    assert [words(command)[3].partition("=")[0] for command in more.remaining_commands()] == ["pretrained", "seed-0", "seed-1"]
+    more.check()
+    (stage.folder / "seed-1.json").write_text("[" * 100_000)
+    assert stage.progress() == (2, 3)
+    stage.check()
+
+
+def test_a_stage_runs_to_its_end_in_one_job(data, monkeypatch):
+    """The commands are replaced by scripts that write the same files, as `megaenc embed` would."""
+    stages = build(data)
+    make(*(stage for stage in stages.values() if stage.kind != "embed"))
+    stage, made = stages["embed/base"], data / "made"
+    make_all(stage)
+    stage.folder.rename(made)
+    original = type(stage).next_command
+
+    def replace_command(self):
+        """Copy what the stage's next command would write."""
+        command = words(original(self))
+        output = command[command.index("--output") + 1]
+        source = output.replace(str(self.folder), str(made))
+        return ["sh", "-c", f"mkdir -p {self.folder}; echo {shlex.join(command[:2])}; cp -r {source} {output}"]
+
+    monkeypatch.setattr(type(stage), "next_command", replace_command)
+    StageTask(stage, data / STUDY)()
+    log = (data / STUDY / "logs" / "embed" / "base.log").read_text()
+    assert stage.is_done() and [line for line in log.splitlines() if line.startswith("embed ")] == [
+        "embed eval", *2 * ["embed train", "embed eval"]
+    ]  # fmt: skip
+    assert json.loads((stage.folder / "pairs.json").read_text()) == {"train": "pairs.jsonl", "bytes of train": 32}
+
+
+def test_missing_data_are_refused_before_the_run(tmp_path, refusal):
+    path, output = manifests.write(tmp_path, embed=EMBED, **ONE), tmp_path / STUDY
+    flags = [path, "--output", output]
+    assert f"embed: field `datasets`: sci: {tmp_path}/ir/sci: no such folder" in refusal(run_main, flags)
+    (tmp_path / "ir" / "sci").mkdir(parents=True)
+    assert f"embed: field `train`: {tmp_path}/qa/pairs.jsonl: no such file or folder" in refusal(run_main, flags)
+    assert not output.exists()
+
+
+def test_the_plan_counts_evaluations_trainings_and_hours(tmp_path):
+    hardware = {"tokens_per_second": 512, "embed_seconds": 90}
+    graph = build_graph(stage_artifacts.read_manifest(manifests.write(tmp_path, embed=EMBED, hardware=hardware)))
+    cost, checkpoints = compute_study_cost(graph), len(graph.exports)
+    assert list(graph.stages)[-checkpoints:] == [f"embed/{name}" for name in graph.exports]
+    assert (cost.embed_runs, cost.embed_hours) == (2 * checkpoints, pytest.approx(2 * checkpoints * 90 / 3600))
+    lines = list(format_plan(graph, cost))
+    at = lines.index(
+        f"zero-shot retrieval: {3 * checkpoints} evaluations on 2 data sets, {checkpoints} checkpoints as pretrained"
+    )
+    assert lines[at + 1] == f"  and after {2 * checkpoints} contrastive trainings: 2 seeds of each checkpoint"
+    assert lines[at + 2] == f"  {cost.embed_hours:.1f} hours of one device at 90 seconds a training with its evaluation"
+    assert any("contrastively trained models" in line for line in lines)
+    unknown = build_graph(stage_artifacts.read_manifest(manifests.write(tmp_path, embed=EMBED, finetune=None)))
+    assert "  hours: unknown; set `hardware: {embed_seconds: ...}` in the manifest" in format_plan(
+        unknown, compute_study_cost(unknown)
+    )
