@@ -20,6 +20,15 @@ def allowed(edges: list[int], attention: str, prefixes: np.ndarray | None) -> to
     return torch.where(seen, 0.0, float("-inf"))[None, None]
 
 
+def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarray | None):
+    """The mask as a transformers model wants it: one for each kind of layer, if some have a window."""
+    mask = allowed(edges, attention, prefixes)
+    if config.model_type != "modernbert":
+        return mask
+    inside = torch.ones(mask.shape[2:], dtype=torch.bool).triu(-(config.local_attention // 2)).tril(config.local_attention // 2)
+    return {"full_attention": mask, "sliding_attention": mask.masked_fill(~inside, float("-inf"))}
+
+
 def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
     """Cross-entropy of the batch of update number `step`, summed over its predictions, and how many these are."""
     objective, loss_sum, count = plan.schedule.objective(step), torch.zeros(()), 0
@@ -30,7 +39,7 @@ def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
         logits = model(
             input_ids=torch.from_numpy(targets.inputs)[None],
             position_ids=torch.from_numpy(pack.positions)[None],
-            attention_mask=allowed(pack.edges.tolist(), objective.attention, targets.prefixes),
+            attention_mask=attention_masks(model.config, pack.edges.tolist(), objective.attention, targets.prefixes),
         ).logits[0]
         predicted = logits[torch.from_numpy(targets.predict_at)]
         loss_sum = loss_sum + torch.nn.functional.cross_entropy(predicted, torch.from_numpy(targets.labels), reduction="sum")

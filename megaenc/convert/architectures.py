@@ -1,19 +1,19 @@
 """Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
-EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike
-(`megaenc.convert.param_mapping`).
+EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike; ModernBERT has
+its own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from megaenc.convert import modernbert
 from megaenc.convert.hf_checkpoint import shorten_repr
-from megaenc.convert.hf_model import build_hf_config
+from megaenc.convert.hf_model import build_hf_config, check_positive
 from megaenc.errors import InputError
-from megaenc.model.config import ModelConfig
+from megaenc.model.config import ADDED_OPTIONS, ModelConfig
 from megaenc.objectives import Attention
 
 _FIELDS = {
@@ -28,6 +28,15 @@ _FIELDS = {
 """Fields of config.json with another name in ModelConfig."""
 # megatron-core's fixed values for the scaled rotary positions of Llama 3; only the factor is configurable.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Options of a model that Llama and its like lack, for errors.
+_OTHER_LAYERS = {
+    "normalization": "LayerNorm",
+    "activation": "GELU",
+    "window_size": "attention windows",
+    "embedding_norm": "norm of the embedding",
+    "prediction_head": "prediction head",
+    "output_layer_bias": "bias of the output layer",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,8 @@ class ModelFamily:
 
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
         """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
+        if self.model_type == modernbert.MODEL_TYPE:
+            return modernbert.unsupported_feature(model, attention)
         if attention not in ((Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)):
             return f"{attention} attention"
         if model.qk_layernorm != self.qk_norms:
@@ -57,7 +68,7 @@ class ModelFamily:
             return "biases of queries, keys and values"
         if not model.add_qkv_bias and self.qkv_bias == "always":
             return "queries, keys and values without biases"
-        return None
+        return next((text for name, text in _OTHER_LAYERS.items() if getattr(model, name) != ADDED_OPTIONS[name]), None)
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
         """Return the names of attention output biases that an export of `model` must fill with zeros; often empty."""
@@ -74,6 +85,7 @@ FAMILIES = {
         ModelFamily("mistral", "MistralForCausalLM", "never"),
         ModelFamily("qwen2", "Qwen2ForCausalLM", "always"),
         ModelFamily("qwen3", "Qwen3ForCausalLM", "optional", qk_norms=True),
+        ModelFamily(modernbert.MODEL_TYPE, "ModernBertForMaskedLM", "never", is_encoder=True),
         # The study's released models: EuroBERT's weights under another name, with custom code that is never run.
         ModelFamily("sl_model", "", "optional", is_encoder=True, export_as="eurobert"),
     )
@@ -111,6 +123,8 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
+    if family.model_type == modernbert.MODEL_TYPE:
+        return _check_shape(modernbert.to_model_config(config, file), file)
     _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
@@ -123,6 +137,11 @@ def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
         **_read_rotary_fields(config.rope_parameters, file),
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
     )
+    return _check_shape(shape, file)
+
+
+def _check_shape(shape: ModelConfig, file: str) -> ModelConfig:
+    """Return `shape`; InputError, naming `file`, if it is invalid."""
     try:
         shape.check()
     except InputError as error:
@@ -138,7 +157,7 @@ def _check_supported_layers(config: Any, file: str) -> None:
         raise InputError(f"{file}: field `hidden_act`: found {shorten_repr(config.hidden_act)}, expected silu")
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range"):
-        _check_positive(getattr(config, name), name, file)
+        check_positive(getattr(config, name), name, file)
     kinds = getattr(config, "layer_types", None) or ()
     windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers have the window
     if window is not None and window < context and windowed:
@@ -159,7 +178,7 @@ def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
         raise InputError(f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default or llama3")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(f"{file}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0")
-    base = {"rotary_base": _check_positive(rope.get("rope_theta"), "rope_theta", file)}
+    base = {"rotary_base": check_positive(rope.get("rope_theta"), "rope_theta", file)}
     if kind == "default":
         return base
     for name, expected in _LLAMA3.items():
@@ -167,14 +186,7 @@ def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
             raise InputError(
                 f"{file}: field `{name}`: found {rope.get(name)}, expected {expected} (only the factor is configurable)"
             )
-    return base | {"use_rope_scaling": True, "rope_scaling_factor": _check_positive(rope.get("factor"), "factor", file)}
-
-
-def _check_positive(value: Any, name: str, file: str) -> float:
-    """Return `value` as a float. Raises InputError, naming file and field, unless it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected a number above 0")
-    return float(value)
+    return base | {"use_rope_scaling": True, "rope_scaling_factor": check_positive(rope.get("factor"), "factor", file)}
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
@@ -209,7 +221,8 @@ def build_export_config(
         able = [
             name for name, other in FAMILIES.items() if not other.export_as and not other.unsupported_feature(model, attention)
         ]
-        raise InputError(f"--as {family.model_type}: has no {missing}; expected --as {' or '.join(able) or 'nothing known'}")
+        others = f"expected --as {' or '.join(able)}" if able else "no family here has all layers of this model"
+        raise InputError(f"--as {family.model_type}: has no {missing}; {others}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if family.is_encoder and tokenizer.mask_token_id is None:
@@ -217,29 +230,36 @@ def build_export_config(
             f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
         )
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    rope = {"rope_type": "default", "rope_theta": model.rotary_base}
-    if model.use_rope_scaling:
-        rope |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
-    values = dict(
+    if family.model_type == modernbert.MODEL_TYPE:
+        values = modernbert.export_fields(model, tokenizer)
+    else:
+        values = _llama_fields(family, model)
+    values |= dict(
         architectures=[family.architecture],
         vocab_size=vocab_size,
-        **{theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()},
-        head_dim=model.head_dim,
-        hidden_act="silu",
         max_position_embeddings=context,
-        rope_parameters=rope,
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         pad_token_id=eos if pad is None else pad,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=eos,
         dtype=dtype,
     )
-    if family.qkv_bias == "optional":
-        values["attention_bias"] = model.add_qkv_bias
-    if family.model_type == "mistral":
-        values["sliding_window"] = None
     if family.is_encoder:
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
         values["is_causal"] = False
     return CONFIG_MAPPING[family.export_family.model_type](**values)
+
+
+def _llama_fields(family: ModelFamily, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a config.json that describe the layers of `model` in a family of Llama's layers."""
+    rope = {"rope_type": "default", "rope_theta": model.rotary_base}
+    if model.use_rope_scaling:
+        rope |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
+    values = {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()}
+    values |= {"head_dim": model.head_dim, "hidden_act": "silu", "rope_parameters": rope}
+    if family.qkv_bias == "optional":
+        values["attention_bias"] = model.add_qkv_bias
+    if family.model_type == "mistral":
+        values["sliding_window"] = None
+    return values

@@ -15,7 +15,7 @@ from megaenc import __version__, backend, flags
 from megaenc.atomic_io import atomic_dir
 from megaenc.convert.architectures import ModelFamily, find_family, infer_objective, parse_hf_config, to_model_config
 from megaenc.convert.hf_checkpoint import TrainableHFCheckpoint
-from megaenc.convert.param_mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, iter_mappings
+from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings, vocabulary_names
 from megaenc.convert.safetensors_writer import parse_dtype
 from megaenc.convert.tokenizer_io import MaskToken, ensure_mask_token, read_tokenizer, write_tokenizer
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
@@ -72,12 +72,13 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     family = find_family(folder.config, where)
     config = parse_hf_config(folder.config, where)
     model = to_model_config(config, family, where)
-    if tie and HEAD in folder.shapes:
-        raise InputError(f"--tie-word-embeddings: {path} holds an output layer, `{HEAD}`; leave the flag out")
-    if model.untie_embeddings_and_output_weights and HEAD not in folder.shapes:
+    embedding, head = vocabulary_names(model)
+    if tie and head in folder.shapes:
+        raise InputError(f"--tie-word-embeddings: {path} holds an output layer, `{head}`; leave the flag out")
+    if model.untie_embeddings_and_output_weights and head not in folder.shapes:
         if not tie:
             raise InputError(
-                f"{path}: no tensor `{HEAD}`: the model was saved without its output layer, which training needs; give "
+                f"{path}: no tensor `{head}`: the model was saved without its output layer, which training needs; give "
                 "--tie-word-embeddings to take the embedding for it"
             )
         model = dataclasses.replace(model, untie_embeddings_and_output_weights=False)
@@ -88,13 +89,13 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     except Exception as error:  # wrong sizes raise errors of many types, such as integer overflow
         raise InputError(f"{where}: {first_error_line(error)}; expected the sizes of the weights") from None
     if tied:
-        shapes.pop(HEAD, None)
-    folder.check(shapes, optional={HEAD} if tied else set())
+        shapes.pop(head, None)
+    folder.check(shapes, optional={head} if tied else set())
     for name in family.zero_bias_names(model):
         if folder.tensor(name).any():
             raise InputError(f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros")
-    if tied and HEAD in folder.shapes and not torch.equal(folder.tensor(HEAD), folder.tensor(EMBEDDING)):
-        raise InputError(f"{where}: field `tie_word_embeddings`: found true, but `{HEAD}` is not `{EMBEDDING}`")
+    if tied and head in folder.shapes and not torch.equal(folder.tensor(head), folder.tensor(embedding)):
+        raise InputError(f"{where}: field `tie_word_embeddings`: found true, but `{head}` is not `{embedding}`")
     return HFSource(folder, family, config, model)
 
 
@@ -126,7 +127,7 @@ def from_hf(
     hf_source = open_hf_source(source, tie=tie)
     tokenizer = read_tokenizer(source, hf_source.config.vocab_size)
     mask = ensure_mask_token(tokenizer, add_mask_token)
-    if mask.origin == "reserved" and _is_row_untrained(hf_source.folder, mask.id):
+    if mask.origin == "reserved" and _is_row_untrained(hf_source, mask.id):
         mask = dataclasses.replace(mask, origin="untrained")
     model = dataclasses.replace(hf_source.model, vocab_size=max(hf_source.model.vocab_size, mask.id + 1))
     weights = parse_dtype(dtype, "source", hf_source.dtype)
@@ -187,7 +188,7 @@ def write_run_files(
         "tokenizer": str((output / TOKENIZER_DIR).resolve()),
     }
     identity = {
-        **flags.flatten(model),
+        **model.identity,
         "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,  # as a run has it
         "tokenizer": vocabulary.fingerprint,
         "bf16": config["bf16"],
@@ -207,9 +208,10 @@ def write_run_files(
     return vocabulary, identity
 
 
-def _is_row_untrained(folder: TrainableHFCheckpoint, row: int) -> bool:
+def _is_row_untrained(source: HFSource, row: int) -> bool:
     """Return whether a row of the embedding is close to zero, as only weight decay leaves it without training."""
-    norms = torch.cat([part.float().norm(dim=1) for part in folder.iter_row_chunks(EMBEDDING, _ROWS)])
+    embedding, _ = vocabulary_names(source.model)
+    norms = torch.cat([part.float().norm(dim=1) for part in source.folder.iter_row_chunks(embedding, _ROWS)])
     return bool(norms[row] < norms.median() / 100)
 
 

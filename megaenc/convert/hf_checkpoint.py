@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+_WITH_OUTPUT_LAYER = ("model.", "lm_head.", "head.", "decoder.")  # prefixes in models with an output layer
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = ("F32", "BF16", "F16")
 _COMPUTED = ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
@@ -97,7 +98,7 @@ class TrainableHFCheckpoint(HFCheckpoint):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
         for stored, (file, dtype, shape) in self.headers.items():
-            name = stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
+            name = stored if stored.startswith(_WITH_OUTPUT_LAYER) else f"model.{stored}"
             if name in self._stored:
                 raise InputError(f"{file}: holds `{stored}` a second time (it is in {self._stored[name][0].name} already)")
             if dtype not in _DTYPES:

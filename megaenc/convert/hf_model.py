@@ -11,7 +11,7 @@ import math
 from importlib.metadata import version
 from typing import Any
 
-from megaenc.convert.hf_checkpoint import HFCheckpoint
+from megaenc.convert.hf_checkpoint import HFCheckpoint, shorten_repr
 from megaenc.errors import InputError, first_error_line, format_error
 
 _HUB_KERNEL_MODELS = (
@@ -47,6 +47,13 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
         )
     except Exception as error:  # validation raises huggingface_hub's errors, wrong types many others
         raise InputError(f"{where}: {format_error(error)}; expected the config.json of a {model_type} model") from None
+
+
+def check_positive(value: Any, name: str, where: str) -> float:
+    """Return `value` as a float. Raises InputError, naming file and field, unless it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{where}: field `{name}`: found {shorten_repr(value)}, expected a number above 0")
+    return float(value)
 
 
 def load_hf_config(folder: HFCheckpoint) -> Any:

@@ -29,17 +29,23 @@ class ParamMapping:
 
 
 class QKVMapping(ParamMapping):
-    """Mapping of linear_qkv, which interleaves the rows of query, key and value by group, to three separate matrices."""
+    """Mapping of linear_qkv, which interleaves the rows of query, key and value by group, to three matrices or their rows.
+
+    With one name in `hf`, the matrix of this name has the rows of query, key and value one after another.
+    """
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return (query, key, value), the rows of linear_qkv split and sorted by head, as contiguous tensors."""
+        """Return (query, key, value), or one matrix of their rows, the rows of linear_qkv sorted by head; contiguous."""
         heads = model.num_attention_heads // model.num_query_groups
         rows = tensor.view(model.num_query_groups, (heads + 2) * model.head_dim, *tensor.shape[1:])
         parts = rows.split([heads * model.head_dim, model.head_dim, model.head_dim], dim=1)
-        return tuple(part.flatten(0, 1).contiguous() for part in parts)
+        matrices = tuple(part.flatten(0, 1).contiguous() for part in parts)
+        return (torch.cat(matrices),) if len(self.hf) == 1 else matrices
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
         """Return linear_qkv: the rows of query, key and value, interleaved by key/value group."""
+        if len(self.hf) == 1:
+            tensors = tensors[0].split([model.query_size, *[model.num_query_groups * model.head_dim] * 2])
         groups = [tensor.unflatten(0, (model.num_query_groups, -1)) for tensor in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
 
@@ -63,8 +69,8 @@ def _qkv_mapping(kind: str) -> QKVMapping:
 
 
 # EuroBERT, Llama, Mistral and Qwen name their weights alike.
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_EMBEDDING = ParamMapping("embedding.word_embeddings.weight", (EMBEDDING,))
+_EMBEDDING = ParamMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+_HEAD = ParamMapping("output_layer.weight", ("lm_head.weight",))
 _LAYER: tuple[ParamMapping, ...] = (
     ParamMapping("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
     _qkv_mapping("weight"),
@@ -84,15 +90,59 @@ _HEAD_NORMS: tuple[ParamMapping, ...] = tuple(
     for name in "qk"
 )
 _NORM = ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",))
-_HEAD = ParamMapping("output_layer.weight", (HEAD,))
-VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core)
+
+# ModernBERT's names. Its joint gate and up projection, Wi, has the rows of linear_fc1 in the same order.
+_MODERNBERT_EMBEDDING = ParamMapping(_EMBEDDING.core, ("model.embeddings.tok_embeddings.weight",))
+_MODERNBERT_HEAD = ParamMapping(_HEAD.core, ("decoder.weight",))
+_MODERNBERT_LAYER: tuple[ParamMapping, ...] = (
+    QKVMapping("decoder.layers.{}.self_attention.linear_qkv.weight", ("model.layers.{}.attn.Wqkv.weight",)),
+    ParamMapping("decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.attn.Wo.weight",)),
+    ParamMapping("decoder.layers.{}.mlp.linear_fc1.weight", ("model.layers.{}.mlp.Wi.weight",)),
+    ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.Wo.weight",)),
+)
+_MODERNBERT_NORMS = {
+    "embedding_norm": "model.embeddings.norm",
+    "decoder.layers.{}.input_layernorm": "model.layers.{}.attn_norm",
+    "decoder.layers.{}.pre_mlp_layernorm": "model.layers.{}.mlp_norm",
+    "decoder.final_layernorm": "model.final_norm",
+    "prediction_head.norm": "head.norm",
+}
+_MODERNBERT_DENSE = ParamMapping("prediction_head.dense.weight", ("head.dense.weight",))
+_MODERNBERT_HEAD_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
+VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _MODERNBERT_HEAD_BIAS.core)
+
+
+def _has_modernbert_names(model: ModelConfig) -> bool:
+    """Return whether `model` has ModernBERT's layers, and so its weight names in exports; other families have Llama's."""
+    return model.embedding_norm
+
+
+def vocabulary_names(model: ModelConfig) -> tuple[str, str]:
+    """Return the Hugging Face names of the embedding and of the output layer's matrix."""
+    mappings = (_MODERNBERT_EMBEDDING, _MODERNBERT_HEAD) if _has_modernbert_names(model) else (_EMBEDDING, _HEAD)
+    embedding, head = (mapping.hf[0] for mapping in mappings)
+    return embedding, head
+
+
+def _model_mappings(model: ModelConfig) -> tuple[ParamMapping, ...]:
+    """Return the mappings of `model`'s weights, with `{}` in the names of layers; with the output layer's matrix."""
+    if not _has_modernbert_names(model):
+        layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
+        return (_EMBEDDING, *layer, _NORM, _HEAD)
+    kinds = ("weight", "bias") if model.norm_bias else ("weight",)
+    norms = (ParamMapping(f"{core}.{kind}", (f"{hf}.{kind}",)) for core, hf in _MODERNBERT_NORMS.items() for kind in kinds)
+    bias = (_MODERNBERT_HEAD_BIAS,) if model.output_layer_bias else ()
+    return (_MODERNBERT_EMBEDDING, *_MODERNBERT_LAYER, *norms, _MODERNBERT_DENSE, _MODERNBERT_HEAD, *bias)
 
 
 def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
     """Yield (mapping, megatron-core name, Hugging Face names) of each weight of `model`; a tied output layer is omitted."""
-    layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
-    for mapping in (_EMBEDDING, *layer, _NORM, *((_HEAD,) if model.untie_embeddings_and_output_weights else ())):
+    for mapping in _model_mappings(model):
+        if mapping.core == _HEAD.core and not model.untie_embeddings_and_output_weights:
+            continue
         for number in range(model.num_layers) if "{}" in mapping.core else (0,):
+            if model.embedding_norm and number == 0 and ".{}.input_layernorm." in mapping.core:  # the first layer has none
+                continue
             yield mapping, mapping.core.format(number), tuple(name.format(number) for name in mapping.hf)
 
 

@@ -16,7 +16,7 @@ from megaenc.convert.tokenizer_io import MaskToken
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
-from megaenc.model.config import ModelConfig
+from megaenc.model.config import ADDED_OPTIONS, ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.config import PretrainConfig, read_config_file
@@ -216,5 +216,5 @@ def _check_config_matches(settings: PretrainConfig, identity: dict[str, Any], fi
     others = {"seed": settings.seed, "seq_length": settings.data.seq_length}
     config |= {name: value for name, value in others.items() if name in identity}  # converted models have neither
     for name, value in config.items():
-        if value != (expected := identity.get(name)):
+        if value != (expected := identity.get(name, ADDED_OPTIONS.get(name))):
             raise InputError(f"{file}: field `{name}`: found {value}, expected {expected}, which {RUN_FILE} has")

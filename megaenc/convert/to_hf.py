@@ -19,7 +19,7 @@ from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint
 from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_shards
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, verify_tokenizer, write_tokenizer
-from megaenc.convert.verify_export import MAX_PROBE_LENGTH, ProbeBatch, compute_core_outputs, verify_export
+from megaenc.convert.verify_export import ProbeBatch, compute_core_outputs, verify_export
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import Attention
@@ -122,9 +122,9 @@ class Exporter:
     def write(self, folder: Path, name: str, step: int | None) -> int:
         """Write and verify the export of `step` (None: the newest), called `name`, in `folder`, and return the step."""
         run = self.run
-        probe = ProbeBatch.build(run.vocab_size, run.context)
+        probe = ProbeBatch.build(run.vocab_size, run.context, run.model.window_size)
         tokens = self._write_tokenizer(folder)
-        with run.load_encoder(step, MAX_PROBE_LENGTH) as (step, encoder):
+        with run.load_encoder(step, len(probe.documents[0])) as (step, encoder):
             provenance = self._provenance(step)
             self.config.prediction_shift = provenance.select_objective(self.attention).shift
             self.config.save_pretrained(folder)
@@ -142,7 +142,7 @@ class Exporter:
         if self.sentences:
             write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
         try:
-            proof = verify_export(folder, probe, expected, self.attention, digests)
+            proof = verify_export(folder, probe, expected, self.attention, digests, run.model.layer_windows)
         except InputError as error:
             raise InputError(f"step {step} of {run.folder}: the export is not the model: {error}; nothing is written") from None
         origin = {

@@ -4,7 +4,7 @@ Both compute in float32, whatever the dtype of the weights, so that differences 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,11 @@ from megaenc.convert.safetensors_writer import tensor_bytes
 from megaenc.errors import InputError
 from megaenc.objectives import Attention
 
-MAX_PROBE_LENGTH = 32  # tokens of the longest document
+_PROBE_LENGTH = 32  # tokens of the longest document, if no layer has a window
 _VARIANT_LENGTH = 8  # tokens of the document whose tokens are changed in turn
 _TOLERANCE = 1e-4  # absolute for outputs up to 10; 1e-5 of the largest output otherwise
 _KERNELS = ("eager", "sdpa")
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _CHUNK_ROWS = 8192  # of an output layer that are cast to float32 at a time
 
 
@@ -37,9 +38,13 @@ class ProbeBatch:
     variants: Tensor  # int64[1 + n, n]; row 0 is the original, row k has another token k - 1
 
     @classmethod
-    def build(cls, vocab_size: int, context: int) -> "ProbeBatch":
-        """Return the ProbeBatch for a vocabulary of `vocab_size` ids, with documents of at most `context` tokens."""
-        lengths = [max(1, min(MAX_PROBE_LENGTH, context) * part // 3) for part in (3, 2, 1)]
+    def build(cls, vocab_size: int, context: int, window: int | None = None) -> "ProbeBatch":
+        """Return the ProbeBatch for a vocabulary of `vocab_size` ids, with documents of at most `context` tokens.
+
+        With a `window` of local layers, the first two of three documents are longer than the window if `context` is.
+        """
+        longest = _PROBE_LENGTH if window is None else max(_PROBE_LENGTH, 3 * window)
+        lengths = [max(1, min(longest, context) * part // 3) for part in (3, 2, 1)]
         stream = (torch.arange(sum(lengths) + _VARIANT_LENGTH) * 7919 + 11) % vocab_size
         *documents, short = stream.split([*lengths, _VARIANT_LENGTH])
         short = short[: min(_VARIANT_LENGTH, context)]
@@ -71,16 +76,22 @@ def compute_core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention) 
 
 
 def verify_export(
-    folder: Path, probe: ProbeBatch, expected: ProbeOutputs, attention: Attention, digests: dict[str, str]
+    folder: Path,
+    probe: ProbeBatch,
+    expected: ProbeOutputs,
+    attention: Attention,
+    digests: dict[str, str],
+    windows: Sequence[int | None],
 ) -> dict[str, Any]:
     """Check an export's weight `digests`, outputs and `attention` mask; return content for conversion.json, or InputError.
 
-    `expected`: outputs of megatron-core; `digests`: SHA-256 of each weight. Raises InputError if anything differs.
+    `expected`: outputs of megatron-core; `digests`: SHA-256 of each weight; `windows`: of the layers, None if global. Raises
+    InputError if anything differs.
     """
     from megaenc.backend.device import detect_backend
 
     model, architecture = _load_export(folder)
-    _check_window(model.config)
+    _check_windows(model.config, windows)
     _check_weights(model, digests)
     model = model.eval().requires_grad_(False).to(detect_backend().device)
     largest = max(float(rows.abs().max()) for rows in (*expected.documents, expected.variants))
@@ -126,13 +137,19 @@ def _load_export(folder: Path) -> tuple[Any, str]:
     return model, architecture
 
 
-def _check_window(config: Any) -> None:
-    """Raise an error if the config has sliding-window attention, which the short probe texts would not reveal."""
-    if (window := getattr(config, "sliding_window", None)) is not None:
-        raise _VerificationError(f"config.json: field `sliding_window`: found {window}, expected none")
-    for kind in getattr(config, "layer_types", None) or ():
-        if kind != "full_attention":
-            raise _VerificationError(f"config.json: field `layer_types`: found {kind}, expected full_attention in every layer")
+def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
+    """Raise an error if the layers in the config have other windows than `windows`, which probe texts might not reveal."""
+    kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(windows)  # without a list, a window is that of all layers
+    for number, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):  # the weights tell the number of layers
+        window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
+        expected_kind = _GLOBAL if expected is None else _LOCAL
+        if window != expected:
+            name, actual, right = "sliding_window", window or "none", expected or "none"
+        elif kind != expected_kind and getattr(config, "layer_types", None):
+            name, actual, right = "layer_types", kind, expected_kind
+        else:
+            continue
+        raise _VerificationError(f"config.json: layer {number}: field `{name}`: found {actual}, expected {right}")
 
 
 def _check_weights(model: Any, digests: dict[str, str]) -> None:
@@ -227,6 +244,7 @@ def _cast_parameters(module: Any, dtype: torch.dtype) -> None:
 
 
 def _project_in_chunks(head: Any, hidden: Tensor, weight: Tensor | None = None, labels: None = None) -> Tensor:
-    """Return `hidden` times the output layer's weight, in float32, in chunks of rows; replaces its `forward`."""
+    """Return `hidden` times the output layer's weight, plus its bias, in float32, in chunks of rows; replaces its `forward`."""
     weight = head.weight if weight is None else weight
-    return torch.cat([F.linear(hidden, rows.float()) for rows in weight.split(_CHUNK_ROWS)], dim=-1)
+    logits = torch.cat([F.linear(hidden, rows.float()) for rows in weight.split(_CHUNK_ROWS)], dim=-1)
+    return logits if head.bias is None else logits + head.bias.float()

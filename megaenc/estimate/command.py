@@ -24,9 +24,9 @@ from megaenc.estimate.total import Workload, estimate_layout, find_best_layout
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
 
-# Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, and Llama 3 for the
-# study's sizes.
-_DEFAULT_VOCAB_SIZES = {"small": 32_768, "tiny": 8_192}
+# Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, ModernBERT, and Llama 3
+# for the study's sizes.
+_DEFAULT_VOCAB_SIZES = {"small": 32_768, "tiny": 8_192, "modernbert-base": 50_368, "modernbert-large": 50_368}
 _STUDY_VOCAB_SIZE = 128_256
 
 
@@ -113,7 +113,7 @@ def build_report(config: EstimateConfig) -> EstimateReport:
     """Return a run's EstimateReport, with the best layout unless --no-suggest or --mfu; InputError for unusable input."""
     pretrain = config.pretrain
     vocab_size, vocab_text = resolve_vocab_size(config)
-    docs = build_length_model(pretrain.data, config.document_tokens)
+    docs = build_length_model(pretrain.data, config.document_tokens, pretrain.shape.window_size)
     case, workload = LayoutCase.from_config(pretrain, vocab_size, config.gpus), build_workload(config, vocab_size, docs)
     rates = _build_rates(config, case, workload, docs)
     estimate, is_searched = estimate_layout(case, workload, rates), config.suggest and config.mfu is None

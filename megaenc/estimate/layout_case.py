@@ -167,7 +167,7 @@ class LayoutCase:
     def layer_parameters(self) -> int:
         """Return the number of parameters of one layer on each tensor-parallel rank."""
         shape, widths = self.shape, self.shape.linear_shapes(self.tensor_parallel_size)
-        norms = 2 * shape.hidden_size + shape.qk_layernorm * 2 * shape.head_dim
+        norms = 2 * shape.norm_size(shape.hidden_size) + shape.qk_layernorm * 2 * shape.norm_size(shape.head_dim)
         return sum(map(math.prod, widths.values())) + shape.add_qkv_bias * widths["linear_qkv"][0] + norms
 
     def build_stage(self, number: int) -> PipelineStage:
@@ -175,7 +175,10 @@ class LayoutCase:
         layers, first, last = sum(self.split[number :: self.num_stages]), number == 0, number == self.num_stages - 1
         matrix = self.vocab_rows * self.shape.hidden_size
         own_head = self.shape.untie_embeddings_and_output_weights or not first  # a tied head is a copy on the last stage
-        parameters = layers * self.layer_parameters + first * matrix + last * (own_head * matrix + self.shape.hidden_size)
+        # The norm of the embedding (--embedding-norm) is in place of one of the first layer.
+        head = self.shape.norm_size(self.shape.hidden_size) + self.shape.prediction_head_size
+        head += own_head * matrix + self.shape.output_layer_bias * self.vocab_rows
+        parameters = layers * self.layer_parameters + first * matrix + last * head
         return PipelineStage(number, layers, parameters, first, last)
 
     def build_stages(self) -> list[PipelineStage]:
@@ -185,7 +188,7 @@ class LayoutCase:
 
 @dataclass(frozen=True)
 class ObjectiveWork:
-    """Average work of one pack under an objective: tokens, predictions, and sums of squared document lengths."""
+    """Average work of one pack under an objective: tokens, predictions, and pairs of tokens that attend to each other."""
 
     objective: str
     tokens: int
@@ -196,6 +199,10 @@ class ObjectiveWork:
     """sum of the squared document lengths"""
     visible_squares: float
     """sum of the squared lengths of bidirectional parts: full documents, none, or prefixes"""
+    local_pairs: float = 0.0
+    """ordered pairs of tokens in a document within the window of local layers; 0 without such layers"""
+    visible_local_pairs: float = 0.0
+    """those in bidirectional parts"""
 
     @property
     def is_causal(self) -> bool:
@@ -208,11 +215,13 @@ class ObjectiveWork:
 
     def attention_flops(self, shape: ModelConfig) -> float:
         """Return all layers' attention FLOPs of a pack, both passes, by squared document and bidirectional lengths."""
-        return shape.attention_flops(1, prefix=0) * (self.squares + self.visible_squares)
+        each, local = shape.attention_flops(1, prefix=0) // shape.num_layers, shape.local_layers
+        global_flops = each * (shape.num_layers - local) * (self.squares + self.visible_squares)
+        return global_flops + each * local * (self.local_pairs + self.visible_local_pairs)
 
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
-        """Return the FLOPs of the output layer at a pack's predicted positions, forward and backward."""
-        return 6.0 * shape.hidden_size * vocab_size * self.predicted
+        """Return the FLOPs of the output layer and prediction head at a pack's predicted positions, both passes."""
+        return float(shape.head_flops(vocab_size, self.predicted))
 
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return a pack's forward and backward FLOPs: layers, attention, output layer; no recomputation or padding."""
@@ -252,17 +261,17 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
     """Return a pack's average ObjectiveWork under an objective whose options go linearly from `start` to `end`."""
     length = config.data.seq_length
     unpredicted = docs.pieces if start.shift else 0.0  # a document's first token has no predecessor
-    predicted, visible_squares = (
-        length - unpredicted,
-        {Attention.CAUSAL: 0.0, Attention.BIDIRECTIONAL: docs.squares}.get(start.attention),
-    )
+    predicted, is_bidirectional = length - unpredicted, start.attention is Attention.BIDIRECTIONAL
+    visible_squares, visible_local = is_bidirectional * docs.squares, is_bidirectional * docs.local_pairs
     if hasattr(start, "mask"):
         predicted = (start.mask + end.mask) / 2 * (length - unpredicted - docs.special)
     if start.attention is Attention.PREFIX:
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
         predicted = min(predicted, length * (1 - (low + high) / 2) + docs.pieces / 2)  # a prefix is rounded down
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
-    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), docs.squares, visible_squares)
+        visible_local = docs.local_pairs * (low + high) / 2  # exact if documents are much longer than the window
+    pairs = docs.squares, visible_squares, docs.local_pairs, visible_local
+    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs)
 
 
 def _count_batch_sizes(config: PretrainConfig, first: int, last: int) -> tuple[tuple[int, int], ...]:

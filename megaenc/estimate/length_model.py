@@ -10,9 +10,10 @@ from megaenc.data.indexed.corpus import check_index, check_index_arrays
 from megaenc.data.indexed.indexed_dataset import IndexArrays
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
 from megaenc.data.packing.blended_dataset import parse_data_path
-from megaenc.data.packing.packed_dataset import check_two_chunks_fit, mean_squared_chunk_lengths
+from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, check_two_chunks_fit, mean_squared_chunk_lengths
 from megaenc.data.packing.sentence_packing import check_has_sentences
 from megaenc.errors import InputError
+from megaenc.model.config import visible_pairs
 from megaenc.training.config_groups import DataConfig
 
 _MAX_LENGTH = 1 << 40  # tokens per document
@@ -20,7 +21,7 @@ _MAX_LENGTH = 1 << 40  # tokens per document
 
 @dataclass(frozen=True)
 class LengthModel:
-    """Averages of a pack: sum of squared lengths and number of documents or pieces of them; end-of-document tokens."""
+    """Averages of a pack: token pairs that attend to each other, number of documents or their pieces, end-of-document tokens."""
 
     squares: float
     """sum of the squared lengths of documents and pieces of documents"""
@@ -31,34 +32,46 @@ class LengthModel:
     source: str
     lengths: tuple[int, ...] = ()
     """sample of document lengths for synthetic packs; empty if unknown"""
+    local_pairs: float = 0.0
+    """sum over documents and pieces of the ordered pairs of tokens within the window of local layers; 0 without a window"""
 
 
-def build_length_model(data: DataConfig, document_tokens: tuple[int, ...]) -> LengthModel:
+def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], window: int | None = None) -> LengthModel:
     """Return the LengthModel of given lengths, else corpora, else a document a pack; two chunks if cut at random.
 
-    Random-length packing has two chunks per pack for any documents. Raises InputError for invalid lengths or corpora.
+    `window`: of the model's local layers, None without any. Random-length packing has two chunks per pack for any documents.
+    Raises InputError for invalid lengths or corpora.
     """
     for length in document_tokens:
         if not 1 <= length <= _MAX_LENGTH:
             raise InputError(f"--document-tokens: found {str(length)[:40]}, expected lengths of 1 to {_MAX_LENGTH:,} tokens")
     if data.packing == "random-length":
         check_two_chunks_fit(data.seq_length)
-        return LengthModel(mean_squared_chunk_lengths(data.seq_length), 2.0, 0.0, "two chunks per pack, cut at random")
+        squares, pairs = mean_squared_chunk_lengths(data.seq_length), mean_chunk_pairs(data.seq_length, window)
+        return LengthModel(squares, 2.0, 0.0, "two chunks per pack, cut at random", local_pairs=pairs)
     if document_tokens:
         lengths = np.array(document_tokens, dtype=np.int64)
         text = f"{len(document_tokens)} lengths given" if len(document_tokens) > 1 else "one length given"
-        return _concat_length_model(
-            lengths, data.seq_length, 1.0, f"documents of {lengths.mean():,.0f} tokens on average, {text}"
-        )
+        source = f"documents of {lengths.mean():,.0f} tokens on average, {text}"
+        return _concat_length_model(lengths, data.seq_length, 1.0, source, window)
     corpora = parse_data_path(data.data_path) if data.data_path else []
     if not corpora or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in corpora):
-        return LengthModel(float(data.seq_length) ** 2, 1.0, 0.0, "document lengths unknown: assuming one document per pack")
-    tokens, parts = zip(*(_read_corpus_lengths(prefix, data) for _, prefix in corpora), strict=True)
+        pairs = float(window is not None and visible_pairs(data.seq_length, window))
+        source = "document lengths unknown: assuming one document per pack"
+        return LengthModel(float(data.seq_length) ** 2, 1.0, 0.0, source, local_pairs=pairs)
+    tokens, parts = zip(*(_read_corpus_lengths(prefix, data, window) for _, prefix in corpora), strict=True)
     shares = [weight for weight, _ in corpora if weight is not None]
     weights = [float(share / sum(shares)) for share in shares] or tokens
-    mean = [np.average([getattr(part, name) for part in parts], weights=weights) for name in ("squares", "pieces", "special")]
+    names = ("squares", "pieces", "special", "local_pairs")
+    *mean, pairs = (float(np.average([getattr(part, name) for part in parts], weights=weights)) for name in names)
     source = ", ".join(part.source for part in parts)
-    return LengthModel(*map(float, mean), source, parts[int(np.argmax(weights))].lengths)
+    return LengthModel(*mean, source, parts[int(np.argmax(weights))].lengths, pairs)
+
+
+def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
+    """Return the mean of a pack's token pairs within `window` over all random cuts in two chunks; 0 for None."""
+    lengths = range(SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK + 1)
+    return 0.0 if window is None else 2 * sum(visible_pairs(length, window) for length in lengths) / len(lengths)
 
 
 def read_vocab_size(data: DataConfig) -> int | None:
@@ -68,7 +81,7 @@ def read_vocab_size(data: DataConfig) -> int | None:
     return max(sizes, default=None)
 
 
-def _read_corpus_lengths(prefix: str, data: DataConfig) -> tuple[int, LengthModel]:
+def _read_corpus_lengths(prefix: str, data: DataConfig, window: int | None) -> tuple[int, LengthModel]:
     """Return a corpus's number of tokens and its length model."""
     token_type = check_index(prefix)
     index = IndexArrays.map(f"{prefix}.idx")
@@ -81,10 +94,10 @@ def _read_corpus_lengths(prefix: str, data: DataConfig) -> tuple[int, LengthMode
     lengths = lengths[lengths > 0]
     eod_tokens = 1.0 if metadata is None or metadata.append_eod else 0.0
     source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
-    return int(lengths.sum()), _concat_length_model(lengths, data.seq_length, eod_tokens, source)
+    return int(lengths.sum()), _concat_length_model(lengths, data.seq_length, eod_tokens, source, window)
 
 
-def _concat_length_model(lengths: np.ndarray, pack: int, eod_tokens: float, source: str) -> LengthModel:
+def _concat_length_model(lengths: np.ndarray, pack: int, eod_tokens: float, source: str, window: int | None) -> LengthModel:
     """Return the length model of documents of `lengths`, int64[D], concatenated in random order and cut at pack ends.
 
     A document of d tokens overlaps d + L - 1 windows of L tokens: |d - L| + 1 of them by m = min(d, L) tokens, and two each by
@@ -95,4 +108,10 @@ def _concat_length_model(lengths: np.ndarray, pack: int, eod_tokens: float, sour
     squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
     sample = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
     pieces, special = (mean + pack - 1) / mean, eod_tokens * pack / mean
-    return LengthModel(float(squares.mean() / mean), pieces, special, source, tuple(sample.tolist()))
+    pairs = 0.0
+    if window is not None:
+        by_length = np.array([visible_pairs(length, window) for length in range(pack + 1)], dtype=np.float64)
+        shorter = np.cumsum(by_length) - by_length  # of pieces of 1 to m - 1 tokens
+        whole = m.astype(np.int64)
+        pairs = float((by_length[whole] * (np.abs(d - pack) + 1) + 2 * shorter[whole]).mean() / mean)
+    return LengthModel(float(squares.mean() / mean), pieces, special, source, tuple(sample.tolist()), pairs)

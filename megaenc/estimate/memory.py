@@ -83,7 +83,8 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     # With grouped queries, QK layernorm copies the queries out of the projection.
     normalised = w * queries * (shape.num_attention_heads > shape.num_query_groups) + heads
     parts = {
-        "norms": 2 * (2 * w * shape.hidden_size + 4) / case.sequence_shards,  # input, output and 1 / rms of each
+        # Input, output and 1 / rms of each; LayerNorm also saves the mean.
+        "norms": 2 * (2 * w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)) / case.sequence_shards,
         "projections": w * (3 * queries + 3 * keys) / t
         + shape.qk_layernorm * normalised / t,  # q, k; q k v; the input of the output projection
         "attention": (w * queries * host + 4 * shape.num_attention_heads) / t,
@@ -135,7 +136,8 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
     logits = min(predictions * case.vocab_rows, max(LOGITS_AT_ONCE if host else LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
     norm = parts["norms"] / 2 + (case.hidden_bytes if case.sequence_shards > 1 else 0)
     gradient = 6 if case.bf16 else 4  # overwrites the logits
-    head = norm + 2 * w * predictions * shape.hidden_size + w * logits + gradient * matrix
+    states = 2 + 3 * shape.prediction_head  # the outputs of its dense layer, activation and norm
+    head = norm + states * w * predictions * shape.hidden_size + w * logits + gradient * matrix
     if head < layer or not stage.has_head:
         return layer, formula
     return head, (

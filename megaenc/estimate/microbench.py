@@ -142,7 +142,9 @@ def fit_rates(
     gemm = packs * work.body_flops(one.shape) / measurements["products"]
     attention = measurements.get("attention") or measurements["causal attention"]
     causal = measurements.get("causal attention") or measurements["attention"]
-    core = packs * work.attention_flops(one.shape) / (causal if work.is_causal else attention)
+    # Layers differ in their windows.
+    layer_flops = (work.attention_flops(deep.shape) - work.attention_flops(one.shape)) / (deep_depth - shallow_depth)
+    core = packs * layer_flops / (causal if work.is_causal else attention)
     shallow_seconds, deep_seconds = (measurements[f"forward and backward {depth}"] for depth in DEPTHS)
     rest = max(
         (deep_seconds - shallow_seconds) / (deep_depth - shallow_depth) - measurements["products"] - core,
@@ -315,7 +317,7 @@ def _measure_attention(
         q.grad = k.grad = v.grad = None  # accumulation would be timed too
 
     elapsed = _median_seconds(call, seconds)
-    layer = dataclasses.replace(shape, num_layers=1)
+    layer = dataclasses.replace(shape, num_layers=1, window_size=None)  # `core` has no window
     flops = sum(layer.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in packing.spans())
     return {("causal " if objective.attention is Attention.CAUSAL else "") + "attention": flops / elapsed}
 

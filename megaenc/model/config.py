@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
@@ -11,7 +11,7 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and options of a Llama-like transformer (RMSNorm, SwiGLU, rotary positions, grouped-query attention)."""
+    """Shape and options of a pre-norm transformer; by default Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries."""
 
     num_layers: int = 4
     """transformer layers"""
@@ -35,8 +35,27 @@ class ModelConfig:
     """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original context: 8,192 tokens)"""
     rope_scaling_factor: float = 8.0
     """factor of --use-rope-scaling; Llama 3.1 has 8, Llama 3.2 has 32"""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
+    norm_bias: bool = False
+    """add a bias in each LayerNorm"""
     norm_epsilon: float = 1e-5
-    """epsilon of RMSNorm"""
+    """epsilon of the norms"""
+    activation: Literal["silu", "gelu"] = "silu"
+    """activation of the gated MLP, silu (SwiGLU) or gelu (GeGLU, as in ModernBERT), and of the --prediction-head"""
+    window_size: int | None = None
+    """tokens to each side that local layers attend to, half of ModernBERT's `local_attention`; attention is global in all layers
+    without it, and in documents that fit into it"""
+    global_attn_every_n_layers: int | None = None
+    """with --window-size: attend globally in layers 1, n + 1, 2 n + 1, ... (ModernBERT: 3); no layer unless given"""
+    local_rotary_base: float | None = None
+    """base period of the rotary positions in local layers; --rotary-base unless given"""
+    embedding_norm: bool = False
+    """normalize the embedding instead of the input of the first layer's attention, as ModernBERT does"""
+    prediction_head: bool = False
+    """transform the predicted positions by a dense layer, the activation and a norm before the output layer, as BERT does"""
+    output_layer_bias: bool = False
+    """add a bias for each token of the vocabulary to the logits, as BERT does"""
     init_method_std: float = 0.02
     """standard deviation of the initial weights, without depth scaling"""
     untie_embeddings_and_output_weights: bool = True
@@ -59,9 +78,26 @@ class ModelConfig:
     def parameter_count(self, vocab_size: int, *, lm_head: bool = True) -> int:
         """Return the number of parameters with `vocab_size` embedding rows; `lm_head`: include an untied output matrix."""
         hidden = self.hidden_size
-        vectors = 2 * hidden + self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.head_dim
+        vectors = self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.norm_size(self.head_dim)
+        norms = 2 * self.num_layers + 1  # with --embedding-norm, the first layer has one less
         matrices = 2 if lm_head and self.untie_embeddings_and_output_weights else 1
-        return self.num_layers * (self._layer_matrices + vectors) + hidden + matrices * vocab_size * hidden
+        head = lm_head * (self.prediction_head_size + self.output_layer_bias * vocab_size)
+        layers = self.num_layers * (self._layer_matrices + vectors) + norms * self.norm_size(hidden)
+        return layers + matrices * vocab_size * hidden + head
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the fields by name for a run's identity; without ADDED_OPTIONS at their default, as runs before them."""
+        return {name: value for name, value in vars(self).items() if name not in ADDED_OPTIONS or value != ADDED_OPTIONS[name]}
+
+    def norm_size(self, width: int) -> int:
+        """Return the number of parameters of a norm of `width` numbers."""
+        return (1 + self.norm_bias) * width
+
+    @property
+    def prediction_head_size(self) -> int:
+        """Return the number of parameters of the prediction head: dense layer and norm; 0 without it."""
+        return self.prediction_head * (self.hidden_size**2 + self.norm_size(self.hidden_size))
 
     @property
     def _qkv_size(self) -> int:
@@ -86,25 +122,43 @@ class ModelConfig:
         """Return the forward and backward FLOPs of all layers' matrix products for one token, 6 per weight; no attention."""
         return 6 * self.num_layers * self._layer_matrices
 
+    @property
+    def local_layers(self) -> int:
+        """Return the number of layers whose attention has a window."""
+        every = self.global_attn_every_n_layers
+        return 0 if self.window_size is None else self.num_layers - (0 if every is None else -(-self.num_layers // every))
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return each layer's window, the tokens to each side that it attends to; None if its attention is global."""
+        every = self.global_attn_every_n_layers
+        return tuple(None if every and number % every == 0 else self.window_size for number in range(self.num_layers))
+
     def attention_flops(self, length: int, *, prefix: int) -> int:
         """Return forward and backward FLOPs of attention, all layers, for `length` tokens, the first `prefix` bidirectional.
 
         6 (s^2 + p^2) q per layer; s: `length`; q: the width of all heads; p: the length of the bidirectional `prefix` (0 if
-        causal, s if bidirectional).
+        causal, s if bidirectional). In layers with a window, `visible_pairs` replaces the squares.
         """
-        return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
+        window, local = self.window_size, self.local_layers
+        pairs = (self.num_layers - local) * (length * length + prefix * prefix)
+        pairs += local * (visible_pairs(length, window) + visible_pairs(prefix, window))
+        return 6 * self.query_size * pairs
+
+    def head_flops(self, vocab_size: int, predicted: float) -> float:
+        """Return both passes' FLOPs of the output layer, and of the prediction head, at `predicted` positions."""
+        return 6 * self.hidden_size * (vocab_size + self.prediction_head * self.hidden_size) * predicted
 
     def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
         """Return both passes' FLOPs of documents `spans` (start, prefix end, stop), with output at `predicted` positions.
 
         `spans`: (start, prefix end, stop) of each document. Recomputation and vocabulary padding are not counted.
         """
-        head = 6 * self.hidden_size * vocab_size * predicted
         documents = sum(
             self.layer_flops_per_token() * (stop - start) + self.attention_flops(stop - start, prefix=prefix - start)
             for start, prefix, stop in spans
         )
-        return head + documents
+        return self.head_flops(vocab_size, predicted) + documents
 
     def check(self, tensor_parallel: int = 1) -> None:
         """Raise InputError, naming the flag, if the shape is invalid or cannot be split over `tensor_parallel` ranks."""
@@ -122,8 +176,22 @@ class ModelConfig:
         if not self.use_rope_scaling:
             self._check_field("rope_scaling_factor", ModelConfig.rope_scaling_factor.__eq__, "--use-rope-scaling with it")
         self._check_multiple("num_attention_heads", self.num_query_groups, "--num-query-groups")
+        if self.normalization != "LayerNorm":
+            self._check_field("norm_bias", lambda value: not value, "--normalization LayerNorm with it")
+        self._check_window()
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._check_multiple(name, tensor_parallel, "--tensor-model-parallel-size")
+
+    def _check_window(self) -> None:
+        """Raise InputError, naming the flag, for a wrong window, or an option of local layers in a model without them."""
+        self._check_field("window_size", lambda value: value is None or value >= 1, "1 or more")
+        if self.window_size is None:
+            for name in ("global_attn_every_n_layers", "local_rotary_base"):
+                self._check_field(name, lambda value: value is None, "--window-size with it")
+        self._check_field("global_attn_every_n_layers", lambda value: value is None or value >= 2, "2 or more")
+        self._check_field("local_rotary_base", lambda value: value is None or 0 < value < math.inf, "a number above 0")
+        if self.global_attn_every_n_layers is None:  # --rotary-base would have no effect
+            self._check_field("local_rotary_base", lambda value: value is None, "--global-attn-every-n-layers with it")
 
     def _check_multiple(self, name: str, divisor: int, divisor_flag: str) -> None:
         """Raise InputError unless the field `name` is a multiple of `divisor`, the value of `divisor_flag`."""
@@ -135,13 +203,40 @@ class ModelConfig:
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {expected}")
 
 
-# The study's three sizes (arXiv 2507.00994), then two for machines without an accelerator.
+_ADDED = ("normalization", "norm_bias", "activation", "window_size", "global_attn_every_n_layers", "local_rotary_base")
+_ADDED += ("embedding_norm", "prediction_head", "output_layer_bias")
+ADDED_OPTIONS: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _ADDED}
+"""Defaults of the options that the first version of a run's identity lacks."""
+
+
+def visible_pairs(length: int, window: int | None) -> int:
+    """Return the number of ordered pairs among `length` tokens that are at most `window` apart (None: any distance)."""
+    reach = length if window is None else min(window + 1, length)
+    return length * (2 * reach - 1) - reach * (reach - 1)
+
+
+_MODERNBERT = {
+    "rotary_base": 160000.0,
+    "normalization": "LayerNorm",
+    "activation": "gelu",
+    "window_size": 64,
+    "global_attn_every_n_layers": 3,
+    "local_rotary_base": 10000.0,
+    "embedding_norm": True,
+    "prediction_head": True,
+    "output_layer_bias": True,
+    "untie_embeddings_and_output_weights": False,
+}
+
+# The study's three sizes (arXiv 2507.00994), two for machines without an accelerator, ModernBERT's two (arXiv 2412.13663).
 PRESETS = {
     "210m": ModelConfig(12, 768, 3072, 12, 12),
     "610m": ModelConfig(26, 1152, 4096, 18, 6),
     "1b": ModelConfig(28, 1728, 5120, 18, 6),
     "small": ModelConfig(8, 512, 1536, 8, 4),
     "tiny": ModelConfig(4, 256, 768, 4, 2),
+    "modernbert-base": ModelConfig(22, 768, 1152, 12, 12, **_MODERNBERT),
+    "modernbert-large": ModelConfig(28, 1024, 2624, 16, 16, **_MODERNBERT),
 }
 
 

@@ -5,6 +5,7 @@ Initial weights are a pure function of (seed, name, row), the same in every para
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
@@ -23,7 +26,7 @@ from megaenc.counter_rng import normal_rows
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.functional import Rotation
 from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels, LayerWidths, select_fused_kernels
-from megaenc.model.layer_spec import build_block_spec, build_transformer_config
+from megaenc.model.layer_spec import build_block_spec, build_transformer_config, select_norm
 from megaenc.model.linear_cross_entropy import linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
@@ -57,37 +60,42 @@ class Encoder(LanguageModule):
         self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
-        # [seq_length, 1, 1, head_dim], no buffer: rounded to bfloat16, the angles of distant tokens would be confused.
-        self.angles = RotaryEmbedding(
-            model.head_dim,
-            rotary_percent=1.0,
-            rotary_base=model.rotary_base,
-            rope_scaling=model.use_rope_scaling,
-            rope_scaling_factor=model.rope_scaling_factor,
-        )(seq_length)
+        # No buffers: rounded to bfloat16, the angles of distant tokens would be confused.
+        self.angles = _rotary_angles(model, model.rotary_base, seq_length)
+        self.local_angles = None
+        if model.local_rotary_base not in (None, model.rotary_base):
+            self.local_angles = _rotary_angles(model, model.local_rotary_base, seq_length)
         widths = LayerWidths(
             model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel
         )
-        self.fused = select_fused_kernels(kernels.fused_kernels, detect_backend().device, dtype, widths)
+        fused = select_fused_kernels(kernels.fused_kernels, detect_backend().device, dtype, widths)
+        own = {"norm": fused.norm and model.normalization == "RMSNorm", "swiglu": fused.swiglu and model.activation == "silu"}
+        self.fused = dataclasses.replace(fused, **own)
+        norm = partial(
+            build_module, select_norm(model, kernels, self.fused), hidden_size=model.hidden_size, eps=model.norm_epsilon
+        )
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
+            self.embedding_norm = norm(config=config) if model.embedding_norm else None
         self.decoder = TransformerBlock(
             config,
-            build_block_spec(config, chunk, kernels, self.fused),
+            build_block_spec(model, config, chunk, kernels, self.fused),
             pre_process=self.pre_process,
             post_process=self.post_process,
             vp_stage=chunk,
         )
         if self.post_process:
+            # `head` gathers the sequence before it selects positions, so that these layers are not sequence parallel.
+            whole = dataclasses.replace(config, sequence_parallel=False)
+            self.prediction_head = PredictionHead(whole, norm(config=whole)) if model.prediction_head else None
             self.output_layer = OutputLayer(
                 config.hidden_size,
                 padded,
                 vocab_size,
                 self.fused,
-                # `head` gathers the sequence before it selects positions, so that this layer is not sequence parallel.
-                config=dataclasses.replace(config, sequence_parallel=False),
+                config=whole,
                 init_method=config.init_method,
-                bias=False,
+                bias=model.output_layer_bias,
                 # If tied, it is the embedding itself, or its copy on the last stage, which megatron-core keeps equal.
                 skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
             )
@@ -109,8 +117,13 @@ class Encoder(LanguageModule):
         predict_at [N], or None for all positions; labels [N]. See `linear_cross_entropy`.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
+        if self.pre_process and self.embedding_norm is not None:
+            hidden = self.embedding_norm(hidden)
         # Computed once for all layers; the core attention rotates queries and keys itself.
-        packing = dataclasses.replace(packing, rotation=Rotation.from_angles(self.angles[positions], self.fused.rotary))
+        rotation = local_rotation = Rotation.from_angles(self.angles[positions], self.fused.rotary)
+        if self.local_angles is not None:
+            local_rotation = Rotation.from_angles(self.local_angles[positions], self.fused.rotary)
+        packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels) if self.post_process else hidden
 
@@ -122,8 +135,38 @@ class Encoder(LanguageModule):
         hidden_NH = hidden_S1H.squeeze(1)
         if predict_at is not None:
             hidden_NH = hidden_NH.index_select(0, predict_at)
+        if self.prediction_head is not None:
+            hidden_NH = self.prediction_head(hidden_NH)
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden_NH, tied, labels)
+
+
+def _rotary_angles(model: ModelConfig, base: float, seq_length: int) -> Tensor:
+    """Return the rotary angles of positions 0 to `seq_length` - 1, float32[seq_length, 1, 1, head_dim]."""
+    return RotaryEmbedding(
+        model.head_dim,
+        rotary_percent=1.0,
+        rotary_base=base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+    )(seq_length)
+
+
+class PredictionHead(torch.nn.Module):
+    """Transformation of hidden states before the output layer, norm(activation(dense(x))), as BERT has (arXiv 1810.04805).
+
+    Tensor-parallel ranks compute the same: its product is small next to the output layer's.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: torch.nn.Module):
+        super().__init__()
+        self.dense = torch.nn.Linear(config.hidden_size, config.hidden_size, bias=False, dtype=config.params_dtype)
+        self.activation = config.activation_func
+        self.norm = norm
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        """Return norm(activation(dense(hidden))), [N, H]."""
+        return self.norm(self.activation(self.dense(hidden_NH)))
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -143,7 +186,9 @@ class OutputLayer(ColumnParallelLinear):
         """Return (summed loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
         if labels is not None:
             weight = self.weight if weight is None else weight
-            return linear_cross_entropy(hidden_NH, weight, labels, self.vocab_columns, self.tp_group, self.fused)
+            return linear_cross_entropy(
+                hidden_NH, weight, labels, self.vocab_columns, self.tp_group, self.fused, bias_V=self.bias
+            )
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.vocab_columns :] = float("-inf")  # exclude padding from the softmax
         return logits_NV
@@ -213,7 +258,7 @@ def _draw_weight_shard(name: str, parameter: torch.nn.Parameter, vocab_size: int
         half = rows // 2
         gate, up = (half * (rank + part * size) for part in (0, 1))
         return np.concatenate([normal_rows(seed, name, range(start, start + half), columns) for start in (gate, up)])
-    start = rows * rank
+    start = 0 if name == "prediction_head.dense.weight" else rows * rank  # all ranks have the same
     stop = start + rows
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         stop = max(start, min(stop, vocab_size))

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary positions and SwiGLU with memory-efficient gradients; `fused`: by a Triton kernel."""
+"""RMSNorm, rotary positions and gated activations with memory-efficient gradients; `fused`: by a Triton kernel."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -126,25 +126,34 @@ class SwiGLU(MegatronModule):
             from megaenc.model.kernels.swiglu import swiglu
 
             return swiglu(x)
-        return _SwiGLU.apply(x)
+        return _GatedActivation.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """SwiGLU that saves only its input; backward recomputes silu(gate)."""
+class GeGLU(MegatronModule):
+    """Activation module gelu(gate) * up, the halves of the input's last dimension (Shazeer 2020), with the exact GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return gelu(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
+        return _GatedActivation.apply(x, F.gelu, torch.ops.aten.gelu_backward.grad_input)
+
+
+class _GatedActivation(torch.autograd.Function):
+    """Gated activation that saves only its input; backward recomputes activation(gate)."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, activation, activation_backward):
         ctx.save_for_backward(x)
+        ctx.functions = activation, activation_backward
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return activation(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
+        (x,), (activation, activation_backward) = ctx.saved_tensors, ctx.functions
         gate, up = x.chunk(2, dim=-1)
         to_x = torch.empty_like(x)
         to_gate, to_up = to_x.chunk(2, dim=-1)
-        torch.mul(gradient, F.silu(gate), out=to_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=to_gate)
-        return to_x
+        torch.mul(gradient, activation(gate), out=to_up)
+        activation_backward(gradient * up, gate, grad_input=to_gate)
+        return to_x, None, None

@@ -1,4 +1,4 @@
-"""Layer specs: megatron-core's parallel layers with our own norm and core attention."""
+"""Layer specs: megatron-core's parallel layers with our own norms and core attention."""
 
 import torch
 import torch.nn.functional as F
@@ -6,12 +6,17 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, _grad_accum_fusion_available
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
 from megaenc.model import transformer_engine
@@ -19,7 +24,7 @@ from megaenc.model.attention.backends import compute_attention
 from megaenc.model.config import ModelConfig
 from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
 from megaenc.model.fp8.tensor import select_float8_recipe
-from megaenc.model.functional import SwiGLU
+from megaenc.model.functional import GeGLU, SwiGLU
 from megaenc.model.functional import rms_norm as rms_norm_on_host
 from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels
 from megaenc.model.packed_sequences import PackedSequences
@@ -52,6 +57,34 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
+class LayerNorm(torch.nn.Module):
+    """LayerNorm layer with a learned weight and an optional bias, computed by torch; megatron-core's always has a bias."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, bias: bool = False, **_):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if bias else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (x - mean(x)) / std(x) * weight + bias over the last dimension of x [..., H]."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def select_norm(model: ModelConfig, kernels: KernelConfig, fused: FusedKernels) -> ModuleSpec | type:
+    """Return the class or spec of the model's norms, built with the arguments `config`, `hidden_size` and `eps`."""
+    if model.normalization == "LayerNorm":
+        return ModuleSpec(module=LayerNorm, params={"bias": model.norm_bias})
+    if kernels.transformer_impl == "transformer_engine":
+        return transformer_engine.StatelessTENorm
+    return ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+
+
 def build_transformer_config(
     model: ModelConfig, layout: ParallelConfig, dtype: torch.dtype, kernels: KernelConfig = _DEFAULT_KERNELS
 ) -> TransformerConfig:
@@ -70,10 +103,11 @@ def build_transformer_config(
         kv_channels=model.head_dim,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,  # the gradients of its weights are summed over tensor-parallel ranks
-        normalization="RMSNorm",
+        normalization=model.normalization,
+        hetereogenous_dist_checkpoint=model.embedding_norm,  # the first layer lacks a norm: layers are not saved as one tensor
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[model.activation],
         use_te_activation_func=True,  # makes MLP use the activation module of the spec below
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -128,25 +162,39 @@ def _select_linear_layers(kernels: KernelConfig) -> tuple[type | ModuleSpec, typ
 
 
 def build_block_spec(
-    config: TransformerConfig, chunk: int | None, kernels: KernelConfig, fused: FusedKernels = NO_FUSED_KERNELS
+    model: ModelConfig,
+    config: TransformerConfig,
+    chunk: int | None,
+    kernels: KernelConfig,
+    fused: FusedKernels = NO_FUSED_KERNELS,
 ) -> TransformerBlockSubmodules:
     """Return the layer specs of this pipeline stage, or of its model chunk `chunk`; `fused`: the enabled Triton kernels."""
-    norm = ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
-    if kernels.transformer_impl == "transformer_engine":
-        norm = transformer_engine.StatelessTENorm
+    first = get_transformer_layer_offset(config, chunk)
+    numbers = range(first, first + get_num_layers_to_build(config, chunk))
+    layers = [_build_layer_spec(model, config, number, kernels, fused) for number in numbers]
+    return TransformerBlockSubmodules(layers, layer_norm=select_norm(model, kernels, fused))
+
+
+def _build_layer_spec(
+    model: ModelConfig, config: TransformerConfig, number: int, kernels: KernelConfig, fused: FusedKernels
+) -> ModuleSpec:
+    """Return the spec of layer `number`, counted from 0 in the whole model."""
+    norm = select_norm(model, kernels, fused)
     head_norm = norm if config.qk_layernorm else None
     column_parallel, row_parallel = _select_linear_layers(kernels)
-    layer = ModuleSpec(
+    attention = {"backend": kernels.attention_backend, "window": model.layer_windows[number]}
+    swiglu = ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu})
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=IdentityOp if model.embedding_norm and number == 0 else norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 # SelfAttention passes it to the core attention, which takes the mask from the batch instead.
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=column_parallel,
-                    core_attention=ModuleSpec(module=PackedAttention, params={"backend": kernels.attention_backend}),
+                    core_attention=ModuleSpec(module=PackedAttention, params=attention),
                     linear_proj=row_parallel,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
@@ -159,25 +207,27 @@ def build_block_spec(
                 submodules=MLPSubmodules(
                     linear_fc1=column_parallel,
                     linear_fc2=row_parallel,
-                    activation_func=ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu}),
+                    activation_func=swiglu if model.activation == "silu" else GeGLU,
                 ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
 
 
 class PackedAttention(MegatronModule):
     """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v within each document, q and k rotated.
 
-    The backend "auto" is sdpa, which works on every device.
+    The backend "auto" is sdpa, which works on every device. `window`: tokens to each side that are attended to; None: all.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", **_):
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", window=None, **_
+    ):
         super().__init__(config=config)
         self.backend = "sdpa" if backend == "auto" else backend
         self.softmax_scale = softmax_scale
+        self.window = window
 
     def forward(
         self,
@@ -190,7 +240,10 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
     ):
         """Return attention [s, 1, heads * dim] of query [s, 1, heads, dim], key and value [s, 1, groups, dim]."""
-        if packed_seq_params.rotation is not None:
-            query, key = (packed_seq_params.rotation(x) for x in (query, key))
-        out = compute_attention(self.backend, *(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.softmax_scale)
+        packing = packed_seq_params
+        rotation = packing.rotation if self.window is None else packing.local_rotation
+        if rotation is not None:
+            query, key = (rotation(x) for x in (query, key))
+        inputs = (x.squeeze(1) for x in (query, key, value))
+        out = compute_attention(self.backend, *inputs, packing, self.softmax_scale, window=self.window)
         return out.reshape(query.size(0), 1, -1)

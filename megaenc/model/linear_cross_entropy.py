@@ -33,19 +33,21 @@ def linear_cross_entropy(
     group: dist.ProcessGroup,
     fused: FusedKernels = NO_FUSED_KERNELS,
     chunk_size: int | None = None,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (summed cross-entropy, number correct) of softmax(hidden weight^T) for labels; `columns`: without padding.
+    """Return (summed cross-entropy, number correct) of softmax(hidden weight^T + bias); `columns`: without padding.
 
-    `weight_VH` is this rank's share of the vocabulary, with padding from row `columns` on; `labels_N` are global token ids; N may
-    be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their bytes with
-    `fused.loss`. Exact gradients are computed in forward, so that one softmax suffices; backward scales them and sums those of
-    `hidden_NH` over `group`.
+    `weight_VH` and `bias_V` are this rank's share of the vocabulary, with padding from row `columns` on; `labels_N` are global
+    token ids; N may be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their
+    bytes with `fused.loss`. Exact gradients are computed in forward, so that one softmax suffices; backward scales them and sums
+    those of `hidden_NH` over `group`.
     """
     row_size, limit = weight_VH.size(0), chunk_size or CHUNK_LOGITS
     if fused.loss:
         row_size, limit = row_size * hidden_NH.element_size(), chunk_size or FUSED_CHUNK_BYTES
     rows = rows_per_chunk(len(labels_N), row_size, limit)
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, labels_N, columns, group, fused, rows, torch.is_grad_enabled())
+    train = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, columns, group, fused, rows, train)
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
@@ -62,20 +64,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Chunked output layer and cross-entropy; forward computes the gradients, backward scales and reduces them."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, labels_N, columns, group, fused, rows, train):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, columns, group, fused, rows, train):
         softmax_statistics, logits_to_gradient_ = _softmax_statistics, _logits_to_gradient_
         if fused.loss:
             from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
         first = weight_VH.size(0) * group.rank()
         losses_N = torch.empty(len(labels_N), dtype=torch.float32, device=hidden_NH.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden_NH.device)
-        train = train and any(ctx.needs_input_grad[:2])
+        train = train and any(ctx.needs_input_grad[:3])
         to_hidden_NH = torch.empty_like(hidden_NH) if train else None
         to_weight_VH = None  # float32: in bfloat16 the sum would be rounded after each chunk
+        to_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for start in range(0, len(labels_N), rows):
             part = slice(start, start + rows)
             hidden_nH, labels_n = hidden_NH[part], labels_N[part]
-            logits_nV = torch.mm(hidden_nH, weight_VH.t())
+            product = (hidden_nH, weight_VH.t())
+            logits_nV = torch.mm(*product) if bias_V is None else torch.addmm(bias_V, *product)
             top_n, sum_n, target_n, token_n = _gather_statistics(softmax_statistics(logits_nV, labels_n, first, columns), group)
             losses_N[part] = sum_n.log() + top_n - target_n
             correct += (token_n == labels_n).sum()
@@ -83,16 +87,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 error_nV = logits_to_gradient_(logits_nV, labels_n, top_n, sum_n, first, columns)
                 torch.mm(error_nV, weight_VH, out=to_hidden_NH[part])
                 to_weight_VH = accumulate_matmul(to_weight_VH, error_nV.t(), hidden_nH, in_float32=fused.loss and fused.sum)
+                if bias_V is not None:
+                    to_bias_V += error_nV.sum(dim=0, dtype=torch.float32)
         if train and to_weight_VH is None:
             to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        ctx.gradients, ctx.group, ctx.dtype = (to_hidden_NH, to_weight_VH), group, weight_VH.dtype
+        ctx.gradients, ctx.group, ctx.dtype = (to_hidden_NH, to_weight_VH, to_bias_V), group, weight_VH.dtype
         ctx.mark_non_differentiable(correct)
         return losses_N.sum(), correct
 
     @staticmethod
     @once_differentiable
     def backward(ctx, scale, _):
-        to_hidden_NH, to_weight_VH = ctx.gradients
+        to_hidden_NH, to_weight_VH, to_bias_V = ctx.gradients
         del ctx.gradients
         to_hidden_NH.mul_(scale)
         if ctx.group.size() > 1:
@@ -100,7 +106,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Scaled while it is cast to the weight's dtype, which autograd would do anyway.
         scaled_VH = to_weight_VH if ctx.dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=ctx.dtype)
         torch.mul(to_weight_VH, scale, out=scaled_VH)
-        return to_hidden_NH, scaled_VH, None, None, None, None, None, None
+        to_bias_V = None if to_bias_V is None else to_bias_V.mul_(scale).to(ctx.dtype)
+        return to_hidden_NH, scaled_VH, to_bias_V, None, None, None, None, None, None
 
 
 def _softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:

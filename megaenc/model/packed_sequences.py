@@ -51,6 +51,8 @@ class PackedSequences(PackedSeqParams):
     """the prefixes as accelerator kernels need them"""
     rotation: Rotation | None = None
     """rotary positions of the tokens in their documents, set by the encoder"""
+    local_rotation: Rotation | None = None
+    """the same for layers with a window"""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """data that an attention backend derives once for all layers"""
 

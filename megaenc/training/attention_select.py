@@ -42,6 +42,7 @@ def select_attention(
     tensor, failures = layout.tensor_model_parallel_size, []
     sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
     sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **batch_shape}
+    sizes["windows"] = tuple(dict.fromkeys(shape.layer_windows))
     for name in BACKENDS if requested == "auto" else (requested,):
         results = all_gather_call(lambda name=name: check_backend(name, **sizes))
         if all(result.passed for result in results):

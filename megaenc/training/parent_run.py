@@ -7,6 +7,7 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
+from megaenc.model.config import ADDED_OPTIONS
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
 from megaenc.training.config import PretrainConfig, read_config_file
@@ -22,7 +23,7 @@ _FREE_IN_BRANCH |= {"lr_wsd_decay_style", "min_lr", "eval_iters", "start", "skip
 # Fields that the weights depend on, and fields that the numbering of samples depends on.
 WEIGHT_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
 WEIGHT_FIELDS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
-WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size")
+WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size", *ADDED_OPTIONS)
 _SAMPLE_FIELDS = ("data", "split", "packing", "seq_length", "seed")
 
 

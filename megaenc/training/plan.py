@@ -104,6 +104,7 @@ class Plan:
         for group in (settings.layout, settings.output, settings.kernels, settings.start, settings.health, settings.monitoring):
             free |= set(flags.flatten(group))
         free -= {"eval_iters", "fp8_format"}  # FP8 rounds too coarsely to be exchangeable
+        free |= vars(settings.shape).keys() - settings.shape.identity.keys()
         values = {
             name: list(value) if isinstance(value, tuple) else value  # like JSON
             for name, value in flags.flatten(self.settings).items()

@@ -22,7 +22,14 @@ MODELS = {
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=32),
     "qwen3 with biases": dict(model_type="qwen3", head_dim=16, attention_bias=True, tie_word_embeddings=True),
-}
+    "modernbert": dict(model_type="modernbert", local_attention=32, tie_word_embeddings=True),
+    "modernbert with norm biases": dict(
+        model_type="modernbert", local_attention=20, layer_types=["sliding_attention"] * 2, norm_bias=True, decoder_bias=False,
+        rope_parameters={kind: dict(rope_type="default", rope_theta=500.0) for kind in ("full_attention", "sliding_attention")},
+        hidden_activation="silu", classifier_activation="silu", tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+ENCODERS = ("eurobert", "modernbert")
 
 
 def build(name: str, *, vocab_size: int = 400, **options):
@@ -32,13 +39,13 @@ def build(name: str, *, vocab_size: int = 400, **options):
     given = SHAPE | dict(vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
     config = AutoConfig.for_model(**(given | MODELS[name] | options))
     torch.manual_seed(0)
-    model = (AutoModelForMaskedLM if config.model_type == "eurobert" else AutoModelForCausalLM).from_config(config)
+    model = (AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM).from_config(config)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("o_proj.bias"):
             torch.nn.init.zeros_(parameter)
         else:
             # Sharp attention, so that what it looks at matters.
-            std = 0.3 if parameter_name.endswith(("q_proj.weight", "k_proj.weight")) else 0.1
+            std = 0.3 if parameter_name.endswith(("q_proj.weight", "k_proj.weight", "Wqkv.weight")) else 0.1
             torch.nn.init.normal_(parameter, mean=1.0 if parameter_name.endswith("norm.weight") else 0.0, std=std)
     return model
 

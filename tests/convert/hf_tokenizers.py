@@ -76,6 +76,18 @@ def smollm() -> tuple[Tokenizer, dict]:
     return _byte_level(before, ["<|endoftext|>", "<|im_start|>"]), config | {"tokenizer_class": "GPT2Tokenizer"}
 
 
+def modernbert() -> tuple[Tokenizer, dict]:
+    """ModernBERT and Ettin: bytes, [CLS] and [SEP] around a text, and no end of a text."""
+    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
+    tokenizer = _byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False)], special)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens([AddedToken("[MASK]", lstrip=True, normalized=False, special=True)])
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends)
+    roles = {f"{token[1:-1].lower()}_token": token for token in (*special, "[MASK]")}
+    return tokenizer, roles | {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+
+
 # By name: the tokenizer, the model of hf_models.MODELS that has it, and the flags of from-hf that give it a mask token.
 KINDS = {
     "llama 2": (llama2, "llama with stretched positions", ["--add-mask-token"]),
@@ -84,6 +96,7 @@ KINDS = {
     "smollm": (smollm, "llama with stretched positions", ["--add-mask-token"]),
     "qwen2": (qwen, "qwen2", ["--add-mask-token"]),
     "qwen3": (qwen, "qwen3", ["--add-mask-token"]),
+    "modernbert": (modernbert, "modernbert", []),
 }
 
 

@@ -17,6 +17,7 @@ from megaenc.convert.architectures import (
 )
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
+from megaenc.model.config import get_preset
 from megaenc.objectives import Attention
 
 silence_libraries()
@@ -25,14 +26,40 @@ SMALL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attent
 WITH_BIAS = dataclasses.replace(SMALL, add_qkv_bias=True)
 WITH_NORMS = dataclasses.replace(SMALL, qk_layernorm=True)
 SLIDING = ["full_attention", "sliding_attention"]
+GLOBAL_IN_0_1_3 = [*["full_attention"] * 2, *SLIDING[::-1], "sliding_attention"]
+SLIDING_FIRST = [*SLIDING[::-1], *["sliding_attention"] * 3]
+YARN = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}
 LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 STRETCHED = dict(rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
+MODERNBERT = dataclasses.replace(
+    SMALL,
+    num_layers=5,
+    num_query_groups=4,
+    rotary_base=160000.0,
+    normalization="LayerNorm",
+    activation="gelu",
+    window_size=8,
+    global_attn_every_n_layers=2,
+    local_rotary_base=500.0,
+    embedding_norm=True,
+    prediction_head=True,
+    output_layer_bias=True,
+    untie_embeddings_and_output_weights=False,
+)
+ALL_GLOBAL = dict(window_size=None, global_attn_every_n_layers=None, local_rotary_base=None)
 MODELS = {
     "eurobert": [SMALL, WITH_BIAS],
     "llama": [SMALL, WITH_BIAS, dataclasses.replace(SMALL, **STRETCHED, kv_channels=16)],
     "mistral": [SMALL, dataclasses.replace(SMALL, untie_embeddings_and_output_weights=False)],
     "qwen2": [WITH_BIAS, dataclasses.replace(WITH_BIAS, kv_channels=16, norm_epsilon=1e-6)],
     "qwen3": [WITH_NORMS, dataclasses.replace(WITH_NORMS, add_qkv_bias=True, kv_channels=16, rotary_base=1e6)],
+    "modernbert": [
+        MODERNBERT,
+        dataclasses.replace(MODERNBERT, **ALL_GLOBAL, norm_bias=True, output_layer_bias=False, activation="silu"),
+        dataclasses.replace(MODERNBERT, global_attn_every_n_layers=None, local_rotary_base=None),
+        dataclasses.replace(MODERNBERT, global_attn_every_n_layers=5, local_rotary_base=None),
+        dataclasses.replace(MODERNBERT, untie_embeddings_and_output_weights=True, norm_epsilon=1e-6),
+    ],
 }
 
 
@@ -40,6 +67,7 @@ class Tokenizer:
     """The ids that a config asks a tokenizer for."""
 
     pad_token_id, bos_token_id, eos_token_id, mask_token_id = None, 1, 2, 3
+    cls_token_id = sep_token_id = None
 
 
 def written(name, model, attention=Attention.BIDIRECTIONAL):
@@ -97,6 +125,16 @@ def rope(**values):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | values}
 
 
+def test_modernbert_as_it_is_on_the_hub():
+    """Fields of older versions: mmBERT's, whose local layers have the same base as the global ones."""
+    hub = {"model_type": "modernbert", "global_attn_every_n_layers": 3, "global_rope_theta": 160000, "local_rope_theta": 160000}
+    hub |= {"local_attention": 128, "num_hidden_layers": 22, "hidden_size": 768, "intermediate_size": 1152, "norm_eps": 1e-5}
+    hub |= {"num_attention_heads": 12, "hidden_activation": "gelu", "layer_norm_eps": 1e-5, "position_embedding_type": "sans_pos"}
+    base = get_preset("modernbert-base")
+    assert read(hub) == dataclasses.replace(base, local_rotary_base=None)
+    assert read(hub | {"local_rope_theta": 10000.0}) == base
+
+
 def test_a_window_that_no_layer_has_is_none():
     """Qwen2.5 has one for the layers from `max_window_layers` on, and no such layers."""
     asked = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
@@ -140,6 +178,25 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ("llama", rope(**LLAMA3, factor=0.5), "--rope-scaling-factor: found 0.5, expected 1 or more"),
         ("llama", {"rms_norm_eps": 0.0}, "`rms_norm_eps`: found 0.0, expected a number above 0"),
         ("llama", {"max_position_embeddings": 0}, "`max_position_embeddings`: found 0, expected a number above 0"),
+        ("modernbert", {"attention_bias": True}, "`attention_bias`: found true, expected false"),
+        ("modernbert", {"mlp_bias": True}, "`mlp_bias`: found true, expected false"),
+        ("modernbert", {"classifier_bias": True}, "`classifier_bias`: found true, expected false"),
+        ("modernbert", {"hidden_activation": "gelu_new"}, "`hidden_activation`: found 'gelu_new', expected gelu or silu"),
+        (
+            "modernbert",
+            {"classifier_activation": "silu"},
+            "`classifier_activation`: found 'silu', expected `hidden_activation`'s",
+        ),
+        ("modernbert", {"local_attention": 1}, "`local_attention`: found 1, expected 2 or more tokens"),
+        (
+            "modernbert",
+            {"layer_types": GLOBAL_IN_0_1_3},
+            "`layer_types`: found full_attention in layers [0, 1, 3], expected 0, n",
+        ),
+        ("modernbert", {"layer_types": SLIDING_FIRST}, "`layer_types`: found full_attention in layers [1], expected 0, n"),
+        ("modernbert", {"rope_parameters": YARN}, "`rope_type` of sliding_attention: found 'yarn', expected default"),
+        ("modernbert", {"norm_eps": 0.0}, "`norm_eps`: found 0.0, expected a number above 0"),
+        ("modernbert", {"num_attention_heads": 3}, "--hidden-size: found 32, expected a multiple of --num-attention-heads 3"),
         ("llama", {"num_key_value_heads": 3}, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
     ],
 )
@@ -165,6 +222,13 @@ def test_positions_stretched_in_another_way_are_refused(name):
         ("eurobert", "causal", SMALL, "--as eurobert: has no causal attention; expected --as llama or mistral"),
         ("mistral", "causal", WITH_BIAS, "has no biases of queries, keys and values; expected --as llama or qwen2"),
         ("qwen2", "causal", SMALL, "has no queries, keys and values without biases; expected --as llama or mistral"),
+        ("llama", "causal", MODERNBERT, "--as llama: has no LayerNorm; no family here has all layers of this model"),
+        ("eurobert", "bidirectional", MODERNBERT, "--as eurobert: has no LayerNorm; expected --as modernbert"),
+        ("qwen2", "bidirectional", dataclasses.replace(WITH_BIAS, window_size=8), "has no attention windows; no family here"),
+        ("modernbert", "bidirectional", SMALL, "--as modernbert: has no RMSNorm; expected --as eurobert or llama or mistral"),
+        ("modernbert", "causal", MODERNBERT, "--as modernbert: has no causal attention"),
+        ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),
+        ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, kv_channels=16), "has no heads of another width than"),
         ("qwen3", "causal", SMALL, "has no queries and keys without norms; expected --as llama or mistral"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Decoders that came from Hugging Face go on training as transformers' own models would, whatever the layout."""
+"""Models that came from Hugging Face go on training as transformers' own models would, whatever the layout."""
 
 import hf_models
 import numpy as np
@@ -18,7 +18,7 @@ PEAK, STEPS, DECAY, CLIP = 5e-4, 10, 4, 1.0
 RUN = ["--objective-schedule", "mlm:1.0", "--train-iters", "10", "--lr", "5e-4", "--lr-warmup-iters", "0", "--seq-length", "256"]
 RUN += ["--lr-wsd-decay-iters", "4", "--micro-batch-size", "1", "--global-batch-size", "4", "--eval-interval", "0"]
 RUN += ["--packing", "random-length"]
-MODELS = ["llama with stretched positions", "qwen2", "qwen3"]
+MODELS = ["llama with stretched positions", "qwen2", "qwen3", "modernbert", "modernbert with norm biases"]
 
 
 def learning_rate(n: int) -> float:
@@ -39,7 +39,7 @@ def continued(small_corpus, tmp_path_factory):
         flags = ["--config", str(core / "config.yaml"), *small_corpus.flags, *RUN, "--init-from", str(core)]
         jobs += [runs.Job(folder / "one", flags), runs.Job(folder / "two", [*flags, "--tensor-model-parallel-size", "2"], 2)]
         found[name] = (model, flags, folder)
-    runs.in_turn(jobs, folder, timeout=480)
+    runs.in_turn(jobs, folder, timeout=800)
     return found
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import hf_models
+import plain_loop
 import pytest
 import runs
 import torch
@@ -65,15 +66,20 @@ def test_every_weight_is_there_as_it_was(name, came_in):
     assert facts["source"]["family"] == family and "model.safetensors" in facts["source"]["files"]
     assert facts["source"]["mask_token"] == {"token": "<|mask|>", "id": 1, "origin": "own"}
     kept = yaml.safe_load((core / "config.yaml").read_text())
-    assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if family == "eurobert" else "clm")
+    assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if family in hf_models.ENCODERS else "clm")
 
 
 def by_transformers(folder, attention):
     """transformers' own model of a folder, made to read under `attention`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, EuroBertForMaskedLM, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, EuroBertForMaskedLM, LlamaForCausalLM, ModernBertForMaskedLM
 
     config, causal = AutoConfig.from_pretrained(folder), attention == Attention.CAUSAL
-    if config.model_type == "eurobert":  # Llama's class computes the same layers, and causally
+    if config.model_type == "modernbert":
+        model, report = ModernBertForMaskedLM.from_pretrained(folder, output_loading_info=True)
+        if causal:
+            masks = plain_loop.attention_masks
+            return lambda tokens: model(tokens, attention_mask=masks(config, [0, tokens.size(1)], attention, None))
+    elif config.model_type == "eurobert":  # Llama's class computes the same layers, and causally
         model, report = (LlamaForCausalLM if causal else EuroBertForMaskedLM).from_pretrained(folder, output_loading_info=True)
     else:
         if not causal:

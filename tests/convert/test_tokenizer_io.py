@@ -92,7 +92,8 @@ def test_users_of_an_export_get_the_ids_of_training(name, written, cores, tmp_pa
         assert loaded.mask_token is None and loaded.convert_tokens_to_ids(mask) == trained.mask_token_id
     else:
         assert loaded.mask_token == mask
-        assert loaded(f"The {mask}")["input_ids"] == [*loaded("The")["input_ids"], loaded.mask_token_id]
+        before, masked = (loaded(text, add_special_tokens=False)["input_ids"] for text in ("The", f"The {mask}"))
+        assert masked == [*before, loaded.mask_token_id]
 
 
 def test_a_class_that_reads_texts_otherwise_is_refused(tmp_path, refusal):

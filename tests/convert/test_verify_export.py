@@ -10,15 +10,17 @@ from safetensors.torch import load_file, save_file
 
 from megaenc.convert import to_hf, verify_export
 from megaenc.convert.command import main
-from megaenc.convert.param_mapping import GatedMLPMapping, QKVMapping
+from megaenc.convert.param_mapping import GatedMLPMapping, ParamMapping, QKVMapping
 from megaenc.convert.verify_export import ProbeBatch
+
+ROPE = {"rope_type": "default", "rope_theta": 160000.0}
 
 
 @pytest.fixture(scope="module")
 def core(small_corpus, tmp_path_factory):
-    """Llama and Qwen3, in bfloat16, that came in. By name: a run folder. Not to be changed."""
+    """Llama, Qwen3 and ModernBERT, in bfloat16, that came in. By name: a run folder. Not to be changed."""
     folder, found = tmp_path_factory.mktemp("core"), {}
-    for name in ("llama with stretched positions", "qwen3 with biases"):
+    for name in ("llama with stretched positions", "qwen3 with biases", "modernbert"):
         model = hf_models.build(name, vocab_size=410).bfloat16()
         hf = hf_models.write(model, folder / name / "hf", small_corpus.tokenizer)
         found[name.split()[0]] = folder / name / "core"
@@ -39,6 +41,7 @@ def proof(folder):
         ("llama", ["--as", "llama"], "LlamaForCausalLM", "causal"),
         ("qwen3", [], "Qwen3ForCausalLM", "bidirectional"),
         ("qwen3", ["--as", "qwen3"], "Qwen3ForCausalLM", "causal"),
+        ("modernbert", [], "ModernBertForMaskedLM", "bidirectional"),
     ],
 )
 def test_it_holds_checksums_differences_and_the_mask(name, written, kind, attention, flags, core, tmp_path):
@@ -99,6 +102,24 @@ def reorder(monkeypatch):
     monkeypatch.setattr(QKVMapping, "to_hf", wrong)
 
 
+def turn_rows(name):
+    """The upper and the lower half of a joint matrix's rows take each other's place."""
+
+    def change(monkeypatch):
+        for rule in (ParamMapping, QKVMapping):
+            monkeypatch.setattr(rule, "to_hf", _turned(rule.to_hf, name))
+
+    return change
+
+
+def _turned(right, name):
+    def wrong(self, tensor, model):
+        parts = right(self, tensor, model)
+        return (parts[0].roll(len(parts[0]) // 2, 0),) if name in self.core else parts
+
+    return wrong
+
+
 def damage(monkeypatch):
     """One number of one weight is another on the disk."""
     right = to_hf.write_shards
@@ -139,8 +160,28 @@ WRONG = {
         "qwen3",
         [],
         change_config(layer_types=["full_attention", "sliding_attention"]),
-        "field `layer_types`: found sliding_attention, expected full_attention in every layer",
+        "field `layer_types`: found sliding_attention, expected full_attention",
     ),
+    "a longer window": (
+        "modernbert",
+        [],
+        change_config(local_attention=48),
+        "layer 1: field `sliding_window`: found 24, expected 16",
+    ),
+    "a window in another layer": (
+        "modernbert",
+        [],
+        change_config(layer_types=["sliding_attention", "full_attention"]),
+        "layer 0: field `sliding_window`: found 16, expected none",
+    ),
+    "positions of local layers": (
+        "modernbert",
+        [],
+        change_config(rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"), ROPE)),
+        "logits differ by",
+    ),
+    "queries and keys of ModernBERT": ("modernbert", [], turn_rows("linear_qkv"), "logits differ by"),
+    "gate and up projection of ModernBERT": ("modernbert", [], turn_rows("linear_fc1"), "logits differ by"),
     "damage": ("llama", [], damage, "`model.norm.weight` is not what was written"),
     "a layer too few": ("llama", [], change_config(num_hidden_layers=1), "finds unexpected keys: model.layers.1."),
     "no weights for a layer": ("llama", [], change_config(num_hidden_layers=3), "finds missing keys: model.layers.2."),
@@ -166,6 +207,13 @@ def test_a_mask_that_leaks_is_named():
     ):
         with pytest.raises(verify_export._VerificationError, match=words):
             verify_export._check_mask(found, to_hf.Attention[attention], "x")
+
+
+@pytest.mark.parametrize(("window", "longest"), [(4, 32), (64, 192), (1000, 2048)])
+def test_probes_are_longer_than_a_window(window, longest):
+    """The first two of three documents, if the context is."""
+    documents = ProbeBatch.build(258, 2048, window).documents
+    assert len(documents[0]) == longest and len(documents[1]) > window
 
 
 @pytest.mark.parametrize(("vocab_size", "context"), [(258, 4), (128256, 2048), (3, 1)])

@@ -20,12 +20,20 @@ def test_squares_and_pieces_are_those_of_documents_cut_into_packs(lengths):
     results = build_length_model(DataConfig(seq_length=64), lengths)
     assert results.squares == pytest.approx((pieces**2).sum() / packs, rel=0.02)
     assert results.pieces == pytest.approx(len(pieces) / packs, rel=0.02)
+    assert results.local_pairs == 0
+    for window in (1, 20, 63):
+        pairs = sum((pieces - distance).clip(0).sum() * (1 + (distance > 0)) for distance in range(window + 1))
+        assert build_length_model(DataConfig(seq_length=64), lengths, window).local_pairs == pytest.approx(
+            pairs / packs, rel=0.02
+        )
 
 
 def test_random_lengths_are_counted_as_the_study_plan_counts_them():
-    flags = build_run_config({"model": "610m", "packing": "random-length", "seq_length": 2048})
-    results = build_length_model(flags.data, (7,))  # what documents are makes no difference
+    flags = build_run_config({"model": "modernbert-base", "packing": "random-length", "seq_length": 2048})
+    results = build_length_model(flags.data, (7,), 64)  # what documents are makes no difference
     assert results.squares == pytest.approx(expected_length_model(flags).squares)
+    assert results.local_pairs == pytest.approx(expected_length_model(flags).local_pairs)
+    assert results.local_pairs == pytest.approx(2048 * 129 - 2 * 64 * 65, rel=0.005)
     assert results.pieces == 2
 
 

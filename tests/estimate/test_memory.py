@@ -76,8 +76,10 @@ def test_the_chunked_loss_is_the_models_own():
 def test_parameters_are_those_of_the_model(layout):
     from megaenc.model.encoder import build_encoder
 
+    others = dict(normalization="LayerNorm", norm_bias=True, embedding_norm=True, prediction_head=True, output_layer_bias=True)
     for tied in (False, True):
         shape = ModelConfig(3, 64, 160, 8, 4, add_qkv_bias=tied, qk_layernorm=tied, untie_embeddings_and_output_weights=not tied)
+        shape = dataclasses.replace(shape, **others) if tied else shape
         encoder = build_encoder(shape, 1000, 64, ParallelConfig(), torch.float32, seed=None)
         mine = case(shape, vocab_size=1000).build_stage(0).parameters
         assert mine == sum(parameter.numel() for parameter in encoder.parameters())
@@ -91,7 +93,9 @@ HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernor
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [SMALL, *HEADS_NORMALISED])
+@pytest.mark.parametrize(
+    "shape", [SMALL, *HEADS_NORMALISED, dataclasses.replace(SMALL, normalization="LayerNorm", activation="gelu")]
+)
 @pytest.mark.parametrize("modules", [(), ("core_attn",), ("mlp",)], ids=["all", "attention again", "mlp again"])
 def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     """The second layer's own storages, on the host; what it shares with others or with the weights is not counted."""

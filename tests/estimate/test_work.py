@@ -13,14 +13,16 @@ RUN += ["--objective-schedule", "clm:0.25,mlm(mask=0.3):0.25,mntp:0.25,prefix_lm
 def demanded(*flags):
     config = parse_estimate_config(["--gpu", "h100", *flags], "megaenc estimate")
     vocab_size, _ = resolve_vocab_size(config)
-    return config, build_workload(config, vocab_size, build_length_model(config.pretrain.data, config.document_tokens))
+    docs = build_length_model(config.pretrain.data, config.document_tokens, config.pretrain.shape.window_size)
+    return config, build_workload(config, vocab_size, docs)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [[], ["--window-size", "7", "--global-attn-every-n-layers", "3", "--prediction-head"]])
 @pytest.mark.parametrize("packing", ["concat", "random-length"])
-def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, packing):
+def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, packing, window):
     """The sum that model_flops_utilization is made of, phase by phase: its packs are drawn, so some percent differ."""
-    flags = [*RUN, *small_corpus.flags, "--packing", packing]
+    flags = [*RUN, *small_corpus.flags, "--packing", packing, *window]
     runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")])
     rows = runs.metrics(tmp_path / "run")
     config, workload = demanded(*flags)

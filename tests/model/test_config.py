@@ -29,8 +29,29 @@ def test_attention_is_counted_by_the_pairs_that_see_each_other(prefix):
     assert counted == pytest.approx(3 * 2 * 2 * model.hidden_size * model.num_layers * pairs, rel=1 / length)
 
 
+@pytest.mark.parametrize("prefix", [0, 1, 30, 300, 1000])
+@pytest.mark.parametrize("window", [1, 64, 999, 5000])
+def test_a_window_is_counted_by_the_pairs_within_it(window, prefix):
+    model = dataclasses.replace(get_preset("210m"), window_size=window, global_attn_every_n_layers=5)  # 0, 5 and 10 of 12
+    pairs = {
+        reach: sum(min(at, reach) + 1 + min(reach, prefix - 1 - at) * (at < prefix) for at in range(1000))
+        for reach in (1000, window)
+    }
+    assert [number for number, one in enumerate(model.layer_windows) if one is None] == [0, 5, 10]
+    counted = model.attention_flops(1000, prefix=prefix)
+    # Half of the diagonal outside of the prefix is left out, as without a window.
+    exact = sum(count * (pairs[reach] - (1000 - prefix) / 2) for reach, count in ((1000, 3), (window, 9)))
+    assert counted == 12 * model.query_size * exact
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("modernbert-base", 149_655_232), ("modernbert-large", 395_881_664)])
+def test_parameters_are_those_of_modernbert(name, parameters):
+    """As transformers' ModernBertForMaskedLM has them with the published vocabulary."""
+    assert get_preset(name).parameter_count(50_368) == parameters
+
+
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize(("name", "untied"), [("tiny", True), ("tiny", False), ("small", True)])
+@pytest.mark.parametrize(("name", "untied"), [("tiny", True), ("tiny", False), ("modernbert-base", None)])
 def test_parameters_are_those_of_the_built_model(name, untied):
     import torch
 
@@ -38,6 +59,8 @@ def test_parameters_are_those_of_the_built_model(name, untied):
     from megaenc.model.encoder import build_encoder
 
     model = dataclasses.replace(PRESETS[name], untie_embeddings_and_output_weights=untied)
+    if untied is None:
+        model = dataclasses.replace(PRESETS["modernbert-base"], num_layers=3, hidden_size=48, norm_bias=True, qk_layernorm=True)
     vocab_size = 128 * model.make_vocab_size_divisible_by  # no padding
     encoder = build_encoder(model, vocab_size, 32, ParallelConfig(), torch.float32, seed=None)
     assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameter_count(vocab_size)
@@ -54,6 +77,17 @@ def test_parameters_are_those_of_the_built_model(name, untied):
         (dict(hidden_size=20), 1, "expected an even head width"),
         ({}, 4, "--num-query-groups: found 2, expected a multiple of --tensor-model-parallel-size 4"),
         (dict(rope_scaling_factor=32.0), 1, "--rope-scaling-factor: found 32.0, expected --use-rope-scaling with it"),
+        (dict(norm_bias=True), 1, "--norm-bias: found True, expected --normalization LayerNorm with it"),
+        (dict(window_size=0), 1, "--window-size: found 0, expected 1 or more"),
+        (dict(global_attn_every_n_layers=3), 1, "--global-attn-every-n-layers: found 3, expected --window-size with it"),
+        (dict(local_rotary_base=1e4), 1, "--local-rotary-base: found 10000.0, expected --window-size with it"),
+        (dict(window_size=8, global_attn_every_n_layers=1), 1, "--global-attn-every-n-layers: found 1, expected 2 or more"),
+        (dict(window_size=8, local_rotary_base=0.0), 1, "--local-rotary-base: found 0.0, expected a number above 0"),
+        (
+            dict(window_size=8, local_rotary_base=5.0),
+            1,
+            "--local-rotary-base: found 5.0, expected --global-attn-every-n-layers w",
+        ),
         (dict(ffn_hidden_size=771), 2, "--ffn-hidden-size: found 771, expected a multiple of --tensor-model"),
     ],
 )
@@ -64,7 +98,7 @@ def test_shape_that_cannot_be(changes, tensor_parallel, complaint):
 
 def test_unknown_preset_lists_the_known():
     assert get_preset("610M") is PRESETS["610m"]
-    with pytest.raises(InputError, match="unknown preset 'huge', expected one of 210m, 610m, 1b, small, tiny"):
+    with pytest.raises(InputError, match="unknown preset 'huge', expected one of 210m, 610m, 1b, small, tiny, modern"):
         get_preset("huge")
 
 

@@ -103,11 +103,40 @@ def test_outputs_depend_on_what_the_mask_allows_and_on_nothing_else(attention):
             assert moved == [at for at in range(32) if sees(attention, at, changed)]
 
 
+@pytest.mark.parametrize("window", [1, 4, 12])
+@pytest.mark.parametrize("attention", Attention)
+def test_a_local_layer_passes_on_its_window_and_a_global_one_everything(attention, window):
+    """The outputs after one local layer, and after a local between two global ones."""
+    for layers, is_local in ((1, True), (3, False)):
+        others = {} if is_local else dict(global_attn_every_n_layers=2, local_rotary_base=500.0)
+        shape = replace(TINY, num_layers=layers, window_size=window, **others)
+        encoder, tokens = build(shape=shape).eval(), torch.arange(32) + 2
+        with torch.no_grad():
+            before = forward(encoder, tokens, attention)
+            for changed in range(32):
+                other = tokens.clone()
+                other[changed] = 99
+                moved = (forward(encoder, other, attention) != before).any(dim=1).nonzero().flatten().tolist()
+                near = [at for at in range(32) if not is_local or abs(at - changed) <= window]
+                assert moved == [at for at in near if sees(attention, at, changed)]
+
+
+def test_rotary_positions_of_local_layers_have_their_own_base():
+    tokens, shape = torch.arange(32) + 2, replace(TINY, num_layers=2, window_size=6, global_attn_every_n_layers=2)
+    same, other, all_other = (
+        forward(build(shape=replace(shape, **bases)), tokens, Attention.BIDIRECTIONAL)[:, :100]
+        for bases in ({"local_rotary_base": 1e4}, {"local_rotary_base": 50.0}, {"rotary_base": 50.0})
+    )
+    assert torch.equal(same, forward(build(shape=shape), tokens, Attention.BIDIRECTIONAL)[:, :100])
+    assert not torch.allclose(same, other, atol=1e-5) and not torch.allclose(all_other, other, atol=1e-5)
+
+
 @pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("attention", Attention)
 def test_recomputed_layers_have_the_same_gradients(attention, how):
     """The attention and its prefixes survive the way back, on which megatron-core runs layers, or their attention, again."""
-    plain, again = build(), build()
+    shape = replace(TINY, window_size=3, global_attn_every_n_layers=2, embedding_norm=True)
+    plain, again = build(shape=shape), build(shape=shape)
     if how == "full":
         again.decoder.config.recompute_granularity = "full"
         again.decoder.config.recompute_method = "uniform"
@@ -165,13 +194,16 @@ def test_loss_of_no_target_is_zero_and_can_go_backward():
     assert all((p.grad == 0).all() for p in encoder.parameters())
 
 
-def test_initial_weights_are_normal_and_follow_from_the_seed():
-    encoder, again, other = build(seed=3), build(seed=3), build(seed=4)
+@pytest.mark.parametrize(
+    "options", [{}, dict(normalization="LayerNorm", norm_bias=True, prediction_head=True, output_layer_bias=True)]
+)
+def test_initial_weights_are_normal_and_follow_from_the_seed(options):
+    encoder, again, other = (build(seed=seed, shape=replace(TINY, **options)) for seed in (3, 3, 4))
     weights = dict(encoder.named_parameters())
     for name, parameter in weights.items():
         assert torch.equal(parameter, dict(again.named_parameters())[name])
         if parameter.dim() == 1:
-            assert (parameter == 1).all()
+            assert (parameter == (0 if name.endswith(".bias") else 1)).all()
         else:
             assert not torch.equal(parameter, dict(other.named_parameters())[name])
     values = np.concatenate([p.detach().numpy()[:100].ravel() for p in weights.values() if p.dim() == 2])

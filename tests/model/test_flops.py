@@ -1,5 +1,6 @@
 """The FLOPs that metrics tell against torch's count of the matrix products that a model executes."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -18,12 +19,12 @@ VOCABULARY = 128  # what a rank's share is padded to
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **others: 2 * a[0] * a[1] * b[1]}  # torch's counter leaves it out
 
 
-def executed(attention, predict_at):
+def executed(attention, predict_at, shape=SHAPE):
     """torch's count, forward and backward, and the row's documents."""
     from megaenc.model.encoder import build_encoder
     from megaenc.model.packed_sequences import PackedSequences
 
-    encoder = build_encoder(SHAPE, VOCABULARY, 32, ParallelConfig(), torch.float32, seed=3)
+    encoder = build_encoder(shape, VOCABULARY, 32, ParallelConfig(), torch.float32, seed=3)
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
     prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
     packing = PackedSequences.from_edges(EDGES, attention, torch.device("cpu"), prefixes)
@@ -44,3 +45,12 @@ def test_flops_are_those_of_the_executed_products(attention, predict_at):
     assert (hidden_half == 0) == (attention == Attention.BIDIRECTIONAL)
     told = SHAPE.training_flops(VOCABULARY, len(predict_at), spans)
     assert counted == told + 6 * SHAPE.num_layers * SHAPE.hidden_size * hidden_half
+
+
+@pytest.mark.usefixtures("one_process")
+def test_flops_of_a_model_with_a_head_and_windows_that_hide_nothing():
+    """A window counts by the pairs of tokens within it (tests/model/test_config.py); kernels skip the others in part."""
+    local = dict(window_size=13, embedding_norm=True, prediction_head=True, output_layer_bias=True, activation="gelu")
+    shape = dataclasses.replace(SHAPE, **local)
+    counted, spans = executed(Attention.BIDIRECTIONAL, [3, 7, 30], shape)
+    assert counted == shape.training_flops(VOCABULARY, 3, spans) > SHAPE.training_flops(VOCABULARY, 3, spans)

@@ -110,11 +110,15 @@ def test_nothing_has_no_norm():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_swiglu_is_its_formula_with_its_gradient(dtype):
+@pytest.mark.parametrize("activation", [F.silu, F.gelu])
+def test_gated_activations_are_their_formulas_with_their_gradients(dtype, activation):
+    from megaenc.model.functional import GeGLU
+
+    gated = swiglu if activation is F.silu else GeGLU(None)
     here = torch.randn(5, 2, 6, dtype=dtype, requires_grad=True)
     there = here.detach().clone().requires_grad_()
     gate, up = there.chunk(2, -1)
-    found, expected = swiglu(here), F.silu(gate) * up
+    found, expected = gated(here), activation(gate) * up
     weights = torch.randn_like(expected)
     found.backward(weights)
     expected.backward(weights)

@@ -48,6 +48,21 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, monkeypat
     assert (here[1].grad[VOCABULARY:] == 0).all()
 
 
+@pytest.mark.parametrize("at_once", [PADDED * 7, PADDED * ROWS])
+def test_a_bias_is_part_of_the_logits(work, at_once):
+    *weights, labels = work
+    weights.append(torch.randn(PADDED))
+    here, there = ([tensor.clone().requires_grad_() for tensor in weights] for _ in range(2))
+    loss, correct = loss_of(*here[:2], labels, chunk_size=at_once, bias_V=here[2])
+    logits = there[0] @ there[1][:VOCABULARY].T + there[2][:VOCABULARY]
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    (loss * 0.5).backward()
+    (expected * 0.5).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close([tensor.grad for tensor in here], [tensor.grad for tensor in there])
+    assert int(correct) == int((logits.argmax(1) == labels).sum())
+
+
 def test_where_nobody_asks_for_gradients_none_are_made(work):
     hidden, weight, labels = work
 

@@ -3,7 +3,6 @@
 Letters of shapes: S tokens of the pack, H query heads, G key/value heads (H is a multiple of G), D width of a head.
 """
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -14,9 +13,9 @@ from importlib import util
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from megaenc.model.attention.blocks import attend_in_blocks, sdpa_kernels
 from megaenc.model.attention.padded import attend_padded
 from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention
@@ -27,23 +26,37 @@ BACKENDS = ("flash", "varlen", "cudnn", "sdpa")
 # torch 2.11 detects grouped heads itself and lacks the keyword that later versions require.
 _GQA_OPTION = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-# Not cuDNN, which would build a plan for each document length.
-_SDPA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 _HOPPER, _FLASH_ATTN_3 = (9, 0), "flash_attn_interface"  # the device that flash-attn 3 supports, and its module
 
 
-def compute_attention(name: str, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
-    """Return attention [S, H, D] within documents of q [S, H, D], k and v [S, G, D], by the attention backend `name`."""
+def compute_attention(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: PackedSequences,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Return attention [S, H, D] within documents of q [S, H, D], k and v [S, G, D], by the attention backend `name`.
+
+    `window`: the tokens to each side that a token attends to, if the mask allows; None: all of its document.
+    """
     width = q.size(-1)
     scale = 1 / math.sqrt(width) if scale is None else scale
+    if window is not None and window >= packing.max_seqlen_q - 1:  # it hides nothing
+        window = None
     if name == "sdpa":
+        if window is not None:
+            return attend_in_blocks(q, k, v, packing, scale, window)
         return _attend_per_document(q, k, v, packing, scale)
     if width % 8:  # accelerator kernels need a multiple of 8
         q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
-        return compute_attention(name, q, k, v, packing, scale)[..., :width]
+        return compute_attention(name, q, k, v, packing, scale, window=window)[..., :width]
     if name == "cudnn":
-        return attend_padded(q, k, v, packing, scale)
-    return _attend_packed(load_flash_kernel(q.device) if name == "flash" else _varlen, q, k, v, packing, scale)
+        return attend_padded(q, k, v, packing, scale, window)
+    return _attend_packed(load_flash_kernel(q.device) if name == "flash" else _varlen, q, k, v, packing, scale, window)
 
 
 def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -63,13 +76,16 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 Kernel = Callable[..., Tensor]
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale, causal) -> like q; causal aligns the last token."""
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale, causal, window) -> like q.
+
+The last tokens of q and k are aligned; `window`: the tokens to each side that are attended to, -1 for all.
+"""
 
 
-def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
+def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window):
     """Compute attention with torch's `varlen_attn`, as a `Kernel`."""
-    window = (-1, 0) if causal else (-1, -1)
-    return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, **_GQA_OPTION)
+    sides = (window, 0 if causal else window)
+    return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=sides, **_GQA_OPTION)
 
 
 def flash_attn_module(device: torch.device) -> str:
@@ -85,26 +101,30 @@ def load_flash_kernel(device: torch.device) -> Kernel:
     """Return flash-attn's attention function for `device` as a `Kernel`; flash-attn must be installed."""
     function = importlib.import_module(flash_attn_module(device)).flash_attn_varlen_func
 
-    def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
-        out = function(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=scale, causal=causal)
+    def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window):
+        mask = {"causal": causal} | ({} if window < 0 else {"window_size": (window, 0 if causal else window)})
+        out = function(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=scale, **mask)
         return out[0] if isinstance(out, tuple) else out  # early releases of version 3 also return the log-sum-exp
 
     return kernel
 
 
-def _attend_packed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
+def _attend_packed(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None
+) -> Tensor:
     """Attend in all documents with one kernel call, or two under prefix attention: within prefixes, and causal for the rest."""
     every, longest = packing.cu_seqlens_kv, packing.max_seqlen_kv
+    kernel = functools.partial(kernel, scale=scale, window=-1 if window is None else window)
     if packing.attention != Attention.PREFIX:
-        return kernel(q, k, v, every, every, longest, longest, scale=scale, causal=packing.attention == Attention.CAUSAL)
+        return kernel(q, k, v, every, every, longest, longest, causal=packing.attention == Attention.CAUSAL)
     rows = packing.prefix_rows
     out = torch.empty_like(q)
     if rows.prefix.numel():
         prefixes, most = rows.cu_seqlens_prefix, rows.longest_prefix
         inside = (x.index_select(0, rows.prefix) for x in (q, k, v))
-        out = out.index_copy(0, rows.prefix, kernel(*inside, prefixes, prefixes, most, most, scale=scale, causal=False))
+        out = out.index_copy(0, rows.prefix, kernel(*inside, prefixes, prefixes, most, most, causal=False))
     after = q.index_select(0, rows.suffix)
-    after = kernel(after, k, v, rows.cu_seqlens_suffix, every, rows.longest_suffix, longest, scale=scale, causal=True)
+    after = kernel(after, k, v, rows.cu_seqlens_suffix, every, rows.longest_suffix, longest, causal=True)
     return out.index_copy(0, rows.suffix, after)
 
 
@@ -117,7 +137,7 @@ def _attend_per_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequenc
     sizes = [stop - start for start, _, stop in spans]
     documents = zip(*(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (q, k, v)), strict=True)  # [1, heads, length, D]
     parts = []
-    with contextlib.nullcontext() if q.device.type == "cpu" else sdpa_kernel(list(_SDPA_KERNELS)):
+    with sdpa_kernels(q.device):
         for (start, prefix, stop), (queries, keys, values) in zip(spans, documents, strict=True):
             if prefix == stop:
                 parts.append(_scaled_dot_product(queries, keys, values, scale))

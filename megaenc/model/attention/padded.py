@@ -2,7 +2,7 @@
 
 cuDNN needs tens to hundreds of milliseconds to plan each shape. So documents are padded to lengths of 128, 256, 512, ..., with a
 batch for each length whose size is rounded up to a power of two: some tens of shapes, and mostly less than twice the tokens.
-Unless attention is causal, a batch has a mask of [documents, length, length] elements, which all layers share.
+Unless attention is causal and global, a batch has a mask of [documents, length, length] elements, which all layers share.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,9 @@ class PaddedBatches:
     batches: list[PaddedBatch]
 
     @classmethod
-    def from_packed(cls, packing: PackedSequences, device: torch.device, dtype: torch.dtype) -> "PaddedBatches":
+    def from_packed(
+        cls, packing: PackedSequences, device: torch.device, dtype: torch.dtype, window: int | None = None
+    ) -> "PaddedBatches":
         """Return the PaddedBatches of a pack on `device`, with masks in `dtype`, without waiting for the device."""
         spans = np.array(packing.spans())
         lengths, prefixes = spans[:, 2] - spans[:, 0], spans[:, 1] - spans[:, 0]
@@ -56,8 +58,8 @@ class PaddedBatches:
             sizes = np.ones((2, count), dtype=np.int64)
             sizes[:, : len(documents)] = lengths[documents], prefixes[documents]
             bias = None
-            if packing.attention != Attention.CAUSAL:
-                bias = _build_mask(copy_to_device(torch.from_numpy(sizes), device), int(length), dtype)
+            if packing.attention != Attention.CAUSAL or window is not None:
+                bias = _build_mask(copy_to_device(torch.from_numpy(sizes), device), int(length), dtype, window)
             flat = np.concatenate(positions)
             batches.append(PaddedBatch((count, int(length)), len(flat), copy_to_device(torch.from_numpy(flat), device), bias))
         order = np.concatenate(rows)
@@ -70,22 +72,24 @@ def max_mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
     return next_power_of_2(packs) * length**2 * dtype.itemsize
 
 
-def _build_mask(sizes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+def _build_mask(sizes: Tensor, length: int, dtype: torch.dtype, window: int | None) -> Tensor:
     """Build the mask [B, 1, length, length], 0 or -inf, from `sizes` int64[2, B], document lengths and prefix lengths."""
     # Queries in the padding attend to the document too; their results are discarded.
     position = torch.arange(length, device=sizes.device)
     lengths, prefixes = sizes[:, :, None, None]
     query, key = position[:, None], position[None]
     is_visible = ((key <= query) | ((key < prefixes) & (query < prefixes))) & (key < lengths)
+    if window is not None:  # queries in the padding attend to the last token at least
+        is_visible &= (query.clamp(max=lengths - 1) - key).abs() <= window
     bias = torch.zeros(is_visible.shape, dtype=dtype, device=sizes.device)
     return bias.masked_fill_(~is_visible, float("-inf"))[:, None]
 
 
-def attend_padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
+def attend_padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None = None) -> Tensor:
     """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents, by cuDNN on padded batches."""
-    key = ("padded", q.dtype)
+    key = ("padded", q.dtype, window)
     if key not in packing.cache:  # once for all layers
-        packing.cache[key] = PaddedBatches.from_packed(packing, q.device, q.dtype)
+        packing.cache[key] = PaddedBatches.from_packed(packing, q.device, q.dtype, window)
     padded = packing.cache[key]
     sizes = [batch.tokens for batch in padded.batches]
     sorted_by_length = zip(*(x.index_select(0, padded.order).split(sizes) for x in (q, k, v)), strict=True)

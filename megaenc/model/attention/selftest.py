@@ -60,26 +60,30 @@ def check_backend(
     dtype: torch.dtype,
     device: torch.device,
     masks: Iterable[Attention] = tuple(Attention),
+    windows: Iterable[int | None] = (None,),
     seq_length: int = 0,
     packs: int = 1,
 ) -> SelfTestResult:
     """Return the result of testing attention backend `name` on `device` under each of `masks`; an exception is a failure.
 
-    `heads` (query) and `groups` (key/value) are this rank's; a micro-batch has `packs` of `seq_length` tokens.
+    `windows`: of the model's layers, None for global attention; documents of a trial are at least four times as long as its
+    window. `heads` (query) and `groups` (key/value) are this rank's; a micro-batch has `packs` of `seq_length` tokens.
     """
     worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")
     if reason := missing_requirement(name, device, dtype):
         return dataclasses.replace(worst, available=False, error=None, reason=reason)
-    masks = list(masks)
+    masks = [(mask, window) for mask in masks for window in windows]
     if name == "cudnn" and (reason := _check_mask_memory(packs, seq_length, dtype, masks)):
         return dataclasses.replace(worst, error=None, reason=reason)
     for pack, queries, keys in _trial_packs(device, heads, groups, seq_length):
         tolerance = error_tolerance(dtype, max(pack.lengths) + head_dim, device)
         inputs = [x.to(dtype) for x in _draw_inputs(sum(pack.lengths), queries, keys, head_dim)]
-        for mask in masks:
-            condition = f"under {mask} attention with heads {head_dim} wide"
+        for mask, window in masks:
+            window = None if window is None else min(window, max(pack.lengths) // 4)
+            local = "" if window is None else f", {window} tokens to each side,"
+            condition = f"under {mask} attention{local} with heads {head_dim} wide"
             try:
-                for label, error in _compare_with_reference(name, pack, inputs, mask, device):
+                for label, error in _compare_with_reference(name, pack, inputs, mask, window, device):
                     if not error <= tolerance:
                         failure = "NaN" if math.isnan(error) else f"off by {error:.2g} (tolerance {tolerance:.2g})"
                         return SelfTestResult(name, True, error, tolerance, f"{label} {failure} {condition}")
@@ -101,13 +105,17 @@ def _trial_packs(device: torch.device, heads: int, groups: int, seq_length: int)
         yield TrialPack((7, 33, longest), (3, 0, longest // 3)), heads // groups, 1
 
 
-def _check_mask_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: list[Attention]) -> str:
+def _check_mask_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: list[tuple[Attention, int | None]]) -> str:
     """Return an error message if the masks of padded documents take too much memory, else an empty string."""
-    needed, masks = max_mask_bytes(packs, seq_length, dtype), [mask for mask in masks if mask != Attention.CAUSAL]
-    if not masks or needed <= MASK_BYTES_LIMIT:
+    needing_mask = [mask for mask, window in masks if mask != Attention.CAUSAL or window is not None]
+    if not needing_mask:
+        return ""
+    largest = max(needing_mask, key=needing_mask.count)  # the same micro-batch has a mask for each window
+    needed = needing_mask.count(largest) * max_mask_bytes(packs, seq_length, dtype)
+    if needed <= MASK_BYTES_LIMIT:
         return ""
     return (
-        f"masks under {masks[0]} attention take {needed / 2**30:.3g} GiB if documents fill {packs:,} packs of {seq_length:,} "
+        f"masks under {largest} attention take {needed / 2**30:.3g} GiB if documents fill {packs:,} packs of {seq_length:,} "
         f"tokens, more than {MASK_BYTES_LIMIT / 2**30:.3g} GiB; try a smaller --micro-batch-size or --seq-length"
     )
 
@@ -135,26 +143,28 @@ def max_relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _compare_with_reference(
-    name: str, pack: TrialPack, inputs: list[Tensor], mask: Attention, device: torch.device
+    name: str, pack: TrialPack, inputs: list[Tensor], mask: Attention, window: int | None, device: torch.device
 ) -> Iterator[tuple[str, float]]:
     """Yield (label, maximum relative error) of each result, and of its change if other documents change."""
     packing = PackedSequences.from_edges(pack.edges, mask, device, np.array(pack.prefixes) if mask == Attention.PREFIX else None)
-    references = reference_attention(*(x.float() for x in inputs), packing.spans())
-    results = _run_backend(name, inputs, packing, device)
+    references = reference_attention(*(x.float() for x in inputs), packing.spans(), window)
+    results = _run_backend(name, inputs, packing, window, device)
     for label, actual, expected in zip(_RESULT_NAMES, results, references, strict=True):
         yield label, max_relative_error(actual, expected)
-    loud_results = _run_backend(name, [torch.where(pack.loud, x * _LOUD_FACTOR, x) for x in inputs], packing, device)
+    loud_results = _run_backend(name, [torch.where(pack.loud, x * _LOUD_FACTOR, x) for x in inputs], packing, window, device)
     quiet = ~pack.loud.flatten()
     for label, actual, expected in zip(_RESULT_NAMES, loud_results, results, strict=True):
         yield f"{label}, when other documents change,", max_relative_error(actual[quiet], expected[quiet])
 
 
-def _run_backend(name: str, inputs: list[Tensor], packing: PackedSequences, device: torch.device) -> tuple[Tensor, ...]:
+def _run_backend(
+    name: str, inputs: list[Tensor], packing: PackedSequences, window: int | None, device: torch.device
+) -> tuple[Tensor, ...]:
     """Return the backend's values and gradients for `inputs` (q, k, v, upstream gradient), on the CPU."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         strided = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # with gaps, as a slice of the joint projection in layers
-        return compute_attention(name, q, k, strided, packing)
+        return compute_attention(name, q, k, strided, packing, window=window)
 
     return _with_gradients(attend, *(x.to(device) for x in inputs))
 
@@ -178,11 +188,11 @@ def _draw_inputs(tokens: int, heads: int, groups: int, head_dim: int) -> list[Te
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]
+    q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]], window: int | None = None
 ) -> tuple[Tensor, ...]:
     """Return float32 attention by its formula, and the gradients of q, k and v for the output gradient `upstream`.
 
-    `spans`: (start, prefix end, stop) of each document.
+    `spans`: (start, prefix end, stop) of each document; `window`: tokens to each side, None for all.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -191,6 +201,8 @@ def reference_attention(
         for start, prefix, stop in spans:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
             mask[: prefix - start, : prefix - start] = True
+            if window is not None:
+                mask &= torch.ones_like(mask).triu(-window).tril(window)
             scores = (q[:, start:stop] @ k[:, start:stop].mT * q.size(-1) ** -0.5).masked_fill(~mask, float("-inf"))
             parts.append(scores.softmax(-1) @ v[:, start:stop])
         return torch.cat(parts, dim=1).transpose(0, 1)

@@ -12,8 +12,9 @@ from megaenc.console import truncate_text
 from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, mean_squared_chunk_lengths
 from megaenc.errors import InputError, closest_match
 from megaenc.estimate.layout_case import PhaseWork, build_phases
-from megaenc.estimate.length_model import LengthModel
+from megaenc.estimate.length_model import LengthModel, mean_chunk_pairs
 from megaenc.finetune.config import format_learning_rate
+from megaenc.model.config import visible_pairs
 from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.manifest.pretrain_args import (
     STEP_FLAGS,
@@ -323,9 +324,12 @@ def expected_length_model(run: PretrainConfig) -> LengthModel:
 
     This overestimates the attention FLOPs by some percent at most.
     """
-    length = run.data.seq_length
-    cut = run.data.packing == "random-length" and length >= 2 * SHORTEST_CHUNK
-    return LengthModel(mean_squared_chunk_lengths(length) if cut else float(length * length), 0.0, 0.0, "")
+    length, window = run.data.seq_length, run.shape.window_size
+    if run.data.packing == "random-length" and length >= 2 * SHORTEST_CHUNK:
+        squares, pairs = mean_squared_chunk_lengths(length), mean_chunk_pairs(length, window)
+    else:
+        squares, pairs = float(length * length), 0.0 if window is None else float(visible_pairs(length, window))
+    return LengthModel(squares, 0.0, 0.0, "", local_pairs=pairs)
 
 
 def _build_model_key(base: ModelKey, model_phases: Sequence[PhaseWork], text: str, parent: PlannedModel | None) -> ModelKey:

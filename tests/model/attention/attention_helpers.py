@@ -7,14 +7,16 @@ import sys
 import torch
 
 
-def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
-    """Segment by segment; if causal, the last query stands beside the last key."""
+def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window=(-1, -1)):
+    """Segment by segment; the last query stands beside the last key; `window`: keys before and after, -1 for all."""
     each, parts = q.size(1) // k.size(1), []
     assert q.size(-1) % 8 == 0, "kernels want heads in a multiple of 8"
     for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
         rows, columns = q1 - q0, k1 - k0
         assert 0 < rows <= longest_q and 0 < columns <= longest_k, "no segment is empty or longer than was said"
-        hidden = torch.tensor([[causal and j > i + columns - rows for j in range(columns)] for i in range(rows)])
+        distance = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
+        before, after = (columns if side < 0 else side for side in window)
+        hidden = (distance < -before) | (distance > (0 if causal else after))
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(each, 1)) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         parts.append(torch.einsum("hqk,khd->qhd", weights, v[k0:k1].repeat_interleave(each, 1)))
@@ -25,9 +27,9 @@ def varlen_2_11(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), seqused_k=None
 ):
     """torch 2.11's, which finds out about grouped heads by itself."""
-    assert window_size in ((-1, -1), (-1, 0)) and return_aux is None and seqused_k is None
+    assert return_aux is None and seqused_k is None
     scale = query.size(-1) ** -0.5 if scale is None else scale
-    return slow_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, causal=window_size == (-1, 0))
+    return slow_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, causal=False, window=window_size)
 
 
 def varlen_2_13(query, key, *others, enable_gqa=False, **named):
@@ -42,9 +44,10 @@ def flash_attn_2(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
     """flash_attn.flash_attn_varlen_func."""
-    assert dropout_p == 0.0 and window_size == (-1, -1)
+    assert dropout_p == 0.0
     scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
-    return slow_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale, causal=causal)
+    mask = dict(causal=causal, window=window_size)
+    return slow_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale, **mask)
 
 
 def flash_attn_3(

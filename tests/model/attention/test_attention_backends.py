@@ -65,12 +65,12 @@ def plug(monkeypatch):
     backends.load_flash_kernel.cache_clear()
 
 
-def computed(name, q, k, v, upstream, packed):
+def computed(name, q, k, v, upstream, packed, window=None):
     """Values and the gradients of q, k and v."""
     from megaenc.model.attention.backends import compute_attention
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = compute_attention(name, *leaves, packed)
+    out = compute_attention(name, *leaves, packed, window=window)
     return out.detach(), *torch.autograd.grad(out, leaves, upstream)
 
 
@@ -84,6 +84,30 @@ def test_values_and_gradients_are_those_of_the_formula(way, shape, attention, pl
     found = computed(plug(way), *inputs, packed)
     for here, there in zip(found, reference_attention(*inputs, packed.spans()), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 7, 13, 70, 149, 1000])
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_window_hides_what_is_farther_away(way, attention, window, plug):
+    """Of one token, of fewer and more than a document and a block have, and of all but one, which hides nothing."""
+    from megaenc.model.attention.selftest import reference_attention
+
+    inputs, packed = numbers(4, 2, 16), packing(attention)
+    found = computed(plug(way), *inputs, packed, window)
+    for here, there in zip(found, reference_attention(*inputs, packed.spans(), window), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-5)
+    everything = computed("sdpa", *inputs, packed)
+    same = [torch.allclose(here, there, atol=1e-4) for here, there in zip(found, everything, strict=True)]
+    assert same == [window >= 149] * 4
+
+
+@pytest.mark.parametrize("attention", Attention)
+def test_a_window_as_long_as_the_longest_document_is_none(attention):
+    """Bit by bit: the same operations."""
+    inputs, packed = numbers(4, 2, 16), packing(attention)
+    for here, there in zip(computed("sdpa", *inputs, packed, 149), computed("sdpa", *inputs, packed), strict=True):
+        assert torch.equal(here, there)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -118,7 +142,7 @@ def test_flash_attn_3_is_for_a_hopper_alone(plug, monkeypatch):
     for capability in ((9, 0), (8, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         load_flash_kernel.cache_clear()
-        load_flash_kernel(HOST)(*"qkv", None, None, 1, 1, scale=1.0, causal=True)
+        load_flash_kernel(HOST)(*"qkv", None, None, 1, 1, scale=1.0, causal=True, window=-1)
     assert called == ["3", "2", "2"]
 
 
@@ -215,10 +239,10 @@ def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
     """By torch's dot product on an accelerator, for which tensors without numbers stand in."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from megaenc.model.attention import backends
+    from megaenc.model.attention import backends, blocks
 
     allowed = []
-    monkeypatch.setattr(backends, "sdpa_kernel", lambda kinds: allowed.extend(kinds) or sdpa_kernel(kinds))
+    monkeypatch.setattr(blocks, "sdpa_kernel", lambda kinds: allowed.extend(kinds) or sdpa_kernel(kinds))
     q, k, v, _ = (x.to("meta") for x in numbers(4, 2, 16))
     assert backends.compute_attention("sdpa", q, k, v, packing(Attention.PREFIX)).shape == q.shape
     assert SDPBackend.MATH in allowed and SDPBackend.CUDNN_ATTENTION not in allowed

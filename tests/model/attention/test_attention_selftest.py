@@ -35,7 +35,8 @@ def test_the_dot_product_of_torch_is_right(heads, groups, head_dim, dtype):
     assert 0 < verdict.error < verdict.tolerance * 0.7
 
 
-def test_the_reference_is_the_formula_a_position_at_a_time():
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_reference_is_the_formula_a_position_at_a_time(window):
     from megaenc.model.attention.selftest import reference_attention
 
     torch.manual_seed(0)
@@ -45,12 +46,13 @@ def test_the_reference_is_the_formula_a_position_at_a_time():
     for start, prefix, stop in spans:
         for at in range(start, stop):
             seen = range(start, max(at + 1, prefix if at < prefix else 0))
+            seen = [other for other in seen if window is None or abs(other - at) <= window]
             for head in range(4):
                 scores = torch.stack([q[at, head] @ k[other, head // 2] for other in seen]) / math.sqrt(6)
                 rows.append(scores.softmax(0) @ torch.stack([v[other, head // 2] for other in seen]))
     out = torch.stack(rows).view(13, 4, 6)
     expected = (out, *torch.autograd.grad((out * upstream).sum(), (q, k, v)))
-    for here, there in zip(reference_attention(*(x.detach() for x in (q, k, v, upstream)), spans), expected, strict=True):
+    for here, there in zip(reference_attention(*(x.detach() for x in (q, k, v, upstream)), spans, window), expected, strict=True):
         torch.testing.assert_close(here, there.detach())
 
 
@@ -84,10 +86,22 @@ def test_products_in_tensorfloat_are_allowed_to_whom_has_asked_for_them(monkeypa
 # Ways to be wrong. Each is called as backends.compute_attention is, which does the rest as it should be done.
 
 
-def right(q, k, v, packing):
+def right(q, k, v, packing, window=None):
     from megaenc.model.attention.backends import compute_attention
 
-    return compute_attention("sdpa", q, k, v, packing)
+    return compute_attention("sdpa", q, k, v, packing, window=window)
+
+
+def window_is_ignored(q, k, v, packing, window=None):
+    return right(q, k, v, packing)
+
+
+def window_without_its_farthest_tokens(q, k, v, packing, window=None):
+    return right(q, k, v, packing, window and window - 1)
+
+
+def window_of_one_more_token(q, k, v, packing, window=None):
+    return right(q, k, v, packing, window and window + 1)
 
 
 def as_if(attention, packing):
@@ -177,10 +191,25 @@ def planted(monkeypatch):
 
     def verdict(wrong, **how):
         monkeypatch.setattr(selftest, "missing_requirement", lambda *_: "")
-        monkeypatch.setattr(selftest, "compute_attention", lambda name, *others: wrong(*others))
+        monkeypatch.setattr(
+            selftest, "compute_attention", lambda name, *others, window: wrong(*others, *([window] if window else []))
+        )
         return check("varlen", **how)
 
     return verdict
+
+
+@pytest.mark.parametrize("wrong", [window_is_ignored, window_without_its_farthest_tokens, window_of_one_more_token])
+@pytest.mark.parametrize("mask", Attention)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_window_is_found(wrong, mask, dtype, planted):
+    """It is tried with documents of four times its length; without a window nothing is wrong."""
+    verdict = planted(wrong, masks=[mask], dtype=dtype, windows=(None, 64))
+    assert f"values off by {verdict.error:.2g}" in verdict.reason
+    assert f"under {mask} attention, 10 tokens to each side, with heads" in verdict.reason
+    assert (
+        planted(wrong, masks=[mask], dtype=dtype).passed and planted(right, masks=[mask], dtype=dtype, windows=(None, 64)).passed
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -294,6 +323,13 @@ def test_masks_that_would_fill_the_memory_are_refused(packs, seq_length, masks, 
     planted(right)
     verdict = check("cudnn", packs=packs, seq_length=seq_length, masks=masks, dtype=torch.bfloat16)
     assert verdict.passed == (not needed) and needed in verdict.reason
+
+
+@pytest.mark.parametrize(("masks", "needed"), [([Attention.CAUSAL], 8), ([Attention.BIDIRECTIONAL], 16)])
+def test_a_window_has_a_mask_of_its_own(masks, needed, planted):
+    planted(right)
+    how = dict(packs=1, seq_length=33_000, masks=masks, dtype=torch.bfloat16)
+    assert f"take {needed} GiB" in check("cudnn", windows=(None, 64), **how).reason
 
 
 def test_what_masks_take_is_what_is_said():
