@@ -250,6 +250,8 @@ def format_results(
     if suffix == ".json":
         scores: dict[str, dict[str, dict[str, list[float]]]] = {}
         for row in rows:
+            if not row.scores:
+                continue
             scores.setdefault(row.model, {}).setdefault(row.dataset, {})[row.metric] = list(row.scores)
         models = {name: dataclasses.asdict(config) for name, config in configs.items()}
         parts = {"rows": json.dumps(values, indent=1), "models": json.dumps(models, indent=1)}

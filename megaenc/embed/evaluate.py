@@ -90,8 +90,8 @@ def build_rows(data: RetrievalSet, model: str, values: dict[str, np.ndarray], *,
     for metric, by_query in values.items():
         low, high = bootstrap_mean(by_query) if interval and len(by_query) > 1 else (None, None)
         ends = [None if end is None else 100 * end for end in (low, high)]
-        counts, scores = (len(by_query), len(data.documents)), tuple(by_query.tolist())
-        rows.append(RetrievalRow(data.name, model, metric, 100 * float(by_query.mean()), *ends, *counts, scores))
+        counts, mean = (len(by_query), len(data.documents)), 100 * float(by_query.mean())
+        rows.append(RetrievalRow(data.name, model, metric, mean, *ends, *counts, scores=tuple(by_query.tolist())))
     return rows
 
 

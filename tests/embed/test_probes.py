@@ -152,7 +152,7 @@ def test_retrieval_needs_no_mteb(beir, sets, monkeypatch, refusal, capfd):
     flags = ["--model", "m", "--data", sets[0]["pairs"]]
     monkeypatch.setattr("megaenc.embed.embedder.fetch_model", lambda name: name)
     monkeypatch.setattr("megaenc.embed.embedder.read_embedding_config", lambda folder: None)
-    monkeypatch.setattr("megaenc.embed.command._override", lambda config, settings: config)
+    monkeypatch.setattr("megaenc.embed.embedder.override_config", lambda config, settings: config)
     assert "need the package mteb: `pip install 'mteb>=2.26,<3'`" in refusal(eval_main, flags)
 
 
