@@ -163,7 +163,7 @@ ROWS = [
     (f"{TRAIN} --config tab.yaml", "tab.yaml"),
     (f"{TRAIN} --config list.yaml", "list.yaml: found a list"),
     (f"{TRAIN} --config word.yaml", "word.yaml: found a str"),
-    (f"{TRAIN} --config nested.yaml", "nested.yaml: unknown field `optimizer`"),
+    (f"{TRAIN} --config nested.yaml", "nested.yaml: field `optimizer`"),
     (f"{TRAIN} --config latin.yaml", "latin.yaml: not UTF-8"),
     (f"{TRAIN} --config binary.yaml", "binary.yaml"),
     (f"{TRAIN} --config loop.yaml", "loop.yaml"),
