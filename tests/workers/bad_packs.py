@@ -26,8 +26,8 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
         batch.labels.spoiled = next((packs[sample] for sample in samples if sample in packs), 1)
         return batch
 
-    def spoiled(hidden_NH, weight_VH, labels, *others):
-        loss, correct = loss_of(hidden_NH, weight_VH, labels, *others)
+    def spoiled(hidden_NH, weight_VH, labels, *others, **options):
+        loss, correct = loss_of(hidden_NH, weight_VH, labels, *others, **options)
         how = labels.spoiled if loss.requires_grad else 1  # held-out packs have the same numbers
         if how == "gradient":
             loss = loss * 1
