@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.data.sources.text_files import format_names, open_decompressed
-from megaenc.errors import InputError, first_error_line
+from megaenc.errors import InputError
+from megaenc.finetune.datasets.parquet import read_parquet_rows
 from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords, TaskFamily
 from megaenc.json_files import parse_json
 
@@ -29,8 +30,6 @@ _MAX_LINE_BYTES = 1 << 26
 """Maximum size of a line in bytes; texts of a few megabytes occur."""
 _MAX_JSON_BYTES = 1 << 30
 """Maximum size in bytes of a JSON file, which is read at once."""
-_ROWS_PER_BATCH = 1000
-"""Rows of a Parquet file that are decoded at a time."""
 
 Row = tuple[str, dict[str, Any]]
 """(location for error messages, fields of the row)."""
@@ -53,7 +52,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     if name.endswith(".csv"):
         return _read_table(path, _split_csv(path))
     if name.endswith(".parquet"):
-        return _read_parquet(path)
+        return read_parquet_rows(path)
     return _read_squad(path) if name.endswith(".json") and not _starts_with_row(path) else read_jsonl(path)
 
 
@@ -93,43 +92,6 @@ def read_jsonl(path: Path) -> Iterator[Row]:
         if not isinstance(row, dict):
             raise InputError(f"{location}: found a {type(row).__name__}, expected a JSON object")
         yield location, row
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    """Yield (`path:row N`, fields) of each row of a Parquet file; InputError if it cannot be read or has a column twice."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    row = 1
-    try:
-        # Buffered reads and no read-ahead: a row group may be larger than memory.
-        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            names = file.schema_arrow.names
-            if repeated := [name for name in names if names.count(name) > 1]:
-                raise InputError(f"{path}: found {names.count(repeated[0])} columns `{repeated[0]}`, expected one")
-            for batch in file.iter_batches(_ROWS_PER_BATCH, use_threads=False):
-                for fields in batch.to_pylist():
-                    yield f"{path}:row {row}", fields
-                    row += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}:row {row}: cannot be read as Parquet ({first_error_line(error)})") from None
-
-
-def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
-    """Return the class names that `datasets` wrote into a Parquet file's schema for a column of labels or tags, or None."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        metadata = pq.read_schema(path).metadata or {}
-        feature = parse_json(metadata.get(b"huggingface", b"{}"))["info"]["features"][column]
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
-        return None
-    feature = feature[0] if isinstance(feature, list) and feature else feature
-    while isinstance(feature, dict) and "names" not in feature:
-        feature = feature.get("feature")
-    names = feature["names"] if isinstance(feature, dict) else None
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def _starts_with_row(path: Path) -> bool:

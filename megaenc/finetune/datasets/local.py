@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 from megaenc.data.preprocess.outputs import compute_sha256
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats
+from megaenc.finetune.datasets.parquet import read_parquet_label_names
 from megaenc.finetune.examples import (
     Dataset,
     Examples,
@@ -156,7 +157,7 @@ def _read_label_set(file: Path, family: TaskFamily, first_file: Path) -> formats
     label_names, place = metadata.get(key, metadata.get("labels")), f"{file}: key `{key}`"
     if label_names is None and first_file.suffix == ".parquet":
         column = "label" if family is TaskFamily.SC else "tags"
-        label_names, place = formats.read_parquet_label_names(first_file, column), f"{first_file}: names of column `{column}`"
+        label_names, place = read_parquet_label_names(first_file, column), f"{first_file}: names of column `{column}`"
     if label_names is None:
         return formats.collect_labels(family, formats.read_rows(first_file))
     return formats.check_label_names(family, label_names, place)

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.finetune.datasets import formats
+from megaenc.finetune.datasets import parquet
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import (
     Answer,
@@ -162,7 +162,7 @@ def write_parquet(folder, features=None, **splits):
 
 
 def test_parquet_gives_what_jsonl_gives(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_ROWS_PER_BATCH", 3)
+    monkeypatch.setattr(parquet, "_ROWS_PER_BATCH", 3)
     pairs = [{"id": f"{n}", "text": f"text {n}", "text_pair": "wet" if n % 2 else None, "label": n % 3} for n in range(10)]
     question = {"question": "Who?", "context": "Yes Ada did.", "answers": {"text": ["Ada"], "answer_start": [4]}}
     for name, rows in (("pairs", pairs), ("tagged", TAGGED), ("asked", [question])):

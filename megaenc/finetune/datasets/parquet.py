@@ -1,0 +1,48 @@
+"""Labelled data in Parquet files: their rows, and the class names that `datasets` writes into their schema."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megaenc.errors import InputError, first_error_line
+from megaenc.json_files import parse_json
+
+_ROWS_PER_BATCH = 1000
+"""Rows that are decoded at a time."""
+
+
+def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`path:row N`, fields) of each row of a Parquet file; InputError if it cannot be read or has a column twice."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = 1
+    try:
+        # Buffered reads and no read-ahead: a row group may be larger than memory.
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            names = file.schema_arrow.names
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise InputError(f"{path}: found {names.count(repeated[0])} columns `{repeated[0]}`, expected one")
+            for batch in file.iter_batches(_ROWS_PER_BATCH, use_threads=False):
+                for fields in batch.to_pylist():
+                    yield f"{path}:row {row}", fields
+                    row += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}:row {row}: cannot be read as Parquet ({first_error_line(error)})") from None
+
+
+def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
+    """Return the class names that `datasets` wrote into a Parquet file's schema for a column of labels or tags, or None."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        feature = parse_json(metadata.get(b"huggingface", b"{}"))["info"]["features"][column]
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        return None
+    feature = feature[0] if isinstance(feature, list) and feature else feature
+    while isinstance(feature, dict) and "names" not in feature:
+        feature = feature.get("feature")
+    names = feature["names"] if isinstance(feature, dict) else None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
