@@ -15,7 +15,8 @@ from megaenc.data.sources.text_files import format_names
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.beir import load_beir_pairs
-from megaenc.finetune.datasets.hub import load_hub_split
+from megaenc.finetune.datasets.hub import load_from_hub
+from megaenc.finetune.datasets.hub_repository import HubReference, parse_hub_reference
 from megaenc.finetune.examples import DataUnavailable
 
 EXPECTED_PAIRS = (
@@ -27,7 +28,6 @@ _QUERY_KEYS = ("query", "anchor", "question")
 _DOCUMENT_KEYS = ("document", "positive", "context")
 _NEGATIVE_KEY = re.compile(r"negative(?:_(\d{1,6}))?")
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-_HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class PairData:
 def load_pairs(sources: Sequence[str]) -> PairData:
     """Return the pairs of all sources in order, exact duplicates once, and print their counts; InputError for bad input.
 
-    A source is a file or BEIR folder, else ORG/NAME or ORG/NAME:CONFIG, whose split `train` is read from the Hugging Face Hub.
+    A source is a file or BEIR folder, else a repository of the Hugging Face Hub, whose split `train` is read: ORG/NAME or
+    ORG/NAME:CONFIG, each with @REVISION.
     Raises InputError for fewer than two pairs.
     """
     if not sources:
@@ -83,9 +84,8 @@ def _read_source(source: str) -> Iterator[formats.Row]:
         return
     bare = path.name.removesuffix(".gz").removesuffix(".zst")
     if not os.path.exists(source):  # False for a name that is too long
-        may_be_on_hub = not bare.endswith(_SUFFIXES) and not os.path.isdir(path.parent)
-        if may_be_on_hub and (match := _HUB_NAME.fullmatch(source)):
-            yield from _read_hub(source, match[1], match[2])
+        if not bare.endswith(_SUFFIXES) and (reference := parse_hub_reference(source)):
+            yield from _read_hub(source, reference)
             return
         raise InputError(f"{source}: no such file or folder; expected {EXPECTED_PAIRS}")
     if not os.path.isfile(path):
@@ -95,10 +95,12 @@ def _read_source(source: str) -> Iterator[formats.Row]:
     yield from formats.read_rows(path)
 
 
-def _read_hub(source: str, repository: str, config: str | None) -> Iterator[formats.Row]:
+def _read_hub(source: str, reference: HubReference) -> Iterator[formats.Row]:
     """Yield (location, fields) of the rows of the split `train` on the Hub; InputError in one line if it cannot be read."""
+    repository, config, revision = reference
+    advice = "expected a network once, or a local file of pairs"
     try:
-        data = load_hub_split(source, "train", (), repository=repository, config=config, hint="a local file of pairs")
+        data = load_from_hub(source, repository, config or None, revision, f"{source}: ", advice, split="train")
     except DataUnavailable as error:
         raise InputError(str(error)) from None
     for number, row in enumerate(data, 1):

@@ -119,9 +119,13 @@ def test_pairs_of_the_hub_are_its_split_train(monkeypatch, capsys):
         return datasets.Dataset.from_list(rows("anchor", "positive", negative="Never."))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in ("owner/pairs", "owner/pairs:triplet"):
+    for name in ("owner/pairs", "owner/pairs:triplet", "owner/pairs@v1"):
         assert load_pairs([name]).pairs == [TrainingPair(pair.query, pair.document, ("Never.",)) for pair in PAIRS]
-    assert calls == [("owner/pairs", None, "train", None), ("owner/pairs", "triplet", "train", None)]
+    assert calls == [
+        ("owner/pairs", None, "train", None),
+        ("owner/pairs", "triplet", "train", None),
+        ("owner/pairs", None, "train", "v1"),
+    ]
     assert "owner/pairs: reading owner/pairs (train), from the Hugging Face Hub" in capsys.readouterr().out
 
 

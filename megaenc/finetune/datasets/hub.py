@@ -111,7 +111,7 @@ def _load_labelled_split(name: str, revision: str, split: SplitName) -> Examples
     spec = HUB_DATASETS[name]
     shared = spec.test != "test"
     on_hub = spec.test if split == "test" else "train" if shared else split
-    data = load_hub_split(name, on_hub, spec.fields.values(), config=spec.config, revision=revision)
+    data = _load_hub_split(name, on_hub, spec.fields.values(), config=spec.config, revision=revision)
     numbers = range(len(data))
     if shared and split != "test":
         train, validation = split_validation_rows(len(data))
@@ -156,7 +156,7 @@ def _load_training_pairs(name: str, revision: str, split: SplitName) -> Examples
     """Load the training pairs `name`. Raises InputError for any other split than train."""
     if split != "train":
         raise InputError(f"{name}: has training data only, expected msmarco, nq or mldr_en to evaluate on")
-    data = load_hub_split(name, "train", ("query", "positive"), revision=revision)
+    data = _load_hub_split(name, "train", ("query", "positive"), revision=revision)
     pairs = []
     for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
         query, document = (formats.get_value(row, key, f"{name}: train row {number + 1}", str) for key in ("query", "positive"))
@@ -191,7 +191,7 @@ def _load_beir_qrels(name: str) -> tuple[dict[SplitName, Qrels], dict[str, str]]
     for split in ("test",) if name == "nq" else ("validation", "test"):
         columns = ("query-id", "corpus-id", "score")
         qrels[split] = {}
-        for row in load_hub_split(name, split, columns, repository=f"{HUB_DATASETS[name].repository}-qrels").to_list():
+        for row in _load_hub_split(name, split, columns, repository=f"{HUB_DATASETS[name].repository}-qrels").to_list():
             qrels[split].setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = math.floor(row["score"])
     if name == "nq":
         move_to_validation(qrels, "test", choose_validation_queries(list(qrels["test"])))
@@ -204,7 +204,7 @@ def _load_mldr_qrels(name: str) -> tuple[dict[SplitName, Qrels], dict[str, str]]
     queries: dict[str, str] = {}
     columns = ["query_id", "query", "positive_passages"]
     for split, grades in qrels.items():
-        data = load_hub_split(name, "dev" if split == "validation" else "test", columns, config="default")
+        data = _load_hub_split(name, "dev" if split == "validation" else "test", columns, config="default")
         for row in data.select_columns(columns).to_list():
             passages = row["positive_passages"]
             documents = passages["docid"] if isinstance(passages, Mapping) else [passage["docid"] for passage in passages]
@@ -225,7 +225,7 @@ def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) 
 
     judged_ids = {name for some in judged for name in some}
     key, title = "docid" if name == "mldr_en" else "_id", name == "nq" and part == "corpus"
-    data = load_hub_split(name, part, (key, "text", *(["title"] if title else [])), config=part)
+    data = _load_hub_split(name, part, (key, "text", *(["title"] if title else [])), config=part)
     names, numbers, start = pyarrow.array(judged_ids, pyarrow.string()), [], 0
     for batch in data.select_columns([key]).with_format("arrow").iter(_ROWS_AT_ONCE):
         is_judged = pyarrow.compute.is_in(batch[key].cast(pyarrow.string()), value_set=names)
@@ -239,21 +239,14 @@ def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) 
     return texts
 
 
-def load_hub_split(
-    name: str,
-    split: str,
-    columns: Collection[str],
-    *,
-    repository: str = "",
-    config: str | None = None,
-    revision: str = "",
-    hint: str = "",
+def _load_hub_split(
+    name: str, split: str, columns: Collection[str], *, repository: str = "", config: str | None = None, revision: str = ""
 ) -> Any:
     """Return a split, with at least `columns`, of a Hub repository (default: that of `name`) or the cache of `datasets`.
 
-    Raises DataUnavailable for a temporary failure, else InputError; `hint`: the local data to use instead.
+    Raises DataUnavailable for a temporary failure, else InputError.
     """
-    advice = f"expected a network once, or {hint or f'local files: {name}=FOLDER'}"
+    advice = f"expected a network once, or local files: {name}=FOLDER"
     repository = repository or HUB_DATASETS[name].repository
     data = load_from_hub(name, repository, config, revision, f"{name}: ", advice, split=split)
     for column in columns:
