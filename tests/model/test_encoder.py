@@ -89,18 +89,21 @@ def test_attention_is_softmax_inside_documents(attention):
     torch.testing.assert_close(here, there)
 
 
-@pytest.mark.parametrize("attention", Attention)
-def test_outputs_depend_on_what_the_mask_allows_and_on_nothing_else(attention):
-    """Change one token at a time and see which outputs move."""
-    encoder = build().eval()
+def moved_by_each_token(encoder, attention):
+    """Yield (token, outputs that move if it changes), one token at a time."""
     tokens = torch.arange(32) + 2
     with torch.no_grad():
         before = forward(encoder, tokens, attention)
         for changed in range(32):
             other = tokens.clone()
             other[changed] = 99
-            moved = (forward(encoder, other, attention) != before).any(dim=1).nonzero().flatten().tolist()
-            assert moved == [at for at in range(32) if sees(attention, at, changed)]
+            yield changed, (forward(encoder, other, attention) != before).any(dim=1).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("attention", Attention)
+def test_outputs_depend_on_what_the_mask_allows_and_on_nothing_else(attention):
+    for changed, moved in moved_by_each_token(build().eval(), attention):
+        assert moved == [at for at in range(32) if sees(attention, at, changed)]
 
 
 @pytest.mark.parametrize("window", [1, 4, 12])
@@ -110,15 +113,9 @@ def test_a_local_layer_passes_on_its_window_and_a_global_one_everything(attentio
     for layers, is_local in ((1, True), (3, False)):
         others = {} if is_local else dict(global_attn_every_n_layers=2, local_rotary_base=500.0)
         shape = replace(TINY, num_layers=layers, window_size=window, **others)
-        encoder, tokens = build(shape=shape).eval(), torch.arange(32) + 2
-        with torch.no_grad():
-            before = forward(encoder, tokens, attention)
-            for changed in range(32):
-                other = tokens.clone()
-                other[changed] = 99
-                moved = (forward(encoder, other, attention) != before).any(dim=1).nonzero().flatten().tolist()
-                near = [at for at in range(32) if not is_local or abs(at - changed) <= window]
-                assert moved == [at for at in near if sees(attention, at, changed)]
+        for changed, moved in moved_by_each_token(build(shape=shape).eval(), attention):
+            near = [at for at in range(32) if not is_local or abs(at - changed) <= window]
+            assert moved == [at for at in near if sees(attention, at, changed)]
 
 
 def test_rotary_positions_of_local_layers_have_their_own_base():
