@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megaenc import flags, markdown
 from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine, build_rich_console, print_rank_0, silence_libraries
-from megaenc.embed.config import EmbeddingFlags
+from megaenc.embed.config import RULES, EmbeddingFlags
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from megaenc.embed.evaluate import RetrievalRow, RetrievalSet
     from megaenc.embed.probes import ProbeTask
 
-RULES = ("query_prefix", "document_prefix", "max_length", "truncate_dim", "attention", "precision")
-"""Flags that change the embeddings; the JSON file records them."""
 _HEADINGS = {"ndcg@10": "NDCG@10", "recall@100": "Recall@100"}
 _MEASURES = {"spearman": "Spearman"}
 _WIDTH = 100
@@ -51,8 +49,8 @@ class EmbedEvalConfig:
     """Hugging Face or sentence-transformers folders, or models of the Hub as ORG/NAME; NAME=FOLDER gives another name"""
     data: tuple[str, ...] = ()
     """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz), and folders of train.*, valid.* and test.* with text,
-     text_pair and a score such as 3.5 as label (similarity), or text and a class as label (classification: mteb's logistic
-     regression on 8 examples of each class, 10 times); NAME=FOLDER gives another name"""
+    text_pair and a score such as 3.5 as label (similarity), or text and a class as label (classification: mteb's logistic
+    regression on 8 examples of each class, 10 times); NAME=FOLDER gives another name"""
     tasks: tuple[str, ...] = ()
     """tasks of mteb by name, such as STSBenchmark, in all their languages; their data come from the Hub"""
     embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)

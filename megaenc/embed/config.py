@@ -1,11 +1,13 @@
-"""Configuration of embedding with a model as it is, and of contrastive training."""
+"""Configuration of embedding with a model as it is, and of contrastive training, and the files of a trained model."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from megaenc.errors import InputError
-from megaenc.finetune.config import check_minimums
+from megaenc.finetune.config import check_minimums, check_ranges
+
+TRAINING_DETAILS, TRAINING_LOG = "training.json", "training.jsonl"
+"""Files next to a trained model: its settings, digests and counts, and the losses by step."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class EmbeddingFlags:
     """dtype of the weights; by default bf16 if the device supports it, else fp32"""
     batch_size: int = 32
     """texts of a forward pass, of similar length and without padding"""
+
+
+RULES = tuple(field.name for field in fields(EmbeddingFlags) if field.name != "batch_size")
+"""Flags that change embeddings by more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,9 @@ class ContrastiveConfig:
 
     def check(self) -> None:
         """Raise InputError, naming the flag, if a number is not finite or outside its field's range."""
-        for name, value in vars(self).items():
-            flag = f"--{name.replace('_', '-')}"
-            if isinstance(value, float) and not math.isfinite(value):
-                raise InputError(f"{flag}: found {value}, expected a finite number")
-            if name in ("epochs", "temperature", "adam_eps", "learning_rate") and value <= 0:
-                raise InputError(f"{flag}: found {value}, expected more than 0")
-            if name in ("warmup", "adam_beta1", "adam_beta2") and not 0 <= value < 1:
-                raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
+        check_ranges(
+            self, positive=("epochs", "temperature", "adam_eps", "learning_rate"), shares=("warmup", "adam_beta1", "adam_beta2")
+        )
         check_minimums(self, batch_size=2, max_steps=0, negatives=0, tokens_per_forward=1, threads=1, seed=0)
         check_minimums(self, weight_decay=0, clip_grad=0, max_length=0)
         if self.seed >= 2**63:

@@ -19,7 +19,7 @@ from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.convert.hf_model import load_hf_config
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
-from megaenc.embed.config import EmbeddingFlags
+from megaenc.embed.config import ContrastiveConfig, EmbeddingFlags
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.model.backbone import AttentionDirection, PackedTexts, pack_texts
 from megaenc.finetune.model.fingerprint import check_model_folder
@@ -116,12 +116,11 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     )
 
 
-def override_config(config: EmbeddingConfig, given: EmbeddingFlags) -> EmbeddingConfig:
-    """Return `config` with the flags that are given."""
-    values: dict[str, Any] = {"attention": given.attention or None, "max_length": given.max_length or None}
-    values |= {"truncate_dim": given.truncate_dim or None}
-    values |= {"query_prefix": given.query_prefix, "document_prefix": given.document_prefix}
-    return dataclasses.replace(config, **{name: value for name, value in values.items() if value is not None})
+def override_config(config: EmbeddingConfig, given: EmbeddingFlags | ContrastiveConfig) -> EmbeddingConfig:
+    """Return `config` with the flags that are given: an empty prefix is, an empty text or 0 of another flag is not."""
+    values = {field.name: getattr(given, field.name, None) for field in dataclasses.fields(config)}
+    is_given = {name: value is not None if name.endswith("_prefix") else bool(value) for name, value in values.items()}
+    return dataclasses.replace(config, **{name: value for name, value in values.items() if is_given[name]})
 
 
 def build_embedder(name: str, folder: str, config: EmbeddingConfig, given: EmbeddingFlags) -> "Embedder":

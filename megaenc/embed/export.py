@@ -15,6 +15,7 @@ from megaenc.atomic_io import atomic_dir
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, write_tokenizer
 from megaenc.data.tokenizer.fast_encode import PROBES
+from megaenc.embed.config import TRAINING_DETAILS, TRAINING_LOG
 from megaenc.embed.contrastive import ContrastiveData
 from megaenc.embed.embedder import Embedder, read_embedding_config
 from megaenc.errors import InputError
@@ -22,7 +23,6 @@ from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.kept_model import padding_id
 from megaenc.finetune.model.task_class import build_hf_model
 
-DETAILS, LOG = "training.json", "training.jsonl"
 _CHECKED_TEXTS = 16
 _TOLERANCE = 1e-5
 """Maximum difference of a number in the embeddings of the trained and the reloaded model."""
@@ -45,8 +45,8 @@ def export_embedder(
         prompts = {"query": config.query_prefix, "document": config.document_prefix}
         options = {"pooling": config.pooling, "lower_case": config.lower_case}
         write_sentence_layout(folder, embedder.backbone.hidden_size, embedder.max_length, prompts, **options)
-        write_json(folder / DETAILS, details)
-        (folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_json(folder / TRAINING_DETAILS, details)
+        (folder / TRAINING_LOG).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         (folder / "README.md").write_text(build_embedding_card(target.resolve().name, details), encoding="utf-8")
         try:
             _check_reloaded(folder, embedder, data)

@@ -17,7 +17,7 @@ from megaenc.atomic_io import atomic_files, fsync_path
 from megaenc.console import ProgressLine
 from megaenc.counter_rng import random_words
 from megaenc.dist_env import get_rank, get_world_size
-from megaenc.embed.config import ContrastiveConfig
+from megaenc.embed.config import TRAINING_LOG, ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveBatch, ContrastiveData, divide_texts
 from megaenc.embed.embedder import Embedder
 from megaenc.errors import InputError, first_error_line
@@ -26,7 +26,7 @@ from megaenc.finetune.model.gradient_caching import backward_by_packs
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
 from megaenc.finetune.train import iterate_batches
 
-STATE, LOG = "state.pt", "training.jsonl"
+STATE = "state.pt"
 
 
 class NonFiniteTrainingError(ArithmeticError):
@@ -123,7 +123,7 @@ class StateFolder:
 
     def load(self, trainer: ContrastiveTrainer) -> TrainingProgress:
         """Set the trainer to the saved state and return its progress, that of step 0 without one; cut later rows off the log."""
-        path, log = self.folder / STATE, self.folder / LOG
+        path, log = self.folder / STATE, self.folder / TRAINING_LOG
         progress = TrainingProgress()
         if path.exists():
             try:
@@ -133,7 +133,7 @@ class StateFolder:
                 rows = map(json.loads, log.read_text(encoding="utf-8").splitlines()[: state["rows"]])
                 progress.rows = [row for row in rows if row["step"] <= progress.step]
                 if len(progress.rows) != state["rows"]:
-                    raise ValueError(f"{LOG} has {len(progress.rows)} of {state['rows']} rows")
+                    raise ValueError(f"{TRAINING_LOG} has {len(progress.rows)} of {state['rows']} rows")
             except Exception as error:  # a damaged file may fail in any way
                 raise InputError(
                     f"{path}: cannot be read ({first_error_line(error, 80)}); remove {self.folder} to start over"
@@ -145,12 +145,12 @@ class StateFolder:
 
     def append(self, row: dict[str, Any]) -> None:
         """Append a row to the log."""
-        with open(self.folder / LOG, "a", encoding="utf-8") as stream:
+        with open(self.folder / TRAINING_LOG, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
     def save(self, trainer: ContrastiveTrainer, progress: TrainingProgress) -> None:
         """Write the state atomically, after the log that belongs to it."""
-        fsync_path(self.folder / LOG)
+        fsync_path(self.folder / TRAINING_LOG)
         numbers = {name: value for name, value in vars(progress).items() if name != "rows"}
         state = {"optimizer": trainer.optimizer.state_dict(), "progress": numbers, "rows": len(progress.rows)}
         with atomic_files(self.folder / STATE) as [temporary]:

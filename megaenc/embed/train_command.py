@@ -17,7 +17,7 @@ from megaenc import __version__, flags
 from megaenc.atomic_io import atomic_write, exit_on_sigterm, remove_path, try_lock
 from megaenc.console import ProgressLine, format_duration, print_rank_0, silence_libraries
 from megaenc.dist_env import get_rank, get_world_size
-from megaenc.embed.config import ContrastiveConfig
+from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
 from megaenc.json_files import read_json_object
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megaenc.embed.pairs import PairData
 
 Result = TypeVar("Result")
-_DETAILS, _SETTINGS = "training.json", "settings.json"
+_SETTINGS = "settings.json"
 _CONTENTS = {"model": "weights or config.json", "tokenizer": "tokenizer", "data": "pairs"}
 """Contents that fingerprints identify, by the fingerprint's name."""
 
@@ -68,7 +68,7 @@ def train_main(argv: Sequence[str] | None = None) -> None:
     check_process_count("--threads", settings.contrastive.threads)
     check_minimums(settings, save_interval=1, log_interval=1)
     output = Path(settings.output)
-    if not (output / _DETAILS).is_file():
+    if not (output / TRAINING_DETAILS).is_file():
         refuse_existing(output, "--output")
     check_parent_writable(output, "--output")
     with exit_on_sigterm(), create_parent_with_rollback(output, "--output"):
@@ -80,13 +80,13 @@ def _run(settings: EmbedTrainConfig, output: Path) -> None:
     print_rank_0("importing torch and transformers")
     from megaenc.backend.device import detect_backend
     from megaenc.backend.initialize import init_process_group
-    from megaenc.embed.embedder import fetch_model, read_embedding_config
+    from megaenc.embed.embedder import fetch_model, override_config, read_embedding_config
     from megaenc.embed.pairs import load_pairs
     from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 
     backend, state = detect_backend(), output.with_name(f"{output.name}.state")
     folder = fetch_model(settings.model)
-    embedding = _override(read_embedding_config(folder), settings.contrastive)
+    embedding = override_config(read_embedding_config(folder), settings.contrastive)
     precision = settings.contrastive.precision or ("bf16" if backend.has_bf16 else "fp32")
     pairs = load_pairs(settings.data)
     names = ("pooling", "max_length", "query_prefix", "document_prefix")
@@ -95,9 +95,9 @@ def _run(settings: EmbedTrainConfig, output: Path) -> None:
     fingerprints = {"model": compute_model_fingerprints([folder], "", save=False)[0]}
     fingerprints |= {"tokenizer": compute_tokenizer_fingerprint(folder), "data": pairs.digest}
     record = json.loads(json.dumps({"config": dataclasses.asdict(contrastive), "fingerprints": fingerprints}))
-    if (output / _DETAILS).is_file():
-        details = read_json_object(output / _DETAILS)
-        _check_same_settings(output / _DETAILS, details, record)
+    if (output / TRAINING_DETAILS).is_file():
+        details = read_json_object(output / TRAINING_DETAILS)
+        _check_same_settings(output / TRAINING_DETAILS, details, record)
         print_rank_0(f"{output}: finished before, {details['steps']:,} steps, loss {details['loss']:.4f}")
         return
     if state.is_dir() and any(state.iterdir()):
@@ -204,13 +204,6 @@ def _train(
         f"written: {output}: loss {progress.loss:.4f} after {progress.step:,} steps in {format_duration(progress.seconds)}; "
         f"{progress.masked:,} scores masked as false negatives"
     )
-
-
-def _override(config: "EmbeddingConfig", contrastive: ContrastiveConfig) -> "EmbeddingConfig":
-    """Return `config` with the flags that are given."""
-    given: dict[str, Any] = {name: getattr(contrastive, name) or None for name in ("pooling", "attention", "max_length")}
-    given |= {name: getattr(contrastive, name) for name in ("query_prefix", "document_prefix")}
-    return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def _check_same_settings(file: Path, recorded: dict[str, Any], current: dict[str, Any]) -> None:

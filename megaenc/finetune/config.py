@@ -1,6 +1,7 @@
 """Configuration of fine-tuning: hyperparameters, precision and limits."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,14 +68,7 @@ class FinetuneConfig:
 
     def check(self) -> None:
         """Raise InputError, naming the flag, if a number is not finite or outside its field's range."""
-        for name, value in vars(self).items():
-            flag = f"--{name.replace('_', '-')}"
-            if isinstance(value, float) and not math.isfinite(value):
-                raise InputError(f"{flag}: found {value}, expected a finite number")
-            if name in ("epochs", "scale", "adam_eps") and value <= 0:
-                raise InputError(f"{flag}: found {value}, expected more than 0")
-            if name in ("warmup", "adam_beta1", "adam_beta2") and not 0 <= value < 1:
-                raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
+        check_ranges(self, positive=("epochs", "scale", "adam_eps"), shares=("warmup", "adam_beta1", "adam_beta2"))
         check_minimums(self, batch_size=1, max_steps=0, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0)
         check_minimums(self, max_length=0, eval_interval=0, early_stopping=0)
         for name in ("best_checkpoint", "early_stopping"):
@@ -87,6 +81,18 @@ class FinetuneConfig:
     def uses_best_weights(self) -> bool:
         """Return whether the weights with the best validation score are used instead of the last ones."""
         return self.best_checkpoint or self.early_stopping > 0
+
+
+def check_ranges(settings: Any, *, positive: Collection[str], shares: Collection[str]) -> None:
+    """Raise InputError, naming the flag, unless floats are finite, `positive` fields above 0, and `shares` in [0, 1)."""
+    for name, value in vars(settings).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{flag}: found {value}, expected a finite number")
+        if name in positive and value <= 0:
+            raise InputError(f"{flag}: found {value}, expected more than 0")
+        if name in shares and not 0 <= value < 1:
+            raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
 
 
 def check_minimums(settings: Any, **minimums: int) -> None:

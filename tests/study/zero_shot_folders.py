@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.embed.command import RULES, format_results
+from megaenc.embed.command import format_results
+from megaenc.embed.config import RULES
 from megaenc.embed.evaluate import METRICS, RetrievalSet, build_rows
 from megaenc.study.run.embed_stage import PRETRAINED, EmbedStage
 

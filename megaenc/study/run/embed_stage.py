@@ -15,8 +15,7 @@ from typing import Any
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
 from megaenc.console import truncate_text
-from megaenc.embed.command import RULES
-from megaenc.embed.config import ContrastiveConfig, EmbeddingFlags
+from megaenc.embed.config import RULES, TRAINING_DETAILS, ContrastiveConfig, EmbeddingFlags
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import compute_test_fingerprint
 from megaenc.finetune.datasets.registry import parse_dataset_name
@@ -32,7 +31,7 @@ PRETRAINED = "pretrained"
 _DEMO = "demo_ir"
 _MAX_SEEDS = 1_000
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
-_TRAINING, _PAIRS = "training.json", "pairs.json"  # records of a finished training, and of the pairs that were there before
+_PAIRS = "pairs.json"  # record of the pairs that were there before the trainings
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class EmbedStage(StageRunner):
     def prepare(self) -> None:
         """Write the name and size of the pairs to pairs.json for `check`, if no training is finished yet."""
         trained = [folder for name, folder in self.models.items() if name != PRETRAINED]
-        if trained and not any((folder / _TRAINING).is_file() for folder in trained):
+        if trained and not any((folder / TRAINING_DETAILS).is_file() for folder in trained):
             self.folder.mkdir(parents=True, exist_ok=True)
             atomic_write(self.folder / _PAIRS, json.dumps(self._describe_pairs(), indent=1) + "\n")
 
@@ -196,7 +195,7 @@ class EmbedStage(StageRunner):
             yield megaenc_command("finetune", "demo", "--output", str(demo.parent))
         for seed, (name, folder) in enumerate(self.models.items(), -1):
             if not self._is_evaluated(name):
-                if name != PRETRAINED and not (folder / _TRAINING).is_file():
+                if name != PRETRAINED and not (folder / TRAINING_DETAILS).is_file():
                     paths = {"model": self.study / "hf" / self.name, "data": self.data.pairs, "output": folder, "seed": seed}
                     yield megaenc_command("embed", "train", *format_flags({**paths, **self.flags}))
                 yield self._evaluation_command(name)
@@ -251,7 +250,7 @@ class EmbedStage(StageRunner):
     def _check_training(self, seed: int, origin: Mapping[str, str]) -> None:
         """Raise StaleArtifactError if the training with `seed` had other settings, or another model than `origin`."""
         name = f"seed-{seed}"
-        recorded = read_json_or_empty(self.folder / name / _TRAINING)
+        recorded = read_json_or_empty(self.folder / name / TRAINING_DETAILS)
         config, planned = get_object(recorded, "config"), flags.flatten(self.data.entry.training) | {"seed": seed}
         defaults = {"pooling": "mean", "attention": "bidirectional", "query_prefix": "", "document_prefix": ""}  # of an export
         planned |= {rule: planned[rule] or default for rule, default in defaults.items()}
