@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ _PACKAGES = _PACKAGE_NAMES.split()
 _EXCLUDED_FOLDERS = {"test", "tests", "testing", "idle_test", "site-packages", "_vendor", "lib2to3", "third_party"}
 _HELD_OUT_PERCENT = 2
 CORPUS, HELDOUT, RECORD, LOCK = "corpus.jsonl", "heldout.jsonl", "demo.json", ".demo.lock"
+PARTS = ("python", "packages")
+"""Parts of the corpus for blends: the documentation of Python's own library, and that of the installed packages."""
 
 _MOST_FREQUENT_WORDS = """
     a about after all also an and any are as at be been before but by can do does each for from has have how if in into is it its
@@ -81,6 +84,10 @@ class DemoPaths:
     def in_folder(cls, folder: Path) -> "DemoPaths":
         """Return the paths of the demo in `folder` by their fixed names, without looking for the files."""
         return cls(folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document")
+
+    def part_prefix(self, part: str) -> Path:
+        """Return the prefix of the preprocessed corpus of `part`, one of PARTS; written only by `ensure_demo`."""
+        return self.corpus.parent / f"{part}_text_document"
 
 
 @dataclass(frozen=True)
@@ -159,8 +166,16 @@ def is_held_out(document_id: str) -> bool:
     return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> DemoPaths:
-    """Build a demo's missing text, tokenizer and corpus; return its paths; InputError for foreign files or other size.
+def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tuple[str, ...] | None:
+    """Return the PARTS among `prefixes` of corpora; None if any of them is not a corpus of the demo in `folder`."""
+    demo = DemoPaths.in_folder(Path(folder))
+    parts = {demo.data_prefix: "", **{demo.part_prefix(part): part for part in PARTS}}
+    names = {Path(prefix) for prefix in prefixes}
+    return tuple(sorted(filter(None, map(parts.get, names)))) if names <= parts.keys() else None
+
+
+def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192, parts: Sequence[str] = ()) -> DemoPaths:
+    """Build a demo's missing text, tokenizer, corpus and corpora of `parts` (of PARTS); return its paths.
 
     Concurrent processes wait for the first. Raises InputError for a demo of another vocabulary size and for foreign files.
     """
@@ -177,7 +192,7 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> DemoPath
                 vocabulary_size = "found a file that `megaenc demo` did not make, for its corpus is missing"
                 raise InputError(f"{path}: {vocabulary_size}; expected no file; move the file or name another folder")
     if get_local_rank():  # only the first process of each machine builds
-        while not last_file.exists():
+        while not all(Path(f"{prefix}.idx").exists() for prefix in (demo.data_prefix, *map(demo.part_prefix, parts))):
             time.sleep(0.2)
     build_demo_corpus(folder)
     with wait_for_lock(folder / LOCK):
@@ -187,11 +202,23 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> DemoPath
             )
         if not last_file.exists():
             preprocess(PreprocessConfig((str(demo.corpus),), str(folder / "corpus"), str(demo.tokenizer), append_eod=True))
+        for part in parts:
+            if not Path(f"{demo.part_prefix(part)}.idx").exists():
+                with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
+                    text = _write_part(demo.corpus, part, Path(temporary) / f"{part}.jsonl")
+                    preprocess(PreprocessConfig((str(text),), str(folder / part), str(demo.tokenizer), append_eod=True))
         vocabulary_size = read_corpus_metadata(demo.data_prefix).vocab_size
         if vocabulary_size != vocab_size:
             hint = "remove it or name another folder"
             raise InputError(f"{folder}: holds a demo of {vocabulary_size} token ids, expected {vocab_size}; {hint}")
     return demo
+
+
+def _write_part(corpus: Path, part: str, output: Path) -> Path:
+    """Write the documents of `corpus`, a JSONL file, that belong to `part` (of PARTS) to the JSONL file `output`; return it."""
+    with open(corpus, encoding="utf-8") as stream, open(output, "w", encoding="utf-8") as target:
+        target.writelines(line for line in stream if json.loads(line)["id"].startswith("python/") == (part == "python"))
+    return output
 
 
 def _find_source_files() -> Iterator[tuple[str, str]]:

@@ -61,13 +61,22 @@ def test_likeness_ignores_names_and_numbers():
 
 @pytest.fixture
 def few_packages(monkeypatch):
-    """The documentation of three small packages instead of everything."""
+    """The documentation of three small packages and of a part of Python's instead of everything."""
     everything = demo._find_source_files
     monkeypatch.setattr(demo, "_PACKAGES", ["psutil", "rich", "tyro", "zipp"])
     monkeypatch.setattr(
-        demo, "_find_source_files", lambda: (source for source in everything() if not source[0].startswith("python/"))
+        demo,
+        "_find_source_files",
+        lambda: (source for source in everything() if not source[0].startswith("python/") or source[0].startswith("python/json")),
     )
     monkeypatch.setattr(demo, "_HELD_OUT_PERCENT", 20)
+
+
+def test_parts_are_recognised_by_their_prefixes():
+    python, packages, corpus = "demo/python_text_document", "./demo/packages_text_document", "demo/corpus_text_document"
+    assert demo.find_demo_parts([]) == demo.find_demo_parts([corpus]) == ()
+    assert demo.find_demo_parts([corpus, packages, python, packages]) == ("packages", "python")
+    assert demo.find_demo_parts([python, "out/a_text_document"]) is None
 
 
 def records(path):
@@ -93,6 +102,11 @@ def test_demo_is_deterministic_complete_and_kept(few_packages, tmp_path):
     assert after == before
     with pytest.raises(InputError, match="holds a demo of 600 token ids, expected 700"):
         demo.ensure_demo(tmp_path / "a", vocab_size=700)
+
+    demo.ensure_demo(tmp_path / "a", vocab_size=600, parts=demo.PARTS)
+    python, packages = (read_corpus_metadata(paths.part_prefix(part)).documents for part in demo.PARTS)
+    assert python == sum(record["id"].startswith("python/") for record in corpus) > 0 and python + packages == len(corpus)
+    assert not list(paths.corpus.parent.glob(".*/"))
 
     again = demo.build_demo_corpus(tmp_path / "b")
     assert again.corpus.read_bytes() == paths.corpus.read_bytes()
