@@ -7,10 +7,10 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -21,6 +21,9 @@ from megaenc.errors import InputError, closest_match
 from megaenc.json_files import read_regular_file
 
 Settings = TypeVar("Settings")
+
+YamlMapping = NewType("YamlMapping", str)
+"""Text of a YAML mapping; in a YAML file it may be a mapping itself."""
 
 
 def parse(
@@ -98,13 +101,13 @@ def read_config_file(
     default: Settings,
     path: str | Path,
     *,
-    preset: tuple[str, Callable[[Settings, Any], Settings]] | None = None,
+    presets: Mapping[str, Callable[[Settings, Any], Settings]] | None = None,
     including_files: tuple[Path, ...] = (),
 ) -> Settings:
-    """Return `default` with the fields in YAML file `path` and its base `config`; `preset`: (key, changer of defaults).
+    """Return `default` with the fields in YAML file `path` and its base `config`; `presets`: changers of defaults by key.
 
-    The key `config` names another file, relative to this one, whose values are read first. `preset` is a key that changes the
-    defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
+    The key `config` names another file, relative to this one, whose values are read first. Each of `presets` is a key that
+    changes the defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
     """
     values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
     if not isinstance(values, dict):
@@ -114,9 +117,10 @@ def read_config_file(
         file = Path(path).resolve()
         if file in including_files:
             raise InputError(f"--config {path}: field `config` leads back to this file")
-        default = read_config_file(default, file.parent / str(base), preset=preset, including_files=(*including_files, file))
-    if preset and preset[0] in fields:
-        default = preset[1](default, fields[preset[0]])
+        default = read_config_file(default, file.parent / str(base), presets=presets, including_files=(*including_files, file))
+    for key, change in (presets or {}).items():
+        if key in fields:
+            default = change(default, fields[key])
     return replace_fields(default, fields, source=str(path))
 
 
@@ -174,7 +178,8 @@ def flatten(settings: Any) -> dict[str, Any]:
 def _convert_value(place: str, kind: Any, value: Any) -> Any:
     """Return `value` from YAML converted to the type `kind`; raise InputError that begins with `place` if it does not fit.
 
-    Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, and `int | Literal["all"]`.
+    Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int | Literal["all"]`, and
+    YamlMapping, from any value.
     """
     choices = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
     if value is None and NoneType in choices:
@@ -187,6 +192,12 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
         if value in get_args(kind):
             return value
         raise InputError(f"{place}: found {truncate_text(repr(value))}, expected one of {', '.join(map(str, get_args(kind)))}")
+    if kind is YamlMapping:
+        return (
+            value
+            if isinstance(value, str)
+            else yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False).strip()
+        )
     if get_origin(kind) is tuple:  # a single value is a list of one; in a list of words a number is a word
         return tuple(
             str(part)
