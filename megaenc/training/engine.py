@@ -207,18 +207,20 @@ class Engine:
                 vars(self.config).update(before)
                 self.zero_grad()
 
-    def local_loss_and_grad_norm(self, row: Sequence[int], step: int) -> tuple[float, float]:
-        """Return this rank's summed loss (0 if it computes none) and gradient norm of samples `row` of `step`, without update.
+    def local_loss_and_grad_norm(
+        self, row: Sequence[int], objective: Objective, packs: PackedDataset | None = None
+    ) -> tuple[float, float]:
+        """Return this rank's summed loss (0 if it computes none) and gradient norm of the samples `row`, without an update.
 
-        Within `no_grad_reduction`. Ranks of a replica pass the same row; all replicas pass as many packs.
+        Within `no_grad_reduction`. Ranks of a replica pass the same row; all replicas pass as many packs. `packs`: the data set,
+        by default that of the first phase.
         """
         self.zero_grad()
         repeats = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # the minimum of interleaved stages
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())  # after zero_grad, which enables the reduction again
-            objective, packs = self.plan.schedule.objective(step), self.plan.data_at(step).train
-            spec = MicroBatchSpec(packs, tuple(row), objective, self.plan.settings.seed)
+            spec = MicroBatchSpec(packs or self.plan.packs, tuple(row), objective, self.plan.settings.seed)
             sums = self._run_micro_batches([spec] * repeats, (), train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
