@@ -12,7 +12,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size; without it the
-    demo corpus is used, and built if missing"""
+    demo corpus is used, and built if missing, as its parts demo/python_text_document and demo/packages_text_document are
+    without --tokenizer"""
     tokenizer: str = ""
     """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
     split: str = "99,1,0"

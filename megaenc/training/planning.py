@@ -54,20 +54,30 @@ def build_plan(settings: PretrainConfig) -> Plan:
 
 
 def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
-    """Return the DataConfig of each phase and the tokenizer's name; those of demo/, built if missing, without --data-path."""
+    """Return the DataConfig of each phase and the tokenizer's name.
+
+    Without --data-path, or without --tokenizer if --data-path names only corpora of demo/, these are the demo's, built if missing.
+    """
     data_configs = [phase.settings.data for phase in settings.phase_configs]
-    if all(data.data_path for data in data_configs):
+    given = [data.data_path for data in data_configs if data.data_path]
+    if len(given) == len(data_configs) and settings.data.tokenizer:
         return data_configs, settings.data.tokenizer
-    if settings.output.dry_run and not Path("demo/corpus_text_document.idx").exists():
-        raise InputError(
-            "--dry-run: demo/ holds no corpus yet; give --data-path, or start a run without --dry-run, which builds it"
-        )
+    from megaenc.data.demo import DemoPaths, ensure_demo, find_demo_parts
+
+    folder = Path("demo")
+    parts = find_demo_parts([prefix for data_path in given for _, prefix in parse_data_path(data_path)], folder)
+    if parts is None and len(given) == len(data_configs):
+        return data_configs, ""
+    demo, parts = DemoPaths.in_folder(folder), parts or ()
+    if settings.output.dry_run:
+        for prefix in (demo.data_prefix, *map(demo.part_prefix, parts)):
+            if not Path(f"{prefix}.idx").exists():
+                hint = "give --data-path, or start a run without --dry-run, which builds it"
+                raise InputError(f"--dry-run: demo/ holds no {'corpus' if prefix == demo.data_prefix else prefix.name} yet; {hint}")
     if settings.data.tokenizer:
         raise InputError(
             "--data-path: missing, expected the prefix of a corpus built with --tokenizer (tools/preprocess_data.py)"
         )
-    from megaenc.data.demo import ensure_demo
-
-    demo = ensure_demo(Path("demo"))
+    ensure_demo(folder, parts=parts)
     path = (str(demo.data_prefix),)
     return [dataclasses.replace(data, data_path=data.data_path or path) for data in data_configs], str(demo.tokenizer)

@@ -18,6 +18,7 @@ from megaenc.backend.parallel_config import KernelConfig
 from megaenc.console import truncate_text
 from megaenc.errors import InputError, LocalInputError
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
+from megaenc.model.config import get_preset
 from megaenc.torchelastic import is_torchrun_worker
 from megaenc.training.run_lock import LOCK_FILE, RunLock
 
@@ -91,7 +92,12 @@ class RunDir:
             self._kernels_entry = {"kernels": dataclasses.asdict(kernels) | {"fused": fused_kernels or {}}}
         # First, because run.json marks the directory as a run.
         atomic_write(path / RUN_FILE, json.dumps(plan.run_metadata | self._kernels_entry, indent=1))
-        values = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
+        preset = flags.flatten(get_preset(plan.settings.model))  # of which null overrides a value
+        values = {
+            name: value
+            for name, value in flags.flatten(plan.settings).items()
+            if name != "config" and (value is not None or preset.get(name) is not None)
+        }
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         if values["phases"]:
             del values["objective_schedule"]

@@ -1,0 +1,142 @@
+"""The recipes of configs/recipes say what they claim, and their tiny cuts go from nothing to a verified export."""
+
+import json
+import shutil
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import runs
+
+from megaenc.training.config import parse_config
+from megaenc.training.phases import build_learning_rate
+
+RECIPES = runs.ROOT / "configs" / "recipes"
+TINY = sorted(file.stem for file in (RECIPES / "tiny").iterdir())
+# By recipe: the GPUs of its paper, tokens in billions and context of each phase, learning rates of first, middle and last steps.
+FROM_SCRATCH = {
+    "eurobert": (192, [4800, 200], [2048, 8192], [(5e-8, 1e-4, 1e-4), (1e-4, 5e-5, 0)]),
+    "modernbert": (8, [1719, 250, 50], [1024, 8192, 8192], [(2.1e-7, 8e-4, 8e-4), (3e-4,) * 3, (3e-4, 8.79e-5, 0)]),
+    "ettin": (4, [1700, 250, 50], [1024, 7999, 7999], [(7.9e-8, 8e-4, 8e-4), (8e-4, 5.17e-4, 4e-4), (4e-4, 1.28e-4, 1.6e-5)]),
+    "mmbert": (8, [2300, 600, 100], [1024, 8192, 8192], [(1.05e-7, 8e-4, 8e-4), (8e-4,) * 3, (8e-4, 2.46e-4, 1.6e-5)]),
+    "neobert": (8, [1887, 210, 105], [1024, 1024, 4096], [(3e-7, 3.3e-4, 6e-5), (6e-5,) * 3, (6e-5,) * 3]),
+}
+# The models that the others start from, by the folder in which their recipes look for them.
+STARTED = {"dapt": "encoder", "bidirlm": "decoder"}
+MODELS = {"encoder": dict(model_type="modernbert", local_attention=32), "decoder": dict(model_type="qwen3", head_dim=16)}
+GPUS_OF_STARTED = {"dapt": 4, "bidirlm": 96}
+
+
+def config(name: str):
+    """The configuration of a recipe of this repository."""
+    return parse_config(["--config", str(RECIPES / f"{name}.yaml")], "test")
+
+
+@pytest.mark.parametrize("name", FROM_SCRATCH)
+def test_a_recipe_has_the_lengths_and_rates_of_its_paper(name):
+    """On one process and on the paper's GPUs; the rate of a decay's last step is that before its end, close to it."""
+    gpus, tokens, contexts, rates = FROM_SCRATCH[name]
+    recipe = config(name)
+    for processes in (1, gpus):
+        recipe.check(processes)
+    ends = [0, *(recipe.tokens_after(phase.last_step) for phase in recipe.phase_configs)]
+    assert [round((end - start) / 1e9) for start, end in pairwise(ends)] == tokens
+    assert [phase.settings.data.seq_length for phase in recipe.phase_configs] == contexts
+    learning_rate = build_learning_rate(recipe)
+    for phase, expected in zip(recipe.phase_configs, rates, strict=True):
+        steps = phase.first_step, (phase.first_step + phase.last_step) // 2, phase.last_step
+        assert [learning_rate(step) for step in steps] == pytest.approx(expected, rel=0.02, abs=2e-8)
+
+
+@pytest.mark.parametrize("name", FROM_SCRATCH)
+def test_the_tiny_cut_has_the_phases_of_its_recipe(name):
+    def phases(recipe):
+        for phase in recipe.phase_configs:
+            optimizer = phase.settings.optimizer
+            rate = optimizer.lr_decay_style, optimizer.lr_wsd_decay_style, optimizer.lr_wsd_decay_fraction
+            yield (
+                phase.objective,
+                phase.settings.shape.rotary_base,
+                bool(optimizer.lr_warmup_iters),
+                rate,
+                optimizer.min_lr / optimizer.lr,
+            )
+
+    recipe, tiny = config(name), config(f"tiny/{name}")
+    tiny.check(1)
+    for full, cut in zip(phases(recipe), phases(tiny), strict=True):
+        assert cut[:-1] == full[:-1] and cut[-1] == pytest.approx(full[-1])
+    ignored = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size"}
+    shapes = [{key: value for key, value in vars(each.shape).items() if key not in ignored} for each in (recipe, tiny)]
+    assert shapes[0] == shapes[1]
+
+
+def test_every_recipe_has_a_tiny_cut_and_is_tested():
+    assert TINY == sorted(file.stem for file in RECIPES.glob("*.yaml")) == sorted({**FROM_SCRATCH, **STARTED})
+
+
+@pytest.fixture(scope="module")
+def folder(shared_folder):
+    """What the tiny recipes find at the root of a clone: a small demo corpus, imported models, corpora with their tokenizers."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    from megaenc.convert.command import main as convert
+    from megaenc.data import demo
+    from megaenc.data.preprocess.command import main as preprocess
+
+    def make(folder):
+        shutil.copytree(RECIPES, folder / "configs" / "recipes")
+        sources = demo._find_source_files
+        few = (
+            "python/asyncio",
+            "python/email",
+            "python/multiprocessing",
+            "python/unittest",
+            "matplotlib/",
+            "networkx/algorithms",
+        )
+        with mock.patch.object(demo, "_find_source_files", lambda: (source for source in sources() if source[0].startswith(few))):
+            paths = demo.ensure_demo(folder / "demo")
+        sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        sizes |= dict(vocab_size=8192, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+        for kind, options in MODELS.items():
+            model = AutoConfig.for_model(**(sizes | options))
+            classes = {"encoder": AutoModelForMaskedLM, "decoder": AutoModelForCausalLM}
+            classes[kind].from_config(model).save_pretrained(folder / "hf" / kind)
+            for file in paths.tokenizer.iterdir():
+                shutil.copy(file, folder / "hf" / kind)
+            convert(["from-hf", "--input", str(folder / "hf" / kind), "--output", str(folder / "core" / kind)])
+        for name, text in (("own", paths.heldout), ("general", paths.corpus)):
+            tokenizer = ["--tokenizer", str(folder / "core" / "encoder" / "tokenizer"), "--append-eod"]
+            preprocess(["--input", str(text), "--output-prefix", str(folder / "data" / name), *tokenizer])
+
+    return shared_folder("recipes", make)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTED)
+def test_a_recipe_that_starts_from_a_model_plans(name, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for recipe, processes in ((name, 1), (name, GPUS_OF_STARTED[name]), (f"tiny/{name}", 1)):
+        parse_config(["--config", f"configs/recipes/{recipe}.yaml"], "test").check(processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_recipe_goes_from_nothing_to_a_verified_export(name, folder, tmp_path):
+    """The demo's parts that mmBERT's blends name are built on the way."""
+    save, export = tmp_path / "run", tmp_path / "hf"
+
+    def run(*words):
+        return runs.script(runs.WORKERS / "in_folder.py", [str(folder), *map(str, words)])
+
+    run("pretrain", "--config", f"configs/recipes/tiny/{name}.yaml", "--save", save)
+    run("convert", "to-hf", "--load", save, "--output", export)
+    rows = runs.metrics(save)
+    assert rows[-1]["step"] == len(rows) == 60
+    start = rows[0]["loss"], sum(row["loss"] for row in rows[35:40]) / 5
+    assert start[1] < start[0] - (1.0 if name in FROM_SCRATCH else 0.1)
+    assert json.loads((export / "conversion.json").read_text())["step"] == 60
+    blends = {"mmbert": ["demo/packages", "demo/python"], "dapt": ["data/own", "data/general"]}
+    used = (save / "config.yaml").read_text()
+    assert all(f"{corpus}_text_document" in used for corpus in blends.get(name, []))
