@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,15 @@ from megaenc.training.config_groups import (
     OutputConfig,
     StartConfig,
 )
-from megaenc.training.phases import ALTERNATIVES, PhaseConfig, drop_alternatives, drop_wsd_flags, resolve_phases
+from megaenc.training.phases import (
+    ALTERNATIVES,
+    BatchSizeSchedule,
+    PhaseConfig,
+    build_batch_sizes,
+    drop_alternatives,
+    drop_wsd_flags,
+    resolve_phases,
+)
 
 
 def has_bf16() -> bool:
@@ -29,48 +36,6 @@ def has_bf16() -> bool:
     from megaenc.backend.device import detect_backend  # imports torch
 
     return detect_backend().has_bf16
-
-
-@dataclass(frozen=True)
-class BatchSizeSchedule:
-    """Batch size of each step in packs; `starts`: first sample of each step of the ramp-up and the first `full` one."""
-
-    full: int
-    starts: tuple[int, ...] = (0,)
-
-    def first_sample(self, step: int) -> int:
-        """Return the number of samples (packs) read before `step` (1, 2, ...), which is the number of its first sample."""
-        ramp_steps = len(self.starts)
-        return self.starts[step - 1] if step <= ramp_steps else self.starts[-1] + (step - ramp_steps) * self.full
-
-    def size(self, step: int) -> int:
-        """Return the global batch size of `step` (1, 2, ...) in packs."""
-        return self.first_sample(step + 1) - self.first_sample(step)
-
-    def steps_for(self, samples: int) -> int:
-        """Return the smallest number of steps that together read at least `samples` samples (packs)."""
-        if samples <= self.starts[-1]:
-            return bisect_left(self.starts, samples)
-        return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
-
-
-@functools.cache
-def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
-    """Return a BatchSizeSchedule up to `full` packs a step, constant without a `rampup` (first size, increment, samples)."""
-    if not rampup:
-        return BatchSizeSchedule(full)
-    from megaenc.backend.megatron import prepare_megatron
-
-    prepare_megatron()
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
-    start, increment, samples = rampup
-    rule = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, start, increment, samples)
-    starts = [0]
-    while rule.get_current_global_batch_size() < full:
-        starts.append(starts[-1] + rule.get_current_global_batch_size())
-        rule.update(starts[-1], consistency_check=False)
-    return BatchSizeSchedule(full, tuple(starts))
 
 
 @dataclass(frozen=True)

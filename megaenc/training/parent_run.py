@@ -163,21 +163,15 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     return RunInit("branch", parent.run, at, identity_digest(parent.identity), **progress)
 
 
-def phase_rows(identity: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the values of PHASE_IDENTITY in a run's `identity` by phase, with `last_step`; one row if they never change."""
-    whole = {"last_step": identity.get("train_iters"), **{name: identity.get(name) for name in PHASE_IDENTITY}}
-    return identity.get("phases") or [whole]
-
-
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
     """Return a run's `identity` with the values of the phase of `step` (1, 2, ...) instead of the last one's."""
-    rows = phase_rows(identity)
-    return identity | next((row for row in rows if step <= row["last_step"]), rows[-1])
+    rows = identity.get("phases", [])  # converted models have no steps
+    return identity | next((row for row in rows if step <= row["last_step"]), rows[-1] if rows else {})
 
 
 def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
     """Raise InputError if data, lengths, batches or rotary base of `plan` and `parent` differ in a step up to `at`."""
-    ends = {row["last_step"] for identity in (plan.identity, parent.identity) for row in phase_rows(identity)}
+    ends = {row["last_step"] for identity in (plan.identity, parent.identity) for row in identity.get("phases", ())}
     for step in sorted({1, at, *(end for end in ends if end < at), *(end + 1 for end in ends if end < at)}):
         parents, current = (
             {name: identity_at(identity, step)[name] for name in PHASE_IDENTITY} for identity in (parent.identity, plan.identity)

@@ -1,6 +1,8 @@
-"""Phases of a run with flags of their own: data, pack length, batch sizes, rotary base, learning rate."""
+"""Phases of a run with flags of their own (data, pack length, rotary base, learning rate), and the batch size of each step."""
 
 import dataclasses
+import functools
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,48 @@ ALTERNATIVES = (
     (("lr_wsd_decay_iters",), ("lr_wsd_decay_fraction",)),
     (("branch_from", "branch_at"), ("init_from", "init_at")),
 )
+
+
+@dataclass(frozen=True)
+class BatchSizeSchedule:
+    """Batch size of each step in packs; `starts`: first sample of each step of the ramp-up and the first `full` one."""
+
+    full: int
+    starts: tuple[int, ...] = (0,)
+
+    def first_sample(self, step: int) -> int:
+        """Return the number of samples (packs) read before `step` (1, 2, ...), which is the number of its first sample."""
+        ramp_steps = len(self.starts)
+        return self.starts[step - 1] if step <= ramp_steps else self.starts[-1] + (step - ramp_steps) * self.full
+
+    def size(self, step: int) -> int:
+        """Return the global batch size of `step` (1, 2, ...) in packs."""
+        return self.first_sample(step + 1) - self.first_sample(step)
+
+    def steps_for(self, samples: int) -> int:
+        """Return the smallest number of steps that together read at least `samples` samples (packs)."""
+        if samples <= self.starts[-1]:
+            return bisect_left(self.starts, samples)
+        return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
+
+
+@functools.cache
+def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
+    """Return a BatchSizeSchedule up to `full` packs a step, constant without a `rampup` (first size, increment, samples)."""
+    if not rampup:
+        return BatchSizeSchedule(full)
+    from megaenc.backend.megatron import prepare_megatron
+
+    prepare_megatron()
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    start, increment, samples = rampup
+    rule = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, start, increment, samples)
+    starts = [0]
+    while rule.get_current_global_batch_size() < full:
+        starts.append(starts[-1] + rule.get_current_global_batch_size())
+        rule.update(starts[-1], consistency_check=False)
+    return BatchSizeSchedule(full, tuple(starts))
 
 
 @dataclass(frozen=True)
@@ -134,8 +178,8 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> tuple[st
             raise InputError(f"{source}: field `{name}` cannot change by phase; {hint}")
     objective = values.pop("objective", None)
     if not isinstance(objective, str):
-        found = "missing" if objective is None else f"found {objective!r}"
-        raise InputError(f"{source}: field `objective`: {found}, expected an objective or mixture such as mlm(mask=0.3)")
+        problem = "missing" if objective is None else f"found {objective!r}"
+        raise InputError(f"{source}: field `objective`: {problem}, expected an objective or mixture such as mlm(mask=0.3)")
     given = [name for name in _LENGTHS if values.get(name) is not None]
     if len(given) != 1:
         raise InputError(f"{source}: found {' and '.join(given) or 'neither train_iters nor train_tokens'}, expected one of them")
