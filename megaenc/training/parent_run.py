@@ -67,6 +67,8 @@ class ParentRun:
             self.identity, self.start = metadata["identity"], RunInit.from_run_metadata(metadata)
             if not isinstance(self.identity.get("objective_packages", {}), dict):
                 raise TypeError("objective_packages is not an object")
+            if any(type(row["last_step"]) is not int for row in self.identity.get("phases", ())):
+                raise TypeError("phases have no last_step")
             self.is_converted = "source" in metadata
             self.skipped = SkippedPacks.parse(metadata.get("skip_packs", ()))
             self.start.check(f"{self.path / RUN_FILE}: start")
@@ -174,7 +176,8 @@ def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
     ends = {row["last_step"] for identity in (plan.identity, parent.identity) for row in identity.get("phases", ())}
     for step in sorted({1, at, *(end for end in ends if end < at), *(end + 1 for end in ends if end < at)}):
         parents, current = (
-            {name: identity_at(identity, step)[name] for name in PHASE_IDENTITY} for identity in (parent.identity, plan.identity)
+            {name: identity_at(identity, step).get(name) for name in PHASE_IDENTITY}
+            for identity in (parent.identity, plan.identity)
         )
         if mismatch := describe_difference(parents, current):
             raise InputError(

@@ -25,7 +25,12 @@ SETUP = (
     "megaenc convert to-hf --load run --output hf",
     "tests/mistakes/folder.py",  # damage, below
 )
-WORDS = {"{data}": f"{DATA} {SHAPE}", "{long}": 300 * "x", "{set}": "--model hf --max-steps 2 --max-length 32 --warmup 0"}
+WORDS = {
+    "{data}": f"{DATA} {SHAPE}",
+    "{corpus}": DATA,
+    "{long}": 300 * "x",
+    "{set}": "--model hf --max-steps 2 --max-length 32 --warmup 0",
+}
 
 
 def write_texts(folder: Path) -> None:
