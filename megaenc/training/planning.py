@@ -56,7 +56,7 @@ def build_plan(settings: PretrainConfig) -> Plan:
 def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
     """Return the DataConfig of each phase and the tokenizer's name.
 
-    Without --data-path, or without --tokenizer if --data-path names only corpora of demo/, these are the demo's, built if missing.
+    Without --data-path, or without --tokenizer for a --data-path of only demo corpora, these are the demo's, built if missing.
     """
     data_configs = [phase.settings.data for phase in settings.phase_configs]
     given = [data.data_path for data in data_configs if data.data_path]
@@ -72,8 +72,9 @@ def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
     if settings.output.dry_run:
         for prefix in (demo.data_prefix, *map(demo.part_prefix, parts)):
             if not Path(f"{prefix}.idx").exists():
+                missing = "corpus" if prefix == demo.data_prefix else prefix.name
                 hint = "give --data-path, or start a run without --dry-run, which builds it"
-                raise InputError(f"--dry-run: demo/ holds no {'corpus' if prefix == demo.data_prefix else prefix.name} yet; {hint}")
+                raise InputError(f"--dry-run: demo/ holds no {missing} yet; {hint}")
     if settings.data.tokenizer:
         raise InputError(
             "--data-path: missing, expected the prefix of a corpus built with --tokenizer (tools/preprocess_data.py)"
