@@ -71,7 +71,8 @@ def test_every_step_of_a_short_ramp_counts_alike(printed):
 
 def test_the_demo_corpus_is_not_built_for_it(tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
-    assert "demo/ holds no corpus yet" in refusal(main, ["--dry-run"])
+    for words in ([], ["--data-path", "demo/python_text_document"]):
+        assert "demo/ holds no corpus yet" in refusal(main, ["--dry-run", *words])
     assert not list(tmp_path.iterdir())
 
 
