@@ -114,7 +114,10 @@ def find_best_layout(case: LayoutCase, workload: Workload, rates: Rates) -> Esti
     Global batch size, model and number of devices stay. Recomputation is tried only if a layout does not fit without it.
     """
     fitting: list[Estimate] = []
+    batch_sizes = {packs for phase in workload.phases for packs, _ in phase.batches}  # several during a ramp-up
     for plain in dict.fromkeys(_candidate_layouts(case, workload.works[0], rates)):
+        if any(packs % (plain.micro_batch_size * plain.data_parallel_size) for packs in batch_sizes):
+            continue
         for recompute in _RECOMPUTE:
             estimate = estimate_layout(replace(plain, layout=replace(plain.layout, **recompute)), workload, rates)
             if estimate.fits:

@@ -60,3 +60,12 @@ def test_no_layout_is_better_than_the_best():
     assert results.seconds <= estimate_layout(laid, expected, rates()).seconds
     again = find_best_layout(results.case, expected, rates())
     assert again.case == results.case
+
+
+def test_a_better_layout_divides_every_batch_of_a_ramp_up():
+    laid, expected = case(ModelConfig(8, 256, 768, 8, 4), gpus=4, batch=32, micro=1), workload(batch=32)
+    (phase,) = expected.phases
+    growing = dataclasses.replace(expected, phases=[dataclasses.replace(phase, batches=((4, 10), *phase.batches))])
+    results = find_best_layout(laid, growing, rates())
+    assert 4 % (results.case.micro_batch_size * results.case.data_parallel_size) == 0
+    assert find_best_layout(laid, expected, rates()).case.micro_batch_size > results.case.micro_batch_size
