@@ -109,12 +109,19 @@ class Encoder(LanguageModule):
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, packing: PackedSequences, predict_at: Tensor | None, labels: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        packing: PackedSequences,
+        predict_at: Tensor | None,
+        labels: Tensor | None = None,
+        per_token: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return (summed loss, number of correct predictions), without `labels` logits; before the last stage hidden states.
 
         logits [N, V], -inf in padding columns; hidden states [S, 1, H]; tokens [1, S]; positions [S] in their documents;
-        predict_at [N], or None for all positions; labels [N]. See `linear_cross_entropy`.
+        predict_at [N], or None for all positions; labels [N]; `per_token`: losses [N] instead of their sum. See
+        `linear_cross_entropy`.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         if self.pre_process and self.embedding_norm is not None:
@@ -125,10 +132,12 @@ class Encoder(LanguageModule):
             local_rotation = Rotation.from_angles(self.local_angles[positions], self.fused.rotary)
         packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
-        return self.head(hidden, predict_at, labels) if self.post_process else hidden
+        return self.head(hidden, predict_at, labels, per_token) if self.post_process else hidden
 
-    def head(self, hidden_S1H: Tensor, predict_at: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (summed loss, number correct), or without `labels` logits [N, V], at positions `predict_at`, None: all."""
+    def head(
+        self, hidden_S1H: Tensor, predict_at: Tensor | None, labels: Tensor | None, per_token: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return (loss, number correct), or without `labels` logits [N, V], at positions `predict_at`, None: all."""
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that backward is a plain split.
             hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
@@ -138,7 +147,7 @@ class Encoder(LanguageModule):
         if self.prediction_head is not None:
             hidden_NH = self.prediction_head(hidden_NH)
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden_NH, tied, labels)
+        return self.output_layer(hidden_NH, tied, labels, per_token)
 
 
 def _rotary_angles(model: ModelConfig, base: float, seq_length: int) -> Tensor:
@@ -182,12 +191,21 @@ class OutputLayer(ColumnParallelLinear):
         share = self.output_size_per_partition
         self.vocab_columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
 
-    def forward(self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (summed loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
+    def forward(
+        self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None, per_token: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return (loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
         if labels is not None:
             weight = self.weight if weight is None else weight
             return linear_cross_entropy(
-                hidden_NH, weight, labels, self.vocab_columns, self.tp_group, self.fused, bias_V=self.bias
+                hidden_NH,
+                weight,
+                labels,
+                self.vocab_columns,
+                self.tp_group,
+                self.fused,
+                bias_V=self.bias,
+                per_token=per_token,
             )
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.vocab_columns :] = float("-inf")  # exclude padding from the softmax
