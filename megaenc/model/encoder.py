@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import build_module
@@ -61,10 +62,10 @@ class Encoder(LanguageModule):
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
         # No buffers: rounded to bfloat16, the angles of distant tokens would be confused.
-        self.angles = _rotary_angles(model, model.rotary_base, seq_length)
+        self.angles, self.rotation_scale = _rotary_angles(model, model.rotary_base, seq_length)
         self.local_angles = None
         if model.local_rotary_base not in (None, model.rotary_base):
-            self.local_angles = _rotary_angles(model, model.local_rotary_base, seq_length)
+            self.local_angles, _ = _rotary_angles(model, model.local_rotary_base, seq_length)
         widths = LayerWidths(
             model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel
         )
@@ -127,9 +128,10 @@ class Encoder(LanguageModule):
         if self.pre_process and self.embedding_norm is not None:
             hidden = self.embedding_norm(hidden)
         # Computed once for all layers; the core attention rotates queries and keys itself.
-        rotation = local_rotation = Rotation.from_angles(self.angles[positions], self.fused.rotary)
+        options = self.fused.rotary, self.rotation_scale
+        rotation = local_rotation = Rotation.from_angles(self.angles[positions], *options)
         if self.local_angles is not None:
-            local_rotation = Rotation.from_angles(self.local_angles[positions], self.fused.rotary)
+            local_rotation = Rotation.from_angles(self.local_angles[positions], *options)
         packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels, per_token) if self.post_process else hidden
@@ -150,15 +152,27 @@ class Encoder(LanguageModule):
         return self.output_layer(hidden_NH, tied, labels, per_token)
 
 
-def _rotary_angles(model: ModelConfig, base: float, seq_length: int) -> Tensor:
-    """Return the rotary angles of positions 0 to `seq_length` - 1, float32[seq_length, 1, 1, head_dim]."""
-    return RotaryEmbedding(
+def _rotary_angles(model: ModelConfig, base: float, seq_length: int) -> tuple[Tensor, float]:
+    """Return the rotary angles of positions 0 to `seq_length` - 1, float32[seq_length, 1, 1, head_dim], and YaRN's scale.
+
+    The scale, 1 without YaRN, is a factor of rotated queries and keys.
+    """
+    if model.yarn_rotary_scaling_factor is not None:
+        # `get_emb`, because the class keeps the instances that are called.
+        return YarnRotaryEmbedding(
+            model.head_dim,
+            rotary_base=base,
+            scaling_factor=model.yarn_rotary_scaling_factor,
+            original_max_position_embeddings=model.yarn_original_max_position_embeddings,
+        ).get_emb(seq_length)
+    angles = RotaryEmbedding(
         model.head_dim,
         rotary_percent=1.0,
         rotary_base=base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
     )(seq_length)
+    return angles, 1.0
 
 
 class PredictionHead(torch.nn.Module):

@@ -17,12 +17,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     die_with_launcher()
     exit_if_restart_forbidden()
     silence_libraries()
+    from megaenc import flags
     from megaenc.training.config import parse_config
 
-    settings = parse_config(sys.argv[1:] if argv is None else argv, prog)
+    argv = sys.argv[1:] if argv is None else argv
+    settings = parse_config(argv, prog)
     from megaenc.training.planning import build_plan
 
-    plan = build_plan(settings)
+    plan = build_plan(settings, flags.find_given_fields(argv, preset="model"))
     if settings.output.dry_run:
         from megaenc.training.dry_run import print_dry_run
 
