@@ -7,10 +7,10 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -21,6 +21,9 @@ from megaenc.errors import InputError, closest_match
 from megaenc.json_files import read_regular_file
 
 Settings = TypeVar("Settings")
+
+YamlMapping = NewType("YamlMapping", str)
+"""Text of a YAML mapping; in a YAML file it may be a mapping itself."""
 
 
 def parse(
@@ -98,22 +101,23 @@ def read_config_file(
     default: Settings,
     path: str | Path,
     *,
-    preset: tuple[str, Callable[[Settings, Any], Settings]] | None = None,
+    presets: Mapping[str, Callable[[Settings, Any], Settings]] | None = None,
     including_files: tuple[Path, ...] = (),
 ) -> Settings:
-    """Return `default` with the fields in YAML file `path` and its base `config`; `preset`: (key, changer of defaults).
+    """Return `default` with the fields in YAML file `path` and its base `config`; `presets`: changers of defaults by key.
 
-    The key `config` names another file, relative to this one, whose values are read first. `preset` is a key that changes the
-    defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
+    The key `config` names another file, relative to this one, whose values are read first. Each of `presets` is a key that
+    changes the defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
     """
     fields = _read_fields(path)
     if base := fields.pop("config", None):
         file = Path(path).resolve()
         if file in including_files:
             raise InputError(f"--config {path}: field `config` leads back to this file")
-        default = read_config_file(default, file.parent / str(base), preset=preset, including_files=(*including_files, file))
-    if preset and preset[0] in fields:
-        default = preset[1](default, fields[preset[0]])
+        default = read_config_file(default, file.parent / str(base), presets=presets, including_files=(*including_files, file))
+    for key, change in (presets or {}).items():
+        if key in fields:
+            default = change(default, fields[key])
     return replace_fields(default, fields, source=str(path))
 
 
@@ -125,18 +129,18 @@ def _read_fields(path: str | Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-def find_given_fields(argv: Sequence[str], preset: str) -> set[str]:
+def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:
     """Return the names of the fields that the flags `argv` or the YAML file of --config give, whatever their values.
 
     The field `preset` ends the search, as it replaces the values of files read before it: those of the file for a flag, those of
-    the base `config` for a key.
+    the base `config` for a key. The fields of the file `without` do not count.
     """
     names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
     names |= {name.removeprefix("no_") for name in names}
     path = find_flag_value(argv, "--config")
     while path and preset not in names:
         fields = _read_fields(path)
-        names |= fields.keys()
+        names |= fields.keys() if Path(path).resolve() != without.resolve() else set()
         path = Path(path).resolve().parent / str(fields["config"]) if fields.get("config") else None
     return names
 
@@ -195,7 +199,8 @@ def flatten(settings: Any) -> dict[str, Any]:
 def _convert_value(place: str, kind: Any, value: Any) -> Any:
     """Return `value` from YAML converted to the type `kind`; raise InputError that begins with `place` if it does not fit.
 
-    Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, and `int | Literal["all"]`.
+    Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int | Literal["all"]`, and
+    YamlMapping, from any value.
     """
     choices = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
     if value is None and NoneType in choices:
@@ -208,6 +213,12 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
         if value in get_args(kind):
             return value
         raise InputError(f"{place}: found {truncate_text(repr(value))}, expected one of {', '.join(map(str, get_args(kind)))}")
+    if kind is YamlMapping:
+        return (
+            value
+            if isinstance(value, str)
+            else yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False).strip()
+        )
     if get_origin(kind) is tuple:  # a single value is a list of one; in a list of words a number is a word
         return tuple(
             str(part)

@@ -27,7 +27,7 @@ def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
             done += stage.step
     if run.converted:
         return "-".join([*parts, *([run.merge.method] if run.merge else [])])
-    parts += _schedule_parts(schedule, run.settings.objective_schedule, done)
+    parts += _schedule_parts(schedule, run.settings.schedule_text, done)
     if step < run.settings.total_iters:
         parts.append(str(step))
     return "-".join(parts)

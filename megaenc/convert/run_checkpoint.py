@@ -1,6 +1,7 @@
 """Reader of run folders for exports: model, training history, and the weights of a checkpoint."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,16 @@ class RunCheckpoint:
     settings: PretrainConfig
     start: RunInit
     facts: dict[str, Any]
+
+    def at_step(self, step: int | None) -> "RunCheckpoint":
+        """Return a copy with the rotary base and the longest packs up to `step` (None: the last) of a run with phases."""
+        phases = self.settings.phase_configs
+        if len(phases) == 1 or step is None:
+            return self
+        current = self.settings.phase_at(step)
+        longest = max(phase.settings.data.seq_length for phase in phases if phase.first_step <= current.first_step)
+        model = dataclasses.replace(self.model, rotary_base=current.settings.shape.rotary_base)
+        return dataclasses.replace(self, model=model, seq_length=longest)
 
     @property
     def origin(self) -> Ancestor | None:
@@ -93,7 +104,7 @@ class RunCheckpoint:
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
         """Return the run's objective Schedule, built with `vocabulary`; InputError if an objective is not installed."""
         try:
-            return Schedule.build(self.settings.objective_schedule, self.settings.total_iters, vocabulary, self.settings.seed)
+            return Schedule.build(self.settings.schedule_text, self.settings.total_iters, vocabulary, self.settings.seed)
         except InputError as error:
             raise InputError(
                 f"--load {self.folder}: its model card cannot be written, as its schedule cannot be read ({error}); install the "
@@ -179,7 +190,8 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
             f"{folder / CONFIG_FILE}: field `vocab_size`: found {configured}, expected {vocab_size} as in {RUN_FILE}"
         )
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    return RunCheckpoint(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings, start, facts)
+    final = settings.phase_configs[-1].settings
+    return RunCheckpoint(folder, final.shape, vocab_size, final.data.seq_length, dtype, identity, settings, start, facts)
 
 
 def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
@@ -211,6 +223,7 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
 
 def _check_config_matches(settings: PretrainConfig, identity: dict[str, Any], file: Path) -> None:
     """Raise InputError for the first field of config.yaml, `file`, that differs from the identity of the weights in run.json."""
+    settings = settings.phase_configs[-1].settings
     config = flags.flatten(settings.shape) | {"bf16": settings.bf16}
     del config["vocab_size"]  # checked against `vocab_size` of run.json, as it is optional in the config
     others = {"seed": settings.seed, "seq_length": settings.data.seq_length}

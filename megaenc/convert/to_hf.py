@@ -24,6 +24,7 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import Attention
 from megaenc.output_paths import create_parent_dir, refuse_existing
+from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.run_dir import TOKENIZER_DIR
 from megaenc.training.run_init import identity_digest
 
@@ -39,7 +40,10 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
     no folder, if anything is missing or the export differs from the run's model.
     """
     refuse_existing(output, "--output")
-    exporter = Exporter(open_run_checkpoint(load), **options)
+    run = open_run_checkpoint(load)
+    if step is None and run.settings.phases:
+        step = run.newest_step(CheckpointDir(load / "checkpoints"))
+    exporter = Exporter(run.at_step(step), **options)
     create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
         return exporter.write(folder, output.resolve().name, step)
@@ -53,13 +57,13 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
     steps = run.exportable_steps()
-    exporter = Exporter(run, **options)
-    names = [export_name(run, exporter.schedule, step) for step in steps]
+    exporters = {step: Exporter(run.at_step(step), **options) for step in (steps if run.settings.phases else steps[:1])}
+    names = [export_name(run, exporters[steps[0]].schedule, step) for step in steps]
     create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
         for name, step in zip(names, steps, strict=True):
             (folder / name).mkdir()
-            exporter.write(folder / name, name, step)
+            exporters.get(step, exporters[steps[0]]).write(folder / name, name, step)
     return names
 
 
@@ -177,7 +181,7 @@ class Exporter:
         """Return the provenance of the export of `step`."""
         run, settings = self.run, self.run.settings
         return ExportProvenance(
-            settings.objective_schedule,
+            settings.schedule_text,
             self.schedule,
             step,
             settings.total_iters,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
-from megaenc.console import build_rich_console, silence_libraries
+from megaenc.console import build_rich_console, format_duration, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.estimate.hardware import GIB, USABLE_MEMORY, Rates, get_machine, inter_node_link, intra_node_link
 from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, build_phases
@@ -71,12 +71,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_estimate_config(sys.argv[1:] if argv is None else argv, "megaenc estimate")
     if config.output:
         check_output_file(Path(config.output), "--output")
-    report = build_report(config)
+    phases = _split_phases(config)
+    reports = [build_report(phase) for phase in phases]
     console = build_rich_console(width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
-    report.print(console, explain=config.explain)
+    for phase, report in zip(phases, reports, strict=True):
+        if len(phases) > 1:
+            console.print(f"{phase.pretrain.own_iters:,} steps of {phase.pretrain.objective_schedule}:", style="bold")
+        report.print(console, explain=config.explain)
+    values = reports[0].to_dict()
+    if len(phases) > 1:
+        seconds = sum(report.estimate.seconds for report in reports)
+        hours = sum(report.estimate.hours for report in reports)
+        console.print(f"all phases: {format_duration(seconds)}, {hours:,.{0 if hours >= 10 else 2}f} device hours", style="bold")
+        values = {"phases": [report.to_dict() for report in reports], "seconds": seconds, "device_hours": hours}
     if config.output:
         create_parent_dir(Path(config.output), "--output")
-        atomic_write(Path(config.output), json.dumps(report.to_dict(), indent=2) + "\n")
+        atomic_write(Path(config.output), json.dumps(values, indent=2) + "\n")
+
+
+def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
+    """Return the config of each of a run's `phases` as a run of its own, without the steps before --branch-at."""
+    pretrain, done = config.pretrain, config.pretrain.start.branch_at or 0
+    if not pretrain.phases:
+        return [config]
+    output = replace(pretrain.output, eval_interval=pretrain.eval_every)
+    parts = []
+    for phase in pretrain.phase_configs:
+        if phase.last_step > done:
+            start = replace(pretrain.start, branch_at=max(0, done + 1 - phase.first_step) or None)
+            parts.append(replace(config, pretrain=replace(phase.settings, start=start, output=output)))
+    return parts
 
 
 def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:

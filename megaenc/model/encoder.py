@@ -62,7 +62,8 @@ class Encoder(LanguageModule):
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
         # No buffers: rounded to bfloat16, the angles of distant tokens would be confused.
-        self.angles, self.rotation_scale = _rotary_angles(model, model.rotary_base, seq_length)
+        self._model, self._seq_length, self._rotary_base = model, seq_length, 0.0
+        self.set_rotary_base(model.rotary_base)
         self.local_angles = None
         if model.local_rotary_base not in (None, model.rotary_base):
             self.local_angles, _ = _rotary_angles(model, model.local_rotary_base, seq_length)
@@ -101,6 +102,12 @@ class Encoder(LanguageModule):
                 skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
             )
         self.setup_embeddings_and_output_layer()
+
+    def set_rotary_base(self, base: float) -> None:
+        """Set the base period of the rotary positions, in a model with local layers only of the global ones."""
+        if self._rotary_base != base:
+            self._rotary_base = base
+            self.angles, self.rotation_scale = _rotary_angles(self._model, base, self._seq_length)
 
     def _set_attention_backend(self) -> None:
         """Do nothing; the base class checks Transformer Engine's variables, which our own attention does not read."""

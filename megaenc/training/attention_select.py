@@ -21,7 +21,9 @@ def select_plan_attention(plan: Plan, backend: Backend) -> str:
     objectives = validation_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.final_objectives()
     masks = {objective.attention for objective in objectives.values()}
     settings, requested = plan.settings, plan.settings.kernels.attention_backend
-    batch_shape = {"seq_length": settings.data.seq_length, "packs": settings.micro_batch_size}
+    phases = [phase.settings for phase in settings.phase_configs]
+    batch_shape = {"seq_length": max(each.data.seq_length for each in phases)}
+    batch_shape["packs"] = max(each.micro_batch_size for each in phases)
     return select_attention(requested, settings.shape, settings.layout, plan.dtype, masks, backend, **batch_shape)
 
 

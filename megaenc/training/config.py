@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megaenc import flags
 from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT, KernelConfig, ParallelConfig
@@ -20,7 +20,15 @@ from megaenc.training.config_groups import (
     OutputConfig,
     StartConfig,
 )
-from megaenc.training.lr_schedule import WSD_DECAY_STYLE
+from megaenc.training.phases import (
+    ALTERNATIVES,
+    BatchSizeSchedule,
+    PhaseConfig,
+    build_batch_sizes,
+    drop_alternatives,
+    drop_wsd_flags,
+    resolve_phases,
+)
 
 
 def has_bf16() -> bool:
@@ -28,48 +36,6 @@ def has_bf16() -> bool:
     from megaenc.backend.device import detect_backend  # imports torch
 
     return detect_backend().has_bf16
-
-
-@dataclass(frozen=True)
-class BatchSizeSchedule:
-    """Batch size of each step in packs; `starts`: first sample of each step of the ramp-up and the first `full` one."""
-
-    full: int
-    starts: tuple[int, ...] = (0,)
-
-    def first_sample(self, step: int) -> int:
-        """Return the number of samples (packs) read before `step` (1, 2, ...), which is the number of its first sample."""
-        ramp_steps = len(self.starts)
-        return self.starts[step - 1] if step <= ramp_steps else self.starts[-1] + (step - ramp_steps) * self.full
-
-    def size(self, step: int) -> int:
-        """Return the global batch size of `step` (1, 2, ...) in packs."""
-        return self.first_sample(step + 1) - self.first_sample(step)
-
-    def steps_for(self, samples: int) -> int:
-        """Return the smallest number of steps that together read at least `samples` samples (packs)."""
-        if samples <= self.starts[-1]:
-            return bisect_left(self.starts, samples)
-        return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
-
-
-@functools.cache
-def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
-    """Return a BatchSizeSchedule up to `full` packs a step, constant without a `rampup` (first size, increment, samples)."""
-    if not rampup:
-        return BatchSizeSchedule(full)
-    from megaenc.backend.megatron import prepare_megatron
-
-    prepare_megatron()
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
-    start, increment, samples = rampup
-    rule = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, start, increment, samples)
-    starts = [0]
-    while rule.get_current_global_batch_size() < full:
-        starts.append(starts[-1] + rule.get_current_global_batch_size())
-        rule.update(starts[-1], consistency_check=False)
-    return BatchSizeSchedule(full, tuple(starts))
 
 
 @dataclass(frozen=True)
@@ -81,6 +47,10 @@ class PretrainConfig:
     objective_schedule: str = "clm:0.25,mlm:0.75"
     """objectives with their shares of the run or their steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or
     5x(clm:0.05,mlm:0.15)"""
+    phases: tuple[flags.YamlMapping, ...] = ()
+    """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the objective, train_iters or
+    train_tokens, and any of data_path, seq_length, batch sizes, rotary_base and learning-rate flags of each phase, such as
+    "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
     train_iters: int | None = None
     """number of training steps; 200 without this flag and --train-tokens"""
     train_tokens: int | None = None
@@ -111,15 +81,14 @@ class PretrainConfig:
 
     def check(self, world_size: int) -> None:
         """Raise InputError, naming the flag, for values out of range or impossible on `world_size` processes."""
+        if self.phases:
+            self._check_phases(world_size)
+            return
         self.layout.check(world_size)
         self.start.check()
         self.optimizer.check()
         self.shape.check(self.layout.tensor_model_parallel_size)
-        values = flags.flatten(self)
-        for names, is_valid, expected in _LIMITS:
-            for name in names:
-                if isinstance(values[name], (int, float)) and not is_valid(values[name]):
-                    raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
+        self.check_limits()
         if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
             missing = "--save: a rewind loads a checkpoint" if not self.output.save else "--loss-spike-sigmas above 0"
             raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
@@ -132,6 +101,7 @@ class PretrainConfig:
             raise InputError(
                 f"--train-tokens: found {self.train_tokens} together with --train-iters {self.train_iters}, expected one of them"
             )
+        self._check_window()
         row, tensor = self.micro_batch_size * self.data.seq_length, self.layout.tensor_model_parallel_size
         if self.layout.sequence_parallel and row % tensor:
             raise InputError(
@@ -155,10 +125,39 @@ class PretrainConfig:
             )
         self.monitoring.check(self.output.save, self.total_iters, world_size)
 
+    def check_limits(self) -> None:
+        """Raise InputError, naming the flag, for a number out of range, or a ramp-up that leads nowhere."""
+        values = flags.flatten(self)
+        for names, is_valid, expected in _LIMITS:
+            for name in names:
+                if isinstance(values[name], (int, float)) and not is_valid(values[name]):
+                    raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
+        self._check_rampup(divisor=1)
+
+    def _check_phases(self, world_size: int) -> None:
+        """Raise InputError, naming the phase, if one of them would be refused as a run of its own, or all are too long."""
+        for number, phase in enumerate(self.phase_configs, 1):
+            monitoring = dataclasses.replace(self.monitoring, profile=False)  # its steps are those of the whole run
+            try:
+                dataclasses.replace(phase.settings, monitoring=monitoring).check(world_size)
+            except InputError as error:
+                raise InputError(f"phase {number}: {error}") from None
+        self._check_length()
+        self.monitoring.check(self.output.save, self.total_iters, world_size)
+
+    def _check_window(self) -> None:
+        """Raise InputError if the window of local layers is as long as a pack, so that they would attend globally."""
+        window, length = self.shape.window_size, self.data.seq_length
+        if window is not None and window >= length:
+            raise InputError(
+                f"--window-size: found {window}, expected less than --seq-length {length}; local layers would attend globally"
+            )
+
     def _check_length(self) -> None:
         """Raise InputError if the run has more than _MOST_STEPS steps or _MOST_TOKENS tokens."""
         name = "train_iters" if self.train_tokens is None else "train_tokens"
-        flag, tokens = f"--{name.replace('_', '-')}: found {vars(self)[name]}", self.tokens_after(self.total_iters)
+        flag = "phases: found" if self.phases else f"--{name.replace('_', '-')}: found {vars(self)[name]}"
+        tokens = self.tokens_after(self.total_iters)
         if self.total_iters > _MOST_STEPS:
             raise InputError(f"{flag}, expected at most {_MOST_STEPS:,} steps")
         if tokens > _MOST_TOKENS:
@@ -205,18 +204,55 @@ class PretrainConfig:
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """Return the BatchSizeSchedule, the packs of each step, of --global-batch-size and --rampup-batch-size."""
+        """Return the BatchSizeSchedule of --global-batch-size and --rampup-batch-size, the packs of each step without phases."""
         return build_batch_sizes(self.global_batch_size, self.rampup_batch_size)
 
     @property
     def batch_size_text(self) -> str:
-        """Return the number of packs a step as text: `16` or, with --rampup-batch-size, `4 to 16`."""
-        ramp_text = f"{self.rampup_batch_size[0]} to " if self.rampup_batch_size else ""
-        return f"{ramp_text}{self.global_batch_size}"
+        """Return the number of packs a step as text: `16` or, if it changes, its smallest and largest value, `4 to 16`."""
+        phases = [phase.settings for phase in self.phase_configs]
+        sizes = [(each.rampup_batch_size or (each.global_batch_size,))[0] for each in phases]
+        return _format_range([*sizes, *(each.global_batch_size for each in phases)])
+
+    @property
+    def seq_length_text(self) -> str:
+        """Return the number of tokens a pack as text: `128` or, if it changes by phase, `128 to 512`."""
+        return _format_range([phase.settings.data.seq_length for phase in self.phase_configs])
+
+    @functools.cached_property
+    def phase_configs(self) -> tuple[PhaseConfig, ...]:
+        """Return the phases of `phases` with their settings, or the whole run as one; InputError for a wrong phase."""
+        return resolve_phases(self)
+
+    def phase_at(self, step: int) -> PhaseConfig:
+        """Return the PhaseConfig of `step` (1, 2, ...); the last one for later steps."""
+        return next((phase for phase in self.phase_configs if step <= phase.last_step), self.phase_configs[-1])
+
+    @property
+    def schedule_text(self) -> str:
+        """Return the objective schedule as text: --objective-schedule, or the objectives of `phases` with their steps."""
+        if not self.phases:
+            return self.objective_schedule
+        return ",".join(f"{phase.objective}:{phase.last_step - phase.first_step + 1}" for phase in self.phase_configs)
+
+    def samples_after(self, step: int) -> int:
+        """Return the number of samples (packs) that steps 1 to `step` read."""
+        return sum(phase.settings.batch_sizes.first_sample(own + 1) for phase, own in self._steps_by_phase(step))
 
     def tokens_after(self, step: int) -> int:
         """Return the total number of tokens (packs times --seq-length) that steps 1 to `step` read."""
-        return self.batch_sizes.first_sample(step + 1) * self.data.seq_length
+        settings = [(phase.settings, own) for phase, own in self._steps_by_phase(step)]
+        return sum(each.batch_sizes.first_sample(own + 1) * each.data.seq_length for each, own in settings)
+
+    def _steps_by_phase(self, step: int) -> list[tuple[PhaseConfig, int]]:
+        """Return each phase that begins before or at `step`, with the number of its steps up to `step`; the last is endless."""
+        phases = self.phase_configs
+        ends = [*(phase.last_step for phase in phases[:-1]), max(step, phases[-1].last_step)]
+        return [
+            (phase, min(step, end) - phase.first_step + 1)
+            for phase, end in zip(phases, ends, strict=True)
+            if phase.first_step <= step
+        ]
 
     @property
     def model_name(self) -> str:
@@ -230,7 +266,12 @@ class PretrainConfig:
 
     @property
     def total_iters(self) -> int:
-        """Return the number of steps of the whole run: --train-iters, or enough for --train-tokens, or 200 without both."""
+        """Return the number of steps of the whole run, with `phases` of all of them."""
+        return self.phase_configs[-1].last_step
+
+    @property
+    def own_iters(self) -> int:
+        """Return the steps without `phases`: --train-iters, or enough for --train-tokens, or 200 without both."""
         if self.train_tokens is not None:
             return self.batch_sizes.steps_for(-(-self.train_tokens // self.data.seq_length))
         return 200 if self.train_iters is None else self.train_iters
@@ -239,6 +280,11 @@ class PretrainConfig:
     def eval_every(self) -> int:
         """Return the steps between validations: --eval-interval (0: none), or without it a tenth of the run, at least 1."""
         return max(1, self.total_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
+
+
+def _format_range(numbers: Sequence[int]) -> str:
+    """Return text such as `16`, or `4 to 16` for the smallest and largest of different `numbers`."""
+    return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else f"{max(numbers)}"
 
 
 _MOST_STEPS = 10**9  # a thousand times the steps of the longest known runs
@@ -269,15 +315,6 @@ _LIMITS = (
     (("adam_beta1", "adam_beta2", "muon_momentum"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )
 
-# Alternative flags: one on the command line also overrides the other, and its companions, in the YAML file.
-_PAIRS = (
-    (("train_iters",), ("train_tokens",)),
-    (("lr_warmup_iters",), ("lr_warmup_fraction",)),
-    (("lr_wsd_decay_iters",), ("lr_wsd_decay_fraction",)),
-    (("branch_from", "branch_at"), ("init_from", "init_at")),
-)
-
-
 DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, in one process or under torchrun.
 
 Without flags it trains the tiny preset on the demo corpus. Each flag is also a key of the YAML file given as --config."""
@@ -292,26 +329,39 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with --config and --model of `argv`; if `argv` has one of two alternative flags, both become None.
 
-    InputError for an invalid file or preset. If `argv` has one flag of an alternative (_PAIRS), both become None. Another
-    --lr-decay-style than WSD removes the flags of WSD.
+    InputError for an invalid file or preset. Another --lr-decay-style than WSD removes the flags of WSD, and --phases those that
+    only a phase may have.
     """
     config, model = flags.find_flag_value(argv, "--config"), flags.find_flag_value(argv, "--model")
     if config:
         default = read_config_file(config, default)
     if model:
         default = apply_preset(default, model)
-    for pair in _PAIRS:
-        if sum(flags.find_flag_value(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
-            default = flags.replace_fields(default, {name: None for names in pair for name in names}, source=prog)
+    names = (name for pair in ALTERNATIVES for part in pair for name in part)
+    given = {name for name in names if flags.find_flag_value(argv, f"--{name.replace('_', '-')}") is not None}
+    default = drop_alternatives(default, given, prog)
     if flags.find_flag_value(argv, "--lr-decay-style") not in (None, "WSD"):  # without the file's flags of WSD
-        wsd = {"lr_wsd_decay_iters": None, "lr_wsd_decay_fraction": None, "lr_wsd_decay_style": WSD_DECAY_STYLE}
-        default = flags.replace_fields(default, wsd, source=prog)
+        default = drop_wsd_flags(default, prog)
+    if flags.find_flag_value(argv, "--phases"):
+        default = drop_length(default, None)
     return default
 
 
 def read_config_file(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
     """Return `default` (None: all defaults) with the YAML file at `path` applied, its preset first. InputError if bad."""
-    return flags.read_config_file(default or PretrainConfig(), path, preset=("model", apply_preset))
+    presets = {"model": apply_preset, "phases": drop_length}
+    return flags.read_config_file(default or PretrainConfig(), path, presets=presets)
+
+
+def drop_length(settings: PretrainConfig, phases: Any) -> PretrainConfig:
+    """Return a copy of `settings` without the flags that `phases` replace; a file with phases may have one without as base."""
+    return dataclasses.replace(
+        settings,
+        objective_schedule=PretrainConfig.objective_schedule,
+        train_iters=None,
+        train_tokens=None,
+        rampup_batch_size=None,
+    )
 
 
 def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:

@@ -3,6 +3,7 @@
 import sys
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import accumulate
 
 from rich import box
@@ -11,7 +12,9 @@ from rich.table import Table
 from megaenc.backend import Backend, KernelConfig
 from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.dist_env import get_rank, get_world_size
+from megaenc.training.config import PretrainConfig
 from megaenc.training.plan import Plan, validation_objectives
 
 _TABLE_PHASES, _HEADER_PHASES = 12, 6  # phases in the table, and in the line at the start
@@ -29,7 +32,7 @@ def print_dry_run(plan: Plan) -> None:
     processes = f"{get_world_size()} process{'es' if get_world_size() > 1 else ''}"
     console.print(f"{_format_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, get_world_size())}")
     console.print(
-        f"{total:,} steps of {settings.batch_size_text} packs of {settings.data.seq_length} tokens "
+        f"{total:,} steps of {settings.batch_size_text} packs of {settings.seq_length_text} tokens "
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
     )
     start = f"{plan.start.describe()}{plan.skipped.describe()}"
@@ -60,14 +63,26 @@ def _corpus_table(plan: Plan) -> Table:
 
 def _phase_table(plan: Plan) -> Table:
     """Return a table of steps and tokens of each phase of the objective schedule."""
-    table = _new_table("phase", "steps", "tokens", "tokens so far")
+    changing = {name: format_value for name, format_value in _PHASE_COLUMNS.items() if plan.settings.phases}
+    table = _new_table("phase", "steps", "tokens", "tokens so far", *changing)
     phases = plan.schedule.phases
     for phase in phases[:_TABLE_PHASES]:
         before, after = (plan.settings.tokens_after(step) for step in (phase.first_step - 1, phase.last_step))
-        table.add_row(phase.text, f"{phase.first_step:,} to {phase.last_step:,}", f"{after - before:,}", f"{after:,}")
+        settings = plan.settings.phase_at(phase.first_step).settings
+        cells = [f"{phase.first_step:,} to {phase.last_step:,}", f"{after - before:,}", f"{after:,}"]
+        table.add_row(phase.text, *cells, *(format_value(settings) for format_value in changing.values()))
     if len(phases) > _TABLE_PHASES:
-        table.add_row(f"... {len(phases) - _TABLE_PHASES:,} more phases", f"to {phases[-1].last_step:,}", "", "")
+        table.add_row(f"... {len(phases) - _TABLE_PHASES:,} more phases", f"to {phases[-1].last_step:,}")
     return table
+
+
+_PHASE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
+    "packs a step": lambda settings: settings.batch_size_text,
+    "tokens a pack": lambda settings: f"{settings.data.seq_length:,}",
+    "rotary base": lambda settings: f"{settings.shape.rotary_base:,.0f}",
+    "corpora": lambda settings: f"{len(parse_data_path(settings.data.data_path)) or 1}",
+}
+"""Columns of the phase table in a run with `phases`."""
 
 
 def _objective_table(plan: Plan) -> Table:
@@ -96,15 +111,17 @@ def _objective_table(plan: Plan) -> Table:
 
 def _predicted_share(plan: Plan, parts: list[range]) -> float:
     """Return the estimated share of predicted tokens over the steps in `parts`, sampled evenly."""
-    predicted, ends = 0, list(accumulate(map(len, parts)))
+    predicted, tokens, ends = 0, 0, list(accumulate(map(len, parts)))
     for sample in range(_SAMPLED_PACKS):
-        pack = plan.packs[sample]
-        randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
         position = sample * ends[-1] // _SAMPLED_PACKS
         part = bisect_right(ends, position)
         step = parts[part][position - ends[part]]  # negative: from the end of the part
+        packs = plan.data_at(step).train
+        pack = packs[packs.first_sample + sample]
+        randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
         predicted += len(plan.schedule.objective(step).targets(pack, randomness).labels)
-    return predicted / (_SAMPLED_PACKS * plan.settings.data.seq_length)
+        tokens += len(pack.tokens)
+    return predicted / tokens
 
 
 def _new_table(first: str, *others: str) -> Table:
@@ -138,7 +155,7 @@ def format_run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused
     data_text = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(rows, shares, strict=True))
     return (
         f"{_format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"
-        f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
+        f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.seq_length_text} tokens a step; saved to {save}\n"
         f"  {data_text}{plan.skipped.describe()}"
     )
 

@@ -79,17 +79,19 @@ class Engine:
         self.layout = settings.layout
         self.device = backend.device
         self.local_loss_sum = torch.zeros((), dtype=torch.float64, device=backend.device)
+        final = settings.phase_configs[-1].settings  # validation has the batches of the last phase
         self.sampler = DataParallelSampler(
-            settings.global_batch_size,
-            settings.micro_batch_size,
+            final.global_batch_size,
+            final.micro_batch_size,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
         self.kernels = dataclasses.replace(settings.kernels, attention_backend=select_plan_attention(plan, backend))
         widths = settings.shape.linear_shapes(self.layout.tensor_model_parallel_size).values()
         all_gather_call(lambda: check_linear_layers(settings.kernels, backend, widths, plan.dtype))
-        sizes, seed = (settings.shape, plan.vocab_size, settings.data.seq_length), settings.seed if init_weights else None
-        encoders = build_model_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
+        longest = max(phase.settings.data.seq_length for phase in settings.phase_configs)
+        sizes, seed = (settings.shape, plan.vocab_size, longest), settings.seed if init_weights else None
+        self._encoders = encoders = build_model_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
         self.fused_kernels = dataclasses.asdict(encoders[0].fused)  # by name, whether the kernel is used; equal in all chunks
         self.config = encoders[0].config  # read by megatron-core's schedules
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -125,6 +127,12 @@ class Engine:
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
+    def enter_phase(self, step: int) -> None:
+        """Give the model the rotary base of the phase of `step`; before the first step, of the first phase."""
+        base = self.plan.settings.phase_at(step).settings.shape.rotary_base
+        for encoder in self._encoders:
+            encoder.set_rotary_base(base)
+
     def gather_parameters(self) -> None:
         """Gather the updated weights on this rank, which --overlap-param-gather delays; do nothing without that flag."""
         if self.layout.overlap_param_gather:
@@ -137,6 +145,7 @@ class Engine:
         for timer in self.timers._timers.values() if self.timers else ():
             timer.reset()
         self.zero_grad()
+        self.enter_phase(step)
         with self.step_timers.measure(FORWARD_BACKWARD):
             following = self._micro_batch_specs(step + 1) if self._prefetcher and step < self.plan.settings.total_iters else ()
             metrics = self._run_batch(self._micro_batch_specs(step), following, train=True)
@@ -147,12 +156,14 @@ class Engine:
 
     def _micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
         """Return the specs of this rank's micro-batches of `step`."""
-        objective, seed = self.plan.schedule.objective(step), self.plan.settings.seed
-        return [MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in self.micro_batch_samples(step)]
+        objective, seed, packs = self.plan.schedule.objective(step), self.plan.settings.seed, self.plan.data_at(step).train
+        return [MicroBatchSpec(packs, tuple(row), objective, seed) for row in self.micro_batch_samples(step)]
 
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
         """Return the sample numbers of each micro-batch of this rank in `step`, as one list per micro-batch, in order."""
-        sampler = dataclasses.replace(self.sampler, global_batch_size=self.plan.settings.batch_sizes.size(step))
+        sizes = {"global_batch_size": self.plan.batch_size(step)}
+        sizes["micro_batch_size"] = self.plan.settings.phase_at(step).settings.micro_batch_size
+        sampler = dataclasses.replace(self.sampler, **sizes)
         positions = sampler.samples(self.plan.samples_read(step - 1))
         return [[self.plan.sample_at(position) for position in row] for row in positions]
 
@@ -199,17 +210,20 @@ class Engine:
                 vars(self.config).update(before)
                 self.zero_grad()
 
-    def local_loss_and_grad_norm(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
+    def local_loss_and_grad_norm(
+        self, row: Sequence[int], objective: Objective, packs: PackedDataset | None = None
+    ) -> tuple[float, float]:
         """Return this rank's summed loss (0 if it computes none) and gradient norm of the samples `row`, without an update.
 
-        Within `no_grad_reduction`. Ranks of a replica pass the same row; all replicas pass as many packs.
+        Within `no_grad_reduction`. Ranks of a replica pass the same row; all replicas pass as many packs. `packs`: the data set,
+        by default that of the first phase.
         """
         self.zero_grad()
         repeats = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # the minimum of interleaved stages
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())  # after zero_grad, which enables the reduction again
-            spec = MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed)
+            spec = MicroBatchSpec(packs or self.plan.packs, tuple(row), objective, self.plan.settings.seed)
             sums = self._run_micro_batches([spec] * repeats, (), train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
@@ -264,7 +278,7 @@ class Engine:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,
                 num_microbatches=len(specs),
-                seq_length=len(specs[0].samples) * self.plan.settings.data.seq_length,
+                seq_length=len(specs[0].samples) * specs[0].packs.seq_length,
                 micro_batch_size=1,  # a row holds all packs of the micro-batch
                 forward_only=not train,
             )

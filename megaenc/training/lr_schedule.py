@@ -58,6 +58,11 @@ class WSDSchedule:
         elapsed = (step - 1 - (self.total - self.decay)) / self.decay
         return self.min_lr + (self.peak - self.min_lr) * DECAY_COEFFICIENTS[self.style](elapsed)
 
+    @property
+    def last_peak(self) -> int:
+        """Return the last step with the peak rate: the first step of a decay still has it."""
+        return self.total - max(self.decay, 1) + 1
+
     @classmethod
     def from_config(cls, optimizer: "OptimizerConfig", total: int) -> Self:
         """Return the schedule of the flags `optimizer` in a run of `total` steps; InputError if they do not fit together.
@@ -105,6 +110,43 @@ class WSDSchedule:
         text += ", constant" if self.warmup + self.decay < self.total else ""
         style = "" if self.style == WSD_DECAY_STYLE else f" ({self.style})"
         return text + (f", to {self.min_lr:g} over the last {self.decay:,} steps{style}" if self.decay else "")
+
+
+@dataclass(frozen=True)
+class PhasedSchedule:
+    """Callable learning rate of a step in a run whose phases have learning-rate schedules `parts` of their own."""
+
+    parts: tuple[WSDSchedule, ...]
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of `step` (1, 2, ...)."""
+        for part in self.parts[:-1]:
+            if step <= part.total:
+                return part(step)
+            step -= part.total
+        return self.parts[-1](step)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the entry `lr_phases` of a run's identity: flags and steps of each part."""
+        return {"lr_phases": [{"train_iters": part.total, "lr": part.peak, **part.identity} for part in self.parts]}
+
+    def describe(self) -> str:
+        """Return the texts of the parts, such as `to 0.002 over 10 steps, constant`, joined by `then`."""
+        return "; then ".join(part.describe() for part in self.parts)
+
+
+LearningRate = WSDSchedule | PhasedSchedule
+
+
+def learning_rate_from_identity(identity: Mapping[str, Any]) -> LearningRate:
+    """Return the learning-rate schedule of a run by its `identity`; ValueError if that holds none."""
+    if "lr_phases" not in identity:
+        return WSDSchedule.from_identity(identity)
+    rows = identity["lr_phases"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("no learning rate")
+    return PhasedSchedule(tuple(WSDSchedule.from_identity(row) for row in rows))
 
 
 def resolve_steps(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:

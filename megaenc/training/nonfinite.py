@@ -18,13 +18,14 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     All ranks call this together and get the same texts. Weights and optimizer are unchanged.
     """
     plan, layout = engine.plan, engine.layout
-    objective = plan.schedule.objective(step)
+    objective, data = plan.schedule.objective(step), plan.data_at(step)
     loss_was_finite = bool(engine.local_loss_sum.isfinite())
     rows: list[Sequence[int]] = engine.micro_batch_samples(step)
-    if not (layout.sequence_parallel and plan.settings.data.seq_length % layout.tensor_model_parallel_size):
+    if not (layout.sequence_parallel and data.train.seq_length % layout.tensor_model_parallel_size):
         rows = [[sample] for row in rows for sample in row]  # unless a single pack cannot be split along the sequence
     with engine.no_grad_reduction():
-        is_finite_by_row = {tuple(row): all(map(math.isfinite, engine.local_loss_and_grad_norm(row, objective))) for row in rows}
+        results = {tuple(row): engine.local_loss_and_grad_norm(row, objective, data.train) for row in rows}
+    is_finite_by_row = {row: all(map(math.isfinite, values)) for row, values in results.items()}
     answers = all_gather_call(lambda: (get_rank(), socket.gethostname(), loss_was_finite, is_finite_by_row))
     samples = [(at, sample, is_finite) for at, _, _, rows in answers for row, is_finite in rows.items() for sample in row]
     packs = {sample for _, sample, is_finite in samples if not is_finite}
@@ -37,7 +38,7 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     if len(packs) == pack_count > 1:
         remedy = "start over or branch from an earlier checkpoint with a lower --lr or longer --lr-warmup-iters"
         return f"from each of its {pack_count} packs: the weights have diverged", remedy
-    corpora = {plan.data.corpora[plan.packs.corpus_of_sample(sample)].prefix for sample in packs}
+    corpora = {data.corpora[data.train.corpus_of_sample(sample)].prefix for sample in packs}
     ranks = {at for at, _, is_finite in samples if not is_finite}
     places = _format_ranks_with_hosts(answer for answer in answers if answer[0] in ranks)
     faulty = SkippedPacks.from_numbers(packs)

@@ -11,15 +11,17 @@ from megaenc.model.config import ADDED_OPTIONS
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
 from megaenc.training.config import PretrainConfig, read_config_file
-from megaenc.training.lr_schedule import WSDSchedule
-from megaenc.training.plan import Plan
+from megaenc.training.lr_schedule import LearningRate, WSDSchedule, learning_rate_from_identity
+from megaenc.training.phases import parse_phase
+from megaenc.training.plan import PHASE_IDENTITY, Plan
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, describe_difference
 from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, RunInit, identity_digest
 from megaenc.training.skip_ranges import SkippedPacks
 
-# A branch may change these; schedules are compared separately, step by step up to its first step.
+# A branch may change these; schedules and phases are compared separately, step by step up to its first step.
 _FREE_IN_BRANCH = {"train_iters", "objective_schedule", "objective_packages", "lr", "lr_warmup_iters", "lr_wsd_decay_iters"}
-_FREE_IN_BRANCH |= {"lr_wsd_decay_style", "min_lr", "eval_iters", "start", "skip_samples"}
+_FREE_IN_BRANCH |= {"lr_wsd_decay_style", "min_lr", "lr_phases", "eval_iters", "start", "skip_samples"}
+_FREE_IN_BRANCH |= {"phases", *PHASE_IDENTITY}
 # Fields that the weights depend on, and fields that the numbering of samples depends on.
 WEIGHT_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
 WEIGHT_FIELDS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
@@ -27,7 +29,7 @@ WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_siz
 # Fields of WEIGHT_FIELDS that training can adapt the weights to, as for a longer context.
 _ROTARY_FIELDS = ("rotary_base", "local_rotary_base", "use_rope_scaling", "rope_scaling_factor")
 _ROTARY_FIELDS += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
-_SAMPLE_FIELDS = ("data", "split", "packing", "seq_length", "seed")
+_SAMPLE_FIELDS = ("data", "split", "packing", "seq_length", "seed", "phases")
 
 
 def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunInit:
@@ -83,7 +85,7 @@ class ParentRun:
 
     def samples_read(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read; packs left out of the data do not count."""
-        return self.settings.batch_sizes.first_sample(step + 1)
+        return self.settings.samples_after(step)
 
     def read_progress(self, step: int) -> dict[str, Any]:
         """Return the counters (`tokens`, `flops`, ...) and `skip_packs` of checkpoint `step`, by name; or InputError.
@@ -107,9 +109,15 @@ class ParentRun:
             raise InputError(f"{problem}, expected one of {_format_steps(steps)}")
         return step
 
-    def check_same_fields(self, plan: Plan, names: Iterable[str], reason: str) -> None:
-        """Raise InputError, ending in `reason`, if a field of `names` differs in the identity of this run and of `plan`."""
-        parents, current = ({name: values.get(name) for name in names} for values in (self.identity, plan.identity))
+    def check_same_fields(self, plan: Plan, names: Iterable[str], reason: str, at: int | None = None) -> None:
+        """Raise InputError, ending in `reason`, if a field of `names` differs in the identity of this run and of `plan`.
+
+        `at`: compare the values of this run's step `at` with those of the plan's first, if they change by phase.
+        """
+        identities = [self.identity, plan.identity]
+        if at is not None:
+            identities = [identity_at(self.identity, at), identity_at(plan.identity, 1)]
+        parents, current = ({name: values.get(name) for name in names} for values in identities)
         if mismatch := describe_difference(parents, current):
             raise InputError(f"{self.flag}: {mismatch}; {reason}")
 
@@ -148,8 +156,9 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
         raise InputError(
             f"--skip-samples {skip}: {parent.run} began at sample {parent.start.skip_samples}, expected the same for a branch"
         )
+    _check_phases(plan, parent, at)
     _check_schedule(plan, parent, at)
-    _check_learning_rate(plan.learning_rate, parent, at)
+    _check_learning_rate(plan.learning_rate, parent, at, settings.total_iters)
     progress = parent.read_progress(at)
     if not progress["skip_packs"].reads_same(parent.skipped, parent.start.skip_samples, parent.samples_read(at)):
         raise InputError(
@@ -159,11 +168,37 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
     return RunInit("branch", parent.run, at, identity_digest(parent.identity), **progress)
 
 
+def phase_rows(identity: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the values of PHASE_IDENTITY in a run's `identity` by phase, with `last_step`; one row if they never change."""
+    whole = {"last_step": identity.get("train_iters"), **{name: identity.get(name) for name in PHASE_IDENTITY}}
+    return identity.get("phases") or [whole]
+
+
+def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return a run's `identity` with the values of the phase of `step` (1, 2, ...) instead of the last one's."""
+    rows = phase_rows(identity)
+    return identity | next((row for row in rows if step <= row["last_step"]), rows[-1])
+
+
+def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
+    """Raise InputError if data, lengths, batches or rotary base of `plan` and `parent` differ in a step up to `at`."""
+    ends = {row["last_step"] for identity in (plan.identity, parent.identity) for row in phase_rows(identity)}
+    for step in sorted({1, at, *(end for end in ends if end < at), *(end + 1 for end in ends if end < at)}):
+        parents, current = (
+            {name: identity_at(identity, step)[name] for name in PHASE_IDENTITY} for identity in (parent.identity, plan.identity)
+        )
+        if mismatch := describe_difference(parents, current):
+            raise InputError(
+                f"{parent.flag}: {mismatch} at step {step}; a branch must have the value of its parent up to --branch-at {at}: "
+                "give the parent's steps as the first of `phases`, and the new value in the next"
+            )
+
+
 def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
     """Raise InputError if the objectives of `plan` and `parent` differ in a step up to `at`."""
     settings = parent.settings
     try:
-        parent_schedule = Schedule.build(settings.objective_schedule, settings.total_iters, plan.vocabulary, settings.seed)
+        parent_schedule = Schedule.build(settings.schedule_text, settings.total_iters, plan.vocabulary, settings.seed)
     except InputError as error:
         raise InputError(f"{parent.flag}: its --objective-schedule cannot be parsed here ({error})") from None
     step = first_differing_step(plan.schedule, parent_schedule, at)
@@ -182,27 +217,29 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
             )
 
 
-def _check_learning_rate(schedule: WSDSchedule, parent: ParentRun, at: int) -> None:
-    """Raise InputError if the learning rates of `schedule` and `parent` differ in a step up to `at`."""
+def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, plan_end: int) -> None:
+    """Raise InputError if the learning rates of `schedule`, which ends at `plan_end`, and `parent` differ up to `at`."""
     try:
-        parents = WSDSchedule.from_identity(parent.identity)
+        parents = learning_rate_from_identity(parent.identity)
     except ValueError as error:
         reason = f"found {error} in `identity`; expected a file written by a run"
         raise InputError(f"{parent.path / RUN_FILE}: {reason}") from None
     step = next((step for step in range(1, at + 1) if schedule(step) != parents(step)), None)
     if step is None:
         return
-    last_peak = parents.total - max(parents.decay, 1) + 1  # the first step of a decay still has the peak
-    if step > last_peak:
-        steps = [step for step in parent.checkpoints.steps() if step <= last_peak]
+    if isinstance(parents, WSDSchedule) and step > parents.last_peak:
+        steps = [step for step in parent.checkpoints.steps() if step <= parents.last_peak]
         raise InputError(
-            f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step {last_peak}), and a branch continues "
-            f"at the peak; expected one of {_format_steps(steps)}, or --init-from to take only its weights"
+            f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step {parents.last_peak}), and a branch "
+            f"continues at the peak; expected one of {_format_steps(steps)}, or --init-from to take only its weights"
         )
+    expected = parents.describe()
+    if isinstance(parents, WSDSchedule):
+        end = plan_end - at + 1
+        expected = f"--lr {parents.peak:g} --lr-warmup-iters {parents.warmup} and a decay of at most {end} steps"
     raise InputError(
         f"--branch-at {at}: the learning rate of step {step} is {parents(step):g} in {parent.run}, {schedule(step):g} here; "
-        f"expected its own up to step {at}: --lr {parents.peak:g} --lr-warmup-iters {parents.warmup} and a decay of at most "
-        f"{schedule.total - at + 1} steps"
+        f"expected its own up to step {at}: {expected}"
     )
 
 
@@ -235,17 +272,19 @@ def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None, 
     newest = recorded.at if recorded else steps[-1]
     at = parent.check_has_checkpoint("--init-at", newest if config.init_at is None else config.init_at)
     fixed_fields = [name for name in WEIGHT_FIELDS if name not in _ROTARY_FIELDS]
-    parent.check_same_fields(plan, fixed_fields, "its weights fit no other value")
+    parent.check_same_fields(plan, fixed_fields, "its weights fit no other value", at)
+    if given is not None and "phases" in given:
+        given = {*given, *parse_phase(plan.settings.phases[0], "phases")} if plan.settings.phases else given
     for name in _ROTARY_FIELDS if given is not None else ():
         if name not in given:  # a default must not replace the parent's value silently
-            flag, value = name.replace("_", "-"), parent.identity.get(name)
+            flag, value = name.replace("_", "-"), identity_at(parent.identity, at).get(name)
             text = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
-            parent.check_same_fields(plan, [name], f"expected {text}, or the new value given with --{flag}")
+            parent.check_same_fields(plan, [name], f"expected {text}, or the new value given with --{flag}", at)
     skip = 0
     if config.skip_samples == "parent":
         parent.check_same_fields(plan, _SAMPLE_FIELDS, "its samples are numbered differently; give --skip-samples a number")
         skip = parent.read_progress(at)["skip_packs"].end_sample(parent.start.skip_samples, parent.samples_read(at))
-    tokens, schedule = parent.samples_read(at) * parent.settings.data.seq_length, parent.settings.objective_schedule
+    tokens, schedule = parent.settings.tokens_after(at), parent.settings.schedule_text
     stages = () if parent.is_converted else (Ancestor(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
     return RunInit("weights", parent.run, at, identity_digest(parent.identity), skip, before=(*parent.start.before, *stages))
 

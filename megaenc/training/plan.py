@@ -2,19 +2,23 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from megaenc import __version__, flags
-from megaenc.data.packing.builder import CorpusUsage, RunData
+from megaenc.data.packing.builder import CorpusUsage, RunData, chain_data
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
 from megaenc.training.config import PretrainConfig
-from megaenc.training.lr_schedule import WSDSchedule
+from megaenc.training.lr_schedule import LearningRate
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
+
+PHASE_IDENTITY = ("data", "seq_length", "global_batch_size", "rampup_batch_size", "rotary_base")
+"""Entries of a run's identity that may change by phase; its `phases` has them if they do, else only the identity itself."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +29,40 @@ class Plan:
     vocabulary: Vocabulary
     tokenizer: Any  # transformers' PreTrainedTokenizerFast
     data: RunData
+    """Data of the last phase, whose held-out documents are used for validation."""
     schedule: Schedule
-    learning_rate: WSDSchedule
+    learning_rate: LearningRate
     start: RunInit = NEW_WEIGHTS
     skipped: SkippedPacks = NOTHING_SKIPPED
     rewinds: tuple[str, ...] = ()
     """The packs that each rewind has added to `skipped`, as text."""
+    earlier_data: tuple[RunData, ...] = ()
+    """Data of each phase before the last."""
 
     @property
     def packs(self) -> PackedDataset:
-        """Return the data set of training packs, by sample number."""
-        return self.data.train
+        """Return the data set of the first phase's training packs, by sample number."""
+        return self.data_at(1).train
+
+    @cached_property
+    def _data_by_phase(self) -> tuple[RunData, ...]:
+        """Return the data of each phase, with its training packs by sample number."""
+        phases, parts = self.settings.phase_configs, (*self.earlier_data, self.data)
+        if len(parts) == 1:
+            return parts * len(phases)
+        # The next phase's samples begin after this one's, unless both have the same packs.
+        firsts = [self._first_sample_after(phase.first_step - 1) if phase.first_step > 1 else 0 for phase in phases]
+        kept = [number for number, part in enumerate(parts) if not number or part is not parts[number - 1]]
+        chained = dict(zip(kept, chain_data([(firsts[number], parts[number]) for number in kept]), strict=True))
+        return tuple(chained[max(at for at in kept if at <= number)] for number in range(len(parts)))
+
+    def data_at(self, step: int) -> RunData:
+        """Return the data of the phase of `step` (1, 2, ...), with its training packs by sample number."""
+        return self._data_by_phase[self.settings.phase_configs.index(self.settings.phase_at(step))]
+
+    def _first_sample_after(self, step: int) -> int:
+        """Return the number of the first sample after those of steps 1 to `step`."""
+        return self.skipped.end_sample(self.start.skip_samples, self.samples_read(step))
 
     @property
     def vocab_size(self) -> int:
@@ -58,15 +85,19 @@ class Plan:
 
     def samples_read(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read; packs left out of the data do not count."""
-        return self.settings.batch_sizes.first_sample(step + 1)
+        return self.settings.samples_after(step)
 
     def sample_at(self, position: int) -> int:
         """Return the number, in the data order, of the unskipped sample that the run reads at `position` (0, 1, ...)."""
         return self.skipped.sample_at(self.start.skip_samples, position)
 
+    def batch_size(self, step: int) -> int:
+        """Return the global batch size of `step` in packs."""
+        return self.samples_read(step) - self.samples_read(step - 1)
+
     def step_tokens(self, step: int) -> int:
         """Return the number of tokens that `step` reads: its global batch size in packs times --seq-length."""
-        return self.settings.batch_sizes.size(step) * self.settings.data.seq_length
+        return self.settings.tokens_after(step) - self.settings.tokens_after(step - 1)
 
     def with_skipped(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
         """Return a copy that skips exactly `skipped`, also in --skip-packs; `rewinds`: packs added by each rewind."""
@@ -83,9 +114,27 @@ class Plan:
     @property
     def corpus_usage(self) -> list[CorpusUsage]:
         """Return each corpus's share, packs, epochs, dropped share in the whole run, with steps of a branch's parent."""
-        first = self.start.skip_samples
-        end = self.skipped.end_sample(first, self.samples_read(self.settings.total_iters))
-        return self.data.corpus_usage(end, first, without=self.skipped.clip(first, end).ranges)
+        rows: dict[str, CorpusUsage] = {}
+        for first, end, data in self._data_ranges():
+            for row in data.corpus_usage(end, first, without=self.skipped.clip(first, end).ranges):
+                earlier = rows.get(row.prefix, dataclasses.replace(row, packs=0, epochs=0.0))
+                row = dataclasses.replace(row, packs=earlier.packs + row.packs, epochs=earlier.epochs + row.epochs)
+                rows[row.prefix] = row
+        if self.earlier_data:  # by weights only in a run of one blend
+            total = sum(row.packs for row in rows.values())
+            return [dataclasses.replace(row, share=row.packs / total) for row in rows.values()]
+        return list(rows.values())
+
+    def _data_ranges(self) -> list[tuple[int, int, RunData]]:
+        """Return (first sample, end sample, data) of each consecutive phases with the same packs."""
+        ranges: list[tuple[int, int, RunData]] = []
+        for phase, data in zip(self.settings.phase_configs, self._data_by_phase, strict=True):
+            end = self._first_sample_after(phase.last_step)
+            first = ranges[-1][1] if ranges else self.start.skip_samples
+            if ranges and ranges[-1][2] is data:
+                first = ranges.pop()[0]
+            ranges.append((first, end, data))
+        return ranges
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -94,8 +143,9 @@ class Plan:
         Layout, kernels, intervals, micro-batch and paths may differ in the same run, and weights by rounding. Skipped packs are
         compared separately, by what has been read (`saw_same_data`).
         """
-        settings = self.settings
-        free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
+        phases = self.settings.phase_configs
+        settings = phases[-1].settings
+        free = {"phases", "train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
         free |= {"objective_schedule", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
         free |= {"lr_decay_style", "lr_wsd_decay_style", "min_lr"}
         optimizer = settings.optimizer.optimizer  # absent if it is the default, as in runs of earlier versions
@@ -107,9 +157,11 @@ class Plan:
         free |= vars(settings.shape).keys() - settings.shape.identity.keys()
         values = {
             name: list(value) if isinstance(value, tuple) else value  # like JSON
-            for name, value in flags.flatten(self.settings).items()
+            for name, value in flags.flatten(settings).items()
             if name not in free
         }
+        rows = self._phase_rows()
+        values |= {"phases": rows} if len(rows) > 1 else {}
         return values | {
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
@@ -122,6 +174,19 @@ class Plan:
             else self.vocab_size,  # the same with and without the flag
             **self.start.identity,
         }
+
+    def _phase_rows(self) -> list[dict[str, Any]]:
+        """Return, by name, the values that differ between phases, with the last step of each; equal neighbors are one row."""
+        rows: list[dict[str, Any]] = []
+        for number, phase in enumerate(self.settings.phase_configs):
+            values = flags.flatten(phase.settings)
+            data = (*self.earlier_data, self.data)[number if self.earlier_data else 0]
+            row = {name: values[name] for name in PHASE_IDENTITY if name != "data"} | {"data": data.fingerprint}
+            row["rampup_batch_size"] = row["rampup_batch_size"] and list(row["rampup_batch_size"])
+            if rows and not row["rampup_batch_size"] and rows[-1] == row | {"last_step": rows[-1]["last_step"]}:
+                rows.pop()
+            rows.append(row | {"last_step": phase.last_step})
+        return rows
 
     @property
     def run_metadata(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
-from megaenc.training.lr_schedule import WSDSchedule
+from megaenc.training.config_groups import DataConfig
 from megaenc.training.parent_run import record_run_init, resolve_run_init
+from megaenc.training.phases import build_learning_rate
 from megaenc.training.plan import Plan, validation_objectives
 from megaenc.training.skip_policy import resolve_skip_ranges
 
@@ -24,24 +25,11 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     `given`: the fields whose values were given and are no defaults (None: all), which may change rotary positions of --init-from.
     """
     settings.check(get_world_size())
-    total, data = settings.total_iters, settings.data
-    learning_rate = WSDSchedule.from_config(settings.optimizer, total)
-    data_path, tokenizer_name = data.data_path, data.tokenizer
-    if not data_path:
-        if settings.output.dry_run and not Path("demo/corpus_text_document.idx").exists():
-            raise InputError(
-                "--dry-run: demo/ holds no corpus yet; give --data-path, or start a run without --dry-run, which builds it"
-            )
-        if tokenizer_name:
-            raise InputError(
-                "--data-path: missing, expected the prefix of a corpus built with --tokenizer (tools/preprocess_data.py)"
-            )
-        from megaenc.data.demo import ensure_demo
-
-        demo = ensure_demo(Path("demo"))
-        data_path, tokenizer_name = (str(demo.data_prefix),), str(demo.tokenizer)
-    for _, prefix in parse_data_path(data_path):
-        refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
+    learning_rate = build_learning_rate(settings)
+    data_configs, tokenizer_name = _resolve_data(settings)
+    for data_path in dict.fromkeys(data.data_path for data in data_configs):
+        for _, prefix in parse_data_path(data_path):
+            refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
     if not tokenizer_name:
         raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was built with: a directory or a name")
     tokenizer = load_tokenizer(tokenizer_name)
@@ -51,14 +39,39 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
         raise InputError(
             f"--vocab-size: found {rows}, expected at least the {vocabulary.size} ids of --tokenizer {tokenizer_name}"
         )
-    schedule = Schedule.build(settings.objective_schedule, total, vocabulary, settings.seed)
-    run_data = RunData.open(
-        data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed
-    )
-    plan = Plan(settings, vocabulary, tokenizer, run_data, schedule, learning_rate)
+    schedule = Schedule.build(settings.schedule_text, settings.total_iters, vocabulary, settings.seed)
+    opened = {
+        data: RunData.open(
+            data.data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed
+        )
+        for data in dict.fromkeys(data_configs)
+    }
+    by_phase = [opened[data] for data in data_configs] if len(opened) > 1 else list(opened.values())
+    plan = Plan(settings, vocabulary, tokenizer, by_phase[-1], schedule, learning_rate, earlier_data=tuple(by_phase[:-1]))
     for objective in (*schedule.initial_objectives().values(), *validation_objectives(schedule, vocabulary).values()):
-        for sample in range(2):
-            check_targets(objective, run_data.train[sample], settings.seed)
+        for data in opened.values():
+            for sample in range(2):
+                check_targets(objective, data.train[sample], settings.seed)
     start = resolve_run_init(plan, given)
     plan = dataclasses.replace(plan, settings=record_run_init(settings, start), start=start)
     return plan.with_skipped(*resolve_skip_ranges(plan))
+
+
+def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
+    """Return the DataConfig of each phase and the tokenizer's name; those of demo/, built if missing, without --data-path."""
+    data_configs = [phase.settings.data for phase in settings.phase_configs]
+    if all(data.data_path for data in data_configs):
+        return data_configs, settings.data.tokenizer
+    if settings.output.dry_run and not Path("demo/corpus_text_document.idx").exists():
+        raise InputError(
+            "--dry-run: demo/ holds no corpus yet; give --data-path, or start a run without --dry-run, which builds it"
+        )
+    if settings.data.tokenizer:
+        raise InputError(
+            "--data-path: missing, expected the prefix of a corpus built with --tokenizer (tools/preprocess_data.py)"
+        )
+    from megaenc.data.demo import ensure_demo
+
+    demo = ensure_demo(Path("demo"))
+    path = (str(demo.data_prefix),)
+    return [dataclasses.replace(data, data_path=data.data_path or path) for data in data_configs], str(demo.tokenizer)

@@ -93,6 +93,9 @@ class RunDir:
         atomic_write(path / RUN_FILE, json.dumps(plan.run_metadata | self._kernels_entry, indent=1))
         values = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        if values["phases"]:
+            del values["objective_schedule"]
+            values["phases"] = [yaml.safe_load(text) for text in values["phases"]]
         atomic_write(path / CONFIG_FILE, yaml.safe_dump(values, sort_keys=False))
 
     def __enter__(self) -> Self:

@@ -7,7 +7,7 @@ import runs
 
 from megaenc.backend import prepare_megatron
 from megaenc.training.command import main
-from megaenc.training.config import build_batch_sizes
+from megaenc.training.phases import build_batch_sizes
 
 # 2 packs, then 4, 6 and 8, over the first 30: steps 1..5 of 2, 6..8 of 4, 9 and 10 of 6, then 8.
 SIZES = [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2

@@ -67,7 +67,7 @@ class MergeSource:
         if run.converted:
             return run.start.before
         own = Ancestor(
-            str(run.folder), self.step, settings.objective_schedule, settings.tokens_after(self.step), total=settings.total_iters
+            str(run.folder), self.step, settings.schedule_text, settings.tokens_after(self.step), total=settings.total_iters
         )
         return (*run.start.before, own)
 
@@ -164,7 +164,7 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
         if not checkpoints.path(step).is_dir():
             existing = ", ".join(map(str, checkpoints.steps())) or "one with a checkpoint, and there is none"
             raise InputError(f"{flag} {text}: no checkpoint of step {step}, expected one of {existing}")
-    return [MergeSource(run, step, flag) for step in numbers]
+    return [MergeSource(run.at_step(step), step, flag) for step in numbers]
 
 
 def _check_options(method: str, count: int, weights: Sequence[float], base: str, density: float | None) -> Sequence[float | None]:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from fractions import Fraction
 from math import lcm
@@ -101,34 +102,44 @@ class BlendedDataset:
         self.seq_length = datasets[0].seq_length
         self._counts = compute_sample_counts(weights)
         self._corpus_order = interleave_corpora(self._counts)
+        self.first_sample = 0
+        self._offsets = [0] * len(self.datasets)
         self._earlier = np.empty(len(self._corpus_order), dtype=np.int32)  # earlier samples of the same corpus in the period
         for corpus, count in enumerate(self._counts):
             self._earlier[self._corpus_order == corpus] = np.arange(count)
 
+    def starting_at(self, first_sample: int, offsets: Sequence[int]) -> "BlendedDataset":
+        """Return a copy whose samples are numbered from `first_sample`, and which omits each corpus's first `offsets` packs."""
+        shifted = copy(self)
+        shifted.first_sample, shifted._offsets = first_sample, list(offsets)
+        return shifted
+
     def __getitem__(self, sample: int) -> Pack:
-        """Return the Pack of sample number `sample`, counted from 0 without end."""
-        if sample < 0:
-            raise IndexError(f"samples are numbered from 0, found {sample}")
-        period, place = divmod(sample, len(self._corpus_order))
+        """Return the Pack of sample number `sample`, counted from `first_sample` (0 unless changed) without end."""
+        if sample < self.first_sample:
+            raise IndexError(f"samples are numbered from {self.first_sample}, found {sample}")
+        period, place = divmod(sample - self.first_sample, len(self._corpus_order))
         corpus = int(self._corpus_order[place])
-        pack = self.datasets[corpus][period * self._counts[corpus] + int(self._earlier[place])]
-        return replace(pack, sample=sample)
+        number = self._offsets[corpus] + period * self._counts[corpus] + int(self._earlier[place])
+        return replace(self.datasets[corpus][number], sample=sample)
 
     def corpus_of_sample(self, sample: int) -> int:
         """Return the index in `datasets` of the corpus that gives sample number `sample`."""
-        return int(self._corpus_order[sample % len(self._corpus_order)])
+        return int(self._corpus_order[(sample - self.first_sample) % len(self._corpus_order)])
 
-    def count_samples(self, corpus: int, samples: int) -> int:
-        """Return how many of the first `samples` samples come from the corpus with index `corpus` in `datasets`."""
-        periods, rest = divmod(samples, len(self._corpus_order))
-        return periods * self._counts[corpus] + int(np.count_nonzero(self._corpus_order[:rest] == corpus))
+    def next_pack(self, corpus: int, sample: int) -> int:
+        """Return the number of the first pack of corpus `corpus`, an index of `datasets`, from sample number `sample` on."""
+        periods, rest = divmod(sample - self.first_sample, len(self._corpus_order))
+        in_period = int(np.count_nonzero(self._corpus_order[:rest] == corpus))
+        return self._offsets[corpus] + periods * self._counts[corpus] + in_period
 
     @property
     def samples_before_repeat(self) -> int:
         """Return the number of samples before the first one with which any corpus starts its second epoch."""
-        return min(self._find_sample(corpus, dataset.samples_before_repeat) for corpus, dataset in enumerate(self.datasets))
+        unread = [max(0, each.samples_before_repeat - offset) for each, offset in zip(self.datasets, self._offsets, strict=True)]
+        return min(self._find_sample(corpus, number) for corpus, number in enumerate(unread))
 
     def _find_sample(self, corpus: int, number: int) -> int:
-        """Return the sample that is pack `number` (0, 1, ...) of a corpus."""
+        """Return how many samples precede the one that is pack `number` (0, 1, ...) of a corpus, not counting omitted packs."""
         periods, turn = divmod(number, self._counts[corpus])
         return periods * len(self._corpus_order) + int(np.flatnonzero(self._corpus_order == corpus)[turn])

@@ -1,9 +1,10 @@
 """Corpora of a run, split into training and held-out documents, and the packs of both."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -99,11 +100,30 @@ class RunData:
         for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_datasets, self.shares, strict=True)):
             packs, epochs = 0, 0.0
             for start, stop, sign in spans:
-                before, after = (self.train.count_samples(number, samples) for samples in (start, stop))
+                before, after = (self.train.next_pack(number, sample) for sample in (start, stop))
                 packs += sign * (after - before)
                 epochs += sign * (part.epochs_after(after) - part.epochs_after(before))
             rows.append(CorpusUsage(corpus.prefix, float(share), packs, epochs, part.dropped))
         return rows
+
+
+def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
+    """Return the data of `parts`, (first sample, data) in order, with training packs numbered from each first sample on.
+
+    A corpus continues with the pack after the last one that earlier parts have of it, if these cut it in the same way.
+    """
+    numbers: dict[tuple[str, int, type], int] = {}  # the next pack of each corpus
+    chained = []
+    for (first, data), (end, _) in pairwise([*parts, (None, None)]):
+        keys = [
+            (corpus.fingerprint, part.seq_length, type(part))
+            for corpus, part in zip(data.corpora, data.train_datasets, strict=True)
+        ]
+        train = data.train.starting_at(first, [numbers.get(key, 0) for key in keys])
+        chained.append(replace(data, train=train))
+        if end is not None:
+            numbers |= {key: train.next_pack(number, end) for number, key in enumerate(keys)}
+    return chained
 
 
 def split_corpus(corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

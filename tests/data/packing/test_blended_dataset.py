@@ -54,7 +54,7 @@ def test_proportions_hold_at_every_prefix(weights):
         sample_counts = np.cumsum(turns == corpus)
         assert np.abs(sample_counts / samples - share)[999:].max() <= 0.001
         assert np.abs(sample_counts - share * samples)[:PERIOD].max() < 2  # from the very first sample on
-        assert [packs.count_samples(corpus, count) for count in (0, 1, 999, len(samples))] == [
+        assert [packs.next_pack(corpus, count) for count in (0, 1, 999, len(samples))] == [
             0,
             sample_counts[0],
             sample_counts[998],
@@ -82,7 +82,7 @@ def test_each_corpus_is_read_as_it_would_be_alone():
         assert np.array_equal(pack.tokens, own.tokens) and np.array_equal(pack.edges, own.edges)
         assert (pack.sample, pack.epoch) == (sample, own.epoch)
         counts[corpus] += 1
-    assert counts == [50, 150] == [packs.count_samples(corpus, 200) for corpus in (0, 1)]
+    assert counts == [50, 150] == [packs.next_pack(corpus, 200) for corpus in (0, 1)]
 
 
 def test_a_sample_depends_on_nothing_but_its_number():

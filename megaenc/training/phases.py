@@ -1,0 +1,201 @@
+"""Phases of a run with flags of their own (data, pack length, rotary base, learning rate), and the batch size of each step."""
+
+import dataclasses
+import functools
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megaenc import flags
+from megaenc.console import truncate_text
+from megaenc.errors import InputError, closest_match
+from megaenc.objectives.parser import parse_schedule
+from megaenc.training.lr_schedule import WSD_DECAY_STYLE, LearningRate, PhasedSchedule, WSDSchedule
+
+if TYPE_CHECKING:
+    from megaenc.training.config import PretrainConfig
+
+LEARNING_RATE_FLAGS = ("lr", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_style", "min_lr")
+LEARNING_RATE_FLAGS += ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style")
+"""Flags of a phase that give each phase a learning-rate schedule of its own."""
+
+_LENGTHS = ("train_iters", "train_tokens")
+_FLAGS = ("data_path", "seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size", "rotary_base")
+PHASE_FLAGS = (*_LENGTHS, *_FLAGS, *LEARNING_RATE_FLAGS)
+"""Flags that a phase may have besides its `objective`."""
+
+# Alternative flags: a later one also overrides the other, and its companions, in the settings that it is applied to.
+ALTERNATIVES = (
+    (("train_iters",), ("train_tokens",)),
+    (("lr_warmup_iters",), ("lr_warmup_fraction",)),
+    (("lr_wsd_decay_iters",), ("lr_wsd_decay_fraction",)),
+    (("branch_from", "branch_at"), ("init_from", "init_at")),
+)
+
+
+@dataclass(frozen=True)
+class BatchSizeSchedule:
+    """Batch size of each step in packs; `starts`: first sample of each step of the ramp-up and the first `full` one."""
+
+    full: int
+    starts: tuple[int, ...] = (0,)
+
+    def first_sample(self, step: int) -> int:
+        """Return the number of samples (packs) read before `step` (1, 2, ...), which is the number of its first sample."""
+        ramp_steps = len(self.starts)
+        return self.starts[step - 1] if step <= ramp_steps else self.starts[-1] + (step - ramp_steps) * self.full
+
+    def size(self, step: int) -> int:
+        """Return the global batch size of `step` (1, 2, ...) in packs."""
+        return self.first_sample(step + 1) - self.first_sample(step)
+
+    def steps_for(self, samples: int) -> int:
+        """Return the smallest number of steps that together read at least `samples` samples (packs)."""
+        if samples <= self.starts[-1]:
+            return bisect_left(self.starts, samples)
+        return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
+
+
+@functools.cache
+def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
+    """Return a BatchSizeSchedule up to `full` packs a step, constant without a `rampup` (first size, increment, samples)."""
+    if not rampup:
+        return BatchSizeSchedule(full)
+    from megaenc.backend.megatron import prepare_megatron
+
+    prepare_megatron()
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    start, increment, samples = rampup
+    rule = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, start, increment, samples)
+    starts = [0]
+    while rule.get_current_global_batch_size() < full:
+        starts.append(starts[-1] + rule.get_current_global_batch_size())
+        rule.update(starts[-1], consistency_check=False)
+    return BatchSizeSchedule(full, tuple(starts))
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """Steps `first_step` to `last_step` of a run, with settings that describe them like a run of their own."""
+
+    first_step: int
+    last_step: int
+    settings: "PretrainConfig"
+    """Flags of the phase over those of the run; its steps count from 1."""
+    objective: str = ""
+    """Objective or mixture, as schedule text; empty in a run without phases, which has an objective schedule."""
+
+    def own_step(self, step: int) -> int:
+        """Return `step` of the run, counted from 1 at the first step of the phase."""
+        return step - self.first_step + 1
+
+
+def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
+    """Return the phases of `config`, only one if it has no `phases`; InputError, naming phase and field, for a wrong one."""
+    if not config.phases:
+        return (PhaseConfig(1, config.own_iters, config),)
+    _check_top_level(config)
+    parsed = [_resolve_phase(config, text, f"phase {number}") for number, text in enumerate(config.phases, 1)]
+    ends = list(accumulate(settings.own_iters for _, settings in parsed))
+    starts = (1, *(end + 1 for end in ends))
+    return tuple(
+        PhaseConfig(first, last, settings, objective)
+        for first, last, (objective, settings) in zip(starts, ends, parsed, strict=False)
+    )
+
+
+def build_learning_rate(config: "PretrainConfig") -> LearningRate:
+    """Return the learning-rate schedule: one of each phase if any of them names a learning-rate flag, else one of the run.
+
+    InputError, naming the phase, for flags that do not fit together.
+    """
+    if not any(set(LEARNING_RATE_FLAGS) & set(parse_phase(text, "phases")) for text in config.phases):
+        return WSDSchedule.from_config(config.optimizer, config.total_iters)
+    parts = []
+    for number, phase in enumerate(config.phase_configs, 1):
+        try:
+            parts.append(WSDSchedule.from_config(phase.settings.optimizer, phase.settings.own_iters))
+        except InputError as error:
+            raise InputError(f"phase {number}: {error}") from None
+    return PhasedSchedule(tuple(parts))
+
+
+def drop_alternatives(settings: Any, names: set[str], source: str) -> Any:
+    """Return `settings` with both of two alternative flags None if `names`, flags to be applied to it, hold one of them.
+
+    An lr_decay_style in `names` removes the flags of WSD's decay that are not in `names`.
+    """
+    known = flags.flatten(settings)
+    for pair in ALTERNATIVES:
+        if sum(part[0] in names for part in pair) == 1:
+            cleared = {name: None for part in pair for name in part if name in known}
+            settings = flags.replace_fields(settings, cleared, source=source)
+    return settings
+
+
+def drop_wsd_flags(settings: Any, source: str) -> Any:
+    """Return `settings` without the flags of WSD's decay, for another --lr-decay-style applied over them."""
+    wsd = {"lr_wsd_decay_iters": None, "lr_wsd_decay_fraction": None, "lr_wsd_decay_style": WSD_DECAY_STYLE}
+    return flags.replace_fields(settings, wsd, source=source)
+
+
+def _check_top_level(config: "PretrainConfig") -> None:
+    """Raise InputError for flags next to `phases` that only a phase can have."""
+    given = {"train_iters": config.train_iters, "train_tokens": config.train_tokens}
+    given["rampup_batch_size"] = config.rampup_batch_size and " ".join(map(str, config.rampup_batch_size))
+    given["objective_schedule"] = (
+        config.objective_schedule if config.objective_schedule != type(config).objective_schedule else None
+    )
+    for name, value in given.items():
+        if value is not None:
+            place = "`objective` of each phase" if name == "objective_schedule" else f"{name} in a phase"
+            raise InputError(f"--{name.replace('_', '-')}: found {value} together with phases, expected {place}")
+
+
+def parse_phase(text: str, source: str) -> dict[str, Any]:
+    """Return the fields of a phase, a YAML mapping as text; InputError, naming `source`, for anything else."""
+    try:
+        values = yaml.load(text, flags.YamlLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        example = "{objective: mlm, train_iters: 100, seq_length: 512}"
+        raise InputError(f"{source}: found {truncate_text(repr(text))}, expected fields such as {example}")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> tuple[str, "PretrainConfig"]:
+    """Return objective and settings of the phase `text`, its flags over those of `config`."""
+    values = parse_phase(text, source)
+    for name in values:
+        if name not in ("objective", *PHASE_FLAGS):
+            near = closest_match(name, ("objective", *PHASE_FLAGS))
+            hint = f"did you mean `{near}`?" if near else f"expected one of objective, {', '.join(PHASE_FLAGS)}"
+            raise InputError(f"{source}: field `{name}` cannot change by phase; {hint}")
+    objective = values.pop("objective", None)
+    if not isinstance(objective, str):
+        problem = "missing" if objective is None else f"found {objective!r}"
+        raise InputError(f"{source}: field `objective`: {problem}, expected an objective or mixture such as mlm(mask=0.3)")
+    given = [name for name in _LENGTHS if values.get(name) is not None]
+    if len(given) != 1:
+        raise InputError(f"{source}: found {' and '.join(given) or 'neither train_iters nor train_tokens'}, expected one of them")
+    settings = dataclasses.replace(config, phases=(), objective_schedule=objective)
+    settings = drop_alternatives(settings, set(values), source)
+    if values.get("lr_decay_style") not in (None, "WSD"):
+        settings = drop_wsd_flags(settings, source)
+    settings = flags.replace_fields(settings, values, source=source)
+    try:
+        settings.check_limits()
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
+    try:
+        parsed = parse_schedule(objective, settings.own_iters)
+    except InputError as error:
+        raise InputError(f"{source}: field `objective`: {error}") from None
+    if len(parsed) != 1 or objective[: parsed[0].amount_text.start].strip():  # a sole phase without amount begins with it
+        raise InputError(f"{source}: field `objective`: found {objective}, expected one objective or mixture without an amount")
+    return objective, settings
