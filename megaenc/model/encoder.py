@@ -65,7 +65,7 @@ class Encoder(LanguageModule):
         self._model, self._seq_length, self._rotary_base = model, seq_length, 0.0
         self.set_rotary_base(model.rotary_base)
         self.local_angles = None
-        if model.local_rotary_base not in (None, model.rotary_base):
+        if model.local_rotary_base is not None:  # also if both bases are equal, as a phase may change the other one
             self.local_angles, _ = _rotary_angles(model, model.local_rotary_base, seq_length)
         widths = LayerWidths(
             model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel

@@ -1,5 +1,6 @@
 """A run that begins with the weights of another, and with nothing else of it."""
 
+import itertools
 import json
 import shutil
 
@@ -9,6 +10,7 @@ import torch
 import yaml
 
 from megaenc.training.command import main
+from megaenc.training.plan import PHASE_IDENTITY
 
 PARENT = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--objective-schedule", "clm"]
 # As the study continues pretraining: other steps, no warm-up, constant, then decay. Another batch, rate and objective too.
@@ -235,6 +237,29 @@ def test_other_rotary_positions_must_be_given(small_corpus, parent, tmp_path, re
     ):
         main([str(flag) for flag in [*flags, *given]])
         assert f"from the weights of {run} at step 12" in capfd.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.multiprocess
+def test_rotary_bases_of_phases(small_corpus, parent, tmp_path, refusal, capfd):
+    """The first phase may give another one; a parent whose phases have changed it has another one than its config.yaml."""
+    facts, config = json.loads((parent / "run.json").read_text()), yaml.safe_load((parent / "config.yaml").read_text())
+    phase = {name: facts["identity"].get(name) for name in PHASE_IDENTITY} | {"last_step": 8}
+    phases = {"phases": [phase, phase | {"rotary_base": 500.0, "last_step": 12}], "rotary_base": 500.0}
+    run = shutil.copytree(parent, tmp_path / "parent")
+    (run / "run.json").write_text(json.dumps(facts | {"identity": facts["identity"] | phases}))
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"pipeline_model_parallel_size": 1}))
+    flags = [*small_corpus.flags, *CONTINUED, "--init-from", str(run), "--save", str(tmp_path / "new"), "--dry-run"]
+    kept = [*flags, "--config", str(run / "config.yaml")]
+    assert "rotary_base is 500.0 there, 10000.0 here; expected --rotary-base 500.0" in refusal(main, kept)
+    replaced = {"--train-iters", "--objective-schedule"}  # by phases
+    free = [word for before, word in itertools.pairwise(["", *flags]) if not replaced & {before, word}]
+    for given in (
+        [*kept, "--init-at", "8"],
+        [*kept, "--rotary-base", "10000"],
+        [*free, "--phases", "{objective: mlm, train_iters: 6, rotary_base: 10000}"],
+    ):
+        main(given)
+        assert f"from the weights of {run} at step" in capfd.readouterr().out.replace("\n", "")
 
 
 def test_a_parent_that_is_missing_in_the_flags_is_one_line(small_corpus, refusal):
