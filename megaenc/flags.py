@@ -109,10 +109,7 @@ def read_config_file(
     The key `config` names another file, relative to this one, whose values are read first. Each of `presets` is a key that
     changes the defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
     """
-    values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
-    if not isinstance(values, dict):
-        raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
-    fields = {str(key).replace("-", "_"): value for key, value in values.items()}
+    fields = _read_fields(path)
     if base := fields.pop("config", None):
         file = Path(path).resolve()
         if file in including_files:
@@ -122,6 +119,30 @@ def read_config_file(
         if key in fields:
             default = change(default, fields[key])
     return replace_fields(default, fields, source=str(path))
+
+
+def _read_fields(path: str | Path) -> dict[str, Any]:
+    """Return the values of the YAML file of flags at `path` by field name. InputError if it is no such file."""
+    values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
+    if not isinstance(values, dict):
+        raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:
+    """Return the names of the fields that the flags `argv` or the YAML file of --config give, whatever their values.
+
+    The field `preset` ends the search, as it replaces the values of files read before it: those of the file for a flag, those of
+    the base `config` for a key. The fields of the file `without` do not count.
+    """
+    names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+    names |= {name.removeprefix("no_") for name in names}
+    path = find_flag_value(argv, "--config")
+    while path and preset not in names:
+        fields = _read_fields(path)
+        names |= fields.keys() if Path(path).resolve() != without.resolve() else set()
+        path = Path(path).resolve().parent / str(fields["config"]) if fields.get("config") else None
+    return names
 
 
 def parse_with_config(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str) -> Settings:

@@ -4,6 +4,7 @@ EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one laye
 its own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ _FIELDS = {
 """Fields of config.json with another name in ModelConfig."""
 # megatron-core's fixed values for the scaled rotary positions of Llama 3; only the factor is configurable.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Options of YaRN whose only supported value is transformers' default.
+_YARN = {"beta_fast": (None, 32), "beta_slow": (None, 1), "mscale_all_dim": (None, 0), "truncate": (True,)}
 # Options of a model that Llama and its like lack, for errors.
 _OTHER_LAYERS = {
     "normalization": "LayerNorm",
@@ -174,19 +177,36 @@ def _check_supported_layers(config: Any, file: str) -> None:
 def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
     """Return the rotary fields of ModelConfig for `rope_parameters` of a config.json."""
     kind = rope.get("rope_type")
-    if kind not in ("default", "llama3"):
-        raise InputError(f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default or llama3")
+    if kind not in ("default", "llama3", "yarn"):
+        raise InputError(f"{file}: field `rope_type`: found {shorten_repr(kind)}, expected default, llama3 or yarn")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(f"{file}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0")
     base = {"rotary_base": check_positive(rope.get("rope_theta"), "rope_theta", file)}
     if kind == "default":
         return base
+    if kind == "yarn":
+        return base | _read_yarn_fields(rope, file)
     for name, expected in _LLAMA3.items():
         if rope.get(name) != expected:
             raise InputError(
                 f"{file}: field `{name}`: found {rope.get(name)}, expected {expected} (only the factor is configurable)"
             )
     return base | {"use_rope_scaling": True, "rope_scaling_factor": check_positive(rope.get("factor"), "factor", file)}
+
+
+def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
+    """Return the fields of ModelConfig for `rope_parameters` of type yarn; InputError for options without a flag."""
+    factor = check_positive(rope.get("factor"), "factor", file)
+    context = check_positive(rope.get("original_max_position_embeddings"), "original_max_position_embeddings", file)
+    if not context.is_integer():
+        raise InputError(f"{file}: field `original_max_position_embeddings`: found {context}, expected a whole number")
+    for name, values in _YARN.items():
+        if (value := rope.get(name, values[0])) not in values:
+            raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected {values[-1]}, the default of YaRN")
+    default, scale = 0.1 * math.log(max(factor, 1)) + 1, rope.get("attention_factor")
+    if scale is not None and not (isinstance(scale, int | float) and math.isclose(scale, default, rel_tol=1e-6)):
+        raise InputError(f"{file}: field `attention_factor`: found {shorten_repr(scale)}, expected {default:g}, that of YaRN")
+    return {"yarn_rotary_scaling_factor": factor, "yarn_original_max_position_embeddings": int(context)}
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
@@ -256,6 +276,9 @@ def _llama_fields(family: ModelFamily, model: ModelConfig) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": model.rotary_base}
     if model.use_rope_scaling:
         rope |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
+    if model.yarn_rotary_scaling_factor is not None:
+        context = model.yarn_original_max_position_embeddings
+        rope |= {"rope_type": "yarn", "factor": model.yarn_rotary_scaling_factor, "original_max_position_embeddings": context}
     values = {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()}
     values |= {"head_dim": model.head_dim, "hidden_act": "silu", "rope_parameters": rope}
     if family.qkv_bias == "optional":

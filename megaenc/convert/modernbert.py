@@ -31,6 +31,7 @@ _FIXED = {
     "add_qkv_bias": (False, "biases of queries, keys and values"),
     "qk_layernorm": (False, "norms of queries and keys"),
     "use_rope_scaling": (False, "scaled rotary positions"),
+    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
 }
 
 

@@ -30,11 +30,17 @@ class ModelConfig:
     qk_layernorm: bool = False
     """normalize queries and keys by RMSNorm in each head, as Qwen3 does"""
     rotary_base: float = 10000.0
-    """base period of the rotary positions"""
+    """base period of the rotary positions; for --init-from another one than the run's must be given, here or in --config, like
+    the scaling of the positions"""
     use_rope_scaling: bool = False
     """scale the low frequencies of the rotary positions, as Llama 3.1 and later do (original context: 8,192 tokens)"""
     rope_scaling_factor: float = 8.0
     """factor of --use-rope-scaling; Llama 3.1 has 8, Llama 3.2 has 32"""
+    yarn_rotary_scaling_factor: float | None = None
+    """factor by which YaRN (arXiv 2309.00071) extends the context: it divides the low frequencies of the rotary positions, and
+    sharpens attention; no YaRN unless given"""
+    yarn_original_max_position_embeddings: int | None = None
+    """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
     norm_bias: bool = False
@@ -175,12 +181,27 @@ class ModelConfig:
         self._check_field("rope_scaling_factor", lambda value: value >= 1, "1 or more")
         if not self.use_rope_scaling:
             self._check_field("rope_scaling_factor", ModelConfig.rope_scaling_factor.__eq__, "--use-rope-scaling with it")
+        self._check_yarn()
         self._check_multiple("num_attention_heads", self.num_query_groups, "--num-query-groups")
         if self.normalization != "LayerNorm":
             self._check_field("norm_bias", lambda value: not value, "--normalization LayerNorm with it")
         self._check_window()
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._check_multiple(name, tensor_parallel, "--tensor-model-parallel-size")
+
+    def _check_yarn(self) -> None:
+        """Raise InputError, naming the flag, for wrong options of YaRN, only one of them, or YaRN with --use-rope-scaling."""
+        factor, context = "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"
+        self._check_field(factor, lambda value: value is None or 1 <= value < math.inf, "1 or more")
+        self._check_field(context, lambda value: value is None or 1 <= value <= _LONGEST_CONTEXT, f"1 to {_LONGEST_CONTEXT:,}")
+        if self.yarn_rotary_scaling_factor is None:
+            self._check_field(context, lambda value: value is None, "--yarn-rotary-scaling-factor with it")
+            return
+        if self.yarn_original_max_position_embeddings is None:
+            self._check_field(factor, lambda value: value is None, "--yarn-original-max-position-embeddings with it")
+        self._check_field("use_rope_scaling", lambda value: not value, "only one of it and --yarn-rotary-scaling-factor")
+        for name in ("rotary_base", "local_rotary_base"):  # the formula divides by its logarithm
+            self._check_field(name, lambda value: value is None or value > 1, "more than 1 with --yarn-rotary-scaling-factor")
 
     def _check_window(self) -> None:
         """Raise InputError, naming the flag, for a wrong window, or an option of local layers in a model without them."""
@@ -205,8 +226,10 @@ class ModelConfig:
 
 _ADDED = ("normalization", "norm_bias", "activation", "window_size", "global_attn_every_n_layers", "local_rotary_base")
 _ADDED += ("embedding_norm", "prediction_head", "output_layer_bias")
+_ADDED += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
 ADDED_OPTIONS: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _ADDED}
 """Defaults of the options that the first version of a run's identity lacks."""
+_LONGEST_CONTEXT = 1 << 20  # megatron-core computes YaRN's angles of so many positions
 
 
 def visible_pairs(length: int, window: int | None) -> int:

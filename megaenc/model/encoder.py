@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import build_module
@@ -64,8 +65,8 @@ class Encoder(LanguageModule):
         self._model, self._seq_length, self._rotary_base = model, seq_length, 0.0
         self.set_rotary_base(model.rotary_base)
         self.local_angles = None
-        if model.local_rotary_base not in (None, model.rotary_base):
-            self.local_angles = _rotary_angles(model, model.local_rotary_base, seq_length)
+        if model.local_rotary_base is not None:  # also if both bases are equal, as a phase may change the other one
+            self.local_angles, _ = _rotary_angles(model, model.local_rotary_base, seq_length)
         widths = LayerWidths(
             model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel
         )
@@ -105,7 +106,8 @@ class Encoder(LanguageModule):
     def set_rotary_base(self, base: float) -> None:
         """Set the base period of the rotary positions, in a model with local layers only of the global ones."""
         if self._rotary_base != base:
-            self._rotary_base, self.angles = base, _rotary_angles(self._model, base, self._seq_length)
+            self._rotary_base = base
+            self.angles, self.rotation_scale = _rotary_angles(self._model, base, self._seq_length)
 
     def _set_attention_backend(self) -> None:
         """Do nothing; the base class checks Transformer Engine's variables, which our own attention does not read."""
@@ -115,26 +117,36 @@ class Encoder(LanguageModule):
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, packing: PackedSequences, predict_at: Tensor | None, labels: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        packing: PackedSequences,
+        predict_at: Tensor | None,
+        labels: Tensor | None = None,
+        per_token: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return (summed loss, number of correct predictions), without `labels` logits; before the last stage hidden states.
 
         logits [N, V], -inf in padding columns; hidden states [S, 1, H]; tokens [1, S]; positions [S] in their documents;
-        predict_at [N], or None for all positions; labels [N]. See `linear_cross_entropy`.
+        predict_at [N], or None for all positions; labels [N]; `per_token`: losses [N] instead of their sum. See
+        `linear_cross_entropy`.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         if self.pre_process and self.embedding_norm is not None:
             hidden = self.embedding_norm(hidden)
         # Computed once for all layers; the core attention rotates queries and keys itself.
-        rotation = local_rotation = Rotation.from_angles(self.angles[positions], self.fused.rotary)
+        options = self.fused.rotary, self.rotation_scale
+        rotation = local_rotation = Rotation.from_angles(self.angles[positions], *options)
         if self.local_angles is not None:
-            local_rotation = Rotation.from_angles(self.local_angles[positions], self.fused.rotary)
+            local_rotation = Rotation.from_angles(self.local_angles[positions], *options)
         packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
-        return self.head(hidden, predict_at, labels) if self.post_process else hidden
+        return self.head(hidden, predict_at, labels, per_token) if self.post_process else hidden
 
-    def head(self, hidden_S1H: Tensor, predict_at: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (summed loss, number correct), or without `labels` logits [N, V], at positions `predict_at`, None: all."""
+    def head(
+        self, hidden_S1H: Tensor, predict_at: Tensor | None, labels: Tensor | None, per_token: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return (loss, number correct), or without `labels` logits [N, V], at positions `predict_at`, None: all."""
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that backward is a plain split.
             hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
@@ -144,18 +156,30 @@ class Encoder(LanguageModule):
         if self.prediction_head is not None:
             hidden_NH = self.prediction_head(hidden_NH)
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden_NH, tied, labels)
+        return self.output_layer(hidden_NH, tied, labels, per_token)
 
 
-def _rotary_angles(model: ModelConfig, base: float, seq_length: int) -> Tensor:
-    """Return the rotary angles of positions 0 to `seq_length` - 1, float32[seq_length, 1, 1, head_dim]."""
-    return RotaryEmbedding(
+def _rotary_angles(model: ModelConfig, base: float, seq_length: int) -> tuple[Tensor, float]:
+    """Return the rotary angles of positions 0 to `seq_length` - 1, float32[seq_length, 1, 1, head_dim], and YaRN's scale.
+
+    The scale, 1 without YaRN, is a factor of rotated queries and keys.
+    """
+    if model.yarn_rotary_scaling_factor is not None:
+        # `get_emb`, because the class keeps the instances that are called.
+        return YarnRotaryEmbedding(
+            model.head_dim,
+            rotary_base=base,
+            scaling_factor=model.yarn_rotary_scaling_factor,
+            original_max_position_embeddings=model.yarn_original_max_position_embeddings,
+        ).get_emb(seq_length)
+    angles = RotaryEmbedding(
         model.head_dim,
         rotary_percent=1.0,
         rotary_base=base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
     )(seq_length)
+    return angles, 1.0
 
 
 class PredictionHead(torch.nn.Module):
@@ -188,12 +212,21 @@ class OutputLayer(ColumnParallelLinear):
         share = self.output_size_per_partition
         self.vocab_columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
 
-    def forward(self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (summed loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
+    def forward(
+        self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None, per_token: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return (loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
         if labels is not None:
             weight = self.weight if weight is None else weight
             return linear_cross_entropy(
-                hidden_NH, weight, labels, self.vocab_columns, self.tp_group, self.fused, bias_V=self.bias
+                hidden_NH,
+                weight,
+                labels,
+                self.vocab_columns,
+                self.tp_group,
+                self.fused,
+                bias_V=self.bias,
+                per_token=per_token,
             )
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.vocab_columns :] = float("-inf")  # exclude padding from the softmax

@@ -72,10 +72,14 @@ class Rotation:
     """cos and sin cast to other dtypes, cached for all layers"""
 
     @classmethod
-    def from_angles(cls, angles: Tensor, fused: bool = False) -> "Rotation":
-        """Return the Rotation by `angles`, float32[S, 1, 1, dim] of two equal halves; `fused`: use the Triton kernel."""
+    def from_angles(cls, angles: Tensor, fused: bool = False, scale: float = 1.0) -> "Rotation":
+        """Return the Rotation by `angles`, float32[S, 1, 1, dim] of two equal halves; `fused`: use the Triton kernel.
+
+        `scale`: factor of what is rotated, as in YaRN.
+        """
         half = angles[..., : angles.size(-1) // 2]
-        return cls(half.cos(), half.sin(), fused)
+        cos, sin = half.cos(), half.sin()
+        return cls(cos, sin, fused) if scale == 1 else cls(cos * scale, sin * scale, fused)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [S, 1, heads, dim] by each token's angles; computed in the dtype of `x` unless fused."""
@@ -89,7 +93,7 @@ class Rotation:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation by the angles of cos and sin, with the inverse rotation as its gradient."""
+    """Rotation by the angles of cos and sin, with the rotation back as its gradient; both scale if cos and sin do."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, rotate):

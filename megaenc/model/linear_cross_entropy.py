@@ -34,20 +34,24 @@ def linear_cross_entropy(
     fused: FusedKernels = NO_FUSED_KERNELS,
     chunk_size: int | None = None,
     bias_V: Tensor | None = None,
+    per_token: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (summed cross-entropy, number correct) of softmax(hidden weight^T + bias); `columns`: without padding.
 
     `weight_VH` and `bias_V` are this rank's share of the vocabulary, with padding from row `columns` on; `labels_N` are global
     token ids; N may be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their
     bytes with `fused.loss`. Exact gradients are computed in forward, so that one softmax suffices; backward scales them and sums
-    those of `hidden_NH` over `group`.
+    those of `hidden_NH` over `group`. `per_token`: return each token's cross-entropy, float32[N], instead of the sum; not
+    under autograd.
     """
     row_size, limit = weight_VH.size(0), chunk_size or CHUNK_LOGITS
     if fused.loss:
         row_size, limit = row_size * hidden_NH.element_size(), chunk_size or FUSED_CHUNK_BYTES
     rows = rows_per_chunk(len(labels_N), row_size, limit)
     train = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, columns, group, fused, rows, train)
+    if per_token and train:
+        raise ValueError("per_token: found gradients enabled, expected torch.no_grad()")
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, columns, group, fused, rows, train, per_token)
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
@@ -64,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Chunked output layer and cross-entropy; forward computes the gradients, backward scales and reduces them."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, columns, group, fused, rows, train):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, columns, group, fused, rows, train, per_token):
         softmax_statistics, logits_to_gradient_ = _softmax_statistics, _logits_to_gradient_
         if fused.loss:
             from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
@@ -93,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         ctx.gradients, ctx.group, ctx.dtype = (to_hidden_NH, to_weight_VH, to_bias_V), group, weight_VH.dtype
         ctx.mark_non_differentiable(correct)
-        return losses_N.sum(), correct
+        return losses_N if per_token else losses_N.sum(), correct
 
     @staticmethod
     @once_differentiable
@@ -107,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scaled_VH = to_weight_VH if ctx.dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=ctx.dtype)
         torch.mul(to_weight_VH, scale, out=scaled_VH)
         to_bias_V = None if to_bias_V is None else to_bias_V.mul_(scale).to(ctx.dtype)
-        return to_hidden_NH, scaled_VH, to_bias_V, None, None, None, None, None, None
+        return to_hidden_NH, scaled_VH, to_bias_V, None, None, None, None, None, None, None
 
 
 def _softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:

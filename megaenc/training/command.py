@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megaenc.console import silence_libraries
 from megaenc.errors import InputError, LocalInputError, handle_command_errors
@@ -17,12 +18,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     die_with_launcher()
     exit_if_restart_forbidden()
     silence_libraries()
+    from megaenc import flags
     from megaenc.training.config import parse_config
+    from megaenc.training.run_dir import CONFIG_FILE
 
-    settings = parse_config(sys.argv[1:] if argv is None else argv, prog)
+    argv = sys.argv[1:] if argv is None else argv
+    settings = parse_config(argv, prog)
     from megaenc.training.planning import build_plan
 
-    plan = build_plan(settings)
+    parent_config = Path(settings.start.init_from or "") / CONFIG_FILE  # has the values that need no decision
+    plan = build_plan(settings, flags.find_given_fields(argv, preset="model", without=parent_config))
     if settings.output.dry_run:
         from megaenc.training.dry_run import print_dry_run
 

@@ -87,7 +87,8 @@ class StartConfig:
     branch_at: int | None = None
     """step of --branch-from whose checkpoint is loaded; step numbers continue from there"""
     init_from: str | None = None
-    """run directory to load only the weights from, for a new run with a new optimizer and steps from 1"""
+    """run directory to load only the weights from, for a new run with a new optimizer and steps from 1; the shape must be the
+    run's, while rotary positions may be others if they are given (--rotary-base)"""
     init_at: int | None = None
     """step of --init-from whose weights are loaded; default: its newest checkpoint"""
     skip_samples: int | Literal["parent"] | None = None

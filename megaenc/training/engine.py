@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,7 +24,7 @@ from megaenc.model.fp8.linear import check_linear_layers
 from megaenc.objectives import Objective
 from megaenc.training.attention_select import select_plan_attention
 from megaenc.training.distributed.collectives import all_gather_call
-from megaenc.training.micro_batches import DataParallelSampler, MicroBatch, MicroBatchSpec, Prefetcher
+from megaenc.training.micro_batches import DataParallelSampler, MicroBatch, MicroBatchSpec, Prefetcher, TokenGroups
 from megaenc.training.optimizers import build_optimizer
 from megaenc.training.plan import Plan
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimers
@@ -40,6 +41,8 @@ class StepMetrics:
     predicted: int = 0
     correct: int = 0
     flops: float = 0.0
+    group_sums: np.ndarray | float = 0.0
+    """float64[2, G], losses and predicted tokens of each of G TokenGroups; 0 without groups."""
 
     def __add__(self, other: "StepMetrics") -> "StepMetrics":
         return StepMetrics(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
@@ -225,12 +228,19 @@ class Engine:
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    def evaluate(self, packs: PackedDataset, batches: int, objective: Objective) -> StepMetrics:
-        """Return the StepMetrics of `objective` over the first `batches` global batches of `packs`; masks never change."""
+    def evaluate(
+        self, packs: PackedDataset, batches: int, objective: Objective, groups: TokenGroups | None = None
+    ) -> StepMetrics:
+        """Return the StepMetrics of `objective` over the first `batches` global batches of `packs`; masks never change.
+
+        `groups`: groups of the predicted tokens to sum the losses of, too.
+        """
         for chunk in self.chunks:
             chunk.eval()
         starts = range(0, batches * self.sampler.global_batch_size, self.sampler.global_batch_size)
-        specs = [[MicroBatchSpec(packs, tuple(row), objective, 0) for row in self.sampler.samples(start)] for start in starts]
+        specs = [
+            [MicroBatchSpec(packs, tuple(row), objective, 0, groups) for row in self.sampler.samples(start)] for start in starts
+        ]
         with self._gathered_parameters():
             metrics = [
                 self._run_batch(batch, following, train=False) for batch, following in zip(specs, [*specs[1:], []], strict=True)
@@ -248,13 +258,16 @@ class Engine:
         if train:
             self.local_loss_sum = sums[0].clone()
         dist.all_reduce(sums)
-        loss_sum, correct, predicted, flops = sums.tolist()
-        return StepMetrics(loss_sum, int(predicted), int(correct), flops)
+        loss_sum, correct, predicted, flops, *group_sums = sums.tolist()
+        return StepMetrics(loss_sum, int(predicted), int(correct), flops, np.reshape(group_sums, (2, -1)) if group_sums else 0.0)
 
     def _run_micro_batches(
         self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool
     ) -> torch.Tensor:
-        """Run the micro-batches `specs`; return float64[4] of this rank: loss sum, correct and predicted tokens, FLOPs."""
+        """Run the micro-batches `specs`; return float64[4 + 2 G] of this rank: loss sum, correct, predicted, FLOPs, group sums.
+
+        G groups (0 in training) have a sum of losses each, then a number of predicted tokens each.
+        """
         counts = {"predicted": 0, "flops": 0.0}  # on the host, without a device synchronization
         batches = self._prefetcher.iterate(specs, following) if self._prefetcher else map(self._build_micro_batch, specs)
         batches = self.step_timers.measure_items(DATA, batches)
@@ -270,9 +283,13 @@ class Engine:
                 forward_only=not train,
             )
         # Only the last stage's first tensor-parallel rank counts, so that each micro-batch is counted once.
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        groups = specs[0].groups
+        sums = torch.zeros(4 + 2 * len(groups or ()), dtype=torch.float64, device=self.device)
         if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
-            sums[:2] = torch.stack(outputs).sum(0)
+            totals = torch.stack(outputs).sum(0)
+            sums[:2] = totals[:2]
+            if groups:
+                sums[4:] = totals[2:]
             for index, name in enumerate(counts, start=2):
                 sums[index].fill_(counts[name])  # a copy from the host would synchronize
         return sums
@@ -281,14 +298,20 @@ class Engine:
         """Return this stage's output and the last stage's loss function, which adds to `counts` (a `forward_step_func`)."""
         batch = next(iterator)
         inputs = {"packing": batch.packing, "predict_at": batch.predict_at, "labels": batch.labels}
+        if batch.members is not None:
+            inputs["per_token"] = True
         output = model(batch.tokens, batch.positions, **inputs)
 
         def compute_loss(sums: tuple[torch.Tensor, torch.Tensor]):
-            (loss, correct), predicted = sums, batch.labels.numel()
+            (loss, correct), predicted, group_sums = sums, batch.labels.numel(), []
             counts["predicted"] += predicted
             shape, rows = self.plan.settings.shape, self.plan.vocab_size
             counts["flops"] += shape.training_flops(rows, predicted, batch.packing.spans())
+            if batch.members is not None:  # the losses of single tokens
+                losses_NG = torch.where(batch.members, loss[:, None].double(), 0.0)
+                group_sums, loss = [losses_NG.sum(0), batch.members.sum(0).double()], loss.sum()
             sums = torch.stack([loss.detach().double(), correct.double()])
+            sums = torch.cat([sums, *group_sums]) if group_sums else sums
             return loss, torch.full((), predicted, dtype=torch.int, device=self.device), sums
 
         return output, compute_loss

@@ -11,11 +11,56 @@ import torch
 from torch import Tensor
 
 from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
 from megaenc.model.packed_sequences import PackedSequences, copy_to_device
 from megaenc.objectives import Objective
 
 DEPTH = 2  # prefetched micro-batches: the next, and one more in case it takes longer than usual
+FIRST_RANGE = 128  # positions in the first range of TokenGroups; the later ranges double
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """Groups of predicted tokens whose losses a validation also reports: by position in the document, and by corpus.
+
+    A token is in one range of positions (0-127, 128-255, 256-511, ...) and in one corpus. Positions count from the document's
+    start in the pack.
+    """
+
+    starts: tuple[int, ...]
+    """First position of each range."""
+    corpora: tuple[str, ...]
+
+    @classmethod
+    def from_packs(cls, packs: BlendedDataset) -> "TokenGroups":
+        """Return the groups that occur in `packs`: the ranges up to the length of a pack, and the corpora of the blend."""
+        starts, start = [0], FIRST_RANGE
+        while start < packs.seq_length:
+            starts.append(start)
+            start *= 2
+        return cls(tuple(starts), tuple(part.stream.corpus.prefix for part in packs.datasets))
+
+    def __len__(self) -> int:
+        return len(self.starts) + len(self.corpora)
+
+    def find_members(self, corpus: int, positions: np.ndarray) -> np.ndarray:
+        """Return bool[N, G], whether each token, at `positions` (int[N]) in documents of `corpus`, is in each group."""
+        ranges = np.searchsorted(self.starts, positions, side="right") - 1
+        numbers = np.stack([ranges, np.full_like(ranges, len(self.starts) + corpus)], axis=1)
+        return (numbers[:, :, None] == np.arange(len(self))).any(axis=1)
+
+    def mean_losses(self, sums: np.ndarray) -> dict[str, dict[str, float]]:
+        """Return `by_position` and `by_corpus`, mean losses by group, of `sums`, float64[2, G] of losses and counts.
+
+        Groups without tokens are left out, and so is a division into fewer than two groups.
+        """
+        names = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
+        scored = [
+            (name, loss / count) if count else None for name, loss, count in zip((*names, *self.corpora), *sums, strict=True)
+        ]
+        ranges, corpora = (dict(filter(None, part)) for part in (scored[: len(names)], scored[len(names) :]))
+        return {kind: losses for kind, losses in (("by_position", ranges), ("by_corpus", corpora)) if len(losses) > 1}
 
 
 @dataclass(frozen=True)
@@ -30,13 +75,22 @@ class MicroBatch:
     packing: PackedSequences
     predict_at: Tensor  # int64[N]
     labels: Tensor  # int64[N]
+    members: Tensor | None = None  # bool[N, G], whether each predicted token is in each of the TokenGroups
 
 
 def build_micro_batch(
-    packs: PackedDataset, samples: Sequence[int], objective: Objective, seed: int, device: torch.device
+    packs: PackedDataset,
+    samples: Sequence[int],
+    objective: Objective,
+    seed: int,
+    device: torch.device,
+    groups: TokenGroups | None = None,
 ) -> MicroBatch:
-    """Return a MicroBatch on `device`: packs `samples` end to end in a row, with the targets of `objective` under `seed`."""
-    edges, tokens, predict_at, labels, prefixes = [0], [], [], [], []
+    """Return a MicroBatch on `device`: packs `samples` end to end in a row, with the targets of `objective` under `seed`.
+
+    `groups`: those of a validation, for packs of a BlendedDataset.
+    """
+    edges, tokens, predict_at, labels, prefixes, members = [0], [], [], [], [], []
     for sample in samples:
         pack = packs[sample]
         targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
@@ -47,23 +101,28 @@ def build_micro_batch(
         labels.append(targets.labels)
         if targets.prefixes is not None:
             prefixes.append(targets.prefixes)
+        if groups is not None:
+            predicted_positions = pack.positions[targets.predict_at + objective.shift]
+            members.append(groups.find_members(packs.corpus_of_sample(sample), predicted_positions))
     arrays = [np.concatenate(tokens), position_ids(np.array(edges)), np.concatenate(predict_at), np.concatenate(labels)]
     row, positions, predicted, predicted_labels = (copy_to_device(torch.from_numpy(array), device) for array in arrays)
     packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
-    return MicroBatch(row[None], positions, packing, predicted, predicted_labels)
+    memberships = copy_to_device(torch.from_numpy(np.concatenate(members)), device) if members else None
+    return MicroBatch(row[None], positions, packing, predicted, predicted_labels, memberships)
 
 
 class MicroBatchSpec(NamedTuple):
-    """Description of a micro-batch (data set, sample numbers, objective, seed), from which `build` makes it on a device."""
+    """Description of a micro-batch (data set, samples, objective, seed, groups), from which `build` makes it on a device."""
 
     packs: PackedDataset
     samples: tuple[int, ...]
     objective: Objective
     seed: int
+    groups: TokenGroups | None = None
 
     def build(self, device: torch.device) -> MicroBatch:
         """Read the described packs, apply the objective to them, and return the MicroBatch with its tensors on `device`."""
-        return build_micro_batch(*self, device)
+        return build_micro_batch(self.packs, self.samples, self.objective, self.seed, device, self.groups)
 
 
 @dataclass(frozen=True)

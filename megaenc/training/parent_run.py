@@ -1,7 +1,7 @@
 """Resolution of the parent run that a run branches from or takes its weights from, before anything is loaded."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
 from megaenc.training.config import PretrainConfig, read_config_file
 from megaenc.training.lr_schedule import LearningRate, WSDSchedule, learning_rate_from_identity
+from megaenc.training.phases import parse_phase
 from megaenc.training.plan import PHASE_IDENTITY, Plan
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, describe_difference
 from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS_FIELDS, Ancestor, RunInit, identity_digest
@@ -25,13 +26,17 @@ _FREE_IN_BRANCH |= {"phases", *PHASE_IDENTITY}
 WEIGHT_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
 WEIGHT_FIELDS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
 WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size", *ADDED_OPTIONS)
+# Fields of WEIGHT_FIELDS that training can adapt the weights to, as for a longer context.
+_ROTARY_FIELDS = ("rotary_base", "local_rotary_base", "use_rope_scaling", "rope_scaling_factor")
+_ROTARY_FIELDS += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
 _SAMPLE_FIELDS = ("data", "split", "packing", "seq_length", "seed", "phases")
 
 
-def resolve_run_init(plan: Plan) -> RunInit:
+def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunInit:
     """Return the starting point: as recorded in --save with checkpoints, else by flags; InputError for an unfit parent.
 
-    InputError if the parent run of `--branch-from` or `--init-from` does not match `plan`.
+    InputError if the parent run of `--branch-from` or `--init-from` does not match `plan`; the rotary positions among the fields
+    `given` (None: all) may differ from those of --init-from.
     """
     config, save = plan.settings.start, plan.settings.output.save
     recorded = _read_recorded_init(plan.settings)
@@ -40,7 +45,7 @@ def resolve_run_init(plan: Plan) -> RunInit:
     elif config.branch_from:
         start = _init_branch(plan, ParentRun("--branch-from", config.branch_from, save))
     elif config.init_from:
-        start = _init_from_weights(plan, ParentRun("--init-from", config.init_from, save), recorded)
+        start = _init_from_weights(plan, ParentRun("--init-from", config.init_from, save), recorded, given)
     else:
         start = NEW_WEIGHTS
     return dataclasses.replace(start, skip_samples=config.skip_samples) if isinstance(config.skip_samples, int) else start
@@ -252,7 +257,7 @@ def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | Non
     return None
 
 
-def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None) -> RunInit:
+def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None, given: Collection[str] | None) -> RunInit:
     """Return the starting point of a new run from the weights of `parent`, at the step that `recorded` has if there is one.
 
     `recorded` comes from an earlier start of the same command, since when the parent may have saved newer checkpoints.
@@ -263,7 +268,15 @@ def _init_from_weights(plan: Plan, parent: ParentRun, recorded: RunInit | None) 
         raise InputError(f"{parent.flag}: has no checkpoint yet, expected a run with a checkpoint")
     newest = recorded.at if recorded else steps[-1]
     at = parent.check_has_checkpoint("--init-at", newest if config.init_at is None else config.init_at)
-    parent.check_same_fields(plan, WEIGHT_FIELDS, "its weights fit no other value", at)
+    fixed_fields = [name for name in WEIGHT_FIELDS if name not in _ROTARY_FIELDS]
+    parent.check_same_fields(plan, fixed_fields, "its weights fit no other value", at)
+    if given is not None and "phases" in given:
+        given = {*given, *parse_phase(plan.settings.phases[0], "phases")} if plan.settings.phases else given
+    for name in _ROTARY_FIELDS if given is not None else ():
+        if name not in given:  # a default must not replace the parent's value silently
+            flag, value = name.replace("_", "-"), identity_at(parent.identity, at).get(name)
+            text = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
+            parent.check_same_fields(plan, [name], f"expected {text}, or the new value given with --{flag}", at)
     skip = 0
     if config.skip_samples == "parent":
         parent.check_same_fields(plan, _SAMPLE_FIELDS, "its samples are numbered differently; give --skip-samples a number")

@@ -113,7 +113,7 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
 
     InputError, naming the phase, for flags that do not fit together.
     """
-    if not any(set(LEARNING_RATE_FLAGS) & set(_parse_phase(text, "phases")) for text in config.phases):
+    if not any(set(LEARNING_RATE_FLAGS) & set(parse_phase(text, "phases")) for text in config.phases):
         return WSDSchedule.from_config(config.optimizer, config.total_iters)
     parts = []
     for number, phase in enumerate(config.phase_configs, 1):
@@ -156,7 +156,7 @@ def _check_top_level(config: "PretrainConfig") -> None:
             raise InputError(f"--{name.replace('_', '-')}: found {value} together with phases, expected {place}")
 
 
-def _parse_phase(text: str, source: str) -> dict[str, Any]:
+def parse_phase(text: str, source: str) -> dict[str, Any]:
     """Return the fields of a phase, a YAML mapping as text; InputError, naming `source`, for anything else."""
     try:
         values = yaml.load(text, flags.YamlLoader)
@@ -170,7 +170,7 @@ def _parse_phase(text: str, source: str) -> dict[str, Any]:
 
 def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> tuple[str, "PretrainConfig"]:
     """Return objective and settings of the phase `text`, its flags over those of `config`."""
-    values = _parse_phase(text, source)
+    values = parse_phase(text, source)
     for name in values:
         if name not in ("objective", *PHASE_FLAGS):
             near = closest_match(name, ("objective", *PHASE_FLAGS))

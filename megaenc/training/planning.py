@@ -1,6 +1,7 @@
 """Building of a plan from the configuration, before any process group exists."""
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 from megaenc.data.indexed.corpus import refuse_raw_text
@@ -18,8 +19,11 @@ from megaenc.training.plan import Plan, validation_objectives
 from megaenc.training.skip_policy import resolve_skip_ranges
 
 
-def build_plan(settings: PretrainConfig) -> Plan:
-    """Return the Plan of checked `settings`; without --data-path it uses demo/, built if missing. Raises InputError."""
+def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -> Plan:
+    """Return the Plan of checked `settings`; without --data-path it uses demo/, built if missing. Raises InputError.
+
+    `given`: the fields whose values were given and are no defaults (None: all), which may change rotary positions of --init-from.
+    """
     settings.check(get_world_size())
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
@@ -48,7 +52,7 @@ def build_plan(settings: PretrainConfig) -> Plan:
         for data in opened.values():
             for sample in range(2):
                 check_targets(objective, data.train[sample], settings.seed)
-    start = resolve_run_init(plan)
+    start = resolve_run_init(plan, given)
     plan = dataclasses.replace(plan, settings=record_run_init(settings, start), start=start)
     return plan.with_skipped(*resolve_skip_ranges(plan))
 

@@ -26,6 +26,7 @@ from megaenc.training.distributed.watchdog import STACKS_DIR, Watchdog
 from megaenc.training.dry_run import format_run_footer, format_run_header, format_spike
 from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.logging.metrics_logger import MetricsLogger
+from megaenc.training.micro_batches import TokenGroups
 from megaenc.training.nonfinite import report_skipped_step
 from megaenc.training.plan import Plan, validation_objectives
 from megaenc.training.run_dir import RunDir
@@ -245,17 +246,20 @@ class Validator:
         text_identity = [plan.data.fingerprint, settings.data.split, settings.data.seq_length, self.batches * size]
         self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
         self.objectives = validation_objectives(plan.schedule, plan.vocabulary)
+        self.groups = TokenGroups.from_packs(plan.validation)
         self.most_frequent = {text: self._most_frequent_share(objective) for text, objective in self.objectives.items()}
 
     def __call__(self, engine: Engine) -> dict[str, Any]:
         """Return `held_out`, a digest of the validation text, and `objectives`: loss, accuracy and most_frequent of each.
 
-        most_frequent is the accuracy of always predicting the most frequent label.
+        most_frequent is the accuracy of always predicting the most frequent label. If the validation text has several ranges of
+        positions or corpora, `by_position` and `by_corpus` are the losses of each (`TokenGroups`).
         """
         scores = {}
         for text, objective in self.objectives.items():
-            metrics = engine.evaluate(self.plan.validation, self.batches, objective)
+            metrics = engine.evaluate(self.plan.validation, self.batches, objective, self.groups)
             scores[text] = {"loss": metrics.loss, "accuracy": metrics.accuracy, "most_frequent": self.most_frequent[text]}
+            scores[text] |= self.groups.mean_losses(metrics.group_sums)
         return {"held_out": self.held_out, "objectives": scores}
 
     def _most_frequent_share(self, objective: Objective) -> float | None:

@@ -119,7 +119,8 @@ def draw_run(
 ) -> Any:
     """Return a matplotlib Figure of one run: training loss by phase and held-out losses above the learning rate.
 
-    `steps` and `validation_rows`: rows of metrics.jsonl and validation.jsonl; `start_progress`: see split_phases.
+    Losses by position in the last validation, if it has them, are in a third panel. `steps` and `validation_rows`: rows of
+    metrics.jsonl and validation.jsonl; `start_progress`: see split_phases.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -128,8 +129,13 @@ def draw_run(
     style = assign_styles([*(phase.objective for phase in phases), *validations])
     first, last = phases[0].start, phases[-1].end
 
-    figure = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
-    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    is_by_position = any("by_position" in result for row in validation_rows[-1:] for result in row["objectives"].values())
+    figure = Figure(figsize=(9, 7.6 if is_by_position else 5.4), dpi=150, layout="constrained")
+    loss, rate, *others = figure.subplots(2 + is_by_position, 1, height_ratios=(5, 1, 2)[: 2 + is_by_position])
+    rate.sharex(loss)
+    loss.tick_params(labelbottom=False)
+    for panel in others:
+        _draw_positions(panel, validation_rows[-1], style)
     labelled: set[str] = set()
     for phase in phases:
         colour, _ = style[phase.objective]
@@ -179,6 +185,19 @@ def draw_run(
     style_axes(loss, rate)
     loss.spines[["top"]].set_visible(True)
     return figure
+
+
+def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str]]) -> None:
+    """Draw the held-out losses by position in the document of one validation, a line per objective."""
+    for objective, result in validation["objectives"].items():
+        if losses := result.get("by_position"):
+            colour, marker = style.get(objective, (GREY, "o"))  # grey: without a loss over all positions
+            values = np.array(list(losses.values()), dtype=np.float64)
+            panel.plot(list(losses), values, **HELD_OUT, color=colour, marker=marker, markersize=4.5, linewidth=1.2)
+    panel.set_xlabel(f"position in the document, at step {validation['step']:,}")
+    panel.set_ylabel("held-out\nloss")
+    panel.margins(y=0.12)
+    style_axes(panel)
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:

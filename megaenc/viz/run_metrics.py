@@ -175,16 +175,24 @@ def _check_value(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
     return value
 
 
-def _check_objectives(value: Any) -> dict[str, dict[str, float | None]]:
-    """Return the checked loss, accuracy and most_frequent of each objective. Raises ValueError."""
+def _check_objectives(value: Any) -> dict[str, dict[str, Any]]:
+    """Return the checked loss, accuracy, most_frequent and, if present, by_position of each objective. Raises ValueError."""
     if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
         raise ValueError("an object of objects")
     if missing := [key for key in _OBJECTIVE_CHECKS for result in value.values() if key not in result]:
         raise ValueError(f"`{missing[0]}` for each objective")
+    if not all(isinstance(result.get("by_position", {}), dict) for result in value.values()):
+        raise ValueError("an object in each `by_position`")
     try:
         return {
             _check_value(name, _TEXT): {key: _check_value(result[key], kind) for key, kind in _OBJECTIVE_CHECKS.items()}
+            | {key: _check_losses(result[key]) for key in ("by_position",) if key in result}
             for name, result in value.items()
         }
     except ValueError as error:
         raise ValueError(f"of each objective's name and numbers {error}") from None
+
+
+def _check_losses(losses: dict[str, Any]) -> dict[str, float | None]:
+    """Return the checked losses by name. Raises ValueError."""
+    return {_check_value(name, _TEXT): _check_value(loss, _LOSS) for name, loss in losses.items()}

@@ -13,6 +13,7 @@ silence_libraries()
 SHAPE = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 LLAMA3 = dict(rope_type="llama3", rope_theta=2500.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=8192)
+YARN = dict(rope_type="yarn", rope_theta=2500.0, factor=4.0, original_max_position_embeddings=128)
 # What each family has that the others have not, tied and untied.
 MODELS = {
     "eurobert": dict(model_type="eurobert", mask_token_id=1),
@@ -21,7 +22,9 @@ MODELS = {
     "mistral": dict(model_type="mistral", sliding_window=None, head_dim=24),
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=32),
-    "qwen3 with biases": dict(model_type="qwen3", head_dim=16, attention_bias=True, tie_word_embeddings=True),
+    "qwen3 with biases and YaRN": dict(
+        model_type="qwen3", head_dim=16, attention_bias=True, tie_word_embeddings=True, rope_parameters=YARN
+    ),
     "modernbert": dict(model_type="modernbert", local_attention=32, tie_word_embeddings=True),
     "modernbert with norm biases": dict(
         model_type="modernbert", local_attention=20, layer_types=["sliding_attention"] * 2, norm_bias=True, decoder_bias=False,

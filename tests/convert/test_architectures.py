@@ -1,6 +1,7 @@
 """What config.json says of a model, read in both directions, and what it may not say."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ SLIDING_FIRST = [*SLIDING[::-1], *["sliding_attention"] * 3]
 YARN = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}
 LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 STRETCHED = dict(rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
+EXTENDED = dict(yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=32)
+QWEN3_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 MODERNBERT = dataclasses.replace(
     SMALL,
     num_layers=5,
@@ -49,10 +52,14 @@ MODERNBERT = dataclasses.replace(
 ALL_GLOBAL = dict(window_size=None, global_attn_every_n_layers=None, local_rotary_base=None)
 MODELS = {
     "eurobert": [SMALL, WITH_BIAS],
-    "llama": [SMALL, WITH_BIAS, dataclasses.replace(SMALL, **STRETCHED, kv_channels=16)],
+    "llama": [SMALL, WITH_BIAS, dataclasses.replace(SMALL, **STRETCHED, kv_channels=16), dataclasses.replace(SMALL, **EXTENDED)],
     "mistral": [SMALL, dataclasses.replace(SMALL, untie_embeddings_and_output_weights=False)],
     "qwen2": [WITH_BIAS, dataclasses.replace(WITH_BIAS, kv_channels=16, norm_epsilon=1e-6)],
-    "qwen3": [WITH_NORMS, dataclasses.replace(WITH_NORMS, add_qkv_bias=True, kv_channels=16, rotary_base=1e6)],
+    "qwen3": [
+        WITH_NORMS,
+        dataclasses.replace(WITH_NORMS, add_qkv_bias=True, kv_channels=16, rotary_base=1e6),
+        dataclasses.replace(WITH_NORMS, **EXTENDED, rotary_base=1e6),
+    ],
     "modernbert": [
         MODERNBERT,
         dataclasses.replace(MODERNBERT, **ALL_GLOBAL, norm_bias=True, output_layer_bias=False, activation="silu"),
@@ -125,6 +132,18 @@ def rope(**values):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | values}
 
 
+def test_yarn_as_it_is_on_the_hub():
+    """Qwen3's instructions for long texts, in the older fields; the original context is the model's if it is not given."""
+    values = written("qwen3", WITH_NORMS)
+    del values["rope_parameters"]
+    scaling = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1.0}
+    scaling["attention_factor"] = 0.1 * math.log(4) + 1
+    old = values | {"rope_theta": 1e6, "rope_scaling": scaling | {"original_max_position_embeddings": 32}}
+    assert read(old) == dataclasses.replace(WITH_NORMS, **EXTENDED, rotary_base=1e6)
+    inferred = read(values | {"rope_theta": 1e6, "rope_scaling": scaling})
+    assert inferred.yarn_original_max_position_embeddings == values["max_position_embeddings"] == 128
+
+
 def test_modernbert_as_it_is_on_the_hub():
     """Fields of older versions: mmBERT's, whose local layers have the same base as the global ones."""
     hub = {"model_type": "modernbert", "global_attn_every_n_layers": 3, "global_rope_theta": 160000, "local_rope_theta": 160000}
@@ -166,7 +185,11 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ("mistral", {"sliding_window": 64}, "set `max_position_embeddings` to 64 there to read no more tokens than the window"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "layer_types": SLIDING}, "`sliding_window`: found 64"),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "`layer_types`: found 'chunked_attention'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "`rope_type`: found 'yarn'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "`rope_type`: found 'dynamic'",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "found 0.5"),
         ("llama", {"quantization_config": {"bits": 4}}, "`quantization_config`: found {'bits': 4}, expected none"),
         ("llama", {"hidden_size": "wide"}, "'hidden_size' expected int, got str (value: 'wide')"),
@@ -176,6 +199,15 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ("llama", rope(rope_theta=float("inf")), "`rope_theta`: found inf, expected a number above 0"),
         ("llama", rope(**LLAMA3, factor=None), "`factor`: found None, expected a number above 0"),
         ("llama", rope(**LLAMA3, factor=0.5), "--rope-scaling-factor: found 0.5, expected 1 or more"),
+        ("llama", rope(**QWEN3_YARN | {"factor": 0.5}), "--yarn-rotary-scaling-factor: found 0.5, expected 1 or more"),
+        ("llama", rope(**QWEN3_YARN | {"factor": None}), "`factor`: found None, expected a number above 0"),
+        ("llama", rope(**QWEN3_YARN, beta_fast=16), "`beta_fast`: found 16, expected 32, the default of YaRN"),
+        ("llama", rope(**QWEN3_YARN, beta_slow=2.0), "`beta_slow`: found 2.0, expected 1, the default of YaRN"),
+        ("llama", rope(**QWEN3_YARN, mscale=1.0, mscale_all_dim=1.0), "`mscale_all_dim`: found 1.0, expected 0"),
+        ("llama", rope(**QWEN3_YARN, truncate=False), "`truncate`: found False, expected True, the default of YaRN"),
+        ("llama", rope(**QWEN3_YARN, attention_factor=1.0), "`attention_factor`: found 1.0, expected 1.13863, that of YaRN"),
+        ("qwen3", rope(**QWEN3_YARN | {"original_max_position_embeddings": 31.5}), "found 31.5, expected a whole number"),
+        ("qwen3", rope(**QWEN3_YARN | {"original_max_position_embeddings": 1 << 30}), "expected 1 to 1,048,576"),
         ("llama", {"rms_norm_eps": 0.0}, "`rms_norm_eps`: found 0.0, expected a number above 0"),
         ("llama", {"max_position_embeddings": 0}, "`max_position_embeddings`: found 0, expected a number above 0"),
         ("modernbert", {"attention_bias": True}, "`attention_bias`: found true, expected false"),
@@ -227,6 +259,7 @@ def test_positions_stretched_in_another_way_are_refused(name):
         ("qwen2", "bidirectional", dataclasses.replace(WITH_BIAS, window_size=8), "has no attention windows; no family here"),
         ("modernbert", "bidirectional", SMALL, "--as modernbert: has no RMSNorm; expected --as eurobert or llama or mistral"),
         ("modernbert", "causal", MODERNBERT, "--as modernbert: has no causal attention"),
+        ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, **EXTENDED), "has no rotary positions scaled by YaRN"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, kv_channels=16), "has no heads of another width than"),
         ("qwen3", "causal", SMALL, "has no queries and keys without norms; expected --as llama or mistral"),

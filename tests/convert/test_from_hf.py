@@ -356,7 +356,7 @@ def test_bad_input_is_one_line_and_leaves_no_folder(case, llama, tmp_path, refus
 
 
 def test_a_bias_that_training_has_not_is_refused(small_corpus, tmp_path, refusal):
-    model = hf_models.build("qwen3 with biases")
+    model = hf_models.build("qwen3 with biases and YaRN")
     torch.nn.init.ones_(model.model.layers[1].self_attn.o_proj.bias)
     folder = hf_models.write(model, tmp_path / "hf", small_corpus.tokenizer)
     line = refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "core"])

@@ -222,7 +222,7 @@ def test_converted_models_of_one_family_stay_in_it(small_corpus, tmp_path):
     """Biases, norms of queries and keys and a tied output layer, which the weights of a plain run lack."""
     cores = []
     for name in ("x", "y"):
-        model = hf_models.build("qwen3 with biases")
+        model = hf_models.build("qwen3 with biases and YaRN")
         with torch.no_grad():
             model.model.norm.weight += len(cores)
         hf = hf_models.write(model, tmp_path / f"hf-{name}", small_corpus.tokenizer)

@@ -20,7 +20,7 @@ ROPE = {"rope_type": "default", "rope_theta": 160000.0}
 def core(small_corpus, tmp_path_factory):
     """Llama, Qwen3 and ModernBERT, in bfloat16, that came in. By name: a run folder. Not to be changed."""
     folder, found = tmp_path_factory.mktemp("core"), {}
-    for name in ("llama with stretched positions", "qwen3 with biases", "modernbert"):
+    for name in ("llama with stretched positions", "qwen3 with biases and YaRN", "modernbert"):
         model = hf_models.build(name, vocab_size=410).bfloat16()
         hf = hf_models.write(model, folder / name / "hf", small_corpus.tokenizer)
         found[name.split()[0]] = folder / name / "core"

@@ -75,10 +75,13 @@ def damage(folder: Path) -> None:
     config = json.loads((folder / "hf/config.json").read_text())
     (folder / "hf-family/config.json").write_text(json.dumps(config | {"model_type": "t5"}))
     (folder / "hf-nomask/tokenizer.json").write_text("{")
-    for name in ("norun", "badrun", "nocheckpoint", "cut"):
+    for name in ("norun", "badrun", "nocheckpoint", "cut", "base"):
         shutil.copytree(folder / "run", folder / f"run-{name}")
     (folder / "run-norun/run.json").unlink()
     (folder / "run-badrun/run.json").write_text("[1]")
+    facts = json.loads((folder / "run/run.json").read_text())
+    facts["identity"]["rotary_base"] = 500.0
+    (folder / "run-base/run.json").write_text(json.dumps(facts))
     shutil.rmtree(folder / "run-nocheckpoint/checkpoints")
     for shard in (folder / "run-cut/checkpoints/iter_0000002").glob("*.distcp"):
         os.truncate(shard, 1001)

@@ -66,6 +66,9 @@ def test_parameters_are_those_of_the_built_model(name, untied):
     assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameter_count(vocab_size)
 
 
+YARN = {"yarn_rotary_scaling_factor": 2.0, "yarn_original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
     ("changes", "tensor_parallel", "complaint"),
     [
@@ -77,6 +80,12 @@ def test_parameters_are_those_of_the_built_model(name, untied):
         (dict(hidden_size=20), 1, "expected an even head width"),
         ({}, 4, "--num-query-groups: found 2, expected a multiple of --tensor-model-parallel-size 4"),
         (dict(rope_scaling_factor=32.0), 1, "--rope-scaling-factor: found 32.0, expected --use-rope-scaling with it"),
+        (dict(**YARN, use_rope_scaling=True), 1, "--use-rope-scaling: found True, expected only one of it and --yarn"),
+        (dict(YARN, yarn_rotary_scaling_factor=0.5), 1, "--yarn-rotary-scaling-factor: found 0.5, expected 1 or more"),
+        (dict(yarn_rotary_scaling_factor=2.0), 1, "--yarn-rotary-scaling-factor: found 2.0, expected --yarn-original-max-pos"),
+        (dict(yarn_original_max_position_embeddings=8), 1, "position-embeddings: found 8, expected --yarn-rotary-scaling-fac"),
+        (dict(YARN, yarn_original_max_position_embeddings=0), 1, "position-embeddings: found 0, expected 1 to 1,048,576"),
+        (dict(YARN, rotary_base=1.0), 1, "--rotary-base: found 1.0, expected more than 1 with --yarn-rotary-scaling-factor"),
         (dict(norm_bias=True), 1, "--norm-bias: found True, expected --normalization LayerNorm with it"),
         (dict(window_size=0), 1, "--window-size: found 0, expected 1 or more"),
         (dict(global_attn_every_n_layers=3), 1, "--global-attn-every-n-layers: found 3, expected --window-size with it"),

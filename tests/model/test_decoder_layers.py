@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from whole_models import core_to_hf, hf_to_core
 
 from megaenc import backend
@@ -18,6 +19,9 @@ SHAPE |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
 LLAMA3 = dict(rope_type="llama3", rope_theta=1000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=8192)
 
+YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=1024)
+EXTENDED = dict(rotary_base=1000.0, yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=1024)
+
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}, {}),
     "llama with stretched positions": (
@@ -28,6 +32,12 @@ FAMILIES = {
     ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}, dict(add_qkv_bias=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16), dict(qk_layernorm=True, kv_channels=16)),
+    "qwen3 with YaRN": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        dict(head_dim=16, rope_parameters=YARN, max_position_embeddings=4096),
+        dict(qk_layernorm=True, kv_channels=16, **EXTENDED),
+    ),
 }
 
 
@@ -83,6 +93,25 @@ def test_logits_and_gradients_are_those_of_transformers(pair, attention):
     for name, gradient in core_to_hf(gradients, encoder_model(encoder), 90).items():
         torch.testing.assert_close(gradient, names[name].grad, rtol=1e-4, atol=1e-4)
         assert names[name].grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "base", "factor", "context"),
+    [(128, 1e6, 4.0, 32768), (64, 5e5, 40.0, 4096), (16, 1e4, 2.0, 64), (32, 1e4, 1.0, 128), (32, 1e4, 8.5, 3)],
+)
+def test_angles_of_yarn_are_those_of_transformers(head_dim, base, factor, context, one_process):
+    from megaenc.model.encoder import build_encoder
+
+    rope = dict(rope_type="yarn", rope_theta=base, factor=factor, original_max_position_embeddings=context)
+    config = Qwen3Config(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=int(factor * context))
+    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
+    options = dict(yarn_rotary_scaling_factor=factor, yarn_original_max_position_embeddings=context)
+    model = dataclasses.replace(SMALL, kv_channels=head_dim, rotary_base=base, **options)
+    encoder = build_encoder(model, 90, 512, backend.ParallelConfig(), torch.float32, seed=0)
+    expected = torch.arange(512)[:, None] * frequencies
+    torch.testing.assert_close(encoder.angles[:, 0, 0], torch.cat([expected, expected], 1), rtol=1e-6, atol=1e-6)
+    assert encoder.rotation_scale == pytest.approx(scale, rel=1e-6)
+    assert (factor == 1) == (scale == 1)
 
 
 def encoder_model(encoder):

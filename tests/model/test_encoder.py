@@ -127,6 +127,11 @@ def test_rotary_positions_of_local_layers_have_their_own_base():
     assert torch.equal(same, forward(build(shape=shape), tokens, Attention.BIDIRECTIONAL)[:, :100])
     assert not torch.allclose(same, other, atol=1e-5) and not torch.allclose(all_other, other, atol=1e-5)
 
+    changed = build(shape=replace(shape, local_rotary_base=1e4))
+    changed.set_rotary_base(50.0)
+    expected = forward(build(shape=replace(shape, rotary_base=50.0, local_rotary_base=1e4)), tokens, Attention.BIDIRECTIONAL)
+    assert torch.equal(forward(changed, tokens, Attention.BIDIRECTIONAL), expected)
+
 
 @pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("attention", Attention)

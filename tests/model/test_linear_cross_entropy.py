@@ -48,6 +48,17 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, monkeypat
     assert (here[1].grad[VOCABULARY:] == 0).all()
 
 
+def test_losses_of_single_tokens(work):
+    hidden, weight, labels = work
+    with torch.no_grad():
+        losses, correct = loss_of(hidden, weight, labels, chunk_size=PADDED * 7, per_token=True)
+        total, also_correct = loss_of(hidden, weight, labels, chunk_size=PADDED * 7)
+    torch.testing.assert_close(losses, F.cross_entropy(hidden @ weight[:VOCABULARY].T, labels, reduction="none"))
+    assert (losses.sum(), correct) == (total, also_correct)
+    with pytest.raises(ValueError, match="per_token: found gradients enabled"):
+        loss_of(hidden, weight, labels, per_token=True)
+
+
 @pytest.mark.parametrize("at_once", [PADDED * 7, PADDED * ROWS])
 def test_a_bias_is_part_of_the_logits(work, at_once):
     *weights, labels = work

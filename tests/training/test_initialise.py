@@ -1,5 +1,6 @@
 """A run that begins with the weights of another, and with nothing else of it."""
 
+import itertools
 import json
 import shutil
 
@@ -9,11 +10,16 @@ import torch
 import yaml
 
 from megaenc.training.command import main
+from megaenc.training.plan import PHASE_IDENTITY
 
 PARENT = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--objective-schedule", "clm"]
 # As the study continues pretraining: other steps, no warm-up, constant, then decay. Another batch, rate and objective too.
 CONTINUED = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "6", "--objective-schedule", "mlm", "--lr-warmup-iters", "0"]
 CONTINUED += ["--lr-wsd-decay-iters", "2", "--global-batch-size", "4", "--lr", "1e-3"]
+
+
+LONGER = ["--no-bf16", "--seq-length", "128"]
+YARN = ["--yarn-rotary-scaling-factor", "2", "--yarn-original-max-position-embeddings", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +32,14 @@ def parent(small_corpus, tmp_path_factory):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("precision", ["--no-bf16", "--bf16"])
-def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "change", [["--no-bf16"], ["--bf16"], [*LONGER, "--rotary-base", "40000"], [*LONGER, *YARN]], ids=lambda change: change[-2:]
+)
+def test_it_is_a_new_run_given_those_weights(change, small_corpus, parent, tmp_path, monkeypatch, capsys):
+    """Also with packs twice as long and rotary positions for them."""
     from megaenc.training import engine
 
-    flags = [*small_corpus.flags, *CONTINUED, precision]
+    flags = [*small_corpus.flags, *CONTINUED, *change]
     main([*flags, "--init-from", str(parent), "--save", str(tmp_path / "run")])
     assert f"from the weights of {parent} at step 12 with a new optimizer" in capsys.readouterr().out
 
@@ -184,7 +193,6 @@ def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(
     ("change", "words"),
     [
         (["--num-layers", "4"], "num_layers is 2 there, 4 here; its weights fit no other value"),
-        (["--rotary-base", "5000"], "rotary_base is 10000.0 there, 5000.0 here"),
         (["--init-at", "7"], "--init-at 7: "),
         (["--skip-samples", "parent", "--seed", "2"], "seed is 1 there, 2 here; its samples are numbered differently"),
         (["--skip-samples", "parent", "--seq-length", "32"], "seq_length is 64 there, 32 here"),
@@ -196,6 +204,62 @@ def test_what_does_not_fit_is_named_in_one_line(change, words, small_corpus, par
     line = refusal(main, [*small_corpus.flags, *CONTINUED, "--init-from", parent, "--save", tmp_path / "run", *change])
     assert words in line, line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.multiprocess
+def test_other_rotary_positions_must_be_given(small_corpus, parent, tmp_path, refusal, capfd):
+    """On the command line or in a file; those of defaults and presets would change a model silently."""
+    facts, config = json.loads((parent / "run.json").read_text()), yaml.safe_load((parent / "config.yaml").read_text())
+    changes = {"rotary_base": 500.0, "use_rope_scaling": True, "rope_scaling_factor": 32.0}
+    run = shutil.copytree(parent, tmp_path / "parent")
+    (run / "run.json").write_text(json.dumps(facts | {"identity": facts["identity"] | changes}))
+    (run / "config.yaml").write_text(yaml.safe_dump(config | changes | {"pipeline_model_parallel_size": 1}))
+    (tmp_path / "base.yaml").write_text("config: parent/config.yaml\nrotary-base: 10000")
+    (tmp_path / "preset.yaml").write_text("config: base.yaml\nmodel: tiny")
+    flags = [*small_corpus.flags, *CONTINUED, "--init-from", str(run), "--save", str(tmp_path / "new"), "--dry-run"]
+    base, scaling = ["--rotary-base", "500"], ["--use-rope-scaling", "--rope-scaling-factor", "32"]
+    asked = "; expected --rotary-base 500.0, or the new value given with --rotary-base"
+    for given, words in (
+        (scaling, f"--init-from {run}: rotary_base is 500.0 there, 10000.0 here{asked}"),
+        ([*scaling, "--config", tmp_path / "preset.yaml"], asked),
+        ([*scaling, "--config", tmp_path / "base.yaml", "--model", "tiny"], asked),
+        (base, "use_rope_scaling is True there, False here; expected --use-rope-scaling, or the new value given"),
+        ([*base, "--use-rope-scaling"], "rope_scaling_factor is 32.0 there, 8.0 here; expected --rope-scaling-factor 32.0"),
+        ([*base, *scaling, "--kv-channels", "32"], "kv_channels is not given there, 32 here; its weights fit no other value"),
+    ):
+        assert words in refusal(main, [*flags, *given]), given
+    for given in (
+        [*base, *scaling],
+        ["--rotary_base=10000", "--no-use-rope-scaling", "--rope-scaling-factor", "8"],
+        ["--config", tmp_path / "parent" / "config.yaml"],
+        ["--config", tmp_path / "base.yaml"],
+        ["--config", tmp_path / "parent" / "config.yaml", "--rotary-base", "9000"],
+    ):
+        main([str(flag) for flag in [*flags, *given]])
+        assert f"from the weights of {run} at step 12" in capfd.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.multiprocess
+def test_rotary_bases_of_phases(small_corpus, parent, tmp_path, refusal, capfd):
+    """The first phase may give another one; a parent whose phases have changed it has another one than its config.yaml."""
+    facts, config = json.loads((parent / "run.json").read_text()), yaml.safe_load((parent / "config.yaml").read_text())
+    phase = {name: facts["identity"].get(name) for name in PHASE_IDENTITY} | {"last_step": 8}
+    phases = {"phases": [phase, phase | {"rotary_base": 500.0, "last_step": 12}], "rotary_base": 500.0}
+    run = shutil.copytree(parent, tmp_path / "parent")
+    (run / "run.json").write_text(json.dumps(facts | {"identity": facts["identity"] | phases}))
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"pipeline_model_parallel_size": 1}))
+    flags = [*small_corpus.flags, *CONTINUED, "--init-from", str(run), "--save", str(tmp_path / "new"), "--dry-run"]
+    kept = [*flags, "--config", str(run / "config.yaml")]
+    assert "rotary_base is 500.0 there, 10000.0 here; expected --rotary-base 500.0" in refusal(main, kept)
+    replaced = {"--train-iters", "--objective-schedule"}  # by phases
+    free = [word for before, word in itertools.pairwise(["", *flags]) if not replaced & {before, word}]
+    for given in (
+        [*kept, "--init-at", "8"],
+        [*kept, "--rotary-base", "10000"],
+        [*free, "--phases", "{objective: mlm, train_iters: 6, rotary_base: 10000}"],
+    ):
+        main(given)
+        assert f"from the weights of {run} at step" in capfd.readouterr().out.replace("\n", "")
 
 
 def test_a_parent_that_is_missing_in_the_flags_is_one_line(small_corpus, refusal):

@@ -1,8 +1,14 @@
 """Validation: the same questions in every run, so that the curves of any two can be laid over each other."""
 
+from collections import defaultdict
+
+import numpy as np
 import pytest
 import runs
+import torch
+import torch.nn.functional as F
 
+from megaenc.counter_rng import SampleRandomness
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
 from megaenc.training.config import parse_config
@@ -59,3 +65,98 @@ def test_runs_that_share_nothing_but_the_data_are_asked_the_same(small_corpus, t
     assert len({row["held_out"] for row in (*before, *after)}) == 1  # the same text, and it says so
     for row in (*before, *after):
         assert row.keys() >= {"step", "tokens", "predicted_tokens", "flops"}  # what curves can be laid over each other by
+
+
+@pytest.fixture(scope="module")
+def two_corpora(small_corpus, tmp_path_factory):
+    """Flags of a run on the small corpus and another one, in packs of two ranges of positions."""
+    from megaenc.data.preprocess import command as preprocess
+
+    folder = tmp_path_factory.mktemp("two")
+    text, other = runs.write_text(folder / "other.jsonl", documents=100, seed=1), folder / "other"
+    tokenizer = ["--tokenizer", str(small_corpus.tokenizer)]
+    preprocess.main(["--input", str(text), "--output-prefix", str(other), *tokenizer, "--append-eod"])
+    data = ["--data-path", "0.6", str(small_corpus.prefix), "0.4", f"{other}_text_document", *tokenizer, "--split", "60,40,0"]
+    return [*data, *runs.SHORT_RUN, "--no-bf16", "--seq-length", "192", "--eval-iters", "2"]
+
+
+def by_single_tokens(encoder, packs, samples, objective, prefixes, first):
+    """By group [summed loss, tokens], from the logits of one pack after the other; `first`: length of the first range."""
+    from megaenc.training.micro_batches import build_micro_batch
+
+    sums = defaultdict(lambda: np.zeros(2))
+    for sample in range(samples):
+        pack = packs[sample]
+        batch = build_micro_batch(packs, [sample], objective, 0, torch.device("cpu"))
+        with torch.no_grad():
+            logits = encoder(batch.tokens, batch.positions, batch.packing, batch.predict_at)[:, : objective.vocabulary.size]
+        losses = F.cross_entropy(logits, batch.labels, reduction="none").tolist()
+        targets = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch))
+        for loss, at in zip(losses, targets.predict_at.tolist(), strict=True):
+            token = at + objective.shift
+            assert pack.tokens[token] == targets.labels[targets.predict_at.tolist().index(at)]
+            position = token - max(edge for edge in pack.edges.tolist() if edge <= token)
+            low, high = 0, first - 1
+            while position > high:
+                low, high = high + 1, 2 * high + 1
+            for group in ("all", f"{low}-{high}", prefixes[packs.corpus_of_sample(sample)]):
+                sums[group] += loss, 1
+    return sums
+
+
+@pytest.mark.parametrize("first", [128, 16])
+def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(first, two_corpora, one_process, monkeypatch):
+    from megaenc.training import micro_batches
+    from megaenc.training.engine import Engine
+    from megaenc.training.trainer import Validator
+
+    monkeypatch.setattr(micro_batches, "FIRST_RANGE", first)
+    plan = build_plan(parse_config([*two_corpora, "--objective-schedule", "mntp"], "test"))
+    engine, validator = Engine(plan, one_process), Validator(plan)
+    result = validator(engine)["objectives"]
+    [encoder] = [chunk.module for chunk in engine.chunks]
+    prefixes = [corpus.prefix for corpus in plan.data.corpora]
+    assert list(result) == ["clm", "mlm", "mntp"]
+    for text, objective in validator.objectives.items():
+        sums = by_single_tokens(encoder, plan.validation, validator.batches * 8, objective, prefixes, first)
+        expected = {group: loss / count for group, (loss, count) in sums.items()}
+        assert result[text]["loss"] == pytest.approx(expected.pop("all"), rel=1e-6)
+        actual = result[text]["by_position"] | result[text]["by_corpus"]
+        assert actual == pytest.approx(expected, rel=1e-6)
+        assert list(result[text]["by_corpus"]) == prefixes
+        ranges = ["0-127", "128-255"] if first == 128 else ["0-15", "16-31", "32-63", "64-127", "128-255"]
+        assert list(result[text]["by_position"]) == ranges
+        for kind in ("by_position", "by_corpus"):
+            total = sum(loss * sums[group][1] for group, loss in result[text][kind].items())
+            assert total / sums["all"][1] == pytest.approx(result[text]["loss"], rel=1e-6)
+
+
+def test_one_range_and_one_corpus_are_not_told_apart(small_corpus, one_process):
+    """Losses by group would repeat the loss; a corpus without held-out tokens in the packs is no group either."""
+    from megaenc.training.engine import Engine
+    from megaenc.training.micro_batches import TokenGroups
+    from megaenc.training.trainer import Validator
+
+    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN], "test"))
+    result = Validator(plan)(Engine(plan, one_process))["objectives"]
+    assert all(scores.keys() == {"loss", "accuracy", "most_frequent"} for scores in result.values())
+    groups = TokenGroups((0, 128, 256), ("a", "b"))
+    sums = np.array([[6.0, 8.0, 0.0, 14.0, 0.0], [2, 4, 0, 6, 0]])
+    assert groups.mean_losses(sums) == {"by_position": {"0-127": 3.0, "128-255": 2.0}}
+
+
+@pytest.mark.multiprocess
+def test_losses_by_group_are_the_same_in_every_layout(two_corpora, tmp_path):
+    tensor, pipeline = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
+    layouts = {"one": (1, []), "TP2 SP": (2, [*tensor, "--sequence-parallel"]), "PP2": (2, pipeline), "DP2": (2, [])}
+    layouts |= {"TP2 PP2": (4, [*tensor, *pipeline])}
+    short = [*two_corpora, "--train-iters", "2", "--lr-warmup-iters", "0", "--lr-wsd-decay-iters", "0"]
+    jobs = [runs.Job(tmp_path / name, [*short, *flags], processes) for name, (processes, flags) in layouts.items()]
+    runs.in_turn(jobs, tmp_path)
+    reference = runs.validations(tmp_path / "one")[-1]["objectives"]
+    for name in layouts:
+        result = runs.validations(tmp_path / name)[-1]["objectives"]
+        for objective in ("clm", "mlm"):
+            for kind in ("by_position", "by_corpus"):
+                assert len(reference[objective][kind]) == 2
+                assert result[objective][kind] == pytest.approx(reference[objective][kind], rel=1e-4), name

@@ -60,6 +60,19 @@ def test_a_run_against_what_it_cost(tmp_path, against, label, ends):
     np.testing.assert_allclose(rate.get_lines()[0].get_xdata()[[0, -1]], [ends[0] / 10, ends[1]])
 
 
+def test_losses_by_position_have_a_panel_of_their_own(tmp_path):
+    run = write_run(tmp_path / "run")
+    rows = read_validations(run)
+    rows[-1]["objectives"]["clm"]["by_position"] = {"0-127": 5.0, "128-255": 4.5, "256-511": None}
+    write_rows(run / "validation.jsonl", rows)
+    loss, rate, positions = plot.draw_run(read_steps(run), read_validations(run), "a run").axes
+    assert loss.get_xlim() == rate.get_xlim() == (0, 40)
+    [line] = positions.get_lines()
+    np.testing.assert_array_equal(line.get_ydata(), [5.0, 4.5, np.nan])
+    assert [label.get_text() for label in positions.get_xticklabels()] == ["0-127", "128-255", "256-511"]
+    assert line.get_color() == loss.get_lines()[0].get_color() and "step 40" in positions.get_xlabel()
+
+
 def test_a_run_without_the_field_is_one_line(tmp_path, refusal):
     run = write_run(tmp_path / "run")
     rows = [{name: value for name, value in row.items() if name != "flops"} for row in read_validations(run)]

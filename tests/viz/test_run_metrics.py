@@ -55,6 +55,10 @@ DAMAGED = [
         for value in ("[]", "null", '"mlm"', '{"mlm": 3}')
     ),
     changed(VALIDATION, '"most_frequent": 0.05', '"most_frequent": "x"'),
+    *(
+        changed(VALIDATION, '"most_frequent": 0.05', f'"most_frequent": 0.05, "by_position": {value}')
+        for value in ("[]", "null", "3", '{"0-127": "x"}', '{"0-127": [1]}', r'{"\u001b": 1}')
+    ),
     changed(VALIDATION, '"mlm": {', r'"\u001b[31m": {'),
     changed(VALIDATION, '"held_out": "0a1b"', '"held_out": []'),
     changed(VALIDATION, '"loss": 8.0, ', ""),

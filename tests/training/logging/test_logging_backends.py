@@ -12,7 +12,7 @@ from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.config_groups import MonitoringConfig
-from megaenc.training.logging.backends import BackgroundLogger, TensorBoardLogger, WandbLogger
+from megaenc.training.logging.backends import BackgroundLogger, TensorBoardLogger, WandbLogger, flatten_row
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,16 @@ def test_wandb_goes_on_in_one_run_and_the_later_row_is_that_of_the_folder(shown_
     assert [row["step"] for row in before if "train/loss" in row] == list(range(1, 13))
     assert [row["step"] for row in after if "train/loss" in row] == list(range(11, 21))
     assert wandb_shows([*before, *after]) == numbers(shown_run)
+
+
+def test_nested_numbers_have_flat_names():
+    scores = {"loss": 2.0, "by_position": {"0-127": 3.0, "128-255": float("nan")}, "by_corpus": {"data/web": 1.5}}
+    assert flatten_row({"step": 5, "tokens": 7, "objectives": {"mlm": scores}}, "validation") == {
+        "validation/tokens": 7,
+        "validation/mlm/loss": 2.0,
+        "validation/mlm/by_position/0-127": 3.0,
+        "validation/mlm/by_corpus/data/web": 1.5,
+    }
 
 
 def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, capfd):
