@@ -1,7 +1,7 @@
 """Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
-EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike; ModernBERT has
-its own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`).
+EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike; ModernBERT and
+its decoder have their own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`).
 """
 
 from dataclasses import dataclass
@@ -56,10 +56,15 @@ class ModelFamily:
         """Return the family as which models of this one are exported: `export_as` if it is set, else this family."""
         return FAMILIES[self.export_as or self.model_type]
 
+    @property
+    def has_modernbert_layers(self) -> bool:
+        """Return whether the family has ModernBERT's layers instead of Llama's."""
+        return self.model_type in (modernbert.MODEL_TYPE, modernbert.DECODER_TYPE)
+
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
         """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
-        if self.model_type == modernbert.MODEL_TYPE:
-            return modernbert.unsupported_feature(model, attention)
+        if self.has_modernbert_layers:
+            return modernbert.unsupported_feature(model, attention, is_encoder=self.is_encoder)
         if attention not in ((Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)):
             return f"{attention} attention"
         if model.qk_layernorm != self.qk_norms:
@@ -86,6 +91,7 @@ FAMILIES = {
         ModelFamily("qwen2", "Qwen2ForCausalLM", "always"),
         ModelFamily("qwen3", "Qwen3ForCausalLM", "optional", qk_norms=True),
         ModelFamily(modernbert.MODEL_TYPE, "ModernBertForMaskedLM", "never", is_encoder=True),
+        ModelFamily(modernbert.DECODER_TYPE, "ModernBertDecoderForCausalLM", "never"),
         # The study's released models: EuroBERT's weights under another name, with custom code that is never run.
         ModelFamily("sl_model", "", "optional", is_encoder=True, export_as="eurobert"),
     )
@@ -123,8 +129,8 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
-    if family.model_type == modernbert.MODEL_TYPE:
-        return _check_shape(modernbert.to_model_config(config, file), file)
+    if family.has_modernbert_layers:
+        return _check_shape(modernbert.to_model_config(config, file, is_encoder=family.is_encoder), file)
     _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
@@ -230,8 +236,8 @@ def build_export_config(
             f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
         )
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if family.model_type == modernbert.MODEL_TYPE:
-        values = modernbert.export_fields(model, tokenizer)
+    if family.has_modernbert_layers:
+        values = modernbert.export_fields(model, tokenizer, is_encoder=family.is_encoder)
     else:
         values = _llama_fields(family, model)
     values |= dict(
@@ -248,6 +254,8 @@ def build_export_config(
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
         values["is_causal"] = False
+    if family.model_type == modernbert.DECODER_TYPE:  # its class refuses null there
+        values |= {name: values["pad_token_id"] for name in modernbert.DECODER_IDS if values[name] is None}
     return CONFIG_MAPPING[family.export_family.model_type](**values)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaenc.convert.modernbert import DECODER_TYPE
 from megaenc.model.config import ModelConfig
 
 
@@ -108,36 +109,54 @@ _MODERNBERT_NORMS = {
     "prediction_head.norm": "head.norm",
 }
 _MODERNBERT_DENSE = ParamMapping("prediction_head.dense.weight", ("head.dense.weight",))
-_MODERNBERT_HEAD_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
-VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _MODERNBERT_HEAD_BIAS.core)
+_HEAD_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
+# Its decoder has separate queries, keys and values, and another name for the prediction head.
+_DECODER_QKV = QKVMapping(
+    "decoder.layers.{}.self_attention.linear_qkv.weight",
+    tuple(f"model.layers.{{}}.attn.{name}_proj.weight" for name in "qkv"),
+)
+VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _HEAD_BIAS.core)
 
 
-def _has_modernbert_names(model: ModelConfig) -> bool:
-    """Return whether `model` has ModernBERT's layers, and so its weight names in exports; other families have Llama's."""
-    return model.embedding_norm
+def _modernbert_mappings(model: ModelConfig, is_decoder: bool) -> Iterator[ParamMapping]:
+    """Yield the mappings of a model with the names of ModernBERT or its decoder."""
+    yield _MODERNBERT_EMBEDDING
+    qkv, *others = _MODERNBERT_LAYER
+    yield from (_DECODER_QKV if is_decoder else qkv, *others)
+    for core, hf in _MODERNBERT_NORMS.items():
+        for kind in ("weight", "bias") if model.norm_bias else ("weight",):
+            yield ParamMapping(f"{core}.{kind}", (f"{_head_name(hf, is_decoder)}.{kind}",))
+    yield ParamMapping(_MODERNBERT_DENSE.core, tuple(_head_name(name, is_decoder) for name in _MODERNBERT_DENSE.hf))
+    yield _MODERNBERT_HEAD
+    if model.output_layer_bias:
+        yield _HEAD_BIAS
 
 
-def vocabulary_names(model: ModelConfig) -> tuple[str, str]:
-    """Return the Hugging Face names of the embedding and of the output layer's matrix."""
-    mappings = (_MODERNBERT_EMBEDDING, _MODERNBERT_HEAD) if _has_modernbert_names(model) else (_EMBEDDING, _HEAD)
-    embedding, head = (mapping.hf[0] for mapping in mappings)
-    return embedding, head
+def _head_name(name: str, is_decoder: bool) -> str:
+    """Return ModernBERT's `name`, for its decoder with `lm_head` instead of `head`."""
+    return f"lm_{name}" if is_decoder and name.startswith("head.") else name
 
 
-def _model_mappings(model: ModelConfig) -> tuple[ParamMapping, ...]:
+def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMapping, ...]:
     """Return the mappings of `model`'s weights, with `{}` in the names of layers; with the output layer's matrix."""
-    if not _has_modernbert_names(model):
-        layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
-        return (_EMBEDDING, *layer, _NORM, _HEAD)
-    kinds = ("weight", "bias") if model.norm_bias else ("weight",)
-    norms = (ParamMapping(f"{core}.{kind}", (f"{hf}.{kind}",)) for core, hf in _MODERNBERT_NORMS.items() for kind in kinds)
-    bias = (_MODERNBERT_HEAD_BIAS,) if model.output_layer_bias else ()
-    return (_MODERNBERT_EMBEDDING, *_MODERNBERT_LAYER, *norms, _MODERNBERT_DENSE, _MODERNBERT_HEAD, *bias)
+    if model.embedding_norm:
+        return tuple(_modernbert_mappings(model, is_decoder=family == DECODER_TYPE))
+    layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
+    return (_EMBEDDING, *layer, _NORM, _HEAD)
 
 
-def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
-    """Yield (mapping, megatron-core name, Hugging Face names) of each weight of `model`; a tied output layer is omitted."""
-    for mapping in _model_mappings(model):
+def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
+    """Return the Hugging Face names, in `family`, of the embedding and of the output layer's matrix."""
+    names = {mapping.core: mapping.hf[0] for mapping in _model_mappings(model, family) if mapping.core in VOCABULARY_ROWS}
+    return names[_EMBEDDING.core], names[_HEAD.core]
+
+
+def iter_mappings(model: ModelConfig, family: str | None = None) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
+    """Yield (mapping, megatron-core name, Hugging Face names) of each weight of `model`; a tied output layer is omitted.
+
+    `family`: the model type whose names they are; by default one that has all weights of the model.
+    """
+    for mapping in _model_mappings(model, family):
         if mapping.core == _HEAD.core and not model.untie_embeddings_and_output_weights:
             continue
         for number in range(model.num_layers) if "{}" in mapping.core else (0,):
@@ -146,8 +165,13 @@ def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple
             yield mapping, mapping.core.format(number), tuple(name.format(number) for name in mapping.hf)
 
 
-def iter_hf_tensors(parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) of each weight in megatron-core's `parameters`, without vocabulary padding."""
-    for mapping, core, names in iter_mappings(model):
+def iter_hf_tensors(
+    parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int, family: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor) of each weight in megatron-core's `parameters`, without vocabulary padding.
+
+    `family`: see `iter_mappings`.
+    """
+    for mapping, core, names in iter_mappings(model, family):
         tensor = parameters[core][:vocab_size] if core in VOCABULARY_ROWS else parameters[core]
         yield from zip(names, mapping.to_hf(tensor, model), strict=True)

@@ -199,4 +199,5 @@ class Exporter:
         """Yield name and tensor of each weight of the export."""
         run, like = self.run, next(iter(parameters.values()))
         biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
-        return itertools.chain(iter_hf_tensors(parameters, run.model, run.vocab_size), biases)
+        tensors = iter_hf_tensors(parameters, run.model, run.vocab_size, self.family.model_type)
+        return itertools.chain(tensors, biases)

@@ -91,7 +91,7 @@ def verify_export(
     from megaenc.backend.device import detect_backend
 
     model, architecture = _load_export(folder)
-    _check_windows(model.config, windows)
+    _check_windows(model.config, windows, attention)
     _check_weights(model, digests)
     model = model.eval().requires_grad_(False).to(detect_backend().device)
     largest = max(float(rows.abs().max()) for rows in (*expected.documents, expected.variants))
@@ -137,14 +137,16 @@ def _load_export(folder: Path) -> tuple[Any, str]:
     return model, architecture
 
 
-def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
+def _check_windows(config: Any, windows: Sequence[int | None], attention: Attention) -> None:
     """Raise an error if the layers in the config have other windows than `windows`, which probe texts might not reveal."""
+    own = 1 if attention == Attention.CAUSAL else 0  # transformers' causal windows count the token itself
     kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(windows)  # without a list, a window is that of all layers
     for number, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):  # the weights tell the number of layers
         window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
         expected_kind = _GLOBAL if expected is None else _LOCAL
-        if window != expected:
-            name, actual, right = "sliding_window", window or "none", expected or "none"
+        right = "none" if expected is None else expected + own
+        if (window or "none") != right:
+            name, actual = "sliding_window", window or "none"
         elif kind != expected_kind and getattr(config, "layer_types", None):
             name, actual, right = "layer_types", kind, expected_kind
         else:

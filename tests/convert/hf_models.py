@@ -28,7 +28,11 @@ MODELS = {
         rope_parameters={kind: dict(rope_type="default", rope_theta=500.0) for kind in ("full_attention", "sliding_attention")},
         hidden_activation="silu", classifier_activation="silu", tie_word_embeddings=False,
     ),
+    "modernbert-decoder": dict(
+        model_type="modernbert-decoder", local_attention=34, cls_token_id=0, sep_token_id=0, tie_word_embeddings=True
+    ),
 }  # fmt: skip
+ONLY_CAUSAL = ("modernbert-decoder",)
 ENCODERS = ("eurobert", "modernbert")
 
 

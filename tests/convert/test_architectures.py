@@ -61,6 +61,7 @@ MODELS = {
         dataclasses.replace(MODERNBERT, untie_embeddings_and_output_weights=True, norm_epsilon=1e-6),
     ],
 }
+MODELS["modernbert-decoder"] = MODELS["modernbert"]
 
 
 class Tokenizer:
@@ -70,8 +71,9 @@ class Tokenizer:
     cls_token_id = sep_token_id = None
 
 
-def written(name, model, attention=Attention.BIDIRECTIONAL):
-    """config.json of `model` as the family `name`, as a dict."""
+def written(name, model, attention=None):
+    """config.json of `model` as the family `name`, as a dict; bidirectional if the family can be."""
+    attention = attention or (Attention.CAUSAL if name == "modernbert-decoder" else Attention.BIDIRECTIONAL)
     ids = dict(vocab_size=90, context=128, tokenizer=Tokenizer, dtype=torch.float32)
     return build_export_config(FAMILIES[name], attention, model, **ids).to_dict()
 
@@ -93,6 +95,9 @@ def test_what_is_written_is_read_again(name):
 def test_a_decoder_says_that_it_is_bidirectional():
     for name, [model, *_] in MODELS.items():
         values, family = written(name, model), FAMILIES[name]
+        if name == "modernbert-decoder":  # transformers' class is only causal
+            assert native_attention(parse_hf_config(values, ""), family) == Attention.CAUSAL and "is_causal" not in values
+            continue
         assert native_attention(parse_hf_config(values, ""), family) == Attention.BIDIRECTIONAL
         if family.is_encoder:
             assert (values["mask_token_id"], values["classifier_pooling"]) == (3, "mean")
@@ -133,6 +138,18 @@ def test_modernbert_as_it_is_on_the_hub():
     base = get_preset("modernbert-base")
     assert read(hub) == dataclasses.replace(base, local_rotary_base=None)
     assert read(hub | {"local_rope_theta": 10000.0}) == base
+
+
+def test_an_ettin_decoder_as_it_is_on_the_hub():
+    """`sliding_window`, which counts the token itself, without `local_attention`, or beside it, where it is what counts."""
+    hub = {"model_type": "modernbert-decoder", "global_attn_every_n_layers": 3, "sliding_window": 64, "is_causal": True}
+    hub |= {"global_rope_theta": 160000.0, "local_rope_theta": 160000.0, "num_hidden_layers": 22, "causal_mask": True}
+    base = dataclasses.replace(get_preset("modernbert-base"), window_size=63)
+    assert read(hub) == dataclasses.replace(base, local_rotary_base=None)
+    assert read(hub | {"local_rope_theta": 10000.0}) == base
+    assert read(hub | {"local_attention": 30}) == dataclasses.replace(base, local_rotary_base=None)
+    del hub["sliding_window"]
+    assert read(hub | {"local_attention": 30}).window_size == 14
 
 
 def test_a_window_that_no_layer_has_is_none():
@@ -195,6 +212,15 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ),
         ("modernbert", {"layer_types": SLIDING_FIRST}, "`layer_types`: found full_attention in layers [1], expected 0, n"),
         ("modernbert", {"rope_parameters": YARN}, "`rope_type` of sliding_attention: found 'yarn', expected default"),
+        ("modernbert-decoder", {"attention_bias": True}, "`attention_bias`: found true, expected false"),
+        ("modernbert-decoder", {"is_causal": False}, "`is_causal`: found false, expected true: transformers' modernbert-decoder"),
+        ("modernbert-decoder", {"sliding_window": 1}, "`sliding_window` (or half of `local_attention`): found 1, expected 2 or"),
+        ("modernbert-decoder", {"sliding_window": None}, "`sliding_window` (or half of `local_attention`): found None, expected"),
+        (
+            "modernbert-decoder",
+            {"layer_types": SLIDING_FIRST},
+            "`layer_types`: found full_attention in layers [1], expected 0, n",
+        ),
         ("modernbert", {"norm_eps": 0.0}, "`norm_eps`: found 0.0, expected a number above 0"),
         ("modernbert", {"num_attention_heads": 3}, "--hidden-size: found 32, expected a multiple of --num-attention-heads 3"),
         ("llama", {"num_key_value_heads": 3}, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
@@ -222,11 +248,13 @@ def test_positions_stretched_in_another_way_are_refused(name):
         ("eurobert", "causal", SMALL, "--as eurobert: has no causal attention; expected --as llama or mistral"),
         ("mistral", "causal", WITH_BIAS, "has no biases of queries, keys and values; expected --as llama or qwen2"),
         ("qwen2", "causal", SMALL, "has no queries, keys and values without biases; expected --as llama or mistral"),
-        ("llama", "causal", MODERNBERT, "--as llama: has no LayerNorm; no family here has all layers of this model"),
+        ("llama", "causal", MODERNBERT, "--as llama: has no LayerNorm; expected --as modernbert-decoder"),
         ("eurobert", "bidirectional", MODERNBERT, "--as eurobert: has no LayerNorm; expected --as modernbert"),
         ("qwen2", "bidirectional", dataclasses.replace(WITH_BIAS, window_size=8), "has no attention windows; no family here"),
         ("modernbert", "bidirectional", SMALL, "--as modernbert: has no RMSNorm; expected --as eurobert or llama or mistral"),
-        ("modernbert", "causal", MODERNBERT, "--as modernbert: has no causal attention"),
+        ("modernbert", "causal", MODERNBERT, "--as modernbert: has no causal attention; expected --as modernbert-decoder"),
+        ("modernbert-decoder", "bidirectional", MODERNBERT, "has no bidirectional attention; expected --as modernbert"),
+        ("modernbert-decoder", "causal", SMALL, "--as modernbert-decoder: has no RMSNorm; expected --as llama or mistral"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, kv_channels=16), "has no heads of another width than"),
         ("qwen3", "causal", SMALL, "has no queries and keys without norms; expected --as llama or mistral"),
