@@ -15,6 +15,7 @@ from megaenc import __version__, backend, flags
 from megaenc.atomic_io import atomic_dir
 from megaenc.convert.architectures import ModelFamily, find_family, infer_objective, parse_hf_config, to_model_config
 from megaenc.convert.hf_checkpoint import TrainableHFCheckpoint
+from megaenc.convert.hf_model import find_model_class
 from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings, vocabulary_names
 from megaenc.convert.safetensors_writer import parse_dtype
 from megaenc.convert.tokenizer_io import MaskToken, ensure_mask_token, read_tokenizer, write_tokenizer
@@ -100,10 +101,8 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
 
 
 def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
-    """Return the weight shapes, by name, of transformers' model for `config`; a tied output layer is omitted."""
-    import transformers
-
-    kind = getattr(transformers, family.export_family.architecture)
+    """Return the weight shapes, by name, of the Hugging Face model for `config`; a tied output layer is omitted."""
+    kind = find_model_class(family.export_family.architecture)
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

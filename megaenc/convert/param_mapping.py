@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaenc.convert.modernbert import DECODER_TYPE
+from megaenc.convert import modernbert, neobert
 from megaenc.model.config import ModelConfig
 
 
@@ -49,6 +49,27 @@ class QKVMapping(ParamMapping):
             tensors = tensors[0].split([model.query_size, *[model.num_query_groups * model.head_dim] * 2])
         groups = [tensor.unflatten(0, (model.num_query_groups, -1)) for tensor in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
+
+
+class HeadQKVMapping(ParamMapping):
+    """Mapping of linear_qkv, without query groups, to NeoBERT's matrix, which has the same rows by head in another order.
+
+    Rotary positions rotate neighbouring rows of a query or key there, and rows of its two halves in megatron-core.
+    """
+
+    def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+        """Return NeoBERT's matrix: in queries and keys, the rows of both halves alternate."""
+        return (self._reorder(tensor, model, (2, -1)),)
+
+    def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
+        """Return linear_qkv: in queries and keys, the even rows are followed by the odd ones."""
+        return self._reorder(tensors[0], model, (-1, 2))
+
+    def _reorder(self, tensor: Tensor, model: ModelConfig, split: tuple[int, int]) -> Tensor:
+        """Return `tensor` with the rows of each query and key split in two dimensions, which are transposed."""
+        heads = tensor.unflatten(0, (model.num_attention_heads, 3, -1))
+        rotated = heads[:, :2].unflatten(2, split).transpose(2, 3).flatten(2, 3)
+        return torch.cat([rotated, heads[:, 2:]], dim=1).flatten(0, 2)
 
 
 class GatedMLPMapping(ParamMapping):
@@ -115,6 +136,19 @@ _DECODER_QKV = QKVMapping(
     "decoder.layers.{}.self_attention.linear_qkv.weight",
     tuple(f"model.layers.{{}}.attn.{name}_proj.weight" for name in "qkv"),
 )
+# NeoBERT's names. Its joint gate and up projection, w12, has the rows of linear_fc1 in the same order.
+_NEOBERT: tuple[ParamMapping, ...] = (
+    ParamMapping(_EMBEDDING.core, ("model.encoder.weight",)),
+    ParamMapping("decoder.layers.{}.input_layernorm.weight", ("model.transformer_encoder.{}.attention_norm.weight",)),
+    HeadQKVMapping("decoder.layers.{}.self_attention.linear_qkv.weight", ("model.transformer_encoder.{}.qkv.weight",)),
+    ParamMapping("decoder.layers.{}.self_attention.linear_proj.weight", ("model.transformer_encoder.{}.wo.weight",)),
+    ParamMapping("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.transformer_encoder.{}.ffn_norm.weight",)),
+    ParamMapping("decoder.layers.{}.mlp.linear_fc1.weight", ("model.transformer_encoder.{}.ffn.w12.weight",)),
+    ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.transformer_encoder.{}.ffn.w3.weight",)),
+    ParamMapping("decoder.final_layernorm.weight", ("model.layer_norm.weight",)),
+    ParamMapping(_HEAD.core, ("decoder.weight",)),
+    _HEAD_BIAS,
+)
 VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _HEAD_BIAS.core)
 
 
@@ -140,9 +174,11 @@ def _head_name(name: str, is_decoder: bool) -> str:
 def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMapping, ...]:
     """Return the mappings of `model`'s weights, with `{}` in the names of layers; with the output layer's matrix."""
     if model.embedding_norm:
-        return tuple(_modernbert_mappings(model, is_decoder=family == DECODER_TYPE))
+        return tuple(_modernbert_mappings(model, is_decoder=family == modernbert.DECODER_TYPE))
+    if family == neobert.MODEL_TYPE:
+        return _NEOBERT
     layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
-    return (_EMBEDDING, *layer, _NORM, _HEAD)
+    return (_EMBEDDING, *layer, _NORM, _HEAD, *((_HEAD_BIAS,) if model.output_layer_bias else ()))
 
 
 def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megaenc.convert.hf_model import find_model_class
 from megaenc.convert.safetensors_writer import tensor_bytes
 from megaenc.errors import InputError
 from megaenc.objectives import Attention
@@ -129,7 +130,7 @@ def _load_export(folder: Path) -> tuple[Any, str]:
     disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
     (architecture,) = config.architectures
-    model_class = getattr(transformers, architecture)
+    model_class = find_model_class(architecture)
     model, report = model_class.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:

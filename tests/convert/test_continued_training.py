@@ -19,6 +19,7 @@ RUN = ["--objective-schedule", "mlm:1.0", "--train-iters", "10", "--lr", "5e-4",
 RUN += ["--lr-wsd-decay-iters", "4", "--micro-batch-size", "1", "--global-batch-size", "4", "--eval-interval", "0"]
 RUN += ["--packing", "random-length"]
 MODELS = ["llama with stretched positions", "qwen2", "qwen3", "modernbert", "modernbert with norm biases", "modernbert-decoder"]
+MODELS += ["neobert"]
 BOTH_OBJECTIVES = ["--objective-schedule", "clm:0.5,mlm:0.5"]  # as the Ettin paper continues a decoder
 
 

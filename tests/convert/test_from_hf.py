@@ -71,12 +71,12 @@ def test_every_weight_is_there_as_it_was(name, came_in):
 
 def by_transformers(folder, attention):
     """transformers' own model of a folder, made to read under `attention`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, EuroBertForMaskedLM, LlamaForCausalLM, ModernBertForMaskedLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaForCausalLM
 
     config, causal = AutoConfig.from_pretrained(folder), attention == Attention.CAUSAL
-    if config.model_type.startswith("modernbert"):
-        is_encoder = config.model_type == "modernbert"
-        kind = ModernBertForMaskedLM if is_encoder else AutoModelForCausalLM
+    if config.model_type in ("modernbert", "modernbert-decoder", "neobert"):
+        is_encoder = config.model_type in hf_models.ENCODERS
+        kind = AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
         model, report = kind.from_pretrained(folder, output_loading_info=True)
         if causal == is_encoder:  # it has no such mask of its own
             masks = plain_loop.attention_masks
