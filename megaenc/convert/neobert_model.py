@@ -133,8 +133,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(x.size(1), device=x.device)[None]
         width = self.config.hidden_size // self.config.num_attention_heads
-        periods = ROTARY_BASE ** (torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width)
-        angles = position_ids[..., None].float() / periods
+        frequencies = 1.0 / ROTARY_BASE ** (torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width)
+        angles = position_ids[..., None] * frequencies
         rotation = torch.polar(torch.ones_like(angles), angles)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask)
         for layer in self.transformer_encoder:
