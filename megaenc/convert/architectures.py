@@ -1,8 +1,8 @@
 """Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
-EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike; ModernBERT and
-its decoder have their own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`), NeoBERT only its own
-names (`megaenc.convert.neobert`).
+EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike. ModernBERT and
+its decoder have their own layers and names, NeoBERT only its own names (`megaenc.convert.families`,
+`megaenc.convert.param_mapping`).
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megaenc.convert import modernbert, neobert
+from megaenc.convert.families import modernbert, neobert
 from megaenc.convert.hf_checkpoint import shorten_repr
 from megaenc.convert.hf_model import build_hf_config, check_positive, register_neobert
 from megaenc.errors import InputError

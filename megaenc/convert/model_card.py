@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import markdown
+from megaenc.convert.families.neobert import HUB_CODE
 from megaenc.convert.merge.methods import MergeRecord
-from megaenc.convert.neobert import HUB_CODE
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
 from megaenc.objectives import Attention, Objective, Schedule

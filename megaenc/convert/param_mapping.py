@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaenc.convert import modernbert, neobert
+from megaenc.convert.families import modernbert, neobert
 from megaenc.model.config import ModelConfig
 
 

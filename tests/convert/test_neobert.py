@@ -5,10 +5,12 @@ import math
 import hf_models
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import EuroBertForMaskedLM
 
 from megaenc.convert.command import main
-from megaenc.convert.neobert_model import NeoBERTConfig, NeoBERTLMHead, _rotate
+from megaenc.convert.families.neobert import to_model_config
+from megaenc.convert.families.neobert_model import NeoBERTConfig, NeoBERTLMHead, _rotate
 from megaenc.model.config import get_preset
 
 
@@ -64,3 +66,12 @@ def test_parameters_are_counted():
         model = NeoBERTLMHead(NeoBERTConfig())
     expected = sum(parameter.numel() for parameter in model.parameters())
     assert get_preset("neobert-base").parameter_count(30522) == expected == 245_136_954
+
+
+def test_flops_are_those_of_its_products():
+    """Of both passes, which are three times those of the forward pass that torch counts."""
+    model = hf_models.build("neobert", vocab_size=410)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(48)[None])
+    assert to_model_config(model.config, "").training_flops(410, 48, [(0, 48, 48)]) == 3 * counter.get_total_flops()

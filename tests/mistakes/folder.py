@@ -70,10 +70,10 @@ def damage(folder: Path) -> None:
     config = json.loads((folder / "hf/config.json").read_text())
     (folder / "hf-family/config.json").write_text(json.dumps(config | {"model_type": "t5"}))
     own = {"bert": {"model_type": "bert"}, "roberta": {"model_type": "roberta"}}
-    own["ettin"] = {"model_type": "modernbert-decoder", "is_causal": False}
-    own["ettin-window"] = {"model_type": "modernbert-decoder", "sliding_window": 1}
-    own["neobert"] = {"model_type": "neobert", "rope": False}
-    own["neobert-head"] = {"model_type": "neobert", "dim_head": 7}
+    ettin = {"model_type": "modernbert-decoder", "rope_parameters": None}
+    own |= {"ettin": ettin | {"is_causal": False}, "ettin-window": ettin | {"sliding_window": 1}}
+    neobert = {"model_type": "neobert", "hidden_act": "swiglu"}
+    own |= {"neobert": neobert | {"rope": False}, "neobert-head": neobert | {"dim_head": 7}}
     for name, values in own.items():
         shutil.copytree(folder / "hf", folder / f"hf-{name}")
         (folder / f"hf-{name}/config.json").write_text(json.dumps(config | values))

@@ -85,8 +85,8 @@ def to_model_config(config: Any, file: str) -> ModelConfig:
         check_positive(getattr(config, name), name, file)
     width = config.hidden_size // config.num_attention_heads
     if getattr(config, "dim_head", width) != width:
-        found = shorten_repr(config.dim_head)
-        raise InputError(f"{file}: field `dim_head`: found {found}, expected {width}, hidden_size / num_attention_heads")
+        text = shorten_repr(config.dim_head)
+        raise InputError(f"{file}: field `dim_head`: found {text}, expected {width}, hidden_size / num_attention_heads")
     return ModelConfig(
         **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
         **{name: value for name, (value, _) in _FIXED.items()},

@@ -15,7 +15,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megaenc.convert.neobert import MODEL_TYPE, ROTARY_BASE, inner_size
+from megaenc.convert.families.neobert import MODEL_TYPE, ROTARY_BASE, inner_size
 
 
 @strict
