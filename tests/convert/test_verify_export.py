@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megaenc.convert import to_hf, verify_export
 from megaenc.convert.command import main
-from megaenc.convert.param_mapping import GatedMLPMapping, ParamMapping, QKVMapping
+from megaenc.convert.param_mapping import GatedMLPMapping, HeadQKVMapping, ParamMapping, QKVMapping
 from megaenc.convert.verify_export import ProbeBatch
 
 ROPE = {"rope_type": "default", "rope_theta": 160000.0}
@@ -18,9 +18,9 @@ ROPE = {"rope_type": "default", "rope_theta": 160000.0}
 
 @pytest.fixture(scope="module")
 def core(small_corpus, tmp_path_factory):
-    """Llama, Qwen3, ModernBERT and its decoder, in bfloat16, that came in. By name: a run folder. Not to be changed."""
+    """Llama, Qwen3, ModernBERT, its decoder and NeoBERT, in bfloat16, that came in. By name: a run folder. Not to be changed."""
     folder, found = tmp_path_factory.mktemp("core"), {}
-    for name in ("llama with stretched positions", "qwen3 with biases", "modernbert", "modernbert-decoder"):
+    for name in ("llama with stretched positions", "qwen3 with biases", "modernbert", "modernbert-decoder", "neobert"):
         model = hf_models.build(name, vocab_size=410).bfloat16()
         hf = hf_models.write(model, folder / name / "hf", small_corpus.tokenizer)
         found[name.split()[0]] = folder / name / "core"
@@ -44,6 +44,7 @@ def proof(folder):
         ("modernbert", [], "ModernBertForMaskedLM", "bidirectional"),
         ("modernbert-decoder", ["--as", "modernbert-decoder"], "ModernBertDecoderForCausalLM", "causal"),
         ("modernbert-decoder", [], "ModernBertForMaskedLM", "bidirectional"),
+        ("neobert", [], "NeoBERTLMHead", "bidirectional"),
     ],
 )
 def test_it_holds_checksums_differences_and_the_mask(name, written, kind, attention, flags, core, tmp_path):
@@ -189,6 +190,12 @@ WRONG = {
         "layer 1: field `sliding_window`: found 18, expected 17",
     ),
     "queries of ModernBERT's decoder": ("modernbert-decoder", ["--as", "modernbert-decoder"], reorder, "differ by"),
+    "rows of NeoBERT's queries by halves": (
+        "neobert",
+        [],
+        lambda monkeypatch: monkeypatch.setattr(HeadQKVMapping, "to_hf", ParamMapping.to_hf),
+        "logits differ by",
+    ),
     "queries and keys of ModernBERT": ("modernbert", [], turn_rows("linear_qkv"), "logits differ by"),
     "gate and up projection of ModernBERT": ("modernbert", [], turn_rows("linear_fc1"), "logits differ by"),
     "damage": ("llama", [], damage, "`model.norm.weight` is not what was written"),
