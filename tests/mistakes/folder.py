@@ -70,7 +70,7 @@ def damage(folder: Path) -> None:
     config = json.loads((folder / "hf/config.json").read_text())
     (folder / "hf-family/config.json").write_text(json.dumps(config | {"model_type": "t5"}))
     own = {"bert": {"model_type": "bert"}, "roberta": {"model_type": "roberta"}}
-    ettin = {"model_type": "modernbert-decoder", "rope_parameters": None}
+    ettin = {"model_type": "modernbert-decoder", "rope_parameters": None, "bos_token_id": 0}
     own |= {"ettin": ettin | {"is_causal": False}, "ettin-window": ettin | {"sliding_window": 1}}
     neobert = {"model_type": "neobert", "hidden_act": "swiglu"}
     own |= {"neobert": neobert | {"rope": False}, "neobert-head": neobert | {"dim_head": 7}}
