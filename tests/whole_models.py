@@ -13,9 +13,9 @@ def load_weights(run: RunCheckpoint, step: int | None) -> tuple[int, dict[str, T
         return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
 
 
-def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """Hugging Face's state dict of a whole megatron-core one; rows that pad the vocabulary are left out."""
-    return dict(iter_hf_tensors(state, model, vocab_size))
+def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int, family: str | None = None) -> dict[str, Tensor]:
+    """Hugging Face's state dict, with `family`'s names, of a megatron-core one, without rows that pad the vocabulary."""
+    return dict(iter_hf_tensors(state, model, vocab_size, family))
 
 
 def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:

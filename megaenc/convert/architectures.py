@@ -1,18 +1,19 @@
 """Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
-EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike; ModernBERT has
-its own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`).
+EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike. ModernBERT and
+its decoder have their own layers and names, NeoBERT only its own names (`megaenc.convert.families`,
+`megaenc.convert.param_mapping`).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from megaenc.convert import modernbert
+from megaenc.convert.families import modernbert, neobert
 from megaenc.convert.hf_checkpoint import shorten_repr
-from megaenc.convert.hf_model import build_hf_config, check_positive
+from megaenc.convert.hf_model import build_hf_config, check_positive, register_neobert
 from megaenc.errors import InputError
 from megaenc.model.config import ADDED_OPTIONS, ModelConfig
 from megaenc.objectives import Attention
@@ -47,7 +48,7 @@ class ModelFamily:
     """Family of Hugging Face models (a model type): transformers' class, attention biases and norms, encoder or decoder."""
 
     model_type: str
-    architecture: str  # transformers' class with output layer
+    architecture: str  # transformers' class with output layer; for NeoBERT, the Hub's
     # Biases of queries, keys and values; with an optional bias (`attention_bias`), attention's output has one too.
     qkv_bias: Literal["never", "always", "optional"]
     qk_norms: bool = False  # whether queries and keys are normalized in each head
@@ -59,10 +60,17 @@ class ModelFamily:
         """Return the family as which models of this one are exported: `export_as` if it is set, else this family."""
         return FAMILIES[self.export_as or self.model_type]
 
+    @property
+    def has_modernbert_layers(self) -> bool:
+        """Return whether the family has ModernBERT's layers instead of Llama's."""
+        return self.model_type in (modernbert.MODEL_TYPE, modernbert.DECODER_TYPE)
+
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
         """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
-        if self.model_type == modernbert.MODEL_TYPE:
-            return modernbert.unsupported_feature(model, attention)
+        if self.has_modernbert_layers:
+            return modernbert.unsupported_feature(model, attention, is_encoder=self.is_encoder)
+        if self.model_type == neobert.MODEL_TYPE:
+            return neobert.unsupported_feature(model, attention)
         if attention not in ((Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)):
             return f"{attention} attention"
         if model.qk_layernorm != self.qk_norms:
@@ -72,6 +80,11 @@ class ModelFamily:
         if not model.add_qkv_bias and self.qkv_bias == "always":
             return "queries, keys and values without biases"
         return next((text for name, text in _OTHER_LAYERS.items() if getattr(model, name) != ADDED_OPTIONS[name]), None)
+
+    def without_output_bias(self, model: ModelConfig) -> ModelConfig:
+        """Return `model` without a bias of the output layer if this family has none, which exports must then check to be zero."""
+        has_bias = self.has_modernbert_layers or self.model_type == neobert.MODEL_TYPE
+        return model if has_bias else replace(model, output_layer_bias=False)
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
         """Return the names of attention output biases that an export of `model` must fill with zeros; often empty."""
@@ -89,6 +102,8 @@ FAMILIES = {
         ModelFamily("qwen2", "Qwen2ForCausalLM", "always"),
         ModelFamily("qwen3", "Qwen3ForCausalLM", "optional", qk_norms=True),
         ModelFamily(modernbert.MODEL_TYPE, "ModernBertForMaskedLM", "never", is_encoder=True),
+        ModelFamily(modernbert.DECODER_TYPE, "ModernBertDecoderForCausalLM", "never"),
+        ModelFamily(neobert.MODEL_TYPE, "NeoBERTLMHead", "never", is_encoder=True),
         # The study's released models: EuroBERT's weights under another name, with custom code that is never run.
         ModelFamily("sl_model", "", "optional", is_encoder=True, export_as="eurobert"),
     )
@@ -126,8 +141,10 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
-    if family.model_type == modernbert.MODEL_TYPE:
-        return _check_shape(modernbert.to_model_config(config, file), file)
+    if family.has_modernbert_layers:
+        return _check_shape(modernbert.to_model_config(config, file, is_encoder=family.is_encoder), file)
+    if family.model_type == neobert.MODEL_TYPE:
+        return _check_shape(neobert.to_model_config(config, file), file)
     _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
@@ -222,6 +239,11 @@ def infer_objective(config: Any, family: ModelFamily) -> str:
     return "mntp" if getattr(config, "prediction_shift", 0) else "mlm"
 
 
+def able_families(model: ModelConfig, attention: Attention) -> list[str]:
+    """Return the names of the families that exports of `model` under `attention` can have."""
+    return [name for name, other in FAMILIES.items() if not other.export_as and not other.unsupported_feature(model, attention)]
+
+
 def build_export_config(
     family: ModelFamily,
     attention: Attention,
@@ -237,10 +259,8 @@ def build_export_config(
     The inverse of `to_model_config`. `vocab_size`: rows of the embedding; `context`: tokens; `tokenizer`: transformers', for
     special token ids. Raises InputError that names other families if this one does not support the model.
     """
-    if missing := family.unsupported_feature(model, attention):
-        able = [
-            name for name, other in FAMILIES.items() if not other.export_as and not other.unsupported_feature(model, attention)
-        ]
+    if missing := family.unsupported_feature(family.without_output_bias(model), attention):
+        able = able_families(model, attention)
         others = f"expected --as {' or '.join(able)}" if able else "no family here has all layers of this model"
         raise InputError(f"--as {family.model_type}: has no {missing}; {others}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -250,8 +270,10 @@ def build_export_config(
             f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
         )
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if family.model_type == modernbert.MODEL_TYPE:
-        values = modernbert.export_fields(model, tokenizer)
+    if family.has_modernbert_layers:
+        values = modernbert.export_fields(model, tokenizer, is_encoder=family.is_encoder)
+    elif family.model_type == neobert.MODEL_TYPE:
+        values = neobert.export_fields(model)
     else:
         values = _llama_fields(family, model)
     values |= dict(
@@ -268,6 +290,9 @@ def build_export_config(
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
         values["is_causal"] = False
+    if family.model_type == modernbert.DECODER_TYPE:  # its class refuses null there
+        values |= {name: values["pad_token_id"] for name in modernbert.DECODER_IDS if values[name] is None}
+    register_neobert(family.model_type)
     return CONFIG_MAPPING[family.export_family.model_type](**values)
 
 

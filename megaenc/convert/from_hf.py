@@ -15,6 +15,7 @@ from megaenc import __version__, backend, flags
 from megaenc.atomic_io import atomic_dir
 from megaenc.convert.architectures import ModelFamily, find_family, infer_objective, parse_hf_config, to_model_config
 from megaenc.convert.hf_checkpoint import TrainableHFCheckpoint
+from megaenc.convert.hf_model import find_model_class
 from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings, vocabulary_names
 from megaenc.convert.safetensors_writer import parse_dtype
 from megaenc.convert.tokenizer_io import MaskToken, ensure_mask_token, read_tokenizer, write_tokenizer
@@ -72,7 +73,7 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     family = find_family(folder.config, where)
     config = parse_hf_config(folder.config, where)
     model = to_model_config(config, family, where)
-    embedding, head = vocabulary_names(model)
+    embedding, head = vocabulary_names(model, family.model_type)
     if tie and head in folder.shapes:
         raise InputError(f"--tie-word-embeddings: {path} holds an output layer, `{head}`; leave the flag out")
     if model.untie_embeddings_and_output_weights and head not in folder.shapes:
@@ -100,10 +101,8 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
 
 
 def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
-    """Return the weight shapes, by name, of transformers' model for `config`; a tied output layer is omitted."""
-    import transformers
-
-    kind = getattr(transformers, family.export_family.architecture)
+    """Return the weight shapes, by name, of the Hugging Face model for `config`; a tied output layer is omitted."""
+    kind = find_model_class(family.export_family.architecture)
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -210,7 +209,7 @@ def write_run_files(
 
 def _is_row_untrained(source: HFSource, row: int) -> bool:
     """Return whether a row of the embedding is close to zero, as only weight decay leaves it without training."""
-    embedding, _ = vocabulary_names(source.model)
+    embedding, _ = vocabulary_names(source.model, source.family.model_type)
     norms = torch.cat([part.float().norm(dim=1) for part in source.folder.iter_row_chunks(embedding, _ROWS)])
     return bool(norms[row] < norms.median() / 100)
 
@@ -222,7 +221,7 @@ def _load_weights(encoder: torch.nn.Module, source: HFSource, model: ModelConfig
     An untrained or added mask token gets the mean of the other rows of the tokenizer's `ids`.
     """
     parameters = dict(encoder.named_parameters())
-    for mapping, core, names in iter_mappings(model):
+    for mapping, core, names in iter_mappings(model, source.family.model_type):
         parameter = parameters[core]
         if core in VOCABULARY_ROWS:
             done = 0

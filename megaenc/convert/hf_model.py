@@ -36,6 +36,7 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
             raise InputError(
                 f"{where}: field `quantization_config`: found {quantization}, expected none: download the model in bf16 or fp32"
             )
+    register_neobert(model_type)
     try:
         kind = CONFIG_MAPPING[model_type]
         # Class attributes (`attribute_map`) and methods (`to_dict`) are not fields.
@@ -47,6 +48,23 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
         )
     except Exception as error:  # validation raises huggingface_hub's errors, wrong types many others
         raise InputError(f"{where}: {format_error(error)}; expected the config.json of a {model_type} model") from None
+
+
+def register_neobert(model_type: Any) -> None:
+    """Register our classes of NeoBERT with transformers, which has none, if `model_type` is neobert."""
+    if model_type == "neobert":
+        import megaenc.convert.families.neobert_model  # noqa: F401
+
+
+def find_model_class(architecture: str) -> Any:
+    """Return the model class that config.json calls `architecture`: transformers' or, for NeoBERT, our own; None if unknown."""
+    import transformers
+
+    if architecture == "NeoBERTLMHead":
+        from megaenc.convert.families.neobert_model import NeoBERTLMHead
+
+        return NeoBERTLMHead
+    return getattr(transformers, architecture, None)
 
 
 def check_positive(value: Any, name: str, where: str) -> float:
@@ -65,6 +83,7 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
         model_type = "eurobert"
     if model_type == "mistral" and "layer_types" in folder.config:  # as transformers' AutoConfig does
         model_type = "ministral"
+    register_neobert(model_type)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         known = f"one that transformers {version('transformers')} knows"
         raise InputError(f"{where}: field `model_type`: found {str(model_type)[:60]!r}, expected {known}")

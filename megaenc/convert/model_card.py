@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import markdown
+from megaenc.convert.families.neobert import HUB_CODE
 from megaenc.convert.merge.methods import MergeRecord
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
@@ -105,8 +106,8 @@ export: {attention}.{_format_loading_class(provenance, attention)}
 
 ## Proof
 
-`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as transformers loads it, are from
-those of megatron-core's model.
+`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as {_loader(provenance)} loads it, are
+from those of megatron-core's model.
 """
 
 
@@ -204,10 +205,20 @@ def _is_decoder(provenance: ExportProvenance) -> bool:
     return provenance.architecture.endswith("ForCausalLM")
 
 
+def _loader(provenance: ExportProvenance) -> str:
+    """Return the name of the package whose class verified the export."""
+    return "megaenc's own NeoBERT" if provenance.architecture == "NeoBERTLMHead" else "transformers"
+
+
 def _format_loading_class(provenance: ExportProvenance, attention: Attention) -> str:
     """Return the card's sentence about the class that loads the export."""
     if not provenance.architecture:
         return ""
+    if provenance.architecture == "NeoBERTLMHead":
+        return (
+            f" It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, which runs the code of {HUB_CODE} on the Hub, "
+            "written for transformers 4. `megaenc finetune`, `megaenc embed` and `megaenc fill-mask` run none."
+        )
     text = f" It loads with `{provenance.architecture}` of transformers"
     if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
         text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"

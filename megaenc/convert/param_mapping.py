@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaenc.convert.families import modernbert, neobert
 from megaenc.model.config import ModelConfig
 
 
@@ -48,6 +49,27 @@ class QKVMapping(ParamMapping):
             tensors = tensors[0].split([model.query_size, *[model.num_query_groups * model.head_dim] * 2])
         groups = [tensor.unflatten(0, (model.num_query_groups, -1)) for tensor in tensors]
         return torch.cat(groups, dim=1).flatten(0, 1)
+
+
+class HeadQKVMapping(ParamMapping):
+    """Mapping of linear_qkv, without query groups, to NeoBERT's matrix, which has the same rows by head in another order.
+
+    Rotary positions rotate neighbouring rows of a query or key there, and rows of its two halves in megatron-core.
+    """
+
+    def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+        """Return NeoBERT's matrix: in queries and keys, the rows of both halves alternate."""
+        return (self._reorder(tensor, model, (2, -1)),)
+
+    def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
+        """Return linear_qkv: in queries and keys, the even rows are followed by the odd ones."""
+        return self._reorder(tensors[0], model, (-1, 2))
+
+    def _reorder(self, tensor: Tensor, model: ModelConfig, split: tuple[int, int]) -> Tensor:
+        """Return `tensor` with the rows of each query and key split in two dimensions, which are transposed."""
+        heads = tensor.unflatten(0, (model.num_attention_heads, 3, -1))
+        rotated = heads[:, :2].unflatten(2, split).transpose(2, 3).flatten(2, 3)
+        return torch.cat([rotated, heads[:, 2:]], dim=1).flatten(0, 2)
 
 
 class GatedMLPMapping(ParamMapping):
@@ -108,36 +130,69 @@ _MODERNBERT_NORMS = {
     "prediction_head.norm": "head.norm",
 }
 _MODERNBERT_DENSE = ParamMapping("prediction_head.dense.weight", ("head.dense.weight",))
-_MODERNBERT_HEAD_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
-VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _MODERNBERT_HEAD_BIAS.core)
+_HEAD_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
+# Its decoder has separate queries, keys and values, and another name for the prediction head.
+_DECODER_QKV = QKVMapping(
+    "decoder.layers.{}.self_attention.linear_qkv.weight",
+    tuple(f"model.layers.{{}}.attn.{name}_proj.weight" for name in "qkv"),
+)
+# NeoBERT's names. Its joint gate and up projection, w12, has the rows of linear_fc1 in the same order.
+_NEOBERT: tuple[ParamMapping, ...] = (
+    ParamMapping(_EMBEDDING.core, ("model.encoder.weight",)),
+    ParamMapping("decoder.layers.{}.input_layernorm.weight", ("model.transformer_encoder.{}.attention_norm.weight",)),
+    HeadQKVMapping("decoder.layers.{}.self_attention.linear_qkv.weight", ("model.transformer_encoder.{}.qkv.weight",)),
+    ParamMapping("decoder.layers.{}.self_attention.linear_proj.weight", ("model.transformer_encoder.{}.wo.weight",)),
+    ParamMapping("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.transformer_encoder.{}.ffn_norm.weight",)),
+    ParamMapping("decoder.layers.{}.mlp.linear_fc1.weight", ("model.transformer_encoder.{}.ffn.w12.weight",)),
+    ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.transformer_encoder.{}.ffn.w3.weight",)),
+    ParamMapping("decoder.final_layernorm.weight", ("model.layer_norm.weight",)),
+    ParamMapping(_HEAD.core, ("decoder.weight",)),
+    _HEAD_BIAS,
+)
+VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _HEAD_BIAS.core)
 
 
-def _has_modernbert_names(model: ModelConfig) -> bool:
-    """Return whether `model` has ModernBERT's layers, and so its weight names in exports; other families have Llama's."""
-    return model.embedding_norm
+def _modernbert_mappings(model: ModelConfig, is_decoder: bool) -> Iterator[ParamMapping]:
+    """Yield the mappings of a model with the names of ModernBERT or its decoder."""
+    yield _MODERNBERT_EMBEDDING
+    qkv, *others = _MODERNBERT_LAYER
+    yield from (_DECODER_QKV if is_decoder else qkv, *others)
+    for core, hf in _MODERNBERT_NORMS.items():
+        for kind in ("weight", "bias") if model.norm_bias else ("weight",):
+            yield ParamMapping(f"{core}.{kind}", (f"{_head_name(hf, is_decoder)}.{kind}",))
+    yield ParamMapping(_MODERNBERT_DENSE.core, tuple(_head_name(name, is_decoder) for name in _MODERNBERT_DENSE.hf))
+    yield _MODERNBERT_HEAD
+    if model.output_layer_bias:
+        yield _HEAD_BIAS
 
 
-def vocabulary_names(model: ModelConfig) -> tuple[str, str]:
-    """Return the Hugging Face names of the embedding and of the output layer's matrix."""
-    mappings = (_MODERNBERT_EMBEDDING, _MODERNBERT_HEAD) if _has_modernbert_names(model) else (_EMBEDDING, _HEAD)
-    embedding, head = (mapping.hf[0] for mapping in mappings)
-    return embedding, head
+def _head_name(name: str, is_decoder: bool) -> str:
+    """Return ModernBERT's `name`, for its decoder with `lm_head` instead of `head`."""
+    return f"lm_{name}" if is_decoder and name.startswith("head.") else name
 
 
-def _model_mappings(model: ModelConfig) -> tuple[ParamMapping, ...]:
+def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMapping, ...]:
     """Return the mappings of `model`'s weights, with `{}` in the names of layers; with the output layer's matrix."""
-    if not _has_modernbert_names(model):
-        layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
-        return (_EMBEDDING, *layer, _NORM, _HEAD)
-    kinds = ("weight", "bias") if model.norm_bias else ("weight",)
-    norms = (ParamMapping(f"{core}.{kind}", (f"{hf}.{kind}",)) for core, hf in _MODERNBERT_NORMS.items() for kind in kinds)
-    bias = (_MODERNBERT_HEAD_BIAS,) if model.output_layer_bias else ()
-    return (_MODERNBERT_EMBEDDING, *_MODERNBERT_LAYER, *norms, _MODERNBERT_DENSE, _MODERNBERT_HEAD, *bias)
+    if model.embedding_norm:
+        return tuple(_modernbert_mappings(model, is_decoder=family == modernbert.DECODER_TYPE))
+    if family == neobert.MODEL_TYPE:
+        return _NEOBERT
+    layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
+    return (_EMBEDDING, *layer, _NORM, _HEAD, *((_HEAD_BIAS,) if model.output_layer_bias else ()))
 
 
-def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
-    """Yield (mapping, megatron-core name, Hugging Face names) of each weight of `model`; a tied output layer is omitted."""
-    for mapping in _model_mappings(model):
+def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
+    """Return the Hugging Face names, in `family`, of the embedding and of the output layer's matrix."""
+    names = {mapping.core: mapping.hf[0] for mapping in _model_mappings(model, family) if mapping.core in VOCABULARY_ROWS}
+    return names[_EMBEDDING.core], names[_HEAD.core]
+
+
+def iter_mappings(model: ModelConfig, family: str | None = None) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
+    """Yield (mapping, megatron-core name, Hugging Face names) of each weight of `model`; a tied output layer is omitted.
+
+    `family`: the model type whose names they are; by default one that has all weights of the model.
+    """
+    for mapping in _model_mappings(model, family):
         if mapping.core == _HEAD.core and not model.untie_embeddings_and_output_weights:
             continue
         for number in range(model.num_layers) if "{}" in mapping.core else (0,):
@@ -146,8 +201,13 @@ def iter_mappings(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple
             yield mapping, mapping.core.format(number), tuple(name.format(number) for name in mapping.hf)
 
 
-def iter_hf_tensors(parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) of each weight in megatron-core's `parameters`, without vocabulary padding."""
-    for mapping, core, names in iter_mappings(model):
+def iter_hf_tensors(
+    parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int, family: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor) of each weight in megatron-core's `parameters`, without vocabulary padding.
+
+    `family`: see `iter_mappings`.
+    """
+    for mapping, core, names in iter_mappings(model, family):
         tensor = parameters[core][:vocab_size] if core in VOCABULARY_ROWS else parameters[core]
         yield from zip(names, mapping.to_hf(tensor, model), strict=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaenc import __version__
 from megaenc.atomic_io import atomic_dir
-from megaenc.convert.architectures import FAMILIES, ModelFamily, build_export_config
+from megaenc.convert.architectures import FAMILIES, ModelFamily, able_families, build_export_config
 from megaenc.convert.hf_checkpoint import GENERATION
 from megaenc.convert.model_card import ExportProvenance, build_model_card, check_license, read_last_metrics
 from megaenc.convert.naming import export_name
@@ -137,6 +137,7 @@ class Exporter:
             for parameter in encoder.parameters():  # one by one, so that memory holds them once
                 parameter.data = parameter.data.to(self.dtype)
             parameters = dict(encoder.named_parameters())
+            self._check_output_bias(parameters.get("output_layer.bias"), step)
             empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
             shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors(empty)}
             digests = write_shards(folder, shapes, self.dtype, self._tensors(parameters), self.max_shard_bytes)
@@ -159,6 +160,16 @@ class Exporter:
         }
         write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
         return step
+
+    def _check_output_bias(self, bias: Tensor | None, step: int) -> None:
+        """Raise InputError if the output layer has a nonzero `bias`, which the family lacks."""
+        if bias is None or self.family.without_output_bias(self.run.model).output_layer_bias or not bias.any():
+            return
+        able = able_families(self.run.model, self.attention)
+        raise InputError(
+            f"--as {self.family.model_type}: has no bias of the output layer, and step {step} has one of up to "
+            f"{float(bias.abs().max()):.2g}; " + (f"expected --as {' or '.join(able)}" if able else "expected zeros")
+        )
 
     def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
         """Write the tokenizer, verify it as loaded from the export, and return its entry of conversion.json."""
@@ -203,4 +214,6 @@ class Exporter:
         """Yield name and tensor of each weight of the export."""
         run, like = self.run, next(iter(parameters.values()))
         biases = ((name, like.new_zeros(run.model.hidden_size)) for name in self.family.zero_bias_names(run.model))
-        return itertools.chain(iter_hf_tensors(parameters, run.model, run.vocab_size), biases)
+        model = self.family.without_output_bias(run.model)
+        tensors = iter_hf_tensors(parameters, model, run.vocab_size, self.family.model_type)
+        return itertools.chain(tensors, biases)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megaenc.convert.hf_model import find_model_class
 from megaenc.convert.safetensors_writer import tensor_bytes
 from megaenc.errors import InputError
 from megaenc.objectives import Attention
@@ -91,7 +92,7 @@ def verify_export(
     from megaenc.backend.device import detect_backend
 
     model, architecture = _load_export(folder)
-    _check_windows(model.config, windows)
+    _check_windows(model.config, windows, attention)
     _check_weights(model, digests)
     model = model.eval().requires_grad_(False).to(detect_backend().device)
     largest = max(float(rows.abs().max()) for rows in (*expected.documents, expected.variants))
@@ -129,7 +130,7 @@ def _load_export(folder: Path) -> tuple[Any, str]:
     disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
     (architecture,) = config.architectures
-    model_class = getattr(transformers, architecture)
+    model_class = find_model_class(architecture)
     model, report = model_class.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
@@ -137,14 +138,16 @@ def _load_export(folder: Path) -> tuple[Any, str]:
     return model, architecture
 
 
-def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
+def _check_windows(config: Any, windows: Sequence[int | None], attention: Attention) -> None:
     """Raise an error if the layers in the config have other windows than `windows`, which probe texts might not reveal."""
+    own = 1 if attention == Attention.CAUSAL else 0  # transformers' causal windows count the token itself
     kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(windows)  # without a list, a window is that of all layers
     for number, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):  # the weights tell the number of layers
         window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
         expected_kind = _GLOBAL if expected is None else _LOCAL
-        if window != expected:
-            name, actual, right = "sliding_window", window or "none", expected or "none"
+        right = "none" if expected is None else expected + own
+        if (window or "none") != right:
+            name, actual = "sliding_window", window or "none"
         elif kind != expected_kind and getattr(config, "layer_types", None):
             name, actual, right = "layer_types", kind, expected_kind
         else:

@@ -26,7 +26,13 @@ from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
 
 # Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, ModernBERT, and Llama 3
 # for the study's sizes.
-_DEFAULT_VOCAB_SIZES = {"small": 32_768, "tiny": 8_192, "modernbert-base": 50_368, "modernbert-large": 50_368}
+_DEFAULT_VOCAB_SIZES = {
+    "small": 32_768,
+    "tiny": 8_192,
+    "modernbert-base": 50_368,
+    "modernbert-large": 50_368,
+    "neobert-base": 30_522,
+}
 _STUDY_VOCAB_SIZE = 128_256
 
 

@@ -251,7 +251,8 @@ _MODERNBERT = {
     "untie_embeddings_and_output_weights": False,
 }
 
-# The study's three sizes (arXiv 2507.00994), two for machines without an accelerator, ModernBERT's two (arXiv 2412.13663).
+# The study's three sizes (arXiv 2507.00994), two for machines without an accelerator, ModernBERT's two (arXiv 2412.13663),
+# and NeoBERT (arXiv 2502.19587).
 PRESETS = {
     "210m": ModelConfig(12, 768, 3072, 12, 12),
     "610m": ModelConfig(26, 1152, 4096, 18, 6),
@@ -260,6 +261,7 @@ PRESETS = {
     "tiny": ModelConfig(4, 256, 768, 4, 2),
     "modernbert-base": ModelConfig(22, 768, 1152, 12, 12, **_MODERNBERT),
     "modernbert-large": ModelConfig(28, 1024, 2624, 16, 16, **_MODERNBERT),
+    "neobert-base": ModelConfig(28, 768, 2048, 12, 12, output_layer_bias=True),
 }
 
 

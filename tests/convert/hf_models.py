@@ -31,15 +31,25 @@ MODELS = {
         rope_parameters={kind: dict(rope_type="default", rope_theta=500.0) for kind in ("full_attention", "sliding_attention")},
         hidden_activation="silu", classifier_activation="silu", tie_word_embeddings=False,
     ),
+    "modernbert-decoder": dict(
+        model_type="modernbert-decoder", local_attention=34, cls_token_id=0, sep_token_id=0, tie_word_embeddings=True
+    ),
+    # 168 gives 112 inside the MLP.
+    "neobert": dict(model_type="neobert", intermediate_size=168, norm_eps=1e-5, decoder_init_range=0.03, max_length=512),
 }  # fmt: skip
-ENCODERS = ("eurobert", "modernbert")
+ONLY_CAUSAL = ("modernbert-decoder",)
+ENCODERS = ("eurobert", "modernbert", "neobert")
 
 
 def build(name: str, *, vocab_size: int = 400, **options):
     """The model `name` of MODELS with an output layer, all of its weights random; a bias of attention's output is zero."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+    import megaenc.convert.families.neobert_model  # noqa: F401, registers our class of NeoBERT
+
     given = SHAPE | dict(vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    if MODELS[name]["model_type"] == "neobert":
+        del given["max_position_embeddings"]
     config = AutoConfig.for_model(**(given | MODELS[name] | options))
     torch.manual_seed(0)
     model = (AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM).from_config(config)
@@ -48,7 +58,7 @@ def build(name: str, *, vocab_size: int = 400, **options):
             torch.nn.init.zeros_(parameter)
         else:
             # Sharp attention, so that what it looks at matters.
-            std = 0.3 if parameter_name.endswith(("q_proj.weight", "k_proj.weight", "Wqkv.weight")) else 0.1
+            std = 0.3 if parameter_name.endswith(("q_proj.weight", "k_proj.weight", "qkv.weight")) else 0.1
             torch.nn.init.normal_(parameter, mean=1.0 if parameter_name.endswith("norm.weight") else 0.0, std=std)
     return model
 

@@ -88,6 +88,20 @@ def modernbert() -> tuple[Tokenizer, dict]:
     return tokenizer, roles | {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
 
 
+def bert() -> tuple[Tokenizer, dict]:
+    """BERT and NeoBERT: pieces of words in lower case, [CLS] and [SEP] around a text, no end of a text."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece("##")
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(_TEXT * 20, trainer)
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends)
+    roles = {f"{token[1:-1].lower()}_token": token for token in special}
+    return tokenizer, roles | {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "tokenize_chinese_chars": True}
+
+
 # By name: the tokenizer, the model of hf_models.MODELS that has it, and the flags of from-hf that give it a mask token.
 KINDS = {
     "llama 2": (llama2, "llama with stretched positions", ["--add-mask-token"]),
@@ -97,6 +111,7 @@ KINDS = {
     "qwen2": (qwen, "qwen2", ["--add-mask-token"]),
     "qwen3": (qwen, "qwen3", ["--add-mask-token"]),
     "modernbert": (modernbert, "modernbert", []),
+    "bert": (bert, "neobert", []),
 }
 
 

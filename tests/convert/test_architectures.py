@@ -68,6 +68,9 @@ MODELS = {
         dataclasses.replace(MODERNBERT, untie_embeddings_and_output_weights=True, norm_epsilon=1e-6),
     ],
 }
+MODELS["modernbert-decoder"] = MODELS["modernbert"]
+NEOBERT = dataclasses.replace(SMALL, num_query_groups=4, output_layer_bias=True)
+MODELS["neobert"] = [NEOBERT, dataclasses.replace(NEOBERT, norm_epsilon=1e-6, init_method_std=0.03, ffn_hidden_size=56)]
 
 
 class Tokenizer:
@@ -77,8 +80,9 @@ class Tokenizer:
     cls_token_id = sep_token_id = None
 
 
-def written(name, model, attention=Attention.BIDIRECTIONAL):
-    """config.json of `model` as the family `name`, as a dict."""
+def written(name, model, attention=None):
+    """config.json of `model` as the family `name`, as a dict; bidirectional if the family can be."""
+    attention = attention or (Attention.CAUSAL if name == "modernbert-decoder" else Attention.BIDIRECTIONAL)
     ids = dict(vocab_size=90, context=128, tokenizer=Tokenizer, dtype=torch.float32)
     return build_export_config(FAMILIES[name], attention, model, **ids).to_dict()
 
@@ -94,12 +98,16 @@ def test_what_is_written_is_read_again(name):
         values = written(name, model)
         assert read(values) == model
         assert values["architectures"] == [FAMILIES[name].architecture]
-        assert (values["pad_token_id"], values["vocab_size"], values["max_position_embeddings"]) == (2, 90, 128)
+        context = values["max_length" if name == "neobert" else "max_position_embeddings"]
+        assert (values["pad_token_id"], values["vocab_size"], context) == (2, 90, 128)
 
 
 def test_a_decoder_says_that_it_is_bidirectional():
     for name, [model, *_] in MODELS.items():
         values, family = written(name, model), FAMILIES[name]
+        if name == "modernbert-decoder":  # transformers' class is only causal
+            assert native_attention(parse_hf_config(values, ""), family) == Attention.CAUSAL and "is_causal" not in values
+            continue
         assert native_attention(parse_hf_config(values, ""), family) == Attention.BIDIRECTIONAL
         if family.is_encoder:
             assert (values["mask_token_id"], values["classifier_pooling"]) == (3, "mean")
@@ -152,6 +160,38 @@ def test_modernbert_as_it_is_on_the_hub():
     base = get_preset("modernbert-base")
     assert read(hub) == dataclasses.replace(base, local_rotary_base=None)
     assert read(hub | {"local_rope_theta": 10000.0}) == base
+
+
+def test_an_ettin_decoder_as_it_is_on_the_hub():
+    """`sliding_window`, which counts the token itself, without `local_attention`, or beside it, where it is what counts."""
+    hub = {"model_type": "modernbert-decoder", "global_attn_every_n_layers": 3, "sliding_window": 64, "is_causal": True}
+    hub |= {"global_rope_theta": 160000.0, "local_rope_theta": 160000.0, "num_hidden_layers": 22, "causal_mask": True}
+    base = dataclasses.replace(get_preset("modernbert-base"), window_size=63)
+    assert read(hub) == dataclasses.replace(base, local_rotary_base=None)
+    assert read(hub | {"local_rope_theta": 10000.0}) == base
+    assert read(hub | {"local_attention": 30}) == dataclasses.replace(base, local_rotary_base=None)
+    del hub["sliding_window"]
+    assert read(hub | {"local_attention": 30}).window_size == 14
+
+
+def test_neobert_as_it_is_on_the_hub():
+    """With what its code has left there; the width inside the MLP is two thirds, up to a multiple of 8."""
+    hub = {"model_type": "neobert", "architectures": ["NeoBERTLMHead"], "classifier_init_range": 0.02, "dim_head": 64}
+    hub |= {"embedding_init_range": 0.02, "decoder_init_range": 0.02, "hidden_size": 768, "intermediate_size": 3072}
+    hub |= {"kwargs": {"pretrained_model_name_or_path": "google-bert/bert-base-uncased"}, "max_length": 4096, "norm_eps": 1e-5}
+    hub |= {"num_attention_heads": 12, "num_hidden_layers": 28, "pad_token_id": 0, "vocab_size": 30522}
+    assert read(hub) == get_preset("neobert-base")
+    config = parse_hf_config(hub, "")
+    assert config.max_position_embeddings == 4096 and infer_objective(config, FAMILIES["neobert"]) == "mlm"
+    assert read(hub | {"intermediate_size": 160}).ffn_hidden_size == 112  # 106 and two thirds, rounded up
+    code = written("neobert", NEOBERT)["auto_map"]
+    assert code["AutoModelForMaskedLM"] == "chandar-lab/NeoBERT--model.NeoBERTLMHead"
+
+
+def test_a_bias_of_the_output_layer_may_be_left_to_the_check_of_its_zeros():
+    values = written("eurobert", NEOBERT)
+    assert read(values) == dataclasses.replace(NEOBERT, output_layer_bias=False)
+    assert FAMILIES["neobert"].without_output_bias(NEOBERT) == FAMILIES["modernbert"].without_output_bias(NEOBERT) == NEOBERT
 
 
 def test_a_window_that_no_layer_has_is_none():
@@ -227,6 +267,27 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ),
         ("modernbert", {"layer_types": SLIDING_FIRST}, "`layer_types`: found full_attention in layers [1], expected 0, n"),
         ("modernbert", {"rope_parameters": YARN}, "`rope_type` of sliding_attention: found 'yarn', expected default"),
+        ("neobert", {"rope": False}, "`rope`: found False, expected True as in NeoBERT"),
+        ("neobert", {"rms_norm": False}, "`rms_norm`: found False, expected True as in NeoBERT"),
+        ("neobert", {"ngpt": True}, "`ngpt`: found True, expected False as in NeoBERT"),
+        ("neobert", {"rope_theta": 5e5}, "`rope_theta`: found 500000.0, expected 10000.0 as in NeoBERT"),
+        ("neobert", {"tie_word_embeddings": True}, "`tie_word_embeddings`: found True, expected False as in NeoBERT"),
+        ("neobert", {"hidden_act": "gelu"}, "`hidden_act`: found 'gelu', expected swiglu"),
+        ("neobert", {"dim_head": 16}, "`dim_head`: found 16, expected 8, hidden_size / num_attention_heads"),
+        ("neobert", {"norm_eps": 0.0}, "`norm_eps`: found 0.0, expected a number above 0"),
+        ("neobert", {"max_length": 0}, "`max_length`: found 0, expected a number above 0"),
+        ("neobert", {"num_attention_heads": 0}, "`num_attention_heads`: found 0, expected a number above 0"),
+        ("neobert", {"hidden_size": "wide"}, "'hidden_size' expected int, got str (value: 'wide')"),
+        ("llama", {"model_type": "bert"}, "`model_type`: found 'bert', expected one of eurobert, llama, mistral, qwen2, qwen3"),
+        ("modernbert-decoder", {"attention_bias": True}, "`attention_bias`: found true, expected false"),
+        ("modernbert-decoder", {"is_causal": False}, "`is_causal`: found false, expected true: transformers' modernbert-decoder"),
+        ("modernbert-decoder", {"sliding_window": 1}, "`sliding_window` (or half of `local_attention`): found 1, expected 2 or"),
+        ("modernbert-decoder", {"sliding_window": None}, "`sliding_window` (or half of `local_attention`): found None, expected"),
+        (
+            "modernbert-decoder",
+            {"layer_types": SLIDING_FIRST},
+            "`layer_types`: found full_attention in layers [1], expected 0, n",
+        ),
         ("modernbert", {"norm_eps": 0.0}, "`norm_eps`: found 0.0, expected a number above 0"),
         ("modernbert", {"num_attention_heads": 3}, "--hidden-size: found 32, expected a multiple of --num-attention-heads 3"),
         ("llama", {"num_key_value_heads": 3}, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
@@ -254,12 +315,21 @@ def test_positions_stretched_in_another_way_are_refused(name):
         ("eurobert", "causal", SMALL, "--as eurobert: has no causal attention; expected --as llama or mistral"),
         ("mistral", "causal", WITH_BIAS, "has no biases of queries, keys and values; expected --as llama or qwen2"),
         ("qwen2", "causal", SMALL, "has no queries, keys and values without biases; expected --as llama or mistral"),
-        ("llama", "causal", MODERNBERT, "--as llama: has no LayerNorm; no family here has all layers of this model"),
+        ("llama", "causal", MODERNBERT, "--as llama: has no LayerNorm; expected --as modernbert-decoder"),
         ("eurobert", "bidirectional", MODERNBERT, "--as eurobert: has no LayerNorm; expected --as modernbert"),
         ("qwen2", "bidirectional", dataclasses.replace(WITH_BIAS, window_size=8), "has no attention windows; no family here"),
         ("modernbert", "bidirectional", SMALL, "--as modernbert: has no RMSNorm; expected --as eurobert or llama or mistral"),
-        ("modernbert", "causal", MODERNBERT, "--as modernbert: has no causal attention"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, **EXTENDED), "has no rotary positions scaled by YaRN"),
+        ("modernbert", "causal", MODERNBERT, "--as modernbert: has no causal attention; expected --as modernbert-decoder"),
+        ("neobert", "causal", NEOBERT, "--as neobert: has no causal attention; no family here has all layers of this model"),
+        ("neobert", "bidirectional", SMALL, "has no output layer without bias; expected --as eurobert or llama or mistral"),
+        ("neobert", "bidirectional", dataclasses.replace(NEOBERT, rotary_base=5e5), "has no base period of the rotary positions"),
+        ("neobert", "bidirectional", dataclasses.replace(NEOBERT, num_query_groups=2), "has no queries that share keys and"),
+        ("neobert", "bidirectional", dataclasses.replace(NEOBERT, ffn_hidden_size=50), "has no --ffn-hidden-size that is no"),
+        ("neobert", "bidirectional", MODERNBERT, "--as neobert: has no LayerNorm; expected --as modernbert"),
+        ("eurobert", "bidirectional", dataclasses.replace(NEOBERT, prediction_head=True), "has no prediction head; no family"),
+        ("modernbert-decoder", "bidirectional", MODERNBERT, "has no bidirectional attention; expected --as modernbert"),
+        ("modernbert-decoder", "causal", SMALL, "--as modernbert-decoder: has no RMSNorm; expected --as llama or mistral"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, kv_channels=16), "has no heads of another width than"),
         ("qwen3", "causal", SMALL, "has no queries and keys without norms; expected --as llama or mistral"),

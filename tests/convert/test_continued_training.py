@@ -18,7 +18,9 @@ PEAK, STEPS, DECAY, CLIP = 5e-4, 10, 4, 1.0
 RUN = ["--objective-schedule", "mlm:1.0", "--train-iters", "10", "--lr", "5e-4", "--lr-warmup-iters", "0", "--seq-length", "256"]
 RUN += ["--lr-wsd-decay-iters", "4", "--micro-batch-size", "1", "--global-batch-size", "4", "--eval-interval", "0"]
 RUN += ["--packing", "random-length"]
-MODELS = ["llama with stretched positions", "qwen2", "qwen3", "modernbert", "modernbert with norm biases"]
+MODELS = ["llama with stretched positions", "qwen2", "qwen3", "modernbert", "modernbert with norm biases", "modernbert-decoder"]
+MODELS += ["neobert"]
+BOTH_OBJECTIVES = ["--objective-schedule", "clm:0.5,mlm:0.5"]  # as the Ettin paper continues a decoder
 
 
 def learning_rate(n: int) -> float:
@@ -37,6 +39,7 @@ def continued(small_corpus, tmp_path_factory):
         main(["from-hf", "--input", str(folder / "hf"), "--output", str(folder / "core")])
         core = folder / "core"
         flags = ["--config", str(core / "config.yaml"), *small_corpus.flags, *RUN, "--init-from", str(core)]
+        flags += BOTH_OBJECTIVES if name == "modernbert-decoder" else []
         jobs += [runs.Job(folder / "one", flags), runs.Job(folder / "two", [*flags, "--tensor-model-parallel-size", "2"], 2)]
         found[name] = (model, flags, folder)
     runs.in_turn(jobs, folder, timeout=800)
@@ -59,7 +62,7 @@ def test_ten_steps_equal_those_of_a_plain_loop(name, continued):
         np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-4)
         np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-4)
         run = open_run_checkpoint(run_folder)
-        for name, tensor in core_to_hf(load_weights(run, None)[1], run.model, run.vocab_size).items():
+        for name, tensor in core_to_hf(load_weights(run, None)[1], run.model, run.vocab_size, run.origin.family).items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
             assert (tensor - before[name]).abs().max() > 1e-3, f"{name} was not trained"
 

@@ -6,6 +6,7 @@ import sys
 
 import hf_models
 import hf_tokenizers
+import plain_loop
 import pytest
 import runs
 import torch
@@ -17,7 +18,8 @@ from megaenc.training.command import main as pretrain
 
 CAME_IN = [name for name in hf_models.MODELS]
 LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "TP2 x PP2": (2, 2)}  # sizes of the tensor-parallel and the pipeline-parallel groups
-OTHER_TIE = {name: {"tie_word_embeddings": not hf_models.MODELS[name].get("tie_word_embeddings", False)} for name in CAME_IN}
+TIED = {name: hf_models.MODELS[name].get("tie_word_embeddings", False) for name in CAME_IN}
+BOTH_TIES = [(name, tied) for name in CAME_IN for tied in (False, True) if name != "neobert" or not tied]  # which has no tied one
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +28,12 @@ def cores(small_corpus, tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("cores"), {}
     # Beside Qwen2's config.json transformers splits texts as Qwen2 does, whoever's the tokenizer is.
     qwen = hf_tokenizers.save(hf_tokenizers.qwen("<|mask|>"), folder / "tokenizer", mask_token="<|mask|>")
-    for name in CAME_IN:
-        for options in ({}, OTHER_TIE[name]):
-            model = hf_models.build(name, vocab_size=410, **options)
-            work = folder / f"{name} {bool(options)}"
-            hf = hf_models.write(model, work / "hf", qwen if name == "qwen2" else small_corpus.tokenizer)
-            main(["from-hf", "--input", str(hf), "--output", str(work / "core")])
-            found[name, model.config.tie_word_embeddings] = hf, work / "core"
+    for name, tied in BOTH_TIES:
+        model = hf_models.build(name, vocab_size=410, **({} if tied == TIED[name] else {"tie_word_embeddings": tied}))
+        work = folder / f"{name} {tied}"
+        hf = hf_models.write(model, work / "hf", qwen if name == "qwen2" else small_corpus.tokenizer)
+        main(["from-hf", "--input", str(hf), "--output", str(work / "core")])
+        found[name, tied] = hf, work / "core"
     return found
 
 
@@ -60,6 +61,12 @@ def out(core, folder, *flags):
     return folder
 
 
+def way_back(name):
+    """The flags with which a model goes out as the family that it came in as."""
+    family = hf_models.MODELS[name]["model_type"]
+    return ["--as", family if family in hf_models.ONLY_CAUSAL else "source"]
+
+
 def config(folder):
     return json.loads((folder / "config.json").read_text())
 
@@ -70,32 +77,35 @@ def assert_same(found, expected):
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", CAME_IN)
+@pytest.mark.parametrize(("name", "tied"), BOTH_TIES)
 def test_source_is_what_came_in(name, tied, cores, tmp_path):
     hf, core = cores[name, tied]
-    written = out(core, tmp_path / "hf", "--as", "source")
+    written = out(core, tmp_path / "hf", *way_back(name))
     assert_same(hf_models.weights(written), hf_models.weights(hf))
     there, here = config(hf), config(written)
-    if there["model_type"] == "modernbert":
+    if there["model_type"].startswith("modernbert"):
         layers = ("layer_types", "local_attention", "norm_bias", "decoder_bias", "hidden_activation", "classifier_activation")
+    elif there["model_type"] == "neobert":
+        there["max_position_embeddings"] = here["max_position_embeddings"] = there["max_length"]
+        there["rope_parameters"] = here["rope_parameters"] = None
+        layers = ("max_length", "intermediate_size", "norm_eps", "decoder_init_range")
     else:
         there.setdefault("head_dim", there["hidden_size"] // there["num_attention_heads"])  # Qwen2's does not say it
         layers = ("head_dim",)
     same = ("model_type", "architectures", "rope_parameters", "tie_word_embeddings", "max_position_embeddings", *layers)
     for field in same:
         assert here[field] == there[field], field
-    assert here.get("is_causal") is (None if there["model_type"] in hf_models.ENCODERS else False)
+    own = (*hf_models.ENCODERS, *hf_models.ONLY_CAUSAL)
+    assert here.get("is_causal") is (None if there["model_type"] in own else False)
     again = tmp_path / "again"
     main(["from-hf", "--input", str(written), "--output", str(again)])
-    assert_same(hf_models.weights(out(again, tmp_path / "hf again", "--as", "source")), hf_models.weights(hf))
+    assert_same(hf_models.weights(out(again, tmp_path / "hf again", *way_back(name))), hf_models.weights(hf))
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", CAME_IN)
+@pytest.mark.parametrize(("name", "tied"), BOTH_TIES)
 def test_what_a_run_in_any_layout_saves_is_what_came_in(name, tied, layout, cores, begun, tmp_path):
     """No rank holds the whole model: its parts go out as one."""
     hf, _ = cores[name, tied]
@@ -103,7 +113,7 @@ def test_what_a_run_in_any_layout_saves_is_what_came_in(name, tied, layout, core
     tensor, pipeline = LAYOUTS[layout]
     ranks = {file.name.split("_")[2] for file in (run / "checkpoints" / "iter_0000001").glob("*.distcp")}
     assert len(ranks) == tensor * pipeline
-    assert_same(hf_models.weights(out(run, tmp_path / "hf", "--as", "source")), hf_models.weights(hf))
+    assert_same(hf_models.weights(out(run, tmp_path / "hf", *way_back(name))), hf_models.weights(hf))
 
 
 @pytest.mark.parametrize("name", ["llama with stretched positions", "mistral", "qwen2"])
@@ -120,13 +130,15 @@ def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores, tmp_path
     assert all(torch.equal(found[n], given[n]) for n in given)
 
 
-@pytest.mark.parametrize("name", ["eurobert", "llama with stretched positions", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["eurobert", "llama with stretched positions", "mistral", "qwen2", "qwen3", "modernbert-decoder"]
+)
 def test_read_causally_it_is_the_decoder_that_came_in(name, cores, tmp_path):
     """The logits of transformers' own model, as which it came, and as which it goes out."""
     from transformers import AutoModelForCausalLM, EuroBertForMaskedLM
 
     hf, core = cores[name, hf_models.MODELS[name].get("tie_word_embeddings", False)]
-    family = "llama" if name == "eurobert" else name.split()[0]
+    family = "llama" if name == "eurobert" else hf_models.MODELS[name]["model_type"]
     written = out(core, tmp_path / "hf", "--as", family)
     assert "is_causal" not in config(written) and config(written)["model_type"] == family
     tokens = torch.arange(60)[None] * 7 % 400
@@ -138,6 +150,29 @@ def test_read_causally_it_is_the_decoder_that_came_in(name, cores, tmp_path):
             torch.testing.assert_close(found, encoder(tokens, attention_mask=ahead).logits, rtol=1e-5, atol=1e-5)
         else:
             assert torch.equal(found, AutoModelForCausalLM.from_pretrained(hf)(tokens).logits)
+
+
+def test_a_modernbert_decoder_goes_out_as_modernbert_and_back(cores, tmp_path, refusal):
+    """The same weights with other names and under another mask: the last is what transformers' encoder is told here."""
+    from transformers import ModernBertDecoderForCausalLM, ModernBertForMaskedLM
+
+    hf, core = cores["modernbert-decoder", True]
+    written = out(core, tmp_path / "encoder")
+    assert config(written)["architectures"] == ["ModernBertForMaskedLM"]
+    assert (config(hf)["sliding_window"], config(written)["local_attention"]) == (17, 32), "16 tokens before each token in both"
+    encoder, report = ModernBertForMaskedLM.from_pretrained(written, output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(60)[None] * 7 % 400
+    masks = plain_loop.attention_masks(encoder.config, [0, 60], "causal", None)
+    with torch.no_grad():
+        expected = ModernBertDecoderForCausalLM.from_pretrained(hf)(tokens).logits
+        torch.testing.assert_close(encoder(tokens, attention_mask=masks).logits, expected, rtol=0, atol=1e-4)
+        assert (encoder(tokens).logits - expected).abs().max() > 0.1
+    main(["from-hf", "--input", str(written), "--output", str(tmp_path / "core")])
+    again = out(tmp_path / "core", tmp_path / "decoder", *way_back("modernbert-decoder"))
+    assert_same(hf_models.weights(again), hf_models.weights(hf))
+    line = refusal(main, ["to-hf", "--load", core, "--output", tmp_path / "no", "--as", "source"])
+    assert "--as modernbert-decoder: has no bidirectional attention; expected --as modernbert" in line
 
 
 @pytest.mark.parametrize("stops", ["generation_config.json", "config.json"])

@@ -29,7 +29,7 @@ def convert(folder, output, *flags):
 def held(core):
     """The weights of the checkpoint of step 0 under Hugging Face's names."""
     run = open_run_checkpoint(core)
-    return core_to_hf(load_weights(run, 0)[1], run.model, run.vocab_size)
+    return core_to_hf(load_weights(run, 0)[1], run.model, run.vocab_size, run.origin.family)
 
 
 def assert_same(found, expected):
@@ -71,12 +71,14 @@ def test_every_weight_is_there_as_it_was(name, came_in):
 
 def by_transformers(folder, attention):
     """transformers' own model of a folder, made to read under `attention`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, EuroBertForMaskedLM, LlamaForCausalLM, ModernBertForMaskedLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaForCausalLM
 
     config, causal = AutoConfig.from_pretrained(folder), attention == Attention.CAUSAL
-    if config.model_type == "modernbert":
-        model, report = ModernBertForMaskedLM.from_pretrained(folder, output_loading_info=True)
-        if causal:
+    if config.model_type in ("modernbert", "modernbert-decoder", "neobert"):
+        is_encoder = config.model_type in hf_models.ENCODERS
+        kind = AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
+        model, report = kind.from_pretrained(folder, output_loading_info=True)
+        if causal == is_encoder:  # it has no such mask of its own
             masks = plain_loop.attention_masks
             return lambda tokens: model(tokens, attention_mask=masks(config, [0, tokens.size(1)], attention, None))
     elif config.model_type == "eurobert":  # Llama's class computes the same layers, and causally

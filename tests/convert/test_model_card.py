@@ -107,6 +107,12 @@ def test_of_a_model_that_came_in_nothing_is_said_to_be_trained(small_corpus, tmp
         ("EuroBertForMaskedLM", "BIDIRECTIONAL", "fill-mask", "It loads with `EuroBertForMaskedLM` of transformers."),
         ("LlamaForCausalLM", "CAUSAL", "text-generation", "It loads with `LlamaForCausalLM` of transformers."),
         (
+            "NeoBERTLMHead",
+            "BIDIRECTIONAL",
+            "fill-mask",
+            "It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, which runs the code of chandar-lab/NeoBERT",
+        ),
+        (
             "Qwen3ForCausalLM",
             "BIDIRECTIONAL",
             "feature-extraction",

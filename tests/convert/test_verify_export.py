@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megaenc.convert import to_hf, verify_export
 from megaenc.convert.command import main
-from megaenc.convert.param_mapping import GatedMLPMapping, ParamMapping, QKVMapping
+from megaenc.convert.param_mapping import GatedMLPMapping, HeadQKVMapping, ParamMapping, QKVMapping
 from megaenc.convert.verify_export import ProbeBatch
 
 ROPE = {"rope_type": "default", "rope_theta": 160000.0}
@@ -18,9 +18,9 @@ ROPE = {"rope_type": "default", "rope_theta": 160000.0}
 
 @pytest.fixture(scope="module")
 def core(small_corpus, tmp_path_factory):
-    """Llama, Qwen3 and ModernBERT, in bfloat16, that came in. By name: a run folder. Not to be changed."""
+    """Llama, Qwen3, ModernBERT, its decoder and NeoBERT, in bfloat16, that came in. By name: a run folder. Not to be changed."""
     folder, found = tmp_path_factory.mktemp("core"), {}
-    for name in ("llama with stretched positions", "qwen3 with biases and YaRN", "modernbert"):
+    for name in ("llama with stretched positions", "qwen3 with biases and YaRN", "modernbert", "modernbert-decoder", "neobert"):
         model = hf_models.build(name, vocab_size=410).bfloat16()
         hf = hf_models.write(model, folder / name / "hf", small_corpus.tokenizer)
         found[name.split()[0]] = folder / name / "core"
@@ -42,6 +42,9 @@ def proof(folder):
         ("qwen3", [], "Qwen3ForCausalLM", "bidirectional"),
         ("qwen3", ["--as", "qwen3"], "Qwen3ForCausalLM", "causal"),
         ("modernbert", [], "ModernBertForMaskedLM", "bidirectional"),
+        ("modernbert-decoder", ["--as", "modernbert-decoder"], "ModernBertDecoderForCausalLM", "causal"),
+        ("modernbert-decoder", [], "ModernBertForMaskedLM", "bidirectional"),
+        ("neobert", [], "NeoBERTLMHead", "bidirectional"),
     ],
 )
 def test_it_holds_checksums_differences_and_the_mask(name, written, kind, attention, flags, core, tmp_path):
@@ -178,6 +181,19 @@ WRONG = {
         "modernbert",
         [],
         change_config(rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"), ROPE)),
+        "logits differ by",
+    ),
+    "a causal window of one more token": (
+        "modernbert-decoder",
+        ["--as", "modernbert-decoder"],
+        change_config(sliding_window=18),
+        "layer 1: field `sliding_window`: found 18, expected 17",
+    ),
+    "queries of ModernBERT's decoder": ("modernbert-decoder", ["--as", "modernbert-decoder"], reorder, "differ by"),
+    "rows of NeoBERT's queries by halves": (
+        "neobert",
+        [],
+        lambda monkeypatch: monkeypatch.setattr(HeadQKVMapping, "to_hf", ParamMapping.to_hf),
         "logits differ by",
     ),
     "queries and keys of ModernBERT": ("modernbert", [], turn_rows("linear_qkv"), "logits differ by"),

@@ -74,6 +74,14 @@ def damage(folder: Path) -> None:
     shutil.copytree(folder / "hf", folder / "hf-family")
     config = json.loads((folder / "hf/config.json").read_text())
     (folder / "hf-family/config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+    own = {"bert": {"model_type": "bert"}, "roberta": {"model_type": "roberta"}}
+    ettin = {"model_type": "modernbert-decoder", "rope_parameters": None, "bos_token_id": 0}
+    own |= {"ettin": ettin | {"is_causal": False}, "ettin-window": ettin | {"sliding_window": 1}}
+    neobert = {"model_type": "neobert", "hidden_act": "swiglu"}
+    own |= {"neobert": neobert | {"rope": False}, "neobert-head": neobert | {"dim_head": 7}}
+    for name, values in own.items():
+        shutil.copytree(folder / "hf", folder / f"hf-{name}")
+        (folder / f"hf-{name}/config.json").write_text(json.dumps(config | values))
     (folder / "hf-nomask/tokenizer.json").write_text("{")
     for name in ("norun", "badrun", "nocheckpoint", "cut", "base"):
         shutil.copytree(folder / "run", folder / f"run-{name}")

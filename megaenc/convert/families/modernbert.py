@@ -1,4 +1,8 @@
-"""Conversion between ModernBERT's config.json and `ModelConfig`; Ettin encoders and mmBERT are ModernBERT models."""
+"""Conversion between ModernBERT's config.json and `ModelConfig`; Ettin encoders and mmBERT are ModernBERT models.
+
+Ettin decoders have the same layers with causal attention (transformers' ModernBertDecoder). A window of w tokens in their
+config.json includes the token itself, so that it spans w - 1 tokens; ModernBERT's spans w tokens to each side.
+"""
 
 from typing import Any
 
@@ -8,8 +12,10 @@ from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 
-MODEL_TYPE = "modernbert"
+MODEL_TYPE, DECODER_TYPE = "modernbert", "modernbert-decoder"
 
+DECODER_IDS = ("bos_token_id", "cls_token_id", "sep_token_id")
+"""Special token ids that the config.json of a decoder must have."""
 _FIELDS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -35,9 +41,9 @@ _FIXED = {
 }
 
 
-def unsupported_feature(model: ModelConfig, attention: Attention) -> str | None:
-    """Return, as text, a feature of `model` under `attention` that ModernBERT lacks; None if it has all."""
-    if attention != Attention.BIDIRECTIONAL:
+def unsupported_feature(model: ModelConfig, attention: Attention, *, is_encoder: bool) -> str | None:
+    """Return, as text, a feature of `model` under `attention` that ModernBERT or its decoder lacks; None if it has all."""
+    if attention != (Attention.BIDIRECTIONAL if is_encoder else Attention.CAUSAL):
         return f"{attention} attention"
     for name, (expected, other) in _FIXED.items():
         if getattr(model, name) != expected:
@@ -49,8 +55,10 @@ def unsupported_feature(model: ModelConfig, attention: Attention) -> str | None:
     return None
 
 
-def to_model_config(config: Any, file: str) -> ModelConfig:
+def to_model_config(config: Any, file: str, *, is_encoder: bool) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
+    if not is_encoder and not getattr(config, "is_causal", True):
+        raise InputError(f"{file}: field `is_causal`: found false, expected true: transformers' {DECODER_TYPE} is only causal")
     for name in ("attention_bias", "mlp_bias", "classifier_bias"):
         if getattr(config, name):
             raise InputError(f"{file}: field `{name}`: found true, expected false")
@@ -71,7 +79,7 @@ def to_model_config(config: Any, file: str) -> ModelConfig:
         num_query_groups=config.num_attention_heads,
         rotary_base=bases[_FULL] if _FULL in config.layer_types else bases[_LOCAL],
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-        window_size=_read_window(config.local_attention, file) if local else None,
+        window_size=(_read_window if is_encoder else _read_causal_window)(config, file) if local else None,
         global_attn_every_n_layers=_read_global_layers(config.layer_types, file) if local else None,
         local_rotary_base=bases[_LOCAL] if local and _FULL in config.layer_types and bases[_LOCAL] != bases[_FULL] else None,
     )
@@ -85,11 +93,26 @@ def _read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
     return check_positive(rope.get("rope_theta"), f"rope_theta` of `{kind}", file)
 
 
-def _read_window(local_attention: Any, file: str) -> int:
+def _read_window(config: Any, file: str) -> int:
     """Return the tokens to each side that `local_attention` stands for, as transformers reads it."""
-    if not isinstance(local_attention, int) or local_attention < 2:
-        raise InputError(f"{file}: field `local_attention`: found {shorten_repr(local_attention)}, expected 2 or more tokens")
-    return local_attention // 2
+    tokens = config.local_attention
+    if not isinstance(tokens, int) or tokens < 2:
+        raise InputError(f"{file}: field `local_attention`: found {shorten_repr(tokens)}, expected 2 or more tokens")
+    return tokens // 2
+
+
+def _read_causal_window(config: Any, file: str) -> int:
+    """Return the tokens before a token that it attends to in a decoder's local layers.
+
+    transformers derives `sliding_window`, which counts the token itself, from `local_attention` if config.json lacks it.
+    """
+    tokens = config.sliding_window
+    if not isinstance(tokens, int) or tokens < 2:
+        raise InputError(
+            f"{file}: field `sliding_window` (or half of `local_attention`): found {shorten_repr(tokens)}, expected 2 or more "
+            "tokens"
+        )
+    return tokens - 1
 
 
 def _read_global_layers(kinds: list[str], file: str) -> int | None:
@@ -105,14 +128,15 @@ def _read_global_layers(kinds: list[str], file: str) -> int | None:
     return every
 
 
-def export_fields(model: ModelConfig, tokenizer: Any) -> dict[str, Any]:
-    """Return the fields of a ModernBERT config.json for `model`; the inverse of `to_model_config`."""
+def export_fields(model: ModelConfig, tokenizer: Any, *, is_encoder: bool) -> dict[str, Any]:
+    """Return the fields of a config.json of ModernBERT or its decoder for `model`; the inverse of `to_model_config`."""
+    window = (model.window_size or model.hidden_size) + (not is_encoder)  # unused without local layers
     kinds = [_FULL if window is None else _LOCAL for window in model.layer_windows]
     bases = {_FULL: model.rotary_base, _LOCAL: model.local_rotary_base or model.rotary_base}
     return {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()} | {
         "classifier_activation": model.activation,
         "layer_types": kinds,
-        "local_attention": 2 * (model.window_size or model.hidden_size),  # unused without local layers
+        "local_attention": 2 * window,
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
         "cls_token_id": tokenizer.cls_token_id,
         "sep_token_id": tokenizer.sep_token_id,

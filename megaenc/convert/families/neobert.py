@@ -1,0 +1,106 @@
+"""Conversion between NeoBERT's config.json (arXiv 2502.19587) and `ModelConfig`; its layers are Llama's, its names its own."""
+
+from typing import Any
+
+from megaenc.convert.hf_checkpoint import shorten_repr
+from megaenc.convert.hf_model import check_positive
+from megaenc.errors import InputError
+from megaenc.model.config import ModelConfig
+from megaenc.objectives import Attention
+
+MODEL_TYPE = "neobert"
+HUB_CODE = "chandar-lab/NeoBERT"
+"""Repository of the Hub with the code that loads NeoBERT in transformers, which has no class for it."""
+_AUTO_MAP = {
+    "AutoConfig": f"{HUB_CODE}--model.NeoBERTConfig",
+    "AutoModel": f"{HUB_CODE}--model.NeoBERT",
+    "AutoModelForMaskedLM": f"{HUB_CODE}--model.NeoBERTLMHead",
+    "AutoModelForSequenceClassification": f"{HUB_CODE}--model.NeoBERTForSequenceClassification",
+}
+ROTARY_BASE = 10000.0  # a constant of its code
+_MULTIPLE = 8  # of the width inside the MLP
+_FIELDS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "norm_eps": "norm_epsilon",
+    "decoder_init_range": "init_method_std",
+}
+"""Fields of config.json with another name in ModelConfig."""
+# Fields of NeoBERT's variants that change its layers, with NeoBERT's value, which config.json need not have.
+_VARIANTS = {
+    "rms_norm": True,
+    "rope": True,
+    "ngpt": False,
+    "rope_theta": ROTARY_BASE,
+    "tie_word_embeddings": False,
+}
+# Each option that has one value in this family, and the text of any other for errors.
+_FIXED = {
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "activation": ("silu", "GELU"),
+    "window_size": (None, "attention windows"),
+    "embedding_norm": (False, "norm of the embedding"),
+    "prediction_head": (False, "prediction head"),
+    "output_layer_bias": (True, "output layer without bias"),
+    "untie_embeddings_and_output_weights": (True, "output layer that shares the embedding"),
+    "add_qkv_bias": (False, "biases of queries, keys and values"),
+    "qk_layernorm": (False, "norms of queries and keys"),
+    "use_rope_scaling": (False, "scaled rotary positions"),
+    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
+    "rotary_base": (ROTARY_BASE, "base period of the rotary positions other than 10,000"),
+}
+
+
+def inner_size(intermediate_size: int) -> int:
+    """Return the width inside the MLP for `intermediate_size`: two thirds, as of SwiGLU's two matrices, up to a multiple of 8."""
+    return -(-int(2 * intermediate_size / 3) // _MULTIPLE) * _MULTIPLE
+
+
+def unsupported_feature(model: ModelConfig, attention: Attention) -> str | None:
+    """Return, as text, a feature of `model` under `attention` that NeoBERT lacks; None if it has all."""
+    if attention != Attention.BIDIRECTIONAL:
+        return f"{attention} attention"
+    for name, (expected, other) in _FIXED.items():
+        if getattr(model, name) != expected:
+            return other
+    if model.num_query_groups != model.num_attention_heads:
+        return "queries that share keys and values"
+    if model.query_size != model.hidden_size:
+        return "heads of another width than --hidden-size / --num-attention-heads"
+    if model.ffn_hidden_size % _MULTIPLE:
+        return f"--ffn-hidden-size that is no multiple of {_MULTIPLE}"
+    return None
+
+
+def to_model_config(config: Any, file: str) -> ModelConfig:
+    """Return the ModelConfig of a NeoBERTConfig; InputError, naming file and field, for unsupported features."""
+    for name, expected in _VARIANTS.items():
+        value = getattr(config, name, expected)
+        if value != expected:
+            raise InputError(f"{file}: field `{name}`: found {shorten_repr(value)}, expected {expected} as in NeoBERT")
+    activation = getattr(config, "hidden_act", "swiglu")
+    if str(activation).lower() != "swiglu":
+        raise InputError(f"{file}: field `hidden_act`: found {shorten_repr(activation)}, expected swiglu")
+    for name in ("max_length", "norm_eps", "decoder_init_range", "num_attention_heads", "intermediate_size"):
+        check_positive(getattr(config, name), name, file)
+    width = config.hidden_size // config.num_attention_heads
+    if getattr(config, "dim_head", width) != width:
+        text = shorten_repr(config.dim_head)
+        raise InputError(f"{file}: field `dim_head`: found {text}, expected {width}, hidden_size / num_attention_heads")
+    return ModelConfig(
+        **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
+        **{name: value for name, (value, _) in _FIXED.items()},
+        num_query_groups=config.num_attention_heads,
+        ffn_hidden_size=inner_size(config.intermediate_size),
+    )
+
+
+def export_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a NeoBERT config.json for `model`; the inverse of `to_model_config`."""
+    return {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()} | {
+        "intermediate_size": model.ffn_hidden_size * 3 // 2,
+        "dim_head": model.head_dim,
+        "embedding_init_range": model.init_method_std,
+        "auto_map": _AUTO_MAP,
+    }

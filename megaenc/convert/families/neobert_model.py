@@ -1,0 +1,170 @@
+"""NeoBERT in PyTorch (arXiv 2502.19587), with the Hub's names of weights: transformers has no class for it.
+
+It verifies exports and loads models without code from the Hub. Classes have the names that config.json has, and importing this
+module registers them with transformers' Auto classes.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from megaenc.convert.families.neobert import MODEL_TYPE, ROTARY_BASE, inner_size
+
+
+@strict
+class NeoBERTConfig(PreTrainedConfig):
+    """Fields of NeoBERT's config.json, with the defaults of the Hub's code."""
+
+    model_type = MODEL_TYPE
+    attribute_map: ClassVar = {"max_position_embeddings": "max_length"}
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 12
+    norm_eps: float = 1e-6
+    max_length: int = 1024
+    embedding_init_range: float = 0.02
+    decoder_init_range: float = 0.02
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = False
+
+
+def _eager_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Return (attention [B, S, heads, D], its weights) by the formula, of [B, heads, S, D] and an additive `mask`."""
+    scores = query @ key.mT * scaling
+    weights = (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32).to(value.dtype)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Return x [B, S, heads, D], each pair of neighbouring numbers times `rotation` [B, S, D / 2] as complex numbers."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * rotation[:, :, None]).flatten(-2).to(x.dtype)
+
+
+class _SwiGLU(nn.Module):
+    """Gated MLP without biases: w3(silu(gate) * up), with gate and up projection from one matrix, w12."""
+
+    def __init__(self, hidden: int, inner: int):
+        super().__init__()
+        self.w12 = nn.Linear(hidden, 2 * inner, bias=False)
+        self.w3 = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's output, [B, S, H]."""
+        gate, up = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * up)
+
+
+class _NeoBERTLayer(nn.Module):
+    """Transformer layer with RMSNorm before attention and MLP; each head has its query, key and value rows in `qkv` together."""
+
+    is_causal = False
+
+    def __init__(self, config: NeoBERTConfig):
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.heads, self.head_dim = config.num_attention_heads, hidden // config.num_attention_heads
+        self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.wo = nn.Linear(hidden, hidden, bias=False)
+        self.ffn_norm = nn.RMSNorm(hidden, config.norm_eps)
+        self.ffn = _SwiGLU(hidden, inner_size(config.intermediate_size))
+
+    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
+        """Return hidden states [B, S, H] after the layer."""
+        query, key, value = self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
+        heads = (part.transpose(1, 2) for part in (_rotate(query, rotation), _rotate(key, rotation), value))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention)
+        attended, _ = attend(self, *heads, mask, scaling=self.head_dim**-0.5)
+        x = x + self.wo(attended.flatten(2))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class NeoBERTPreTrainedModel(PreTrainedModel):
+    """Base class of NeoBERT models for transformers."""
+
+    config_class = NeoBERTConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+
+class NeoBERT(NeoBERTPreTrainedModel):
+    """NeoBERT without output layer."""
+
+    def __init__(self, config: NeoBERTConfig):
+        super().__init__(config)
+        self.encoder = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.transformer_encoder = nn.ModuleList(_NeoBERTLayer(config) for _ in range(config.num_hidden_layers))
+        self.layer_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return self.encoder
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Set the embedding."""
+        self.encoder = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
+    ) -> BaseModelOutput:
+        """Return the states after the last norm, [B, S, H]; `attention_mask`: 1 for tokens of the text, or added to scores."""
+        x = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
+        if position_ids is None:
+            position_ids = torch.arange(x.size(1), device=x.device)[None]
+        width = self.config.hidden_size // self.config.num_attention_heads
+        frequencies = 1.0 / ROTARY_BASE ** (torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width)
+        angles = position_ids[..., None] * frequencies
+        rotation = torch.polar(torch.ones_like(angles), angles)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask)
+        for layer in self.transformer_encoder:
+            x = layer(x, rotation, mask)
+        return BaseModelOutput(last_hidden_state=self.layer_norm(x))
+
+
+class NeoBERTLMHead(NeoBERTPreTrainedModel):
+    """NeoBERT with the output layer of masked language modelling, which has a matrix of its own and a bias."""
+
+    def __init__(self, config: NeoBERTConfig):
+        super().__init__(config)
+        self.model = NeoBERT(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer."""
+        return self.decoder
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Set the output layer."""
+        self.decoder = value
+
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> MaskedLMOutput:
+        """Return logits, [B, S, V]; `options` are those of `NeoBERT`."""
+        states = self.model(input_ids, attention_mask, **options).last_hidden_state
+        return MaskedLMOutput(logits=self.decoder(states))
+
+
+AutoConfig.register(MODEL_TYPE, NeoBERTConfig)
+AutoModel.register(NeoBERTConfig, NeoBERT)
+AutoModelForMaskedLM.register(NeoBERTConfig, NeoBERTLMHead)
