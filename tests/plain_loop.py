@@ -23,9 +23,10 @@ def allowed(edges: list[int], attention: str, prefixes: np.ndarray | None) -> to
 def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarray | None):
     """The mask as a transformers model wants it: one for each kind of layer, if some have a window."""
     mask = allowed(edges, attention, prefixes)
-    if config.model_type != "modernbert":
+    if config.model_type not in ("modernbert", "gemma3_text"):
         return mask
-    inside = torch.ones(mask.shape[2:], dtype=torch.bool).triu(-(config.local_attention // 2)).tril(config.local_attention // 2)
+    window = config.local_attention // 2 if config.model_type == "modernbert" else config.sliding_window - 1
+    inside = torch.ones(mask.shape[2:], dtype=torch.bool).triu(-window).tril(window)
     return {"full_attention": mask, "sliding_attention": mask.masked_fill(~inside, float("-inf"))}
 
 

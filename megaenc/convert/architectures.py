@@ -1,7 +1,7 @@
 """Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
-EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike; ModernBERT has
-its own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`).
+EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike; ModernBERT and
+Gemma 3 have their own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`, `megaenc.convert.gemma3`).
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from megaenc.convert import modernbert
+from megaenc.convert import gemma3, modernbert
 from megaenc.convert.hf_checkpoint import shorten_repr
-from megaenc.convert.hf_model import build_hf_config, check_positive
+from megaenc.convert.hf_model import build_hf_config, check_positive, is_causal_decoder
 from megaenc.errors import InputError
 from megaenc.model.config import ADDED_OPTIONS, ModelConfig
 from megaenc.objectives import Attention
@@ -36,7 +36,13 @@ _OTHER_LAYERS = {
     "embedding_norm": "norm of the embedding",
     "prediction_head": "prediction head",
     "output_layer_bias": "bias of the output layer",
+    "rotary_seq_len_interpolation_factor": "linearly scaled rotary positions",
+    "query_pre_attn_scalar": "scaling of queries",
+    "apply_layernorm_1p": "norms by weight + 1",
+    "post_norms": "norms after attention and MLP",
+    "scale_embedding": "scaling of the embedding",
 }
+_OWN_LAYERS = {module.MODEL_TYPE: module for module in (modernbert, gemma3)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class ModelFamily:
     # Biases of queries, keys and values; with an optional bias (`attention_bias`), attention's output has one too.
     qkv_bias: Literal["never", "always", "optional"]
     qk_norms: bool = False  # whether queries and keys are normalized in each head
-    is_encoder: bool = False  # bidirectional; a decoder family is bidirectional with `is_causal: false` in its config.json
+    is_encoder: bool = False  # bidirectional; decoder families are with `is_causal: false` or `use_bidirectional_attention: true`
     export_as: str = ""  # the family to export as, if transformers does not know this one
 
     @property
@@ -58,8 +64,8 @@ class ModelFamily:
 
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
         """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
-        if self.model_type == modernbert.MODEL_TYPE:
-            return modernbert.unsupported_feature(model, attention)
+        if own := _OWN_LAYERS.get(self.model_type):
+            return own.unsupported_feature(model, attention)
         if attention not in ((Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)):
             return f"{attention} attention"
         if model.qk_layernorm != self.qk_norms:
@@ -86,6 +92,7 @@ FAMILIES = {
         ModelFamily("qwen2", "Qwen2ForCausalLM", "always"),
         ModelFamily("qwen3", "Qwen3ForCausalLM", "optional", qk_norms=True),
         ModelFamily(modernbert.MODEL_TYPE, "ModernBertForMaskedLM", "never", is_encoder=True),
+        ModelFamily(gemma3.MODEL_TYPE, "Gemma3ForCausalLM", "never"),
         # The study's released models: EuroBERT's weights under another name, with custom code that is never run.
         ModelFamily("sl_model", "", "optional", is_encoder=True, export_as="eurobert"),
     )
@@ -123,8 +130,8 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
-    if family.model_type == modernbert.MODEL_TYPE:
-        return _check_shape(modernbert.to_model_config(config, file), file)
+    if own := _OWN_LAYERS.get(family.model_type):
+        return _check_shape(own.to_model_config(config, file), file)
     _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
@@ -190,9 +197,8 @@ def _read_rotary_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
-    """Return the attention that transformers uses for `config`: causal for a decoder unless `is_causal` is false."""
-    causal = not family.is_encoder and getattr(config, "is_causal", True)
-    return Attention.CAUSAL if causal else Attention.BIDIRECTIONAL
+    """Return the attention that transformers uses for `config`: causal for a decoder unless the config says otherwise."""
+    return Attention.BIDIRECTIONAL if family.is_encoder or not is_causal_decoder(config) else Attention.CAUSAL
 
 
 def infer_objective(config: Any, family: ModelFamily) -> str:
@@ -230,8 +236,9 @@ def build_export_config(
             f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
         )
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if family.model_type == modernbert.MODEL_TYPE:
-        values = modernbert.export_fields(model, tokenizer)
+    own = _OWN_LAYERS.get(family.model_type)
+    if own:
+        values = own.export_fields(model, tokenizer, attention)
     else:
         values = _llama_fields(family, model)
     values |= dict(
@@ -246,7 +253,7 @@ def build_export_config(
     )
     if family.is_encoder:
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
-    elif attention == Attention.BIDIRECTIONAL:
+    elif attention == Attention.BIDIRECTIONAL and not own:
         values["is_causal"] = False
     return CONFIG_MAPPING[family.export_family.model_type](**values)
 

@@ -140,9 +140,11 @@ def _load_export(folder: Path) -> tuple[Any, str]:
 def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
     """Raise an error if the layers in the config have other windows than `windows`, which probe texts might not reveal."""
     kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(windows)  # without a list, a window is that of all layers
+    counts_itself = hasattr(config, "use_bidirectional_attention")  # Gemma's window counts the token that attends
     for number, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):  # the weights tell the number of layers
         window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
         expected_kind = _GLOBAL if expected is None else _LOCAL
+        expected = None if expected is None else expected + counts_itself
         if window != expected:
             name, actual, right = "sliding_window", window or "none", expected or "none"
         elif kind != expected_kind and getattr(config, "layer_types", None):

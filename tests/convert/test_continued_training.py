@@ -18,7 +18,7 @@ PEAK, STEPS, DECAY, CLIP = 5e-4, 10, 4, 1.0
 RUN = ["--objective-schedule", "mlm:1.0", "--train-iters", "10", "--lr", "5e-4", "--lr-warmup-iters", "0", "--seq-length", "256"]
 RUN += ["--lr-wsd-decay-iters", "4", "--micro-batch-size", "1", "--global-batch-size", "4", "--eval-interval", "0"]
 RUN += ["--packing", "random-length"]
-MODELS = ["llama with stretched positions", "qwen2", "qwen3", "modernbert", "modernbert with norm biases"]
+MODELS = ["llama with stretched positions", "qwen2", "qwen3", "modernbert", "modernbert with norm biases", "gemma3"]
 
 
 def learning_rate(n: int) -> float:

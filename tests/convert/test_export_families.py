@@ -79,13 +79,16 @@ def test_source_is_what_came_in(name, tied, cores, tmp_path):
     there, here = config(hf), config(written)
     if there["model_type"] == "modernbert":
         layers = ("layer_types", "local_attention", "norm_bias", "decoder_bias", "hidden_activation", "classifier_activation")
+    elif there["model_type"] == "gemma3_text":
+        layers = ("head_dim", "layer_types", "query_pre_attn_scalar", "hidden_activation", "rms_norm_eps")
     else:
         there.setdefault("head_dim", there["hidden_size"] // there["num_attention_heads"])  # Qwen2's does not say it
         layers = ("head_dim",)
     same = ("model_type", "architectures", "rope_parameters", "tie_word_embeddings", "max_position_embeddings", *layers)
     for field in same:
         assert here[field] == there[field], field
-    assert here.get("is_causal") is (None if there["model_type"] in hf_models.ENCODERS else False)
+    field = "use_bidirectional_attention" if there["model_type"] == "gemma3_text" else "is_causal"
+    assert here.get(field) is (None if there["model_type"] in hf_models.ENCODERS else field != "is_causal")
     again = tmp_path / "again"
     main(["from-hf", "--input", str(written), "--output", str(again)])
     assert_same(hf_models.weights(out(again, tmp_path / "hf again", "--as", "source")), hf_models.weights(hf))
@@ -120,13 +123,13 @@ def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores, tmp_path
     assert all(torch.equal(found[n], given[n]) for n in given)
 
 
-@pytest.mark.parametrize("name", ["eurobert", "llama with stretched positions", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["eurobert", "llama with stretched positions", "mistral", "qwen2", "qwen3", "gemma3"])
 def test_read_causally_it_is_the_decoder_that_came_in(name, cores, tmp_path):
     """The logits of transformers' own model, as which it came, and as which it goes out."""
     from transformers import AutoModelForCausalLM, EuroBertForMaskedLM
 
     hf, core = cores[name, hf_models.MODELS[name].get("tie_word_embeddings", False)]
-    family = "llama" if name == "eurobert" else name.split()[0]
+    family = "llama" if name == "eurobert" else hf_models.MODELS[name]["model_type"]
     written = out(core, tmp_path / "hf", "--as", family)
     assert "is_causal" not in config(written) and config(written)["model_type"] == family
     tokens = torch.arange(60)[None] * 7 % 400
