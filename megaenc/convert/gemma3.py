@@ -50,7 +50,7 @@ def unsupported_feature(model: ModelConfig, attention: Attention) -> str | None:
     if attention == Attention.PREFIX:
         return f"{attention} attention"
     if model.hidden_size % model.num_attention_heads:  # transformers refuses it, whatever the width of a head
-        return "hidden size that is not a multiple of the number of heads"
+        return "heads whose number does not divide the hidden size"
     return find_other_value(model, _FIXED)
 
 

@@ -287,7 +287,7 @@ PRESETS = {
     "modernbert-large": ModelConfig(28, 1024, 2624, 16, 16, **_MODERNBERT),
     "gemma3-270m": ModelConfig(18, 640, 2048, 4, 1, **_GEMMA3),
     "gemma3-1b": ModelConfig(26, 1152, 6912, 4, 1, **_GEMMA3),
-    "embeddinggemma-300m": ModelConfig(24, 768, 1152, 3, 1, **_GEMMA3 | {"window_size": 256}),
+    "embeddinggemma-300m": ModelConfig(24, 768, 1152, 3, 1, **_GEMMA3 | {"kv_channels": None, "window_size": 256}),
 }
 
 

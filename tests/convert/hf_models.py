@@ -39,6 +39,7 @@ MODELS = {
     "gemma3 read bidirectionally": dict(
         model_type="gemma3_text", head_dim=16, query_pre_attn_scalar=16, sliding_window=40, use_bidirectional_attention=True,
         tie_word_embeddings=False,
+        rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in ("full_attention", "sliding_attention")},
     ),
 }  # fmt: skip
 ENCODERS = ("eurobert", "modernbert")
