@@ -30,6 +30,7 @@ MODELS = {
     ),
     "gemma3": dict(
         model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=24, sliding_window=24, tie_word_embeddings=True,
+        hidden_size=96,  # whose root is rounded in bfloat16
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={
             "full_attention": dict(rope_type="linear", rope_theta=5e4, factor=8.0),

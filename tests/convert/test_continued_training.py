@@ -37,6 +37,8 @@ def continued(small_corpus, tmp_path_factory):
         main(["from-hf", "--input", str(folder / "hf"), "--output", str(folder / "core")])
         core = folder / "core"
         flags = ["--config", str(core / "config.yaml"), *small_corpus.flags, *RUN, "--init-from", str(core)]
+        if name == "gemma3":  # windows under both masks
+            flags[flags.index("mlm:1.0")] = "clm:0.5,mlm:0.5"
         jobs += [runs.Job(folder / "one", flags), runs.Job(folder / "two", [*flags, "--tensor-model-parallel-size", "2"], 2)]
         found[name] = (model, flags, folder)
     runs.in_turn(jobs, folder, timeout=800)

@@ -197,6 +197,15 @@ def test_dtype_and_shards(cores, tmp_path):
     assert_same(hf_models.weights(written), {name: tensor.bfloat16() for name, tensor in hf_models.weights(hf).items()})
 
 
+@pytest.mark.parametrize("family", ["source", "gemma3_text"])
+def test_gemma3_in_bfloat16_rounds_what_transformers_rounds(family, cores, tmp_path):
+    """The factor of the embedding, and their product; the export compares the logits, longer documents than the window too."""
+    written = out(cores["gemma3", True][1], tmp_path / "hf", "--dtype", "bf16", "--as", family)
+    proof = json.loads((written / "conversion.json").read_text())
+    assert proof["documents"][0] > 2 * 24 and proof["attention"] == ("bidirectional" if family == "source" else "causal")
+    assert max(max(kernel.values()) for kernel in proof["largest_difference"].values()) < 1e-4
+
+
 LOAD = """
 import json, sys, transformers
 assert not [name for name in sys.modules if name.startswith("mega")]
