@@ -237,10 +237,7 @@ def build_export_config(
         )
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     own = _OWN_LAYERS.get(family.model_type)
-    if own:
-        values = own.export_fields(model, tokenizer, attention)
-    else:
-        values = _llama_fields(family, model)
+    values = own.export_fields(model, tokenizer, attention) if own else _llama_fields(family, model)
     values |= dict(
         architectures=[family.architecture],
         vocab_size=vocab_size,

@@ -200,7 +200,9 @@ class ModelConfig:
         else:
             self._check_field("apply_layernorm_1p", lambda value: not value, "--normalization RMSNorm with it")
         self._check_field("query_pre_attn_scalar", lambda value: value is None or value >= 1, "1 or more")
-        self._check_field("rotary_seq_len_interpolation_factor", lambda value: value is None or 1 <= value < math.inf, "1 or more")
+        self._check_field(
+            "rotary_seq_len_interpolation_factor", lambda value: value is None or 1 <= value < math.inf, "1 or more"
+        )
         self._check_window()
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._check_multiple(name, tensor_parallel, "--tensor-model-parallel-size")
@@ -275,8 +277,8 @@ _GEMMA3 = {
     "untie_embeddings_and_output_weights": False,
 }
 
-# The study's three sizes (arXiv 2507.00994), two for machines without an accelerator, ModernBERT's two (arXiv 2412.13663), the two
-# small ones of Gemma 3 (arXiv 2503.19786), and EmbeddingGemma (arXiv 2509.20354).
+# The study's three sizes (arXiv 2507.00994), two for machines without an accelerator, ModernBERT's two (arXiv 2412.13663),
+# the two small ones of Gemma 3 (arXiv 2503.19786), and EmbeddingGemma (arXiv 2509.20354).
 PRESETS = {
     "210m": ModelConfig(12, 768, 3072, 12, 12),
     "610m": ModelConfig(26, 1152, 4096, 18, 6),

@@ -38,8 +38,9 @@ _DEFAULT_KERNELS = KernelConfig()
 class RMSNorm(torch.nn.Module):
     """RMSNorm layer with a learned weight, x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
 
-    The factor is weight + 1 with megatron-core's option `layernorm_zero_centered_gamma`, added in float32. megatron-core's wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that
-    its gradient is summed over the tensor-parallel ranks.
+    The factor is weight + 1, added in float32, with megatron-core's option `layernorm_zero_centered_gamma`. megatron-core's
+    wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that its gradient is
+    summed over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):

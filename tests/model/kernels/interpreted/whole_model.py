@@ -53,7 +53,8 @@ CASES |= {"gemma3": ("clm", GEMMA3)}
 @pytest.mark.parametrize(("objective", "shape"), CASES.values(), ids=CASES)
 def test_losses_and_gradients_are_the_same(objective, shape):
     here, there = (outcome(objective, fused, **shape) for fused in (True, False))
-    torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+    atol = 1e-5 if "scale_embedding" in shape else 1e-6  # which scales the gradient of the embedding too
+    torch.testing.assert_close(here, there, rtol=1e-5, atol=atol)
     assert all(gradient.abs().max() > 0 for gradient in here[2].values())
 
 
