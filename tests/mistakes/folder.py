@@ -28,7 +28,7 @@ SETUP = (
 WORDS = {"{data}": f"{DATA} {SHAPE}", "{long}": 300 * "x", "{set}": "--model hf --max-steps 2 --max-length 32 --warmup 0"}
 
 
-# Fields of Gemma 3's config.json that are refused before weights are read: the folders have none.
+# Fields of Gemma 3's config.json that are refused before weights are read: those of the folders are another model's.
 _GEMMA3 = {
     "softcap": {"final_logit_softcapping": 30.0},
     "attncap": {"attn_logit_softcapping": 50.0},
@@ -86,7 +86,7 @@ def damage(folder: Path) -> None:
     gemma3 = {name: value for name, value in config.items() if name not in ("is_causal", "rope_parameters", "layer_types")}
     gemma3 |= {"model_type": "gemma3_text", "sliding_window": 8}
     for name, change in _GEMMA3.items():
-        shutil.copytree(folder / "hf", folder / f"hf-gemma3-{name}", ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(folder / "hf", folder / f"hf-gemma3-{name}")
         (folder / f"hf-gemma3-{name}/config.json").write_text(json.dumps(gemma3 | change))
     (folder / "hf-nomask/tokenizer.json").write_text("{")
     for name in ("norun", "badrun", "nocheckpoint", "cut"):
