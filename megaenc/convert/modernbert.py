@@ -88,6 +88,8 @@ def check_activation(name: Any, file: str) -> None:
 
 def read_layer_types(kinds: list[str], bases: dict[str, float], read_window: Callable[[], int], file: str) -> dict[str, Any]:
     """Return the options of ModelConfig for `layer_types` and the rotary base of each kind; InputError if not periodic."""
+    if others := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
+        raise InputError(f"{file}: field `layer_types`: found {shorten_repr(others[0])}, expected {FULL} or {LOCAL}")
     if LOCAL not in kinds:
         return {"rotary_base": bases[FULL]}
     options = {"window_size": read_window(), "rotary_base": bases[FULL if FULL in kinds else LOCAL]}

@@ -57,7 +57,7 @@ ROWS = [
     (f"{IN} --input hf-gemma3-window", "field `sliding_window`: found 1"),
     (f"{IN} --input hf-gemma3-relu", "field `hidden_activation`"),
     (f"{IN} --input hf-gemma3-yarn", "field `rope_type` of full_attention"),
-    (f"{IN} --input hf-gemma3-layers", "hf-gemma3-layers/config.json"),
+    (f"{IN} --input hf-gemma3-layers", "field `layer_types`: found 'chunked_attention'"),
     (f"{IN} --input hf-gemma3-scalar", "field `query_pre_attn_scalar`"),
     (f"{OUT} --load run --as gemma3_text", "--as gemma3_text: has no "),
     ("megaenc convert from-hf --input hf --output mine", "--output mine"),
