@@ -1,7 +1,7 @@
 """Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
 EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike; ModernBERT and
-Gemma 3 have their own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.modernbert`, `megaenc.convert.gemma3`).
+Gemma 3 have their own layers and names (`megaenc.convert.param_mapping`, `megaenc.convert.families`).
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from megaenc.convert import gemma3, modernbert
+from megaenc.convert.families import gemma3, modernbert
 from megaenc.convert.hf_checkpoint import shorten_repr
 from megaenc.convert.hf_model import build_hf_config, check_positive, is_causal_decoder
 from megaenc.errors import InputError

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from megaenc.convert.hf_checkpoint import shorten_repr
-from megaenc.convert.hf_model import check_positive
-from megaenc.convert.modernbert import (
+from megaenc.convert.families.modernbert import (
     FULL,
     LOCAL,
     check_activation,
@@ -13,6 +11,8 @@ from megaenc.convert.modernbert import (
     read_layer_types,
     read_rotary_base,
 )
+from megaenc.convert.hf_checkpoint import shorten_repr
+from megaenc.convert.hf_model import check_positive
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention

@@ -99,9 +99,9 @@ def read_layer_types(kinds: list[str], bases: dict[str, float], read_window: Cal
     first, second = (*global_layers, None)[:2]
     every = max(first + 1, len(kinds) - first) if second is None else second - first
     if global_layers != list(range(first, len(kinds), every)) or every < 2:
-        found = str(global_layers)[:60]
+        numbers = str(global_layers)[:60]
         raise InputError(
-            f"{file}: field `layer_types`: found {FULL} in layers {found}, expected m, m + n, m + 2 n, ... to the last"
+            f"{file}: field `layer_types`: found {FULL} in layers {numbers}, expected m, m + n, m + 2 n, ... to the last"
         )
     local_base = None if bases[LOCAL] == bases[FULL] else bases[LOCAL]
     return options | {

@@ -1,0 +1,1 @@
+"""Families of Hugging Face models whose layers are not those of Llama."""
