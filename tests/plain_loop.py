@@ -23,9 +23,9 @@ def allowed(edges: list[int], attention: str, prefixes: np.ndarray | None) -> to
 def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarray | None):
     """The mask as a transformers model wants it: one for each kind of layer, if some have a window."""
     mask = allowed(edges, attention, prefixes)
-    if config.model_type not in ("modernbert", "modernbert-decoder"):
+    if config.model_type not in ("modernbert", "modernbert-decoder", "gemma3_text"):
         return mask
-    reach = config.sliding_window - (config.model_type == "modernbert-decoder")  # whose window counts the token itself
+    reach = config.sliding_window - (config.model_type != "modernbert")  # the others' windows count the token itself
     inside = torch.ones(mask.shape[2:], dtype=torch.bool).triu(-reach).tril(reach)
     return {"full_attention": mask, "sliding_attention": mask.masked_fill(~inside, float("-inf"))}
 

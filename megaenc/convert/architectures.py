@@ -1,7 +1,7 @@
 """Supported families of Hugging Face models, and conversion between their config.json and `ModelConfig`.
 
-EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike. ModernBERT and
-its decoder have their own layers and names, NeoBERT only its own names (`megaenc.convert.families`,
+EuroBERT, Llama, Mistral, Qwen2 and Qwen3 differ only in the options of one layer, and name their weights alike. ModernBERT, its
+decoder and Gemma 3 have their own layers and names, NeoBERT only its own names (`megaenc.convert.families`,
 `megaenc.convert.param_mapping`).
 """
 
@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from megaenc.convert.families import modernbert, neobert
+from megaenc.convert.families import gemma3, modernbert, neobert
 from megaenc.convert.hf_checkpoint import shorten_repr
-from megaenc.convert.hf_model import build_hf_config, check_positive, register_neobert
+from megaenc.convert.hf_model import build_hf_config, check_positive, is_causal_decoder, register_neobert
 from megaenc.errors import InputError
 from megaenc.model.config import ADDED_OPTIONS, ModelConfig
 from megaenc.objectives import Attention
@@ -40,7 +40,13 @@ _OTHER_LAYERS = {
     "embedding_norm": "norm of the embedding",
     "prediction_head": "prediction head",
     "output_layer_bias": "bias of the output layer",
+    "rotary_seq_len_interpolation_factor": "linearly scaled rotary positions",
+    "query_pre_attn_scalar": "scaling of queries",
+    "apply_layernorm_1p": "norms by weight + 1",
+    "post_norms": "norms after attention and MLP",
+    "scale_embedding": "scaling of the embedding",
 }
+_OWN_LAYERS = {module.MODEL_TYPE: module for module in (modernbert, neobert, gemma3)} | {modernbert.DECODER_TYPE: modernbert}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class ModelFamily:
     # Biases of queries, keys and values; with an optional bias (`attention_bias`), attention's output has one too.
     qkv_bias: Literal["never", "always", "optional"]
     qk_norms: bool = False  # whether queries and keys are normalized in each head
-    is_encoder: bool = False  # bidirectional; a decoder family is bidirectional with `is_causal: false` in its config.json
+    is_encoder: bool = False  # bidirectional; decoder families are with `is_causal: false` or `use_bidirectional_attention: true`
     export_as: str = ""  # the family to export as, if transformers does not know this one
 
     @property
@@ -61,18 +67,18 @@ class ModelFamily:
         return FAMILIES[self.export_as or self.model_type]
 
     @property
-    def has_modernbert_layers(self) -> bool:
-        """Return whether the family has ModernBERT's layers instead of Llama's."""
-        return self.model_type in (modernbert.MODEL_TYPE, modernbert.DECODER_TYPE)
+    def attentions(self) -> tuple[Attention, ...]:
+        """Return the attention that transformers' class of the family can have."""
+        if self.model_type == modernbert.DECODER_TYPE:
+            return (Attention.CAUSAL,)
+        return (Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)
 
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
         """Return, as text, a feature of `model` under `attention` that this family lacks; None if it supports all."""
-        if self.has_modernbert_layers:
-            return modernbert.unsupported_feature(model, attention, is_encoder=self.is_encoder)
-        if self.model_type == neobert.MODEL_TYPE:
-            return neobert.unsupported_feature(model, attention)
-        if attention not in ((Attention.BIDIRECTIONAL,) if self.is_encoder else (Attention.BIDIRECTIONAL, Attention.CAUSAL)):
+        if attention not in self.attentions:
             return f"{attention} attention"
+        if own := _OWN_LAYERS.get(self.model_type):
+            return own.unsupported_feature(model)
         if model.qk_layernorm != self.qk_norms:
             return "norms of queries and keys" if model.qk_layernorm else "queries and keys without norms"
         if model.add_qkv_bias and self.qkv_bias == "never":
@@ -83,7 +89,7 @@ class ModelFamily:
 
     def without_output_bias(self, model: ModelConfig) -> ModelConfig:
         """Return `model` without a bias of the output layer if this family has none, which exports must then check to be zero."""
-        has_bias = self.has_modernbert_layers or self.model_type == neobert.MODEL_TYPE
+        has_bias = self.model_type in _OWN_LAYERS and self.model_type != gemma3.MODEL_TYPE
         return model if has_bias else replace(model, output_layer_bias=False)
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
@@ -104,6 +110,7 @@ FAMILIES = {
         ModelFamily(modernbert.MODEL_TYPE, "ModernBertForMaskedLM", "never", is_encoder=True),
         ModelFamily(modernbert.DECODER_TYPE, "ModernBertDecoderForCausalLM", "never"),
         ModelFamily(neobert.MODEL_TYPE, "NeoBERTLMHead", "never", is_encoder=True),
+        ModelFamily(gemma3.MODEL_TYPE, "Gemma3ForCausalLM", "never"),
         # The study's released models: EuroBERT's weights under another name, with custom code that is never run.
         ModelFamily("sl_model", "", "optional", is_encoder=True, export_as="eurobert"),
     )
@@ -141,10 +148,8 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
-    if family.has_modernbert_layers:
-        return _check_shape(modernbert.to_model_config(config, file, is_encoder=family.is_encoder), file)
-    if family.model_type == neobert.MODEL_TYPE:
-        return _check_shape(neobert.to_model_config(config, file), file)
+    if own := _OWN_LAYERS.get(family.model_type):
+        return _check_shape(own.to_model_config(config, file), file)
     _check_supported_layers(config, file)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
@@ -227,9 +232,8 @@ def _read_yarn_fields(rope: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
-    """Return the attention that transformers uses for `config`: causal for a decoder unless `is_causal` is false."""
-    causal = not family.is_encoder and getattr(config, "is_causal", True)
-    return Attention.CAUSAL if causal else Attention.BIDIRECTIONAL
+    """Return the attention that transformers uses for `config`: causal for a decoder unless the config says otherwise."""
+    return Attention.BIDIRECTIONAL if family.is_encoder or not is_causal_decoder(config) else Attention.CAUSAL
 
 
 def infer_objective(config: Any, family: ModelFamily) -> str:
@@ -270,12 +274,8 @@ def build_export_config(
             f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
         )
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if family.has_modernbert_layers:
-        values = modernbert.export_fields(model, tokenizer, is_encoder=family.is_encoder)
-    elif family.model_type == neobert.MODEL_TYPE:
-        values = neobert.export_fields(model)
-    else:
-        values = _llama_fields(family, model)
+    own = _OWN_LAYERS.get(family.model_type)
+    values = own.export_fields(model, tokenizer, attention) if own else _llama_fields(family, model)
     values |= dict(
         architectures=[family.architecture],
         vocab_size=vocab_size,
@@ -288,7 +288,7 @@ def build_export_config(
     )
     if family.is_encoder:
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
-    elif attention == Attention.BIDIRECTIONAL:
+    elif attention == Attention.BIDIRECTIONAL and not own:
         values["is_causal"] = False
     if family.model_type == modernbert.DECODER_TYPE:  # its class refuses null there
         values |= {name: values["pad_token_id"] for name in modernbert.DECODER_IDS if values[name] is None}

@@ -35,7 +35,11 @@ class ToHFConfig:
     output: str = ""
     """folder to write; must not exist"""
     architecture: Annotated[
-        Literal["eurobert", "llama", "mistral", "modernbert", "modernbert-decoder", "neobert", "qwen2", "qwen3", "source"] | None,
+        Literal[
+            *("eurobert", "gemma3_text", "llama", "mistral", "modernbert", "modernbert-decoder", "neobert", "qwen2", "qwen3"),
+            "source",
+        ]
+        | None,
         tyro.conf.arg(name="as"),
     ] = None
     """family to write: a decoder's name exports the same weights with causal attention, as for generation; source: the family of
@@ -61,8 +65,8 @@ class FromHFConfig:
     """Flags of `megaenc convert from-hf`: source folder, output run folder, mask token, tied output layer, dtype."""
 
     input: str = ""
-    """Hugging Face folder of an EuroBERT, ModernBERT, Ettin, NeoBERT, Llama, Mistral, Qwen2 or Qwen3 model: config.json,
-    safetensors and tokenizer"""
+    """Hugging Face folder of an EuroBERT, ModernBERT, Ettin, NeoBERT, Llama, Mistral, Qwen2, Qwen3 or Gemma 3 text model:
+    config.json, safetensors and tokenizer"""
     output: str = ""
     """run folder to write, with the weights as the checkpoint of step 0; must not exist"""
     add_mask_token: bool = False

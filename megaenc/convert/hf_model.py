@@ -74,6 +74,11 @@ def check_positive(value: Any, name: str, where: str) -> float:
     return float(value)
 
 
+def is_causal_decoder(config: Any) -> bool:
+    """Return whether transformers' decoder of `config` is causal, and not bidirectional by a field of config.json."""
+    return getattr(config, "is_causal", True) and getattr(config, "use_bidirectional_attention", None) is not True
+
+
 def load_hf_config(folder: HFCheckpoint) -> Any:
     """Return transformers' config object for `folder`'s config.json; InputError for an unknown type or wrong field."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -90,7 +90,7 @@ def _qkv_mapping(kind: str) -> QKVMapping:
     return QKVMapping(f"decoder.layers.{{}}.self_attention.linear_qkv.{kind}", names)
 
 
-# EuroBERT, Llama, Mistral and Qwen name their weights alike.
+# EuroBERT, Llama, Mistral and Qwen name their weights alike, and Gemma 3 all but its norms.
 _EMBEDDING = ParamMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 _HEAD = ParamMapping("output_layer.weight", ("lm_head.weight",))
 _LAYER: tuple[ParamMapping, ...] = (
@@ -110,6 +110,15 @@ _HEAD_NORMS: tuple[ParamMapping, ...] = tuple(
         f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight", (f"model.layers.{{}}.self_attn.{name}_norm.weight",)
     )
     for name in "qk"
+)
+# Gemma 3's norms of a layer, two of which have Llama's names with another meaning.
+_GEMMA3_NORMS: tuple[ParamMapping, ...] = tuple(
+    ParamMapping(f"decoder.layers.{{}}.{core}.weight", (f"model.layers.{{}}.{hf}_layernorm.weight",))
+    for core, hf in (
+        ("self_attn_bda.norm", "post_attention"),
+        ("pre_mlp_layernorm", "pre_feedforward"),
+        ("mlp_bda.norm", "post_feedforward"),
+    )
 )
 _NORM = ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",))
 
@@ -177,7 +186,10 @@ def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMappin
         return tuple(_modernbert_mappings(model, is_decoder=family == modernbert.DECODER_TYPE))
     if family == neobert.MODEL_TYPE:
         return _NEOBERT
-    layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
+    layer = _LAYER
+    if model.post_norms:
+        layer = (*(mapping for mapping in layer if ".pre_mlp_layernorm." not in mapping.core), *_GEMMA3_NORMS)
+    layer = (*layer, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
     return (_EMBEDDING, *layer, _NORM, _HEAD, *((_HEAD_BIAS,) if model.output_layer_bias else ()))
 
 

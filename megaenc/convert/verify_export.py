@@ -140,12 +140,13 @@ def _load_export(folder: Path) -> tuple[Any, str]:
 
 def _check_windows(config: Any, windows: Sequence[int | None], attention: Attention) -> None:
     """Raise an error if the layers in the config have other windows than `windows`, which probe texts might not reveal."""
-    own = 1 if attention == Attention.CAUSAL else 0  # transformers' causal windows count the token itself
     kinds = getattr(config, "layer_types", None) or [_LOCAL] * len(windows)  # without a list, a window is that of all layers
+    # Gemma's windows, and those of transformers' causal models, count the token that attends.
+    counts_itself = attention == Attention.CAUSAL or hasattr(config, "use_bidirectional_attention")
     for number, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):  # the weights tell the number of layers
         window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
         expected_kind = _GLOBAL if expected is None else _LOCAL
-        right = "none" if expected is None else expected + own
+        right = "none" if expected is None else expected + counts_itself
         if (window or "none") != right:
             name, actual = "sliding_window", window or "none"
         elif kind != expected_kind and getattr(config, "layer_types", None):

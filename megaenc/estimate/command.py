@@ -24,15 +24,10 @@ from megaenc.estimate.total import Workload, estimate_layout, find_best_layout
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
 
-# Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, ModernBERT, and Llama 3
-# for the study's sizes.
-_DEFAULT_VOCAB_SIZES = {
-    "small": 32_768,
-    "tiny": 8_192,
-    "modernbert-base": 50_368,
-    "modernbert-large": 50_368,
-    "neobert-base": 30_522,
-}
+# Vocabulary sizes without a corpus or --vocab-size: of the small preset's benchmarks, the demo tokenizer, ModernBERT, NeoBERT,
+# Gemma 3, and Llama 3 for the study's sizes.
+_DEFAULT_VOCAB_SIZES = {"small": 32_768, "tiny": 8_192, "modernbert-base": 50_368, "modernbert-large": 50_368}
+_DEFAULT_VOCAB_SIZES |= dict.fromkeys(("gemma3-270m", "gemma3-1b", "embeddinggemma-300m"), 262_144) | {"neobert-base": 30_522}
 _STUDY_VOCAB_SIZE = 128_256
 
 

@@ -167,7 +167,8 @@ class LayoutCase:
     def layer_parameters(self) -> int:
         """Return the number of parameters of one layer on each tensor-parallel rank."""
         shape, widths = self.shape, self.shape.linear_shapes(self.tensor_parallel_size)
-        norms = 2 * shape.norm_size(shape.hidden_size) + shape.qk_layernorm * 2 * shape.norm_size(shape.head_dim)
+        norms = shape.norms_per_layer * shape.norm_size(shape.hidden_size)
+        norms += shape.qk_layernorm * 2 * shape.norm_size(shape.head_dim)
         return sum(map(math.prod, widths.values())) + shape.add_qkv_bias * widths["linear_qkv"][0] + norms
 
     def build_stage(self, number: int) -> PipelineStage:

@@ -82,9 +82,10 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     queries, keys, heads = shape.query_size, case.kv_size, 4 * (shape.num_attention_heads + shape.num_query_groups)
     # With grouped queries, QK layernorm copies the queries out of the projection.
     normalised = w * queries * (shape.num_attention_heads > shape.num_query_groups) + heads
+    # Input and 1 / rms of each; LayerNorm also saves the mean. The outputs of two are saved as the inputs of matrix products.
+    norm = w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)
     parts = {
-        # Input, output and 1 / rms of each; LayerNorm also saves the mean.
-        "norms": 2 * (2 * w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)) / case.sequence_shards,
+        "norms": (shape.norms_per_layer * norm + 2 * w * shape.hidden_size) / case.sequence_shards,
         "projections": w * (3 * queries + 3 * keys) / t
         + shape.qk_layernorm * normalised / t,  # q, k; q k v; the input of the output projection
         "attention": (w * queries * host + 4 * shape.num_attention_heads) / t,
@@ -134,7 +135,7 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
     predictions, matrix = case.micro_batch_size * work.predicted, case.vocab_rows * shape.hidden_size
     # Of this rank's vocabulary shard; on an accelerator with the fused kernels.
     logits = min(predictions * case.vocab_rows, max(LOGITS_AT_ONCE if host else LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
-    norm = parts["norms"] / 2 + (case.hidden_bytes if case.sequence_shards > 1 else 0)
+    norm = 2 * case.hidden_bytes / case.sequence_shards + (case.hidden_bytes if case.sequence_shards > 1 else 0)
     gradient = 6 if case.bf16 else 4  # overwrites the logits
     states = 2 + 3 * shape.prediction_head  # the outputs of its dense layer, activation and norm
     head = norm + states * w * predictions * shape.hidden_size + w * logits + gradient * matrix

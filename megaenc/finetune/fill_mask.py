@@ -62,7 +62,7 @@ class MaskedSentence:
 def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
     """Return (masked language model of `folder`, float32, eval mode, default device; tokenizer); InputError for others.
 
-    A decoder with bidirectional attention (`is_causal: false` in config.json) is accepted. If its logits stand before their
+    A decoder with bidirectional attention (`is_causal_decoder`) is accepted. If its logits stand before their
     tokens (`prediction_shift` in config.json), they are shifted; tokens too near the start get equal logits. Raises InputError
     for any other folder.
     """
@@ -71,7 +71,7 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
 
     from megaenc.backend.device import detect_backend
     from megaenc.convert.hf_checkpoint import HFCheckpoint
-    from megaenc.convert.hf_model import load_hf_config, load_model
+    from megaenc.convert.hf_model import is_causal_decoder, load_hf_config, load_model
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
     disable_progress_bar()
@@ -81,7 +81,7 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
         raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
     config = load_hf_config(hf)
     decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
-    if decoder and getattr(config, "is_causal", True):
+    if decoder and is_causal_decoder(config):
         raise InputError(f"--model {folder}: {config.architectures[0]} reads causally; expected a masked language model")
     kind = (MODEL_FOR_CAUSAL_LM_MAPPING if decoder else MODEL_FOR_MASKED_LM_MAPPING).get(type(config), None)
     if not isinstance(kind, type) or not hasattr(config, "max_position_embeddings"):

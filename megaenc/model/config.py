@@ -29,6 +29,8 @@ class ModelConfig:
     """add a bias to queries, keys and values, as Qwen2 does"""
     qk_layernorm: bool = False
     """normalize queries and keys by RMSNorm in each head, as Qwen3 does"""
+    query_pre_attn_scalar: int | None = None
+    """divide attention scores by the square root of this number; of the head width unless given"""
     rotary_base: float = 10000.0
     """base period of the rotary positions; for --init-from another one than the run's must be given, here or in --config, like
     the scaling of the positions"""
@@ -41,23 +43,35 @@ class ModelConfig:
     sharpens attention; no YaRN unless given"""
     yarn_original_max_position_embeddings: int | None = None
     """with --yarn-rotary-scaling-factor: tokens of the context before the extension"""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """divide the rotary positions of layers with global attention by this number, 8 in Gemma 3 from 4B on"""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """norm of layers, heads and outputs; LayerNorm (ModernBERT) subtracts the mean too"""
     norm_bias: bool = False
     """add a bias in each LayerNorm"""
     norm_epsilon: float = 1e-5
     """epsilon of the norms"""
-    activation: Literal["silu", "gelu"] = "silu"
-    """activation of the gated MLP, silu (SwiGLU) or gelu (GeGLU, as in ModernBERT), and of the --prediction-head"""
+    apply_layernorm_1p: bool = False
+    """multiply by weight + 1 in each RMSNorm, with weights that start at 0, as Gemma 3 does"""
+    post_norms: bool = False
+    """normalize the outputs of attention and MLP too, before they are added to the residual stream, as Gemma 3 does"""
+    activation: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
+    """activation of the gated MLP, silu (SwiGLU), gelu (GeGLU, as in ModernBERT) or gelu_pytorch_tanh (its approximation by tanh,
+    as in Gemma 3), and of the --prediction-head"""
     window_size: int | None = None
     """tokens to each side that local layers attend to, half of ModernBERT's `local_attention`; attention is global in all layers
     without it, and in documents that fit into it"""
     global_attn_every_n_layers: int | None = None
-    """with --window-size: attend globally in layers 1, n + 1, 2 n + 1, ... (ModernBERT: 3); no layer unless given"""
+    """with --window-size: attend globally in each n-th layer from --first-global-layer on (ModernBERT: 3, Gemma 3: 6); no layer
+    unless given"""
+    first_global_layer: int = 1
+    """first layer of --global-attn-every-n-layers, counted from 1 (ModernBERT: 1, Gemma 3: 6)"""
     local_rotary_base: float | None = None
     """base period of the rotary positions in local layers; --rotary-base unless given"""
     embedding_norm: bool = False
     """normalize the embedding instead of the input of the first layer's attention, as ModernBERT does"""
+    scale_embedding: bool = False
+    """multiply the embedding by the square root of --hidden-size, as Gemma 3 does"""
     prediction_head: bool = False
     """transform the predicted positions by a dense layer, the activation and a norm before the output layer, as BERT does"""
     output_layer_bias: bool = False
@@ -85,7 +99,7 @@ class ModelConfig:
         """Return the number of parameters with `vocab_size` embedding rows; `lm_head`: include an untied output matrix."""
         hidden = self.hidden_size
         vectors = self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.norm_size(self.head_dim)
-        norms = 2 * self.num_layers + 1  # with --embedding-norm, the first layer has one less
+        norms = self.norms_per_layer * self.num_layers + 1  # with --embedding-norm, the first layer has one less
         matrices = 2 if lm_head and self.untie_embeddings_and_output_weights else 1
         head = lm_head * (self.prediction_head_size + self.output_layer_bias * vocab_size)
         layers = self.num_layers * (self._layer_matrices + vectors) + norms * self.norm_size(hidden)
@@ -95,6 +109,11 @@ class ModelConfig:
     def identity(self) -> dict[str, Any]:
         """Return the fields by name for a run's identity; without ADDED_OPTIONS at their default, as runs before them."""
         return {name: value for name, value in vars(self).items() if name not in ADDED_OPTIONS or value != ADDED_OPTIONS[name]}
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Return the number of norms of hidden states in a layer."""
+        return 4 if self.post_norms else 2
 
     def norm_size(self, width: int) -> int:
         """Return the number of parameters of a norm of `width` numbers."""
@@ -131,14 +150,14 @@ class ModelConfig:
     @property
     def local_layers(self) -> int:
         """Return the number of layers whose attention has a window."""
-        every = self.global_attn_every_n_layers
-        return 0 if self.window_size is None else self.num_layers - (0 if every is None else -(-self.num_layers // every))
+        return self.num_layers - self.layer_windows.count(None)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Return each layer's window, the tokens to each side that it attends to; None if its attention is global."""
-        every = self.global_attn_every_n_layers
-        return tuple(None if every and number % every == 0 else self.window_size for number in range(self.num_layers))
+        first, every = self.first_global_layer - 1, self.global_attn_every_n_layers
+        global_layers = range(first, self.num_layers, every) if every else ()
+        return tuple(None if number in global_layers else self.window_size for number in range(self.num_layers))
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
         """Return forward and backward FLOPs of attention, all layers, for `length` tokens, the first `prefix` bidirectional.
@@ -185,6 +204,12 @@ class ModelConfig:
         self._check_multiple("num_attention_heads", self.num_query_groups, "--num-query-groups")
         if self.normalization != "LayerNorm":
             self._check_field("norm_bias", lambda value: not value, "--normalization LayerNorm with it")
+        else:
+            self._check_field("apply_layernorm_1p", lambda value: not value, "--normalization RMSNorm with it")
+        self._check_field("query_pre_attn_scalar", lambda value: value is None or value >= 1, "1 or more")
+        self._check_field(
+            "rotary_seq_len_interpolation_factor", lambda value: value is None or 1 <= value < math.inf, "1 or more"
+        )
         self._check_window()
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._check_multiple(name, tensor_parallel, "--tensor-model-parallel-size")
@@ -199,7 +224,8 @@ class ModelConfig:
             return
         if self.yarn_original_max_position_embeddings is None:
             self._check_field(factor, lambda value: value is None, "--yarn-original-max-position-embeddings with it")
-        self._check_field("use_rope_scaling", lambda value: not value, "only one of it and --yarn-rotary-scaling-factor")
+        for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
+            self._check_field(name, lambda value: not value, "only one of it and --yarn-rotary-scaling-factor")
         for name in ("rotary_base", "local_rotary_base"):  # the formula divides by its logarithm
             self._check_field(name, lambda value: value is None or value > 1, "more than 1 with --yarn-rotary-scaling-factor")
 
@@ -211,8 +237,15 @@ class ModelConfig:
                 self._check_field(name, lambda value: value is None, "--window-size with it")
         self._check_field("global_attn_every_n_layers", lambda value: value is None or value >= 2, "2 or more")
         self._check_field("local_rotary_base", lambda value: value is None or 0 < value < math.inf, "a number above 0")
-        if self.global_attn_every_n_layers is None:  # --rotary-base would have no effect
-            self._check_field("local_rotary_base", lambda value: value is None, "--global-attn-every-n-layers with it")
+        if self.global_attn_every_n_layers is None:
+            without_effect = ["first_global_layer"]
+            if self.window_size is not None:  # no layer is global
+                without_effect += ["local_rotary_base", "rotary_seq_len_interpolation_factor"]
+            for name in without_effect:
+                default = getattr(ModelConfig, name)
+                self._check_field(name, lambda value, default=default: value == default, "--global-attn-every-n-layers with it")
+        else:
+            self._check_field("first_global_layer", lambda value: value >= 1, "1 or more")
 
     def _check_multiple(self, name: str, divisor: int, divisor_flag: str) -> None:
         """Raise InputError unless the field `name` is a multiple of `divisor`, the value of `divisor_flag`."""
@@ -225,7 +258,8 @@ class ModelConfig:
 
 
 _ADDED = ("normalization", "norm_bias", "activation", "window_size", "global_attn_every_n_layers", "local_rotary_base")
-_ADDED += ("embedding_norm", "prediction_head", "output_layer_bias")
+_ADDED += ("embedding_norm", "prediction_head", "output_layer_bias", "query_pre_attn_scalar", "apply_layernorm_1p", "post_norms")
+_ADDED += ("first_global_layer", "scale_embedding", "rotary_seq_len_interpolation_factor")
 _ADDED += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
 ADDED_OPTIONS: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _ADDED}
 """Defaults of the options that the first version of a run's identity lacks."""
@@ -251,8 +285,24 @@ _MODERNBERT = {
     "untie_embeddings_and_output_weights": False,
 }
 
+_GEMMA3 = {
+    "kv_channels": 256,
+    "qk_layernorm": True,
+    "rotary_base": 1e6,
+    "norm_epsilon": 1e-6,
+    "apply_layernorm_1p": True,
+    "post_norms": True,
+    "activation": "gelu_pytorch_tanh",
+    "window_size": 511,
+    "global_attn_every_n_layers": 6,
+    "first_global_layer": 6,
+    "local_rotary_base": 10000.0,
+    "scale_embedding": True,
+    "untie_embeddings_and_output_weights": False,
+}
+
 # The study's three sizes (arXiv 2507.00994), two for machines without an accelerator, ModernBERT's two (arXiv 2412.13663),
-# and NeoBERT (arXiv 2502.19587).
+# NeoBERT (arXiv 2502.19587), the two small ones of Gemma 3 (arXiv 2503.19786), and EmbeddingGemma (arXiv 2509.20354).
 PRESETS = {
     "210m": ModelConfig(12, 768, 3072, 12, 12),
     "610m": ModelConfig(26, 1152, 4096, 18, 6),
@@ -262,6 +312,9 @@ PRESETS = {
     "modernbert-base": ModelConfig(22, 768, 1152, 12, 12, **_MODERNBERT),
     "modernbert-large": ModelConfig(28, 1024, 2624, 16, 16, **_MODERNBERT),
     "neobert-base": ModelConfig(28, 768, 2048, 12, 12, output_layer_bias=True),
+    "gemma3-270m": ModelConfig(18, 640, 2048, 4, 1, **_GEMMA3),
+    "gemma3-1b": ModelConfig(26, 1152, 6912, 4, 1, **_GEMMA3),
+    "embeddinggemma-300m": ModelConfig(24, 768, 1152, 3, 1, **_GEMMA3 | {"kv_channels": None, "window_size": 256}),
 }
 
 

@@ -3,8 +3,9 @@
 Initial weights are a pure function of (seed, name, row), the same in every parallel layout.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from megaenc.counter_rng import normal_rows
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.functional import Rotation
 from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels, LayerWidths, select_fused_kernels
-from megaenc.model.layer_spec import build_block_spec, build_transformer_config, select_norm
+from megaenc.model.layer_spec import ACTIVATIONS, build_block_spec, build_transformer_config, select_norm
 from megaenc.model.linear_cross_entropy import linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
@@ -64,9 +65,10 @@ class Encoder(LanguageModule):
         # No buffers: rounded to bfloat16, the angles of distant tokens would be confused.
         self._model, self._seq_length, self._rotary_base = model, seq_length, 0.0
         self.set_rotary_base(model.rotary_base)
-        self.local_angles = None
-        if model.local_rotary_base is not None:  # also if both bases are equal, as a phase may change the other one
-            self.local_angles, _ = _rotary_angles(model, model.local_rotary_base, seq_length)
+        self.local_angles, local_base = None, model.local_rotary_base or model.rotary_base
+        if model.local_rotary_base is not None or (model.local_layers and model.rotary_seq_len_interpolation_factor):
+            # Also if both bases are equal, as a phase may change the other one.
+            self.local_angles, _ = _rotary_angles(model, local_base, seq_length)
         widths = LayerWidths(
             model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel
         )
@@ -78,6 +80,8 @@ class Encoder(LanguageModule):
         )
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
+            if model.scale_embedding:
+                self.embedding.word_embeddings.register_forward_hook(_scale_by_root_of_width)
             self.embedding_norm = norm(config=config) if model.embedding_norm else None
         self.decoder = TransformerBlock(
             config,
@@ -86,10 +90,14 @@ class Encoder(LanguageModule):
             post_process=self.post_process,
             vp_stage=chunk,
         )
+        for layer in self.decoder.layers:  # it would record the norms of --post-norms for gradients in evaluation too
+            layer.bias_dropout_add_exec_handler = contextlib.nullcontext
         if self.post_process:
             # `head` gathers the sequence before it selects positions, so that these layers are not sequence parallel.
             whole = dataclasses.replace(config, sequence_parallel=False)
-            self.prediction_head = PredictionHead(whole, norm(config=whole)) if model.prediction_head else None
+            self.prediction_head = None
+            if model.prediction_head:
+                self.prediction_head = PredictionHead(whole, ACTIVATIONS[model.activation], norm(config=whole))
             self.output_layer = OutputLayer(
                 config.hidden_size,
                 padded,
@@ -107,7 +115,8 @@ class Encoder(LanguageModule):
         """Set the base period of the rotary positions, in a model with local layers only of the global ones."""
         if self._rotary_base != base:
             self._rotary_base = base
-            self.angles, self.rotation_scale = _rotary_angles(self._model, base, self._seq_length)
+            divisor = self._model.rotary_seq_len_interpolation_factor
+            self.angles, self.rotation_scale = _rotary_angles(self._model, base, self._seq_length, divisor)
 
     def _set_attention_backend(self) -> None:
         """Do nothing; the base class checks Transformer Engine's variables, which our own attention does not read."""
@@ -159,10 +168,15 @@ class Encoder(LanguageModule):
         return self.output_layer(hidden_NH, tied, labels, per_token)
 
 
-def _rotary_angles(model: ModelConfig, base: float, seq_length: int) -> tuple[Tensor, float]:
-    """Return the rotary angles of positions 0 to `seq_length` - 1, float32[seq_length, 1, 1, head_dim], and YaRN's scale.
+def _scale_by_root_of_width(module: torch.nn.Module, inputs: Any, embedding: Tensor) -> Tensor:
+    """Return `embedding` [..., H] times the square root of H, both in its dtype, as transformers does; a forward hook."""
+    return embedding * torch.tensor(embedding.size(-1) ** 0.5, dtype=embedding.dtype).item()
 
-    The scale, 1 without YaRN, is a factor of rotated queries and keys.
+
+def _rotary_angles(model: ModelConfig, base: float, seq_length: int, divisor: float | None = None) -> tuple[Tensor, float]:
+    """Return the rotary angles of positions 0 to `seq_length` - 1 over `divisor`, float32[seq_length, 1, 1, head_dim].
+
+    Also returns YaRN's scale, a factor of rotated queries and keys, 1 without YaRN.
     """
     if model.yarn_rotary_scaling_factor is not None:
         # `get_emb`, because the class keeps the instances that are called.
@@ -175,6 +189,7 @@ def _rotary_angles(model: ModelConfig, base: float, seq_length: int) -> tuple[Te
     angles = RotaryEmbedding(
         model.head_dim,
         rotary_percent=1.0,
+        seq_len_interpolation_factor=divisor,
         rotary_base=base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
@@ -188,10 +203,10 @@ class PredictionHead(torch.nn.Module):
     Tensor-parallel ranks compute the same: its product is small next to the output layer's.
     """
 
-    def __init__(self, config: TransformerConfig, norm: torch.nn.Module):
+    def __init__(self, config: TransformerConfig, activation: Callable[[Tensor], Tensor], norm: torch.nn.Module):
         super().__init__()
         self.dense = torch.nn.Linear(config.hidden_size, config.hidden_size, bias=False, dtype=config.params_dtype)
-        self.activation = config.activation_func
+        self.activation = activation
         self.norm = norm
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
@@ -276,10 +291,10 @@ def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, tor
 
 @torch.no_grad()
 def init_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
-    """Initialize and return `encoder`: matrices from N(0, init_method_std) by `seed`, norms one, biases and padding zero."""
+    """Initialize and return `encoder`: matrices from N(0, init_method_std) by `seed`, norms' factors 1, biases and padding 0."""
     for name, parameter in named_global_parameters(encoder):
         if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+            parameter.fill_(0.0 if name.endswith(".bias") or model.apply_layernorm_1p else 1.0)
         else:
             values = _draw_weight_shard(name, parameter, vocab_size, seed) * np.float32(model.init_method_std)
             parameter.copy_(torch.from_numpy(values))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -134,11 +135,19 @@ class SwiGLU(MegatronModule):
 
 
 class GeGLU(MegatronModule):
-    """Activation module gelu(gate) * up, the halves of the input's last dimension (Shazeer 2020), with the exact GELU."""
+    """Activation module gelu(gate) * up, the halves of the input's last dimension (Shazeer 2020).
+
+    `approximate`: the GELU's formula, "none" (exact) or "tanh".
+    """
+
+    def __init__(self, config: TransformerConfig | None, approximate: str = "none"):
+        super().__init__(config)
+        functions = F.gelu, torch.ops.aten.gelu_backward.grad_input
+        self.functions = tuple(partial(function, approximate=approximate) for function in functions)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return gelu(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
-        return _GatedActivation.apply(x, F.gelu, torch.ops.aten.gelu_backward.grad_input)
+        return _GatedActivation.apply(x, *self.functions)
 
 
 class _GatedActivation(torch.autograd.Function):

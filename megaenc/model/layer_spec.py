@@ -1,5 +1,8 @@
 """Layer specs: megatron-core's parallel layers with our own norms and core attention."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -9,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -35,26 +38,29 @@ _DEFAULT_KERNELS = KernelConfig()
 class RMSNorm(torch.nn.Module):
     """RMSNorm layer with a learned weight, x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
 
-    megatron-core's wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that
-    its gradient is summed over the tensor-parallel ranks.
+    The factor is weight + 1, added in float32, with megatron-core's option `layernorm_zero_centered_gamma`. megatron-core's
+    wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that its gradient is
+    summed over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
         super().__init__()
         self.eps = eps
         self.fused = fused
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.is_zero_centered, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., H] / rms(x) * weight, by the fused Triton kernel, the CPU implementation or torch's own."""
+        weight = self.weight.float() + 1 if self.is_zero_centered else self.weight
         if self.fused:
             from megaenc.model.kernels.norm import rms_norm
 
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, weight, self.eps)
         if x.device.type == "cpu":
-            return rms_norm_on_host(x, self.weight, self.eps)
-        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+            return rms_norm_on_host(x, weight, self.eps)
+        return F.rms_norm(x.to(weight.dtype), (x.size(-1),), weight, self.eps).type_as(x)
 
 
 class LayerNorm(torch.nn.Module):
@@ -73,6 +79,18 @@ class LayerNorm(torch.nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+class PostNorm(torch.nn.Module):
+    """Residual addition of a layer's normalized attention or MLP output, in place of megatron-core's bias-dropout-add."""
+
+    def __init__(self, norm: ModuleSpec | type, config: TransformerConfig):
+        super().__init__()
+        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """Return the function that megatron-core's layer calls with ((output, no bias), residual, no dropout)."""
+        return lambda output_with_bias, residual, dropout: residual + self.norm(output_with_bias[0])
+
+
 def select_norm(model: ModelConfig, kernels: KernelConfig, fused: FusedKernels) -> ModuleSpec | type:
     """Return the class or spec of the model's norms, built with the arguments `config`, `hidden_size` and `eps`."""
     if model.normalization == "LayerNorm":
@@ -82,7 +100,7 @@ def select_norm(model: ModelConfig, kernels: KernelConfig, fused: FusedKernels) 
     return ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def build_transformer_config(
@@ -102,13 +120,15 @@ def build_transformer_config(
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
         add_qkv_bias=model.add_qkv_bias,
+        softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
         qk_layernorm=model.qk_layernorm,  # the gradients of its weights are summed over tensor-parallel ranks
         normalization=model.normalization,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
         hetereogenous_dist_checkpoint=model.embedding_norm,  # the first layer lacks a norm: layers are not saved as one tensor
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=ACTIVATIONS[model.activation],
-        use_te_activation_func=True,  # makes MLP use the activation module of the spec below
+        activation_func=F.silu,  # unused: the next option makes MLP use the activation module of the spec below
+        use_te_activation_func=True,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -183,7 +203,12 @@ def _build_layer_spec(
     head_norm = norm if config.qk_layernorm else None
     column_parallel, row_parallel = _select_linear_layers(kernels)
     attention = {"backend": kernels.attention_backend, "window": model.layer_windows[number]}
-    swiglu = ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu})
+    add = ModuleSpec(module=PostNorm, params={"norm": norm, "config": config}) if model.post_norms else get_bias_dropout_add
+    activations = {
+        "silu": ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu}),
+        "gelu": GeGLU,
+        "gelu_pytorch_tanh": ModuleSpec(module=GeGLU, params={"approximate": "tanh"}),
+    }
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -200,17 +225,17 @@ def _build_layer_spec(
                     k_layernorm=head_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
                     linear_fc1=column_parallel,
                     linear_fc2=row_parallel,
-                    activation_func=swiglu if model.activation == "silu" else GeGLU,
+                    activation_func=activations[model.activation],
                 ),
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
         ),
     )
 

@@ -67,8 +67,8 @@ class PretrainConfig:
     bf16: bool = field(default_factory=has_bf16)
     """compute in bfloat16 with float32 master weights; on by default if the device has bfloat16 instructions"""
     model: str = "tiny"
-    """preset of the model's shape: tiny, small, 210m, 610m, 1b of the study, modernbert-base, modernbert-large, neobert-base; the
-    model flags below override parts of it"""
+    """preset of the model's shape: tiny, small, 210m, 610m, 1b of the study, modernbert-base, modernbert-large, neobert-base,
+    gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags below override parts of it"""
     shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -36,9 +36,24 @@ MODELS = {
     ),
     # 168 gives 112 inside the MLP.
     "neobert": dict(model_type="neobert", intermediate_size=168, norm_eps=1e-5, decoder_init_range=0.03, max_length=512),
+    "gemma3": dict(
+        model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=24, sliding_window=24, tie_word_embeddings=True,
+        hidden_size=96,  # whose root is rounded in bfloat16
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": dict(rope_type="linear", rope_theta=5e4, factor=8.0),
+            "sliding_attention": dict(rope_type="default", rope_theta=500.0),
+        },
+    ),
+    "gemma3 read bidirectionally": dict(
+        model_type="gemma3_text", head_dim=16, query_pre_attn_scalar=16, sliding_window=40, use_bidirectional_attention=True,
+        tie_word_embeddings=False,
+        rope_parameters={kind: dict(rope_type="default", rope_theta=1e4) for kind in ("full_attention", "sliding_attention")},
+    ),
 }  # fmt: skip
 ONLY_CAUSAL = ("modernbert-decoder",)
 ENCODERS = ("eurobert", "modernbert", "neobert")
+BIDIRECTIONAL = [n for n, given in MODELS.items() if given["model_type"] in ENCODERS or "use_bidirectional_attention" in given]
 
 
 def build(name: str, *, vocab_size: int = 400, **options):
@@ -59,7 +74,8 @@ def build(name: str, *, vocab_size: int = 400, **options):
         else:
             # Sharp attention, so that what it looks at matters.
             std = 0.3 if parameter_name.endswith(("q_proj.weight", "k_proj.weight", "qkv.weight")) else 0.1
-            torch.nn.init.normal_(parameter, mean=1.0 if parameter_name.endswith("norm.weight") else 0.0, std=std)
+            is_factor = parameter_name.endswith("norm.weight") and config.model_type != "gemma3_text"  # Gemma adds 1 itself
+            torch.nn.init.normal_(parameter, mean=float(is_factor), std=std)
     return model
 
 

@@ -28,8 +28,9 @@ WITH_BIAS = dataclasses.replace(SMALL, add_qkv_bias=True)
 WITH_NORMS = dataclasses.replace(SMALL, qk_layernorm=True)
 SLIDING = ["full_attention", "sliding_attention"]
 GLOBAL_IN_0_1_3 = [*["full_attention"] * 2, *SLIDING[::-1], "sliding_attention"]
-SLIDING_FIRST = [*SLIDING[::-1], *["sliding_attention"] * 3]
+GLOBAL_LAST = [*["sliding_attention"] * 3, *["full_attention"] * 2]
 YARN = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}
+LINEAR = {"full_attention": dict(rope_type="linear", rope_theta=1e6, factor=-8.0), "sliding_attention": dict(rope_theta=1e4)}
 LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 STRETCHED = dict(rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
 EXTENDED = dict(yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=32)
@@ -49,7 +50,23 @@ MODERNBERT = dataclasses.replace(
     output_layer_bias=True,
     untie_embeddings_and_output_weights=False,
 )
-ALL_GLOBAL = dict(window_size=None, global_attn_every_n_layers=None, local_rotary_base=None)
+ALL_GLOBAL = dict(window_size=None, global_attn_every_n_layers=None, local_rotary_base=None, first_global_layer=1)
+GEMMA3 = dataclasses.replace(
+    SMALL,
+    num_layers=7,
+    kv_channels=16,
+    qk_layernorm=True,
+    rotary_base=1e6,
+    apply_layernorm_1p=True,
+    post_norms=True,
+    activation="gelu_pytorch_tanh",
+    window_size=8,
+    global_attn_every_n_layers=3,
+    first_global_layer=3,
+    local_rotary_base=500.0,
+    scale_embedding=True,
+    untie_embeddings_and_output_weights=False,
+)
 MODELS = {
     "eurobert": [SMALL, WITH_BIAS],
     "llama": [SMALL, WITH_BIAS, dataclasses.replace(SMALL, **STRETCHED, kv_channels=16), dataclasses.replace(SMALL, **EXTENDED)],
@@ -65,7 +82,15 @@ MODELS = {
         dataclasses.replace(MODERNBERT, **ALL_GLOBAL, norm_bias=True, output_layer_bias=False, activation="silu"),
         dataclasses.replace(MODERNBERT, global_attn_every_n_layers=None, local_rotary_base=None),
         dataclasses.replace(MODERNBERT, global_attn_every_n_layers=5, local_rotary_base=None),
+        dataclasses.replace(MODERNBERT, global_attn_every_n_layers=4, first_global_layer=2, activation="gelu_pytorch_tanh"),
         dataclasses.replace(MODERNBERT, untie_embeddings_and_output_weights=True, norm_epsilon=1e-6),
+    ],
+    "gemma3_text": [
+        GEMMA3,
+        dataclasses.replace(GEMMA3, rotary_seq_len_interpolation_factor=8.0, query_pre_attn_scalar=24, kv_channels=None),
+        dataclasses.replace(GEMMA3, **ALL_GLOBAL, activation="silu", untie_embeddings_and_output_weights=True),
+        dataclasses.replace(GEMMA3, **ALL_GLOBAL | {"window_size": 1}, norm_epsilon=1e-6),
+        dataclasses.replace(GEMMA3, global_attn_every_n_layers=6, first_global_layer=6, local_rotary_base=None),
     ],
 }
 MODELS["modernbert-decoder"] = MODELS["modernbert"]
@@ -112,7 +137,8 @@ def test_a_decoder_says_that_it_is_bidirectional():
         if family.is_encoder:
             assert (values["mask_token_id"], values["classifier_pooling"]) == (3, "mean")
         else:
-            assert values["is_causal"] is False
+            field = "use_bidirectional_attention" if name == "gemma3_text" else "is_causal"
+            assert values[field] is (field != "is_causal") and ("is_causal" in values) is (field == "is_causal")
             causal = written(name, model, Attention.CAUSAL)
             assert native_attention(parse_hf_config(causal, ""), family) == Attention.CAUSAL
 
@@ -194,6 +220,33 @@ def test_a_bias_of_the_output_layer_may_be_left_to_the_check_of_its_zeros():
     assert FAMILIES["neobert"].without_output_bias(NEOBERT) == FAMILIES["modernbert"].without_output_bias(NEOBERT) == NEOBERT
 
 
+def test_gemma3_as_it_is_on_the_hub():
+    """Fields of older versions; EmbeddingGemma's window is of both sides together."""
+    hub = {"model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None}
+    hub |= {"rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window": 512, "sliding_window_pattern": 6}
+    hub |= {"head_dim": 256, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "num_key_value_heads": 1}
+    hub |= {"cache_implementation": "hybrid", "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "use_bidirectional_attention")
+    for preset, *values in (
+        ("gemma3-270m", 18, 640, 2048, 4, False),
+        ("gemma3-1b", 26, 1152, 6912, 4, False),
+        ("embeddinggemma-300m", 24, 768, 1152, 3, True),
+    ):
+        assert read(hub | dict(zip(names, values, strict=True))) == get_preset(preset)
+    larger = hub | dict(zip(names, (62, 5376, 21504, 32, False), strict=True)) | {"num_key_value_heads": 16, "head_dim": 128}
+    model = read(larger | {"query_pre_attn_scalar": 168, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (model.query_pre_attn_scalar, model.rotary_seq_len_interpolation_factor, model.kv_channels) == (168, 8.0, 128)
+    assert [number for number, window in enumerate(model.layer_windows) if window is None] == list(range(5, 62, 6))
+
+
+def test_a_window_of_gemma3_counts_the_token_itself_or_both_sides():
+    for attention, sliding_window in ((Attention.CAUSAL, 9), (Attention.BIDIRECTIONAL, 16)):
+        values = written("gemma3_text", GEMMA3, attention)
+        assert values["sliding_window"] == sliding_window
+        assert parse_hf_config(values, "").sliding_window == 9
+        assert read(values) == GEMMA3
+
+
 def test_a_window_that_no_layer_has_is_none():
     """Qwen2.5 has one for the layers from `max_window_layers` on, and no such layers."""
     asked = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
@@ -253,7 +306,7 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ("modernbert", {"attention_bias": True}, "`attention_bias`: found true, expected false"),
         ("modernbert", {"mlp_bias": True}, "`mlp_bias`: found true, expected false"),
         ("modernbert", {"classifier_bias": True}, "`classifier_bias`: found true, expected false"),
-        ("modernbert", {"hidden_activation": "gelu_new"}, "`hidden_activation`: found 'gelu_new', expected gelu or silu"),
+        ("modernbert", {"hidden_activation": "gelu_new"}, "`hidden_activation`: found 'gelu_new', expected gelu or silu or"),
         (
             "modernbert",
             {"classifier_activation": "silu"},
@@ -263,9 +316,9 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         (
             "modernbert",
             {"layer_types": GLOBAL_IN_0_1_3},
-            "`layer_types`: found full_attention in layers [0, 1, 3], expected 0, n",
+            "`layer_types`: found full_attention in layers [0, 1, 3], expected m, m + n",
         ),
-        ("modernbert", {"layer_types": SLIDING_FIRST}, "`layer_types`: found full_attention in layers [1], expected 0, n"),
+        ("modernbert", {"layer_types": GLOBAL_LAST}, "`layer_types`: found full_attention in layers [3, 4], expected m, m + n"),
         ("modernbert", {"rope_parameters": YARN}, "`rope_type` of sliding_attention: found 'yarn', expected default"),
         ("neobert", {"rope": False}, "`rope`: found False, expected True as in NeoBERT"),
         ("neobert", {"rms_norm": False}, "`rms_norm`: found False, expected True as in NeoBERT"),
@@ -285,11 +338,32 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ("modernbert-decoder", {"sliding_window": None}, "`sliding_window` (or half of `local_attention`): found None, expected"),
         (
             "modernbert-decoder",
-            {"layer_types": SLIDING_FIRST},
-            "`layer_types`: found full_attention in layers [1], expected 0, n",
+            {"layer_types": GLOBAL_LAST},
+            "`layer_types`: found full_attention in layers [3, 4], expected m, m + n",
         ),
         ("modernbert", {"norm_eps": 0.0}, "`norm_eps`: found 0.0, expected a number above 0"),
         ("modernbert", {"num_attention_heads": 3}, "--hidden-size: found 32, expected a multiple of --num-attention-heads 3"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping`: found 50.0, expected none"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "`final_logit_softcapping`: found 30.0, expected none"),
+        ("gemma3_text", {"attention_bias": True}, "`attention_bias`: found true, expected false"),
+        ("gemma3_text", {"is_causal": False}, "`is_causal`: found false, expected `use_bidirectional_attention` true"),
+        ("gemma3_text", {"hidden_activation": "relu"}, "`hidden_activation`: found 'relu', expected gelu or silu or gelu_py"),
+        ("gemma3_text", {"sliding_window": 1}, "`sliding_window`: found 1, expected 2 or more tokens"),
+        (
+            "gemma3_text",
+            {"sliding_window": None, "use_bidirectional_attention": False},
+            "`sliding_window`: found None, expected 2 or more tokens",
+        ),
+        ("gemma3_text", {"sliding_window": None}, "config.json: "),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "`query_pre_attn_scalar`: found 0, expected a number above 0"),
+        (
+            "gemma3_text",
+            {"layer_types": [*GLOBAL_IN_0_1_3, *SLIDING]},
+            "`layer_types`: found full_attention in layers [0, 1, 3, 5]",
+        ),
+        ("gemma3_text", {"rope_parameters": YARN}, "`rope_type` of sliding_attention: found 'yarn', expected default"),
+        ("gemma3_text", {"rope_parameters": LINEAR}, "`factor`: found -8.0, expected a number above 0"),
+        ("gemma3_text", {"num_attention_heads": 3}, "(32) is not a multiple of the number of attention heads (3)"),
         ("llama", {"num_key_value_heads": 3}, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
     ],
 )
@@ -332,6 +406,23 @@ def test_positions_stretched_in_another_way_are_refused(name):
         ("modernbert-decoder", "causal", SMALL, "--as modernbert-decoder: has no RMSNorm; expected --as llama or mistral"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, num_query_groups=2), "has no queries that share keys"),
         ("modernbert", "bidirectional", dataclasses.replace(MODERNBERT, kv_channels=16), "has no heads of another width than"),
+        ("llama", "causal", GEMMA3, "--as llama: has no norms of queries and keys; expected --as gemma3_text"),
+        (
+            "qwen3",
+            "bidirectional",
+            dataclasses.replace(WITH_NORMS, post_norms=True),
+            "--as qwen3: has no norms after attention and MLP; no family here",
+        ),
+        ("modernbert", "bidirectional", GEMMA3, "--as modernbert: has no RMSNorm; expected --as gemma3_text"),
+        ("gemma3_text", "causal", WITH_NORMS, "--as gemma3_text: has no norms by weight without + 1; expected --as qwen3"),
+        ("gemma3_text", "causal", MODERNBERT, "--as gemma3_text: has no LayerNorm; expected --as modernbert-decoder"),
+        ("gemma3_text", "prefix", GEMMA3, "--as gemma3_text: has no prefix attention"),
+        (
+            "gemma3_text",
+            "causal",
+            dataclasses.replace(GEMMA3, num_attention_heads=6),
+            "has no heads whose number does not divide the hidden size; no family here",
+        ),
         ("qwen3", "causal", SMALL, "has no queries and keys without norms; expected --as llama or mistral"),
     ],
 )

@@ -19,8 +19,8 @@ RUN = ["--objective-schedule", "mlm:1.0", "--train-iters", "10", "--lr", "5e-4",
 RUN += ["--lr-wsd-decay-iters", "4", "--micro-batch-size", "1", "--global-batch-size", "4", "--eval-interval", "0"]
 RUN += ["--packing", "random-length"]
 MODELS = ["llama with stretched positions", "qwen2", "qwen3", "modernbert", "modernbert with norm biases", "modernbert-decoder"]
-MODELS += ["neobert"]
-BOTH_OBJECTIVES = ["--objective-schedule", "clm:0.5,mlm:0.5"]  # as the Ettin paper continues a decoder
+MODELS += ["neobert", "gemma3"]
+BOTH_OBJECTIVES = ["--objective-schedule", "clm:0.5,mlm:0.5"]  # as the Ettin paper continues a decoder; windows under both masks
 
 
 def learning_rate(n: int) -> float:
@@ -39,7 +39,7 @@ def continued(small_corpus, tmp_path_factory):
         main(["from-hf", "--input", str(folder / "hf"), "--output", str(folder / "core")])
         core = folder / "core"
         flags = ["--config", str(core / "config.yaml"), *small_corpus.flags, *RUN, "--init-from", str(core)]
-        flags += BOTH_OBJECTIVES if name == "modernbert-decoder" else []
+        flags += BOTH_OBJECTIVES if name in ("modernbert-decoder", "gemma3") else []
         jobs += [runs.Job(folder / "one", flags), runs.Job(folder / "two", [*flags, "--tensor-model-parallel-size", "2"], 2)]
         found[name] = (model, flags, folder)
     runs.in_turn(jobs, folder, timeout=800)

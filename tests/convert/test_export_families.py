@@ -89,14 +89,17 @@ def test_source_is_what_came_in(name, tied, cores, tmp_path):
         there["max_position_embeddings"] = here["max_position_embeddings"] = there["max_length"]
         there["rope_parameters"] = here["rope_parameters"] = None
         layers = ("max_length", "intermediate_size", "norm_eps", "decoder_init_range")
+    elif there["model_type"] == "gemma3_text":
+        layers = ("head_dim", "layer_types", "query_pre_attn_scalar", "hidden_activation", "rms_norm_eps")
     else:
         there.setdefault("head_dim", there["hidden_size"] // there["num_attention_heads"])  # Qwen2's does not say it
         layers = ("head_dim",)
     same = ("model_type", "architectures", "rope_parameters", "tie_word_embeddings", "max_position_embeddings", *layers)
     for field in same:
         assert here[field] == there[field], field
+    field = "use_bidirectional_attention" if there["model_type"] == "gemma3_text" else "is_causal"
     own = (*hf_models.ENCODERS, *hf_models.ONLY_CAUSAL)
-    assert here.get("is_causal") is (None if there["model_type"] in own else False)
+    assert here.get(field) is (None if there["model_type"] in own else field != "is_causal")
     again = tmp_path / "again"
     main(["from-hf", "--input", str(written), "--output", str(again)])
     assert_same(hf_models.weights(out(again, tmp_path / "hf again", *way_back(name))), hf_models.weights(hf))
@@ -131,7 +134,7 @@ def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["eurobert", "llama with stretched positions", "mistral", "qwen2", "qwen3", "modernbert-decoder"]
+    "name", ["eurobert", "llama with stretched positions", "mistral", "qwen2", "qwen3", "modernbert-decoder", "gemma3"]
 )
 def test_read_causally_it_is_the_decoder_that_came_in(name, cores, tmp_path):
     """The logits of transformers' own model, as which it came, and as which it goes out."""
@@ -227,6 +230,15 @@ def test_dtype_and_shards(cores, tmp_path):
         assert size <= 100_000 or len(tensors) == 1
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in hf_models.weights(written).values())
     assert_same(hf_models.weights(written), {name: tensor.bfloat16() for name, tensor in hf_models.weights(hf).items()})
+
+
+@pytest.mark.parametrize("family", ["source", "gemma3_text"])
+def test_gemma3_in_bfloat16_rounds_what_transformers_rounds(family, cores, tmp_path):
+    """The factor of the embedding, and their product; the export compares the logits, longer documents than the window too."""
+    written = out(cores["gemma3", True][1], tmp_path / "hf", "--dtype", "bf16", "--as", family)
+    proof = json.loads((written / "conversion.json").read_text())
+    assert proof["documents"][0] > 2 * 24 and proof["attention"] == ("bidirectional" if family == "source" else "causal")
+    assert max(max(kernel.values()) for kernel in proof["largest_difference"].values()) < 1e-4
 
 
 LOAD = """

@@ -66,7 +66,7 @@ def test_every_weight_is_there_as_it_was(name, came_in):
     assert facts["source"]["family"] == family and "model.safetensors" in facts["source"]["files"]
     assert facts["source"]["mask_token"] == {"token": "<|mask|>", "id": 1, "origin": "own"}
     kept = yaml.safe_load((core / "config.yaml").read_text())
-    assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if family in hf_models.ENCODERS else "clm")
+    assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if name in hf_models.BIDIRECTIONAL else "clm")
 
 
 def by_transformers(folder, attention):
@@ -84,7 +84,9 @@ def by_transformers(folder, attention):
     elif config.model_type == "eurobert":  # Llama's class computes the same layers, and causally
         model, report = (LlamaForCausalLM if causal else EuroBertForMaskedLM).from_pretrained(folder, output_loading_info=True)
     else:
-        if not causal:
+        if config.model_type == "gemma3_text":
+            config.use_bidirectional_attention = not causal
+        elif not causal:
             config.is_causal = False
         model, report = AutoModelForCausalLM.from_pretrained(folder, config=config, output_loading_info=True)
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -88,13 +88,23 @@ def test_parameters_are_those_of_the_model(layout):
         assert case(shape, vocab_size=1024).build_stage(0).parameters == shape.parameter_count(1024)
 
 
+GEMMA3 = dataclasses.replace(
+    SMALL,
+    kv_channels=16,
+    qk_layernorm=True,
+    apply_layernorm_1p=True,
+    post_norms=True,
+    activation="gelu_pytorch_tanh",
+    scale_embedding=True,
+    untie_embeddings_and_output_weights=False,
+)
 HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernorm=True) for heads in (2, 4)]
 
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", [SMALL, *HEADS_NORMALISED, dataclasses.replace(SMALL, normalization="LayerNorm", activation="gelu")]
+    "shape", [SMALL, *HEADS_NORMALISED, dataclasses.replace(SMALL, normalization="LayerNorm", activation="gelu"), GEMMA3]
 )
 @pytest.mark.parametrize("modules", [(), ("core_attn",), ("mlp",)], ids=["all", "attention again", "mlp again"])
 def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):

@@ -33,6 +33,20 @@ WORDS = {
 }
 
 
+# Fields of Gemma 3's config.json that are refused before weights are read: those of the folders are another model's.
+_GEMMA3 = {
+    "softcap": {"final_logit_softcapping": 30.0},
+    "attncap": {"attn_logit_softcapping": 50.0},
+    "bias": {"attention_bias": True},
+    "causal": {"is_causal": False},
+    "window": {"sliding_window": 1},
+    "relu": {"hidden_activation": "relu"},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "layers": {"layer_types": ["full_attention", "chunked_attention"]},
+    "scalar": {"query_pre_attn_scalar": -1},
+}
+
+
 def write_texts(folder: Path) -> None:
     """Write what needs no command: texts, settings, labelled data, manifests and results, good and bad."""
     runs.write_text(folder / "text.jsonl")
@@ -82,6 +96,11 @@ def damage(folder: Path) -> None:
     for name, values in own.items():
         shutil.copytree(folder / "hf", folder / f"hf-{name}")
         (folder / f"hf-{name}/config.json").write_text(json.dumps(config | values))
+    gemma3 = {name: value for name, value in config.items() if name not in ("is_causal", "rope_parameters", "layer_types")}
+    gemma3 |= {"model_type": "gemma3_text", "sliding_window": 8}
+    for name, change in _GEMMA3.items():
+        shutil.copytree(folder / "hf", folder / f"hf-gemma3-{name}")
+        (folder / f"hf-gemma3-{name}/config.json").write_text(json.dumps(gemma3 | change))
     (folder / "hf-nomask/tokenizer.json").write_text("{")
     for name in ("norun", "badrun", "nocheckpoint", "cut", "base"):
         shutil.copytree(folder / "run", folder / f"run-{name}")

@@ -50,8 +50,21 @@ def test_parameters_are_those_of_modernbert(name, parameters):
     assert get_preset(name).parameter_count(50_368) == parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("gemma3-270m", 268_098_176), ("gemma3-1b", 999_885_952), ("embeddinggemma-300m", 302_863_104)]
+)
+def test_parameters_are_those_of_gemma3(name, parameters):
+    """As transformers' Gemma3ForCausalLM has them with the published vocabulary; one of six layers is global."""
+    model = get_preset(name)
+    assert model.parameter_count(262_144) == parameters
+    assert model.local_layers == model.num_layers - model.num_layers // 6
+    assert {model.layer_windows[number] for number in range(5, model.num_layers, 6)} == {None}
+
+
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize(("name", "untied"), [("tiny", True), ("tiny", False), ("modernbert-base", None)])
+@pytest.mark.parametrize(
+    ("name", "untied"), [("tiny", True), ("tiny", False), ("modernbert-base", None), ("embeddinggemma-300m", None)]
+)
 def test_parameters_are_those_of_the_built_model(name, untied):
     import torch
 
@@ -60,7 +73,8 @@ def test_parameters_are_those_of_the_built_model(name, untied):
 
     model = dataclasses.replace(PRESETS[name], untie_embeddings_and_output_weights=untied)
     if untied is None:
-        model = dataclasses.replace(PRESETS["modernbert-base"], num_layers=3, hidden_size=48, norm_bias=True, qk_layernorm=True)
+        model = dataclasses.replace(PRESETS[name], num_layers=3, hidden_size=48, qk_layernorm=True)
+        model = dataclasses.replace(model, norm_bias=model.normalization == "LayerNorm")
     vocab_size = 128 * model.make_vocab_size_divisible_by  # no padding
     encoder = build_encoder(model, vocab_size, 32, ParallelConfig(), torch.float32, seed=None)
     assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameter_count(vocab_size)
@@ -96,6 +110,29 @@ YARN = {"yarn_rotary_scaling_factor": 2.0, "yarn_original_max_position_embedding
             dict(window_size=8, local_rotary_base=5.0),
             1,
             "--local-rotary-base: found 5.0, expected --global-attn-every-n-layers w",
+        ),
+        (dict(window_size=8, first_global_layer=3), 1, "--first-global-layer: found 3, expected --global-attn-every-n-layers w"),
+        (
+            dict(window_size=8, global_attn_every_n_layers=2, first_global_layer=0),
+            1,
+            "--first-global-layer: found 0, expected 1 or",
+        ),
+        (dict(first_global_layer=2), 1, "--first-global-layer: found 2, expected --global-attn-every-n-layers with it"),
+        (
+            dict(window_size=8, rotary_seq_len_interpolation_factor=8.0),
+            1,
+            "--rotary-seq-len-interpolation-factor: found 8.0, expected --global-attn-every-n-layers with it",
+        ),
+        (
+            dict(rotary_seq_len_interpolation_factor=float("nan")),
+            1,
+            "--rotary-seq-len-interpolation-factor: found nan, expected 1 or",
+        ),
+        (dict(query_pre_attn_scalar=0), 1, "--query-pre-attn-scalar: found 0, expected 1 or more"),
+        (
+            dict(normalization="LayerNorm", apply_layernorm_1p=True),
+            1,
+            "--apply-layernorm-1p: found True, expected --normalization RMSNorm with it",
         ),
         (dict(ffn_hidden_size=771), 2, "--ffn-hidden-size: found 771, expected a multiple of --tensor-model"),
     ],

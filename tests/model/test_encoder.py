@@ -118,6 +118,42 @@ def test_a_local_layer_passes_on_its_window_and_a_global_one_everything(attentio
             assert moved == [at for at in near if sees(attention, at, changed)]
 
 
+@pytest.mark.parametrize("attention", Attention)
+def test_no_token_is_seen_past_the_windows_of_gemma3(attention):
+    """Each of its local layers passes on a window, to either side if the mask allows, and the third layer everything."""
+    options = dict(qk_layernorm=True, apply_layernorm_1p=True, post_norms=True, scale_embedding=True, window_size=3)
+    options |= dict(activation="gelu_pytorch_tanh", untie_embeddings_and_output_weights=False)
+    for layers, reach in ((1, 3), (2, 6), (3, 32)):
+        shape = replace(TINY, num_layers=layers, global_attn_every_n_layers=3, first_global_layer=3, **options)
+        for changed, moved in moved_by_each_token(build(shape=shape).eval(), attention):
+            near = [at for at in range(32) if abs(at - changed) <= reach]
+            if attention == Attention.PREFIX:  # in two layers, back to the prefix and on to its end
+                assert {at for at in moved if not sees(attention, at, changed)} <= {at for at in near if at < changed}
+            else:
+                assert moved == [at for at in near if sees(attention, at, changed)]
+
+
+def test_a_recomputed_gemma3_layer_has_the_same_gradients():
+    """Its norms after attention and MLP record gradients only where its layer does."""
+    shape = replace(TINY, apply_layernorm_1p=True, post_norms=True, window_size=3)
+    plain, again = build(shape=shape), build(shape=shape)
+    again.decoder.config.recompute_granularity = "full"
+    again.decoder.config.recompute_method = "uniform"
+    again.decoder.config.recompute_num_layers = 2
+    tokens = torch.arange(32) + 2
+    for encoder in (plain, again):
+        forward(encoder, tokens, Attention.CAUSAL).logsumexp(-1).sum().backward()
+    for here, there in zip(again.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(here.grad, there.grad) and here.grad.any()
+    with torch.no_grad():
+        assert not forward(plain, tokens, Attention.CAUSAL).requires_grad
+        recorded = []
+        for layer in plain.decoder.layers:
+            layer.register_forward_hook(lambda module, inputs, output: recorded.append(output[0].requires_grad))
+        forward(plain, tokens, Attention.CAUSAL)
+    assert recorded == [False, False]
+
+
 def test_rotary_positions_of_local_layers_have_their_own_base():
     tokens, shape = torch.arange(32) + 2, replace(TINY, num_layers=2, window_size=6, global_attn_every_n_layers=2)
     same, other, all_other = (

@@ -3,6 +3,8 @@
 They compute what megatron-core's own layers do, but keep a state of their own beside the weights, as Transformer Engine's do.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from megaenc.errors import InputError
 from megaenc.model import ModelConfig
 
 TINY = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2, qk_layernorm=True)
+TINY = replace(TINY, apply_layernorm_1p=True, post_norms=True)  # all norms that a layer may have
 ENGINE = KernelConfig(transformer_impl="transformer_engine")
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -75,7 +78,7 @@ def test_linear_layers_and_norms_are_its_own_and_the_attention_is_not(stand_ins)
         "mlp.linear_fc2": "TERowParallelLinear",
     }
     norms = [kind for name, kind in kinds.items() if "norm" in name and kind != "IdentityOp"]
-    assert norms == ["EngineNorm"] * (2 * 4 + 1)
+    assert norms == ["EngineNorm"] * (2 * 6 + 1)
     assert layer["self_attention.core_attention"] == "PackedAttention"
     assert kinds.keys() == {name for name, _ in build(KernelConfig()).decoder.named_modules()}
 

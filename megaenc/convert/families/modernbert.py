@@ -4,6 +4,7 @@ Ettin decoders have the same layers with causal attention (transformers' ModernB
 config.json includes the token itself, so that it spans w - 1 tokens; ModernBERT's spans w tokens to each side.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from megaenc.convert.hf_checkpoint import shorten_repr
@@ -28,7 +29,18 @@ _FIELDS = {
     "decoder_bias": "output_layer_bias",
 }
 """Fields of config.json with another name in ModelConfig."""
-_FULL, _LOCAL = "full_attention", "sliding_attention"
+FULL, LOCAL = "full_attention", "sliding_attention"
+ACTIVATIONS = ("gelu", "silu", "gelu_pytorch_tanh")
+ABSENT_OPTIONS = {
+    "use_rope_scaling": (False, "scaled rotary positions"),
+    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
+    "rotary_seq_len_interpolation_factor": (None, "scaled rotary positions"),
+    "query_pre_attn_scalar": (None, "scaling of queries"),
+    "apply_layernorm_1p": (False, "norms by weight + 1"),
+    "post_norms": (False, "norms after attention and MLP"),
+    "scale_embedding": (False, "scaling of the embedding"),
+}
+"""Options of other families, with the value of a model that has none of them and the text of any other for errors."""
 # Each option that has one value in this family, and the text of any other for errors.
 _FIXED = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -36,18 +48,14 @@ _FIXED = {
     "prediction_head": (True, "output without prediction head"),
     "add_qkv_bias": (False, "biases of queries, keys and values"),
     "qk_layernorm": (False, "norms of queries and keys"),
-    "use_rope_scaling": (False, "scaled rotary positions"),
-    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
+    **ABSENT_OPTIONS,
 }
 
 
-def unsupported_feature(model: ModelConfig, attention: Attention, *, is_encoder: bool) -> str | None:
-    """Return, as text, a feature of `model` under `attention` that ModernBERT or its decoder lacks; None if it has all."""
-    if attention != (Attention.BIDIRECTIONAL if is_encoder else Attention.CAUSAL):
-        return f"{attention} attention"
-    for name, (expected, other) in _FIXED.items():
-        if getattr(model, name) != expected:
-            return other
+def unsupported_feature(model: ModelConfig) -> str | None:
+    """Return, as text, a feature of `model` that ModernBERT and its decoder lack; None if they have all."""
+    if other := find_other_value(model, _FIXED):
+        return other
     if model.num_query_groups != model.num_attention_heads:
         return "queries that share keys and values"
     if model.query_size != model.hidden_size:
@@ -55,37 +63,68 @@ def unsupported_feature(model: ModelConfig, attention: Attention, *, is_encoder:
     return None
 
 
-def to_model_config(config: Any, file: str, *, is_encoder: bool) -> ModelConfig:
+def find_other_value(model: ModelConfig, fixed: dict[str, tuple[Any, str]]) -> str | None:
+    """Return the text of the first option in `fixed`, {name: (value, text)}, that has another value in `model`, or None."""
+    return next((text for name, (value, text) in fixed.items() if getattr(model, name) != value), None)
+
+
+def to_model_config(config: Any, file: str) -> ModelConfig:
     """Return the ModelConfig of transformers' `config`; InputError, naming file and field, for unsupported features."""
+    is_encoder = config.model_type == MODEL_TYPE
     if not is_encoder and not getattr(config, "is_causal", True):
         raise InputError(f"{file}: field `is_causal`: found false, expected true: transformers' {DECODER_TYPE} is only causal")
     for name in ("attention_bias", "mlp_bias", "classifier_bias"):
         if getattr(config, name):
             raise InputError(f"{file}: field `{name}`: found true, expected false")
-    if config.hidden_activation not in ("gelu", "silu"):
-        raise InputError(
-            f"{file}: field `hidden_activation`: found {shorten_repr(config.hidden_activation)}, expected gelu or silu"
-        )
+    check_activation(config.hidden_activation, file)
     if config.classifier_activation != config.hidden_activation:
         text = shorten_repr(config.classifier_activation)
         raise InputError(f"{file}: field `classifier_activation`: found {text}, expected `hidden_activation`'s")
     for name in ("max_position_embeddings", "norm_eps", "initializer_range"):
         check_positive(getattr(config, name), name, file)
-    bases = {kind: _read_rotary_base(config.rope_parameters[kind], kind, file) for kind in (_FULL, _LOCAL)}
-    local = _LOCAL in config.layer_types
+    bases = {kind: read_rotary_base(config.rope_parameters[kind], kind, file) for kind in (FULL, LOCAL)}
+    read_window = _read_window if is_encoder else _read_causal_window
     return ModelConfig(
         **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
         **{name: value for name, (value, _) in _FIXED.items()},
         num_query_groups=config.num_attention_heads,
-        rotary_base=bases[_FULL] if _FULL in config.layer_types else bases[_LOCAL],
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-        window_size=(_read_window if is_encoder else _read_causal_window)(config, file) if local else None,
-        global_attn_every_n_layers=_read_global_layers(config.layer_types, file) if local else None,
-        local_rotary_base=bases[_LOCAL] if local and _FULL in config.layer_types and bases[_LOCAL] != bases[_FULL] else None,
+        **read_layer_types(config.layer_types, bases, lambda: read_window(config, file), file),
     )
 
 
-def _read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
+def check_activation(name: Any, file: str) -> None:
+    """Raise InputError, naming `file`, if `name` is not an activation of the gated MLP here."""
+    if name not in ACTIVATIONS:
+        raise InputError(f"{file}: field `hidden_activation`: found {shorten_repr(name)}, expected {' or '.join(ACTIVATIONS)}")
+
+
+def read_layer_types(kinds: list[str], bases: dict[str, float], read_window: Callable[[], int], file: str) -> dict[str, Any]:
+    """Return the options of ModelConfig for `layer_types` and the rotary base of each kind; InputError if not periodic."""
+    if others := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
+        raise InputError(f"{file}: field `layer_types`: found {shorten_repr(others[0])}, expected {FULL} or {LOCAL}")
+    if LOCAL not in kinds:
+        return {"rotary_base": bases[FULL]}
+    options = {"window_size": read_window(), "rotary_base": bases[FULL if FULL in kinds else LOCAL]}
+    global_layers = [number for number, kind in enumerate(kinds) if kind == FULL]
+    if not global_layers:
+        return options
+    first, second = (*global_layers, None)[:2]
+    every = max(first + 1, len(kinds) - first) if second is None else second - first
+    if global_layers != list(range(first, len(kinds), every)) or every < 2:
+        numbers = str(global_layers)[:60]
+        raise InputError(
+            f"{file}: field `layer_types`: found {FULL} in layers {numbers}, expected m, m + n, m + 2 n, ... to the last"
+        )
+    local_base = None if bases[LOCAL] == bases[FULL] else bases[LOCAL]
+    return options | {
+        "global_attn_every_n_layers": every,
+        "first_global_layer": first + 1,
+        "local_rotary_base": local_base,
+    }
+
+
+def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
     """Return the base period in `rope_parameters` of layers of `kind`."""
     if rope.get("rope_type") != "default":
         text = shorten_repr(rope.get("rope_type"))
@@ -115,29 +154,22 @@ def _read_causal_window(config: Any, file: str) -> int:
     return tokens - 1
 
 
-def _read_global_layers(kinds: list[str], file: str) -> int | None:
-    """Return n if the first and every n-th layer after it are global, None if none is; else InputError."""
-    global_layers = [number for number, kind in enumerate(kinds) if kind == _FULL]
-    if not global_layers:
-        return None
-    every = (*global_layers, len(kinds))[1]
-    if global_layers != list(range(0, len(kinds), every)):
-        raise InputError(
-            f"{file}: field `layer_types`: found {_FULL} in layers {str(global_layers)[:60]}, expected 0, n, 2 n, ... for some n"
-        )
-    return every
-
-
-def export_fields(model: ModelConfig, tokenizer: Any, *, is_encoder: bool) -> dict[str, Any]:
+def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
     """Return the fields of a config.json of ModernBERT or its decoder for `model`; the inverse of `to_model_config`."""
-    window = (model.window_size or model.hidden_size) + (not is_encoder)  # unused without local layers
-    kinds = [_FULL if window is None else _LOCAL for window in model.layer_windows]
-    bases = {_FULL: model.rotary_base, _LOCAL: model.local_rotary_base or model.rotary_base}
+    window = (model.window_size or model.hidden_size) + (attention == Attention.CAUSAL)  # unused without local layers
     return {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()} | {
         "classifier_activation": model.activation,
-        "layer_types": kinds,
         "local_attention": 2 * window,
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+        **layer_type_fields(model),
         "cls_token_id": tokenizer.cls_token_id,
         "sep_token_id": tokenizer.sep_token_id,
+    }
+
+
+def layer_type_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields `layer_types` and `rope_parameters` of a config.json; the inverse of `read_layer_types`."""
+    bases = {FULL: model.rotary_base, LOCAL: model.local_rotary_base or model.rotary_base}
+    return {
+        "layer_types": [FULL if window is None else LOCAL for window in model.layer_windows],
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
     }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megaenc.convert.families.modernbert import ABSENT_OPTIONS, find_other_value
 from megaenc.convert.hf_checkpoint import shorten_repr
 from megaenc.convert.hf_model import check_positive
 from megaenc.errors import InputError
@@ -46,8 +47,7 @@ _FIXED = {
     "untie_embeddings_and_output_weights": (True, "output layer that shares the embedding"),
     "add_qkv_bias": (False, "biases of queries, keys and values"),
     "qk_layernorm": (False, "norms of queries and keys"),
-    "use_rope_scaling": (False, "scaled rotary positions"),
-    "yarn_rotary_scaling_factor": (None, "rotary positions scaled by YaRN"),
+    **ABSENT_OPTIONS,
     "rotary_base": (ROTARY_BASE, "base period of the rotary positions other than 10,000"),
 }
 
@@ -57,13 +57,10 @@ def inner_size(intermediate_size: int) -> int:
     return -(-int(2 * intermediate_size / 3) // _MULTIPLE) * _MULTIPLE
 
 
-def unsupported_feature(model: ModelConfig, attention: Attention) -> str | None:
-    """Return, as text, a feature of `model` under `attention` that NeoBERT lacks; None if it has all."""
-    if attention != Attention.BIDIRECTIONAL:
-        return f"{attention} attention"
-    for name, (expected, other) in _FIXED.items():
-        if getattr(model, name) != expected:
-            return other
+def unsupported_feature(model: ModelConfig) -> str | None:
+    """Return, as text, a feature of `model` that NeoBERT lacks; None if it has all."""
+    if other := find_other_value(model, _FIXED):
+        return other
     if model.num_query_groups != model.num_attention_heads:
         return "queries that share keys and values"
     if model.query_size != model.hidden_size:
@@ -96,8 +93,8 @@ def to_model_config(config: Any, file: str) -> ModelConfig:
     )
 
 
-def export_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a NeoBERT config.json for `model`; the inverse of `to_model_config`."""
+def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
+    """Return the fields of a NeoBERT config.json for `model`, which depend on nothing else; inverse of `to_model_config`."""
     return {theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()} | {
         "intermediate_size": model.ffn_hidden_size * 3 // 2,
         "dim_head": model.head_dim,

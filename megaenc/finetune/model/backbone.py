@@ -95,7 +95,7 @@ class Backbone(nn.Module):
         """Maximum length of a text in tokens."""
         self.sliding_windows: set[int] = set()
         """Sizes of the sliding windows that the layers have passed to packed attention."""
-        self.has_wide_window = any(getattr(module, "is_causal", False) for module in model.modules())
+        self.has_wide_window = not self._is_gemma3 and any(getattr(module, "is_causal", False) for module in model.modules())
         """True if a bidirectional window of w spans w tokens to each side instead of w - 1, as in transformers' decoders with
         `is_causal: false`. Encoders pass a window that is one too large."""
         self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
@@ -142,10 +142,19 @@ class Backbone(nn.Module):
         self.is_packed = packed
 
     def set_direction(self, attention: AttentionDirection) -> None:
-        """Set `is_causal` of the model's config and modules to `attention`, for its own attention, not the packed one."""
-        for holder in (self.model.config, *self.model.modules()):
-            if hasattr(holder, "is_causal") or holder is self.model.config:  # read by attention without a mask
-                holder.is_causal = attention == "causal"
+        """Set the fields of the model's config and modules to `attention`, for its own attention, not the packed one."""
+        for module in self.model.modules():
+            if hasattr(module, "is_causal"):  # read by attention without a mask
+                module.is_causal = attention == "causal"
+        if self._is_gemma3:
+            self.model.config.use_bidirectional_attention = attention == "bidirectional"
+        else:
+            self.model.config.is_causal = attention == "causal"
+
+    @property
+    def _is_gemma3(self) -> bool:
+        """Return whether the config has the direction in `use_bidirectional_attention`, with windows of equal size in both."""
+        return self.model.config.model_type == "gemma3_text"
 
 
 def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -120,8 +120,9 @@ def build_hf_model(backbone: Backbone, head: nn.Module, family: TaskFamily, labe
     """
     config = copy.deepcopy(head.model.config if isinstance(head, NativeHead) else backbone.model.config)
     config._attn_implementation = None  # transformers selects its best one
-    if hasattr(backbone.model.config, "is_causal"):
-        config.is_causal = backbone.model.config.is_causal
+    for name in ("is_causal", "use_bidirectional_attention"):
+        if hasattr(backbone.model.config, name):
+            setattr(config, name, getattr(backbone.model.config, name))
     if config.pad_token_id is None:
         config.pad_token_id = padding
     kind = find_task_class(config, family)

@@ -23,6 +23,8 @@ _SIZES = {
     "max_position_embeddings": 64,
 }
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
+_GEMMA3 = _GROUPED | {"head_dim": 24, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA3 |= {"pad_token_id": 0, "query_pre_attn_scalar": 20}
 _LOCAL = {"local_attention": 8, "global_attn_every_n_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
 _IDS = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
 _GPT2 = {"vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
@@ -36,6 +38,12 @@ _KINDS = {
     "mistral with a window read bidirectionally": ("MistralConfig", _GROUPED | {"sliding_window": 4, "is_causal": False}, 64),
     "modernbert": ("ModernBertConfig", _SIZES | _LOCAL | _IDS, 64),
     "ettin decoder with a window": ("ModernBertDecoderConfig", _SIZES | _LOCAL | _IDS, 64),
+    "gemma3_text with a window": ("Gemma3TextConfig", _GEMMA3, 64),
+    "gemma3_text with a window read bidirectionally": (
+        "Gemma3TextConfig",
+        _GEMMA3 | {"sliding_window": 6, "use_bidirectional_attention": True},
+        64,
+    ),
     "bert": ("BertConfig", _SIZES, 64),
     "roberta": ("RobertaConfig", _SIZES, 62),  # positions begin after the padding token's id, 1
     "gpt2": ("GPT2Config", _GPT2, 64),
@@ -77,7 +85,8 @@ def _padded(model, texts, **how):
 @pytest.mark.parametrize("kind", [*_KINDS, *_PADDED])
 def test_packed_states_are_those_of_the_model_read_its_own_way(tmp_path, kind):
     model = _save(tmp_path, kind)
-    causal = "bidirectionally" not in kind and kind.split()[0] in ("llama", "qwen3", "mistral", "ettin", "gpt2")
+    causal = "bidirectionally" not in kind
+    causal &= kind.split()[0] in ("llama", "qwen3", "mistral", "ettin", "gpt2", "gemma3_text")
     backbone = _load(tmp_path, "causal" if causal else "bidirectional")
     assert backbone.is_packed == (kind in _KINDS)
     assert backbone.context_length == (_KINDS | _PADDED)[kind][2]
