@@ -78,6 +78,19 @@ def test_a_run_merged_with_itself_is_itself(trained, tmp_path):
     assert not any(name.startswith("optimizer") for name in stored(result, 0))
 
 
+def test_weights_that_no_family_has_are_merged_too(small_corpus, tmp_path):
+    options = ["--prediction-head", "--output-layer-bias", "--normalization", "LayerNorm", "--norm-bias", "--no-bf16"]
+    pretrain([*small_corpus.flags, *SHORT, *options, "--save", str(tmp_path / "run")])
+    kept = stored(tmp_path / "run", 4)
+    assert {"model.prediction_head.norm.bias", "model.decoder.final_layernorm.bias"} <= kept.keys()
+    for method in (["linear"], ["ties", "--base", f"{tmp_path / 'run'}@2", "--density", "1"]):
+        result = merge(tmp_path / method[0], "--load", f"{tmp_path / 'run'}@4", tmp_path / "run", "--method", *method)
+        found = stored(result, 0)
+        assert found.keys() == kept.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, kept[name], rtol=0, atol=1e-6 if method[0] == "ties" else 0)
+
+
 def test_linear_is_the_weighted_mean(trained, tmp_path):
     a, b = trained
     result = merge(tmp_path / "m", "--load", f"{a}@2,4", b, "--weights", "1", "2", "5")

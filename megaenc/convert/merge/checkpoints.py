@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from megaenc.convert.merge.methods import (
     trim_threshold,
 )
 from megaenc.convert.model_card import last_objectives
-from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings
+from megaenc.convert.param_mapping import VOCABULARY_ROWS, ParamMapping, iter_mappings
 from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint, report_removal
 from megaenc.convert.safetensors_writer import parse_dtype
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
@@ -252,24 +252,31 @@ def _merge_weights(encoder: torch.nn.Module, run: RunCheckpoint, readers: "list[
     elif record.method == "slerp":
         combine = partial(merge_slerp, t=weights[1])
     else:
-        thresholds = _find_thresholds(run, readers, record.density)
+        thresholds = _find_thresholds(run, readers, record.density, parameters)
 
         def combine(tensors: Sequence[Tensor]) -> Tensor:
             return merge_ties(tensors[-1], tensors[:-1], thresholds)
 
-    for mapping, core, _ in iter_mappings(run.model):
+    for mapping, core in _iter_weights(run, parameters):
         tensors = [mapping.to_hf(_read_rows(reader, core, run), run.model) for reader in readers]
         merged = mapping.to_core(tuple(combine(parts) for parts in zip(*tensors, strict=True)), run.model)
         parameters[core].zero_()[: len(merged)] = merged
 
 
-def _find_thresholds(run: RunCheckpoint, readers: "list[WeightReader]", density: float) -> list[float]:
+def _iter_weights(run: RunCheckpoint, names: Iterable[str]) -> Iterator[tuple[ParamMapping, str]]:
+    """Yield (mapping, name) of all weights `names` of a run; unchanged those that no family has, such as a head's norm."""
+    mapped = {core: mapping for mapping, core, _ in iter_mappings(run.model)}
+    for core in (*mapped, *(name for name in names if name not in mapped)):
+        yield mapped.get(core, ParamMapping(core, (core,))), core
+
+
+def _find_thresholds(run: RunCheckpoint, readers: "list[WeightReader]", density: float, names: Collection[str]) -> list[float]:
     """Return for each checkpoint the magnitude from which on TIES keeps differences to the base, over all weights at once."""
     *others, base = readers
     values, thresholds = np.empty(run.model.parameter_count(run.vocab_size), dtype=np.float32), []
     for reader in others:
         done = 0
-        for _, core, _ in iter_mappings(run.model):
+        for _, core in _iter_weights(run, names):
             part = magnitudes(_read_rows(base, core, run), _read_rows(reader, core, run))
             values[done : done + len(part)] = part
             done += len(part)
