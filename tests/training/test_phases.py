@@ -33,9 +33,9 @@ def second_corpus(small_corpus, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def three_phases(small_corpus, second_corpus, tmp_path_factory) -> list[str]:
-    """Flags of the shape of mmBERT: blends, mask 0.3, 0.15 and 0.05, packs of 64, then 128 tokens, another rotary base, decay."""
+    """Flags of the shape of mmBERT: blends, mask 0.3, 0.15 and 0.05, packs of 128, then 512 tokens, another rotary base, decay."""
     first, second = str(small_corpus.prefix), second_corpus
-    longer = {"seq_length": 128, "rotary_base": 40000, "micro_batch_size": 1}
+    longer = {"seq_length": 512, "rotary_base": 40000, "micro_batch_size": 1}
     phases = [
         {"objective": "mlm(mask=0.3)", "train_iters": 5, "data_path": [0.8, first, 0.2, second]},
         {
@@ -50,7 +50,7 @@ def three_phases(small_corpus, second_corpus, tmp_path_factory) -> list[str]:
     file = tmp_path_factory.mktemp("phases") / "phases.yaml"
     file.write_text(yaml.safe_dump({"phases": phases}))
     tokenizer = ["--tokenizer", str(small_corpus.tokenizer), "--split", "90,10,0"]
-    return ["--config", str(file), *tokenizer, *SHAPE, *DECAY, "--seq-length", "64"]
+    return ["--config", str(file), *tokenizer, *SHAPE, *DECAY, "--seq-length", "128"]
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,12 @@ def config_of(phases, *flags):
 def test_each_phase_reads_its_own_packs(three_phases, whole_run):
     plan = plan_of(*three_phases)
     assert [plan.samples_read(step) for step in (0, 5, 6, 10, 15)] == [0, 40, 44, 60, 80]
-    assert [plan.step_tokens(step) for step in (5, 6, 15)] == [8 * 64, 4 * 128, 4 * 128]
+    assert [plan.step_tokens(step) for step in (5, 6, 15)] == [8 * 128, 4 * 512, 4 * 512]
     counts = [[plan.data_at(step).train.corpus_of_sample(sample) for sample in range(first, end)].count(1)
               for step, first, end in ((1, 0, 40), (6, 40, 60))]  # fmt: skip
     assert counts == [8, 10]
     rows = runs.metrics(whole_run)
-    assert [row["tokens"] for row in rows] == [512 * step for step in range(1, 16)]
+    assert [row["tokens"] for row in rows] == [1024 * step if step <= 5 else 5120 + 2048 * (step - 5) for step in range(1, 16)]
     assert [row["objective"] for row in rows[::5]] == ["mlm(mask=0.3)", "mlm(mask=0.15)", "mlm(mask=0.05)"]
     rates = [row["learning_rate"] for row in rows]
     assert rates == pytest.approx([1e-3, 2e-3, *[3e-3] * 8, *(3e-3 * (1 - math.sqrt(part / 5)) for part in range(5))])
@@ -144,7 +144,9 @@ def test_every_step_at_tp2_pp2_is_that_of_one_process(three_phases, whole_run, t
     runs.assert_same_curve(tmp_path / "run", whole_run, tolerance=1e-4)
 
 
-@pytest.mark.parametrize(("step", "base", "context"), [(3, 10000.0, 64), (5, 10000.0, 64), (8, 40000.0, 128), (15, 40000.0, 128)])
+@pytest.mark.parametrize(
+    ("step", "base", "context"), [(3, 10000.0, 128), (5, 10000.0, 128), (8, 40000.0, 512), (15, 40000.0, 512)]
+)
 def test_an_export_has_the_rotary_base_and_length_of_its_phase(whole_run, step, base, context, tmp_path):
     to_hf(whole_run, tmp_path / "hf", step=step)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -166,11 +168,11 @@ def test_a_branch_changes_phases_after_its_step(small_corpus, whole_run, three_p
 
 
 def test_weights_of_an_earlier_phase_have_its_rotary_base(small_corpus, whole_run, refusal):
-    flags = [*small_corpus.flags, *SHAPE, "--seq-length", "64", "--train-iters", "2", "--init-from", str(whole_run)]
+    flags = [*small_corpus.flags, *SHAPE, "--seq-length", "128", "--train-iters", "2", "--init-from", str(whole_run)]
     assert plan_of(*flags, "--init-at", "5").start.at == 5
     plan = plan_of(*flags, "--init-at", "8", "--rotary-base", "40000")
     assert plan.start.before[-1].schedule == "mlm(mask=0.3):5,mlm(mask=0.15):5,mlm(mask=0.05):5"
-    assert plan.start.before[-1].tokens == 8 * 512
+    assert plan.start.before[-1].tokens == 5 * 1024 + 3 * 2048
 
 
 def test_a_learning_rate_flag_gives_each_phase_a_schedule():
@@ -242,6 +244,6 @@ def test_windows_as_long_as_a_pack_are_refused():
 def test_the_dry_run_shows_each_phase(three_phases, capsys):
     main([*three_phases, "--dry-run"])
     output = capsys.readouterr().out
-    assert "15 steps of 4 to 8 packs of 64 to 128 tokens" in output
+    assert "15 steps of 4 to 8 packs of 128 to 512 tokens" in output
     rows = [line.split() for line in output.splitlines() if line.startswith("  mlm") and " to " in line]
-    assert [row[-4:] for row in rows] == [["8", "64", "10,000", "2"], ["4", "128", "40,000", "2"], ["4", "128", "40,000", "1"]]
+    assert [row[-4:] for row in rows] == [["8", "128", "10,000", "2"], ["4", "512", "40,000", "2"], ["4", "512", "40,000", "1"]]
