@@ -33,7 +33,7 @@ def second_corpus(small_corpus, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def three_phases(small_corpus, second_corpus, tmp_path_factory) -> list[str]:
-    """Flags of the shape of mmBERT: blends, mask 0.3, 0.15 and 0.05, packs of 128, then 512 tokens, another rotary base, decay."""
+    """Flags in the shape of mmBERT: blends, masks 0.3, 0.15 and 0.05, packs of 128, then 512 tokens, other rotary base, decay."""
     first, second = str(small_corpus.prefix), second_corpus
     longer = {"seq_length": 512, "rotary_base": 40000, "micro_batch_size": 1}
     phases = [
