@@ -31,7 +31,7 @@ def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarr
 
 
 def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
-    """Cross-entropy of the batch of update number `step`, summed over its predictions, and how many these are."""
+    """Cross-entropy of the batch of update number `step`, summed over its predictions by their weights, and its divisor."""
     objective, loss_sum, count = plan.schedule.objective(step), torch.zeros(()), 0
     batch_size = plan.settings.global_batch_size
     for sample in range((step - 1) * batch_size, step * batch_size):
@@ -43,8 +43,10 @@ def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
             attention_mask=attention_masks(model.config, pack.edges.tolist(), objective.attention, targets.prefixes),
         ).logits[0]
         predicted = logits[torch.from_numpy(targets.predict_at)]
-        loss_sum = loss_sum + torch.nn.functional.cross_entropy(predicted, torch.from_numpy(targets.labels), reduction="sum")
-        count += len(targets.labels)
+        losses = torch.nn.functional.cross_entropy(predicted, torch.from_numpy(targets.labels), reduction="none")
+        weights = torch.ones(len(losses)) if targets.weights is None else torch.from_numpy(targets.weights)
+        loss_sum = loss_sum + (losses * weights).sum()
+        count += len(targets.labels) if targets.count is None else targets.count
     return loss_sum, count
 
 

@@ -247,10 +247,11 @@ def _cast_parameters(module: Any, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)  # bfloat16 to float32 and back is exact
 
 
-def _project_in_chunks(
-    head: Any, hidden: Tensor, weight: Tensor | None = None, labels: None = None, per_token: bool = False
-) -> Tensor:
-    """Return `hidden` times the output layer's weight, plus its bias, in float32, in chunks of rows; replaces its `forward`."""
+def _project_in_chunks(head: Any, hidden: Tensor, weight: Tensor | None = None, *of_loss: Any) -> Tensor:
+    """Return `hidden` times the output layer's weight, plus its bias, in float32, in chunks of rows.
+
+    It replaces the `forward` of the output layer; `of_loss`, its arguments for the loss, are not needed.
+    """
     weight = head.weight if weight is None else weight
     logits = torch.cat([F.linear(hidden, rows.float()) for rows in weight.split(_CHUNK_ROWS)], dim=-1)
     return logits if head.bias is None else logits + head.bias.float()

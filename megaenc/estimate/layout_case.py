@@ -11,7 +11,7 @@ from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.estimate.length_model import LengthModel
 from megaenc.model.config import ModelConfig, padded_vocab_size
-from megaenc.objectives import Attention, Objective, Schedule
+from megaenc.objectives import Attention, MaskedDiffusion, Objective, Schedule
 from megaenc.training.config import PretrainConfig
 
 
@@ -266,6 +266,8 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
     visible_squares, visible_local = is_bidirectional * docs.squares, is_bidirectional * docs.local_pairs
     if hasattr(start, "mask"):
         predicted = (start.mask + end.mask) / 2 * (length - unpredicted - docs.special)
+    if isinstance(start, MaskedDiffusion):
+        predicted = (start.low + start.high + end.low + end.high) / 4 * (length - docs.special)
     if start.attention is Attention.PREFIX:
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
         predicted = min(predicted, length * (1 - (low + high) / 2) + docs.pieces / 2)  # a prefix is rounded down

@@ -35,14 +35,15 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     bias_V: Tensor | None = None,
     per_token: bool = False,
+    weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (summed cross-entropy, number correct) of softmax(hidden weight^T + bias); `columns`: without padding.
 
     `weight_VH` and `bias_V` are this rank's share of the vocabulary, with padding from row `columns` on; `labels_N` are global
     token ids; N may be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their
     bytes with `fused.loss`. Exact gradients are computed in forward, so that one softmax suffices; backward scales them and sums
-    those of `hidden_NH` over `group`. `per_token`: return each token's cross-entropy, float32[N], instead of the sum; not
-    under autograd.
+    those of `hidden_NH` over `group`. `weights_N`: float32 factors of the cross-entropies (None: 1). `per_token`: return each
+    token's cross-entropy, float32[N], instead of the sum; not under autograd.
     """
     row_size, limit = weight_VH.size(0), chunk_size or CHUNK_LOGITS
     if fused.loss:
@@ -51,7 +52,8 @@ def linear_cross_entropy(
     train = torch.is_grad_enabled()
     if per_token and train:
         raise ValueError("per_token: found gradients enabled, expected torch.no_grad()")
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, columns, group, fused, rows, train, per_token)
+    options = (columns, group, fused, rows, train, per_token)
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, weights_N, *options)
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
@@ -68,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Chunked output layer and cross-entropy; forward computes the gradients, backward scales and reduces them."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, columns, group, fused, rows, train, per_token):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, weights_N, columns, group, fused, rows, train, per_token):
         softmax_statistics, logits_to_gradient_ = _softmax_statistics, _logits_to_gradient_
         if fused.loss:
             from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
@@ -89,6 +91,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             correct += (token_n == labels_n).sum()
             if train:
                 error_nV = logits_to_gradient_(logits_nV, labels_n, top_n, sum_n, first, columns)
+                if weights_N is not None:
+                    error_nV *= weights_N[part, None]
                 torch.mm(error_nV, weight_VH, out=to_hidden_NH[part])
                 to_weight_VH = accumulate_matmul(to_weight_VH, error_nV.t(), hidden_nH, in_float32=fused.loss and fused.sum)
                 if bias_V is not None:
@@ -97,6 +101,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         ctx.gradients, ctx.group, ctx.dtype = (to_hidden_NH, to_weight_VH, to_bias_V), group, weight_VH.dtype
         ctx.mark_non_differentiable(correct)
+        if weights_N is not None:
+            losses_N *= weights_N
         return losses_N if per_token else losses_N.sum(), correct
 
     @staticmethod
@@ -111,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scaled_VH = to_weight_VH if ctx.dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=ctx.dtype)
         torch.mul(to_weight_VH, scale, out=scaled_VH)
         to_bias_V = None if to_bias_V is None else to_bias_V.mul_(scale).to(ctx.dtype)
-        return to_hidden_NH, scaled_VH, to_bias_V, None, None, None, None, None, None, None
+        return to_hidden_NH, scaled_VH, to_bias_V, *[None] * 8
 
 
 def _softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""Training objectives (CLM, MLM, MNTP, prefix LM, plug-ins), their attention masks and their schedule over a run."""
+"""Training objectives (CLM, MLM, MNTP, prefix LM, diffusion, plug-ins), their attention masks and their schedule."""
 
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling
+from megaenc.objectives.diffusion import MaskedDiffusion
 from megaenc.objectives.masking import MaskedLanguageModeling, MaskedNextTokenPrediction, Masking
 from megaenc.objectives.parser import parse_schedule
 from megaenc.objectives.prefix_lm import PrefixLanguageModeling
@@ -12,6 +13,7 @@ from megaenc.objectives.validate import check_targets
 __all__ = [
     "Attention",
     "CausalLanguageModeling",
+    "MaskedDiffusion",
     "MaskedLanguageModeling",
     "MaskedNextTokenPrediction",
     "Masking",

@@ -32,12 +32,22 @@ class Targets(NamedTuple):
     For a pack of T tokens in D documents with N predictions, N = 0 included: inputs: int64[T], token ids that the model reads;
     predict_at: int64[N], increasing positions whose output is scored; labels: int64[N], token ids to predict; prefixes: int64[D],
     only under Attention.PREFIX, number of tokens at the start of each document that see each other, from 0 to its length - 1.
+
+    The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more; None: 1 each), divided by the sum
+    of the packs' `count` (None: N). So a `count` other than N makes it a mean over other tokens than the predicted ones.
     """
 
     inputs: np.ndarray
     predict_at: np.ndarray
     labels: np.ndarray
     prefixes: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    count: int | None = None
+
+    @property
+    def loss_count(self) -> int:
+        """Return what the pack adds to the divisor of the loss: `count`, or without it the number of predictions."""
+        return len(self.labels) if self.count is None else self.count
 
 
 class OptionError(InputError):

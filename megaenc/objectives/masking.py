@@ -47,11 +47,7 @@ class Masking(Objective):
             if self.mask < 1:
                 expected = f"0 or from {math.ceil(1000 / (1 - self.mask) - 1e-6) / 1000:g} up"
             raise OptionError(self.name, "span", f"found {self.span:g} with mask={self.mask:g}, expected {expected}")
-        if self.vocabulary.mask_id is None:
-            raise InputError(
-                f"{self.name}: the tokenizer ({self.vocabulary.fingerprint[:12]}) has no mask token, expected one; "
-                "train one with `megaenc tokenizer`"
-            )
+        check_mask_token(self.name, self.vocabulary)
 
     @abstractmethod
     def eligible(self, pack: Pack) -> np.ndarray:
@@ -119,6 +115,15 @@ class MaskedNextTokenPrediction(Masking):
         eligible = text_token_mask(self.vocabulary)[pack.tokens]
         eligible[pack.edges[:-1]] = False
         return eligible
+
+
+def check_mask_token(objective: str, vocabulary: Vocabulary) -> None:
+    """Raise InputError if `vocabulary` has no mask token, which the objective called `objective` needs."""
+    if vocabulary.mask_id is None:
+        raise InputError(
+            f"{objective}: the tokenizer ({vocabulary.fingerprint[:12]}) has no mask token, expected one; "
+            "train one with `megaenc tokenizer`"
+        )
 
 
 @lru_cache(maxsize=8)

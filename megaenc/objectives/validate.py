@@ -15,7 +15,7 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
     try:
         targets, second_targets = (objective.targets(pack, randomness) for _ in range(2))
         complaint = _find_violation(objective, pack, targets)
-        if not complaint and not all(map(np.array_equal, targets[:3], second_targets[:3])):
+        if not complaint and not all(map(np.array_equal, targets, second_targets)):
             complaint = "gives other targets when called again, expected a pure function of the pack and its randomness"
         if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.edges, edges)):
             complaint = "changes the pack, expected a copy of what it changes"
@@ -33,7 +33,7 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.int64:
             kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
             return f"`{name}` is {kind}, expected a flat array of int64"
-    inputs, predict_at, labels, prefixes = targets
+    inputs, predict_at, labels, prefixes, weights, count = targets
     if len(inputs) != length:
         return f"`inputs` holds {len(inputs)} tokens, expected {length}, as many as the pack"
     size = objective.vocabulary.size
@@ -56,6 +56,14 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
             f"position {position} should predict id {label}, but {objective.shift} further (`shift`) the pack holds {token}; "
             "expected the labels to be the pack's tokens at predict_at + shift"
         )
+    if weights is not None:
+        if not isinstance(weights, np.ndarray) or weights.dtype != np.float32 or weights.shape != labels.shape:
+            kind = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, np.ndarray) else type(weights).__name__
+            return f"`weights` is {kind}, expected float32[{len(labels)}], one for each label"
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            return f"`weights` holds {weights[~(np.isfinite(weights) & (weights >= 0))][0]}, expected finite numbers of 0 or more"
+    if count is not None and (type(count) is not int or count < 0 or (not count and len(labels))):
+        return f"`count` is {count!r}, expected a whole number above 0, or 0 without predictions"
     if (objective.attention == Attention.PREFIX) != (prefixes is not None):
         return f"under {objective.attention} attention `prefixes` is {'missing' if prefixes is None else 'given'}"
     if prefixes is not None:

@@ -32,7 +32,7 @@ from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimer
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Sums over one or more global batches and all ranks: loss, predicted and correctly predicted tokens, FLOPs.
+    """Sums over one or more global batches and all ranks: loss, predicted and correctly predicted tokens, FLOPs, loss divisor.
 
     `flops` counts matrix products, forward and backward.
     """
@@ -41,6 +41,8 @@ class StepMetrics:
     predicted: int = 0
     correct: int = 0
     flops: float = 0.0
+    loss_count: int = 0
+    """Divisor of the loss: the predicted tokens, or what the objective counts instead."""
     group_sums: np.ndarray | float = 0.0
     """float64[2, G], losses and predicted tokens of each of G TokenGroups; 0 without groups."""
 
@@ -49,8 +51,8 @@ class StepMetrics:
 
     @property
     def loss(self) -> float | None:
-        """Return the mean loss over the predicted tokens; None without predicted tokens."""
-        return self.loss_sum / self.predicted if self.predicted else None
+        """Return the loss, a mean over the predicted tokens or those that the objective counts; None without them."""
+        return self.loss_sum / self.loss_count if self.loss_count else None
 
     @property
     def accuracy(self) -> float | None:
@@ -258,17 +260,18 @@ class Engine:
         if train:
             self.local_loss_sum = sums[0].clone()
         dist.all_reduce(sums)
-        loss_sum, correct, predicted, flops, *group_sums = sums.tolist()
-        return StepMetrics(loss_sum, int(predicted), int(correct), flops, np.reshape(group_sums, (2, -1)) if group_sums else 0.0)
+        loss_sum, correct, predicted, loss_count, flops, *group_sums = sums.tolist()
+        groups = np.reshape(group_sums, (2, -1)) if group_sums else 0.0
+        return StepMetrics(loss_sum, int(predicted), int(correct), flops, int(loss_count), groups)
 
     def _run_micro_batches(
         self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool
     ) -> torch.Tensor:
-        """Run the micro-batches `specs`; return float64[4 + 2 G] of this rank: loss sum, correct, predicted, FLOPs, group sums.
+        """Run the micro-batches `specs`; return float64[5 + 2 G] of this rank: loss, correct, predicted, divisor, FLOPs, groups.
 
-        G groups (0 in training) have a sum of losses each, then a number of predicted tokens each.
+        G groups (0 in training) have a sum of losses each, then a number (sum of weights) of predicted tokens each.
         """
-        counts = {"predicted": 0, "flops": 0.0}  # on the host, without a device synchronization
+        counts = {"predicted": 0, "loss_count": 0, "flops": 0.0}  # on the host, without a device synchronization
         batches = self._prefetcher.iterate(specs, following) if self._prefetcher else map(self._build_micro_batch, specs)
         batches = self.step_timers.measure_items(DATA, batches)
         iterators = list(tee(batches, len(self.chunks)))  # each chunk consumes all of them at its own pace
@@ -284,12 +287,12 @@ class Engine:
             )
         # Only the last stage's first tensor-parallel rank counts, so that each micro-batch is counted once.
         groups = specs[0].groups
-        sums = torch.zeros(4 + 2 * len(groups or ()), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(5 + 2 * len(groups or ()), dtype=torch.float64, device=self.device)
         if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
             totals = torch.stack(outputs).sum(0)
             sums[:2] = totals[:2]
             if groups:
-                sums[4:] = totals[2:]
+                sums[5:] = totals[2:]
             for index, name in enumerate(counts, start=2):
                 sums[index].fill_(counts[name])  # a copy from the host would synchronize
         return sums
@@ -298,6 +301,8 @@ class Engine:
         """Return this stage's output and the last stage's loss function, which adds to `counts` (a `forward_step_func`)."""
         batch = next(iterator)
         inputs = {"packing": batch.packing, "predict_at": batch.predict_at, "labels": batch.labels}
+        if batch.weights is not None:
+            inputs["weights"] = batch.weights
         if batch.members is not None:
             inputs["per_token"] = True
         output = model(batch.tokens, batch.positions, **inputs)
@@ -305,13 +310,15 @@ class Engine:
         def compute_loss(sums: tuple[torch.Tensor, torch.Tensor]):
             (loss, correct), predicted, group_sums = sums, batch.labels.numel(), []
             counts["predicted"] += predicted
+            counts["loss_count"] += batch.loss_count
             shape, rows = self.plan.settings.shape, self.plan.vocab_size
             counts["flops"] += shape.training_flops(rows, predicted, batch.packing.spans())
             if batch.members is not None:  # the losses of single tokens
                 losses_NG = torch.where(batch.members, loss[:, None].double(), 0.0)
-                group_sums, loss = [losses_NG.sum(0), batch.members.sum(0).double()], loss.sum()
+                sizes_NG = batch.members if batch.weights is None else torch.where(batch.members, batch.weights[:, None], 0.0)
+                group_sums, loss = [losses_NG.sum(0), sizes_NG.sum(0).double()], loss.sum()
             sums = torch.stack([loss.detach().double(), correct.double()])
             sums = torch.cat([sums, *group_sums]) if group_sums else sums
-            return loss, torch.full((), predicted, dtype=torch.int, device=self.device), sums
+            return loss, torch.full((), batch.loss_count, dtype=torch.int, device=self.device), sums
 
         return output, compute_loss

@@ -75,6 +75,8 @@ class MicroBatch:
     packing: PackedSequences
     predict_at: Tensor  # int64[N]
     labels: Tensor  # int64[N]
+    loss_count: int  # divisor of the summed loss, together with those of the other micro-batches
+    weights: Tensor | None = None  # float32[N], factors of the losses
     members: Tensor | None = None  # bool[N, G], whether each predicted token is in each of the TokenGroups
 
 
@@ -90,7 +92,7 @@ def build_micro_batch(
 
     `groups`: those of a validation, for packs of a BlendedDataset.
     """
-    edges, tokens, predict_at, labels, prefixes, members = [0], [], [], [], [], []
+    edges, tokens, predict_at, labels, prefixes, weights, members, loss_count = [0], [], [], [], [], [], [], 0
     for sample in samples:
         pack = packs[sample]
         targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
@@ -101,6 +103,9 @@ def build_micro_batch(
         labels.append(targets.labels)
         if targets.prefixes is not None:
             prefixes.append(targets.prefixes)
+        if targets.weights is not None:
+            weights.append(targets.weights)
+        loss_count += targets.loss_count
         if groups is not None:
             predicted_positions = pack.positions[targets.predict_at + objective.shift]
             members.append(groups.find_members(packs.corpus_of_sample(sample), predicted_positions))
@@ -108,7 +113,8 @@ def build_micro_batch(
     row, positions, predicted, predicted_labels = (copy_to_device(torch.from_numpy(array), device) for array in arrays)
     packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
     memberships = copy_to_device(torch.from_numpy(np.concatenate(members)), device) if members else None
-    return MicroBatch(row[None], positions, packing, predicted, predicted_labels, memberships)
+    loss_weights = copy_to_device(torch.from_numpy(np.concatenate(weights)), device) if weights else None
+    return MicroBatch(row[None], positions, packing, predicted, predicted_labels, loss_count, loss_weights, memberships)
 
 
 class MicroBatchSpec(NamedTuple):

@@ -48,6 +48,23 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, monkeypat
     assert (here[1].grad[VOCABULARY:] == 0).all()
 
 
+@pytest.mark.parametrize("at_once", [PADDED * 7, PADDED * ROWS])
+def test_weights_scale_losses_and_gradients(work, at_once):
+    *tensors, labels = work
+    weights = torch.rand(ROWS) * 5
+    weights[3] = 0
+    here, there = ([tensor.clone().requires_grad_() for tensor in tensors] for _ in range(2))
+    loss, _ = loss_of(*here, labels, chunk_size=at_once, weights_N=weights)
+    expected = (F.cross_entropy(there[0] @ there[1][:VOCABULARY].T, labels, reduction="none") * weights).sum()
+    (loss * 0.5).backward()
+    (expected * 0.5).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close([tensor.grad for tensor in here], [tensor.grad for tensor in there])
+    with torch.no_grad():
+        losses, _ = loss_of(*tensors, labels, per_token=True, weights_N=weights)
+    torch.testing.assert_close(losses.sum(), expected)
+
+
 def test_losses_of_single_tokens(work):
     hidden, weight, labels = work
     with torch.no_grad():

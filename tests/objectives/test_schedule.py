@@ -116,7 +116,7 @@ def test_parsed_phases_know_their_place():
         ("clm:[0],mlm:100", "zero step count 0, expected more than zero"),
         ("[]", "empty, expected an objective such as mlm"),
         ("[]  ", "empty, expected an objective such as mlm"),
-        ("[mln]:1.0", "unknown objective `mln`, expected one of clm, mlm, mntp, prefix_lm; did you mean `mlm`?"),
+        ("[mln]:1.0", "unknown objective `mln`, expected one of clm, diffusion, mlm, mntp, prefix_lm; did you mean `mlm`?"),
         ("clm:0.5,[CLM]:0.5", "did you mean `clm`?"),
         ("clm [0.5]", "found `0.5`, expected `:`"),
         ("clm[,]mlm:0.5", "found `,`, expected `:` and the share or the steps of `clm`"),

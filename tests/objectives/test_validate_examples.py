@@ -59,6 +59,18 @@ def test_the_package_s_own_objectives_keep_it(name):
             "under prefix attention `prefixes` is missing",
         ),
         (lambda p: Targets(p.tokens, at(), at(), at(5, 0)), {"attention": Attention.PREFIX}, "0 to its length less one"),
+        (
+            lambda p: Targets(p.tokens, at(3), p.tokens[[3]], weights=np.ones(1)),
+            {},
+            "`weights` is float64[1], expected float32[1], one for each label",
+        ),
+        (
+            lambda p: Targets(p.tokens, at(3), p.tokens[[3]], weights=np.array([np.inf], dtype=np.float32)),
+            {},
+            "`weights` holds inf, expected finite numbers of 0 or more",
+        ),
+        (lambda p: Targets(p.tokens, at(3), p.tokens[[3]], count=0), {}, "`count` is 0, expected a whole number above 0"),
+        (lambda p: Targets(p.tokens, at(3), p.tokens[[3]], count=1.5), {}, "`count` is 1.5, expected a whole number above 0"),
         (lambda p: p.nothing, {}, "raises AttributeError: 'Pack' object has no attribute 'nothing'"),
         (
             lambda p: Targets(np.random.default_rng().permutation(p.tokens), at(), at()),

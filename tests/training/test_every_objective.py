@@ -10,12 +10,13 @@ import runs
 from megaenc.convert.command import main as convert
 from megaenc.training.command import main
 
-# Steps 1..27: each objective alone, options that change, a mixture, an alternation, and one from another package.
+# Steps 1..32: each objective alone, options that change, a mixture, an alternation, and one from another package.
 OBJECTIVES = [
     "clm:1", "mlm:2", "mlm(mask=0.15,random=0.1,keep=0.1):2", "mlm(mask=0.3,span=3):2", "mlm(mask=0.4->0.15,span=2->4):4",
     "mntp:2", "prefix_lm:3", "mix(clm:0.2,mlm(mask=0.2->0.4):0.1,prefix_lm:0.7):6", "2x(clm:1,mntp:1)", "word_order(share=0.5):1",
+    "diffusion:1", "mix(diffusion(low=0.1):0.7,clm:0.3):4",
 ]  # fmt: skip
-STEPS = 27
+STEPS = 32
 RUN = [
     *runs.SHORT_RUN, "--train-iters", str(STEPS), "--objective-schedule", ",".join(OBJECTIVES), "--no-bf16",
     "--eval-interval", str(STEPS),
@@ -56,7 +57,8 @@ def test_rows_name_what_each_step_trained(reference):
     assert named[11:16] == ["mntp"] * 2 + ["prefix_lm"] * 3
     mixed = "mlm(mask=0.2->0.4)"
     assert named[16:22] == ["clm", "prefix_lm", mixed, "clm", mixed, mixed], "what seed 1 draws, in any layout"
-    assert named[22:] == ["clm", "mntp", "clm", "mntp", "word_order(share=0.5)"]
+    assert named[22:28] == ["clm", "mntp", "clm", "mntp", "word_order(share=0.5)", "diffusion"]
+    assert set(named[28:]) == {"clm", "diffusion(low=0.1)"}
     assert [row["phase"] for row in rows[7:11] + rows[16:22]] == [4] * 4 + [7] * 6
     predicted = [row["predicted_tokens"] - before["predicted_tokens"] for before, row in itertools.pairwise(rows)]
     tokens = 8 * 64
@@ -64,7 +66,7 @@ def test_rows_name_what_each_step_trained(reference):
         assert predicted[step - 2] / tokens == pytest.approx(share, abs=0.08)
     assert set(runs.validations(reference)[-1]["objectives"]) == {
         "clm", "mlm", "mlm(mask=0.15,random=0.1,keep=0.1)", "mlm(mask=0.3,span=3.0)", "mlm(mask=0.15,span=4.0)", "mntp",
-        "prefix_lm", "word_order(share=0.5)",
+        "prefix_lm", "word_order(share=0.5)", "diffusion", "diffusion(low=0.1)",
     }  # fmt: skip
 
 
@@ -81,12 +83,12 @@ def test_tensor_and_pipeline_parallel_runs_are_those_of_one_process(small_corpus
 
 
 def test_a_run_stopped_inside_a_ramp_and_a_mixture_goes_on_bitwise(small_corpus, plugin, reference, tmp_path):
-    """Ten steps a time: the first stop is inside the options that change, the second inside the mixture."""
+    """Ten steps a time: the first stop is inside the options that change, the others inside mixtures."""
     flags = [*small_corpus.flags, *RUN, "--save", str(tmp_path / "run"), "--exit-interval", "10"]
-    for stop in (10, 20, STEPS):
+    for stop in (10, 20, 30, STEPS):
         leg = runs.script(runs.PRETRAIN, flags, packages=plugin)
         assert runs.metrics(tmp_path / "run")[-1]["step"] == stop
-        assert "keep=0.1) to step 5, " in leg.stdout and ", ... (13 phases); 8 packs" in leg.stdout, "not all of a long list"
+        assert "keep=0.1) to step 5, " in leg.stdout and ", ... (15 phases); 8 packs" in leg.stdout, "not all of a long list"
     assert curve(tmp_path / "run") == curve(reference)
     assert runs.validations(tmp_path / "run")[-1]["objectives"] == runs.validations(reference)[-1]["objectives"]
 
