@@ -31,6 +31,12 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
     return objective
 
 
+def check_class(objective: type, source: str) -> None:
+    """Raise InputError, naming `source`, if a class cannot be an objective."""
+    if complaint := _find_defect(objective):
+        raise InputError(f"{source}: {complaint}")
+
+
 def known() -> list[str]:
     """Return the sorted names of all objectives, registered or offered by installed packages, without importing these."""
     return sorted({*_registered, *_find_entry_points().names})
