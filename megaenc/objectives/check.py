@@ -162,12 +162,12 @@ def measure(objective: Objective) -> list[CheckResult]:
         counts += targets.loss_count
     share, total = float(np.mean(predicted)), round(sum(predicted) * _LENGTH)
     error = 1.96 * float(np.std(predicted, ddof=1)) / len(predicted) ** 0.5
-    shown = visible / total if total else 0.0
-    leak = f"{100 * shown:.2f} % of the targets are read at their own place"
-    if shown > _MOST_VISIBLE:
+    leaked = visible / total if total else 0.0
+    leak = f"{100 * leaked:.2f} % of the targets are read at their own place"
+    if leaked > _MOST_VISIBLE:
         leak += f"; expected at most {100 * _MOST_VISIBLE:.0f} %: hide them in `inputs`, or use causal attention and shift 1"
     return [
-        CheckResult("leaks", shown <= _MOST_VISIBLE, leak),
+        CheckResult("leaks", leaked <= _MOST_VISIBLE, leak),
         CheckResult("predictions", total > 0, f"{100 * share:.2f} % of {tokens:,} tokens (95 % interval {100 * error:.2f})"),
         CheckResult("changed inputs", None, f"{100 * hidden / tokens:.2f} % of the tokens"),
         CheckResult("weight / divisor", None, f"{weights / counts:.4f}" if counts else "no predictions"),
