@@ -91,7 +91,6 @@ ROWS = [
     (f"{READ} --input text.jsonl --punkt-language german", "--punkt-language"),
     ("tools/preprocess_data.py --input nowhere.jsonl --output-prefix new --tokenizer tok", "nowhere.jsonl"),
     ("tools/preprocess_data.py --input text.jsonl --output-prefix new --tokenizer tok --seed 3", "--seed"),
-    ("megaenc objective", "objective"),
     ("megaenc objective chek mlm", "megaenc objective check"),
     ("megaenc objective check", "OBJECTIVE"),
     ("megaenc objective check mlmm", "unknown objective `mlmm`"),
