@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from megaenc.convert.families import gemma3, modernbert, neobert
-from megaenc.convert.hf_checkpoint import shorten_repr
-from megaenc.convert.hf_model import build_hf_config, check_positive, is_causal_decoder, register_neobert
+from megaenc.convert.hf_checkpoint import check_positive, shorten_repr
+from megaenc.convert.hf_model import build_hf_config, is_causal_decoder, register_neobert
 from megaenc.errors import InputError
 from megaenc.model.config import ADDED_OPTIONS, ModelConfig
 from megaenc.objectives import Attention

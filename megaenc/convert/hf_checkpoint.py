@@ -1,6 +1,7 @@
 """Readers of Hugging Face model folders: config.json and safetensors, one tensor at a time."""
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -197,6 +198,13 @@ def shorten_repr(value: Any) -> str:
     """Return `repr(value)`, or its first 57 characters and `...` if it is longer than 60, for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_positive(value: Any, name: str, where: str) -> float:
+    """Return `value` as a float. Raises InputError, naming file and field, unless it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{where}: field `{name}`: found {shorten_repr(value)}, expected a number above 0")
+    return float(value)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import math
 from importlib.metadata import version
 from typing import Any
 
-from megaenc.convert.hf_checkpoint import HFCheckpoint, shorten_repr
+from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.errors import InputError, first_error_line, format_error
 
 _HUB_KERNEL_MODELS = (
@@ -65,13 +65,6 @@ def find_model_class(architecture: str) -> Any:
 
         return NeoBERTLMHead
     return getattr(transformers, architecture, None)
-
-
-def check_positive(value: Any, name: str, where: str) -> float:
-    """Return `value` as a float. Raises InputError, naming file and field, unless it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InputError(f"{where}: field `{name}`: found {shorten_repr(value)}, expected a number above 0")
-    return float(value)
 
 
 def is_causal_decoder(config: Any) -> bool:

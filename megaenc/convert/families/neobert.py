@@ -3,8 +3,7 @@
 from typing import Any
 
 from megaenc.convert.families.modernbert import ABSENT_OPTIONS, find_other_value
-from megaenc.convert.hf_checkpoint import shorten_repr
-from megaenc.convert.hf_model import check_positive
+from megaenc.convert.hf_checkpoint import check_positive, shorten_repr
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
