@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated, NamedTuple
 
@@ -32,6 +31,7 @@ from megaenc.errors import InputError, handle_command_errors
 from megaenc.objectives.base import Attention, Objective, Targets
 from megaenc.objectives.registry import check_class, find
 from megaenc.objectives.validate import check_targets
+from megaenc.processes import python_command, python_environment
 
 _VOCABULARY = Vocabulary(size=1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="made up")
 _LENGTH, _PACKS, _CONTRACT_PACKS = 2048, 512, 64  # a million tokens; packs of the slower checks
@@ -133,9 +133,8 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
     if compute_digest(objective, reversed(packs)) != expected:
         return CheckResult("determinism", False, "targets differ in another order of packs; expected no state between calls")
     code = "import json, sys; from megaenc.objectives import check; check.print_digest(*json.loads(sys.argv[1]))"
-    command = [sys.executable, "-c", code, json.dumps([config.objective, config.options])]
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
+    command = python_command("-c", code, json.dumps([config.objective, config.options]))
+    environment = python_environment() | {"PYTHONHASHSEED": "4711"}
     other = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     if other.returncode or other.stdout.split()[-1:] != [expected]:
         return CheckResult("determinism", False, "targets differ in another process; expected draws only from `randomness`")

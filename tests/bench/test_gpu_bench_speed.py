@@ -72,7 +72,7 @@ class Memory:
         self.made += 1
         if self.packs[-1] > self.most and self.made == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return TrainStepResult(StepMetrics(5.0, 10, 1, 100.0), 1.0, is_applied=self.made not in self.refused)
+        return TrainStepResult(StepMetrics(5.0, 10, 1, 100.0, 10), 1.0, is_applied=self.made not in self.refused)
 
 
 def timed(monkeypatch, engine: Memory, deadline: float) -> speed.SpeedMeasurement:
