@@ -48,7 +48,7 @@ class EstimateReport:
         price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
         hint = "; without saving" if own.seconds else ""
         hours = f"{own.hours:,.{0 if own.hours >= 10 else 2}f} device hours"
-        console.print(f"the run: {_format_time(own.seconds)}, {hours}{price}{hint}", soft_wrap=True)
+        console.print(f"the run: {format_time(own.seconds)}, {hours}{price}{hint}", soft_wrap=True)
         if explain:
             for title, terms, by in self._term_tables():
                 table = Table(box=None, show_header=False, pad_edge=False)
@@ -86,7 +86,7 @@ class EstimateReport:
 
         def cost_cells(seconds: float) -> tuple[str, ...]:
             hours = seconds * values["devices"] / 3600
-            return (_format_time(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
+            return (format_time(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
 
         phases, validation = self.estimate.phases, self.estimate.validation
         rows = [
@@ -124,9 +124,7 @@ class EstimateReport:
         if estimate.fits and (faster < MIN_SPEEDUP or suggestion.case == estimate.case):
             return ["layout: no other layout is more than 3 % faster"]
         gain = f"{faster:.2f} x as fast" if estimate.fits else "fits"
-        cost = (
-            f"{_format_time(suggestion.seconds)}, {suggestion.hours:,.0f} device hours, {suggestion.memory.total / GIB:.1f} GiB"
-        )
+        cost = f"{format_time(suggestion.seconds)}, {suggestion.hours:,.0f} device hours, {suggestion.memory.total / GIB:.1f} GiB"
         return [f"a better layout ({gain}: {cost}):", "  " + " ".join(format_layout_flags(suggestion.case))]
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,6 +212,6 @@ def _build_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     return table
 
 
-def _format_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Return a duration in days, or as H:MM:SS below two days."""
     return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else format_duration(seconds)

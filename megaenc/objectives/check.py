@@ -29,7 +29,7 @@ from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.objectives.base import Attention, Objective, Targets
-from megaenc.objectives.registry import check_class, find
+from megaenc.objectives.registry import check_class
 from megaenc.objectives.validate import check_targets
 from megaenc.processes import python_command, python_environment
 
@@ -66,7 +66,7 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
             raise InputError(
                 f"--options {' '.join(options)}: found with {text}, expected them in it: {text}({','.join(options)})"
             )
-        return parse_objective(text, _VOCABULARY) if "(" in text else find(text)(_VOCABULARY)
+        return parse_objective(text, _VOCABULARY)
     module, _, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
     try:

@@ -233,7 +233,7 @@ class PretrainConfig:
         """Return the objective schedule as text: --objective-schedule, or the objectives of `phases` with their steps."""
         if not self.phases:
             return self.objective_schedule
-        return ",".join(f"{phase.objective}:{phase.last_step - phase.first_step + 1}" for phase in self.phase_configs)
+        return ",".join(f"{phase.settings.objective_schedule}:{phase.settings.own_iters}" for phase in self.phase_configs)
 
     def samples_after(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read."""

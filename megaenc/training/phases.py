@@ -85,13 +85,7 @@ class PhaseConfig:
     first_step: int
     last_step: int
     settings: "PretrainConfig"
-    """Flags of the phase over those of the run; its steps count from 1."""
-    objective: str = ""
-    """Objective or mixture, as schedule text; empty in a run without phases, which has an objective schedule."""
-
-    def own_step(self, step: int) -> int:
-        """Return `step` of the run, counted from 1 at the first step of the phase."""
-        return step - self.first_step + 1
+    """Flags of the phase over those of the run, with its objective as schedule; its steps count from 1."""
 
 
 def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
@@ -100,12 +94,8 @@ def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
         return (PhaseConfig(1, config.own_iters, config),)
     _check_top_level(config)
     parsed = [_resolve_phase(config, text, f"phase {number}") for number, text in enumerate(config.phases, 1)]
-    ends = list(accumulate(settings.own_iters for _, settings in parsed))
-    starts = (1, *(end + 1 for end in ends))
-    return tuple(
-        PhaseConfig(first, last, settings, objective)
-        for first, last, (objective, settings) in zip(starts, ends, parsed, strict=False)
-    )
+    ends = accumulate(settings.own_iters for settings in parsed)
+    return tuple(PhaseConfig(end - settings.own_iters + 1, end, settings) for end, settings in zip(ends, parsed, strict=True))
 
 
 def build_learning_rate(config: "PretrainConfig") -> LearningRate:
@@ -168,8 +158,8 @@ def parse_phase(text: str, source: str) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
-def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> tuple[str, "PretrainConfig"]:
-    """Return objective and settings of the phase `text`, its flags over those of `config`."""
+def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "PretrainConfig":
+    """Return the settings of the phase `text`, its objective and flags over those of `config`."""
     values = parse_phase(text, source)
     for name in values:
         if name not in ("objective", *PHASE_FLAGS):
@@ -198,4 +188,4 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> tuple[st
         raise InputError(f"{source}: field `objective`: {error}") from None
     if len(parsed) != 1 or objective[: parsed[0].amount_text.start].strip():  # a sole phase without amount begins with it
         raise InputError(f"{source}: field `objective`: found {objective}, expected one objective or mixture without an amount")
-    return objective, settings
+    return settings

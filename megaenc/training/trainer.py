@@ -243,7 +243,8 @@ class Validator:
         size = settings.global_batch_size
         packs = plan.validation.samples_before_repeat  # no token twice, unless the held-out text is smaller than one batch
         self.batches = max(1, min(plan.settings.output.eval_iters, packs // size))
-        text_identity = [plan.data.fingerprint, settings.data.split, settings.data.seq_length, self.batches * size]
+        self.samples = self.batches * size
+        text_identity = [plan.data.fingerprint, settings.data.split, settings.data.seq_length, self.samples]
         self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
         self.objectives = validation_objectives(plan.schedule, plan.vocabulary)
         self.groups = TokenGroups.from_packs(plan.validation)
@@ -265,7 +266,7 @@ class Validator:
     def _most_frequent_share(self, objective: Objective) -> float | None:
         """Return the share of the most frequent label among all validation labels; None without labels."""
         counts = np.zeros(self.plan.vocabulary.size, dtype=np.int64)
-        for sample in range(self.batches * self.plan.settings.phase_configs[-1].settings.global_batch_size):
+        for sample in range(self.samples):
             pack = self.plan.validation[sample]
             labels = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).labels
             counts += np.bincount(labels, minlength=len(counts))

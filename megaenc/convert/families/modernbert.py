@@ -53,18 +53,21 @@ _FIXED = {
 
 def unsupported_feature(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that ModernBERT and its decoder lack; None if they have all."""
-    if other := find_other_value(model, _FIXED):
-        return other
-    if model.num_query_groups != model.num_attention_heads:
-        return "queries that share keys and values"
-    if model.query_size != model.hidden_size:
-        return "heads of another width than --hidden-size / --num-attention-heads"
-    return None
+    return find_other_value(model, _FIXED) or find_other_heads(model)
 
 
 def find_other_value(model: ModelConfig, fixed: dict[str, tuple[Any, str]]) -> str | None:
     """Return the text of the first option in `fixed`, {name: (value, text)}, that has another value in `model`, or None."""
     return next((text for name, (value, text) in fixed.items() if getattr(model, name) != value), None)
+
+
+def find_other_heads(model: ModelConfig) -> str | None:
+    """Return, as text, how the heads of `model` differ from those of equal number that share the hidden size, or None."""
+    if model.num_query_groups != model.num_attention_heads:
+        return "queries that share keys and values"
+    if model.query_size != model.hidden_size:
+        return "heads of another width than --hidden-size / --num-attention-heads"
+    return None
 
 
 def to_model_config(config: Any, file: str) -> ModelConfig:

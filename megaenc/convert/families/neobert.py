@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megaenc.convert.families.modernbert import ABSENT_OPTIONS, find_other_value
+from megaenc.convert.families.modernbert import ABSENT_OPTIONS, find_other_heads, find_other_value
 from megaenc.convert.hf_checkpoint import check_positive, shorten_repr
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
@@ -58,12 +58,8 @@ def inner_size(intermediate_size: int) -> int:
 
 def unsupported_feature(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that NeoBERT lacks; None if it has all."""
-    if other := find_other_value(model, _FIXED):
+    if other := find_other_value(model, _FIXED) or find_other_heads(model):
         return other
-    if model.num_query_groups != model.num_attention_heads:
-        return "queries that share keys and values"
-    if model.query_size != model.hidden_size:
-        return "heads of another width than --hidden-size / --num-attention-heads"
     if model.ffn_hidden_size % _MULTIPLE:
         return f"--ffn-hidden-size that is no multiple of {_MULTIPLE}"
     return None
