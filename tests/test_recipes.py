@@ -55,7 +55,7 @@ def test_the_tiny_cut_has_the_phases_of_its_recipe(name):
             optimizer = phase.settings.optimizer
             rate = optimizer.lr_decay_style, optimizer.lr_wsd_decay_style, optimizer.lr_wsd_decay_fraction
             yield (
-                phase.objective,
+                phase.settings.objective_schedule,
                 phase.settings.shape.rotary_base,
                 bool(optimizer.lr_warmup_iters),
                 rate,
