@@ -17,7 +17,7 @@ class PrefixRows:
     """Token indices and cumulative lengths of a pack's prefixes and suffixes, for kernels with one mask per call."""
 
     prefix: torch.Tensor  # int64[P], the token indices of prefixes; may be empty
-    suffix: torch.Tensor  # int64[S - P], never empty
+    suffix: torch.Tensor  # int64[S - P]; may be empty
     cu_seqlens_prefix: torch.Tensor  # int32, of the nonempty prefixes
     cu_seqlens_suffix: torch.Tensor  # int32[D + 1]
     longest_prefix: int
@@ -67,8 +67,8 @@ class PackedSequences(PackedSeqParams):
         lengths = np.diff(np.array(edges, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):
             raise ValueError(f"{attention} attention: found prefixes {prefixes}, expected them only under prefix attention")
-        if prefixes is not None and (prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes >= lengths).any()):
-            raise ValueError(f"prefixes: found {prefixes}, expected for each document less than its length, {lengths}")
+        if prefixes is not None and (prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any()):
+            raise ValueError(f"prefixes: found {prefixes}, expected for each document at most its length, {lengths}")
         cu_seqlens = copy_to_device(torch.tensor(edges, dtype=torch.int32), device)
         longest = int(lengths.max())
         return cls(

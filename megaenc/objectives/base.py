@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ class Targets(NamedTuple):
 
     For a pack of T tokens in D documents with N predictions, N = 0 included: inputs: int64[T], token ids that the model reads;
     predict_at: int64[N], increasing positions whose output is scored; labels: int64[N], token ids to predict; prefixes: int64[D],
-    only under Attention.PREFIX, number of tokens at the start of each document that see each other, from 0 to its length - 1.
+    only under Attention.PREFIX, number of tokens at the start of each document that see each other, from 0 to its length.
 
     The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more; None: 1 each), divided by the sum
     of the packs' `count` (None: N). So a `count` other than N makes it a mean over other tokens than the predicted ones.
@@ -82,6 +83,10 @@ class Objective(ABC):
     @abstractmethod
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the model inputs, scored positions, labels and prefixes of one pack; a pure function of the arguments."""
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that `targets` reads; a run's identity holds their contents."""
+        return ()
 
     def __post_init__(self) -> None:
         """Check all options. Raises OptionError."""

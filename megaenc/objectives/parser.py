@@ -10,6 +10,7 @@ from megaenc.errors import InputError
 FLAG = "--objective-schedule"
 MIXTURE = "mix"
 _MAX_WORD_LENGTH = 64  # characters of a name or a number
+_MAX_PATH_LENGTH = 1024
 MAX_REPEAT_DEPTH = 20
 _MAX_PHASES = 100_000  # kept in memory
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -167,7 +168,7 @@ class _ScheduleParser:
         name = self.expect(_NAME, "an option such as mask=0.3")
         if not self.take("="):
             raise self.unexpected(f"`=` and the value of `{name}`")
-        value = self.expect(_WORD, f"the value of `{name}`")
+        value = self.expect(_WORD, f"the value of `{name}`", _MAX_PATH_LENGTH)
         end = self.expect(_WORD, f"the value of `{name}` at the end of the phase") if self.take("->") else None
         return ParsedOption(name, value, end)
 
@@ -199,15 +200,15 @@ class _ScheduleParser:
                 raise self.error(opening, "this parenthesis is never closed")
             raise self.unexpected(expected)
 
-    def expect(self, pattern: re.Pattern[str], expected: str) -> SourceText:
+    def expect(self, pattern: re.Pattern[str], expected: str, longest: int = _MAX_WORD_LENGTH) -> SourceText:
         """Take the next part and return it if it matches `pattern`, else raise InputError that names `expected`."""
         self.skip_spaces()
         if not (match := pattern.match(self.text, self.at)):
             raise self.unexpected(expected)
         self.at = match.end()
         part = SourceText(match[0], match.start())
-        if len(part) > _MAX_WORD_LENGTH:
-            raise self.error(part, f"{len(part)} characters, expected at most {_MAX_WORD_LENGTH}")
+        if len(part) > longest:
+            raise self.error(part, f"{len(part)} characters, expected at most {longest}")
         return part
 
     def take(self, sign: str) -> SourceText | None:

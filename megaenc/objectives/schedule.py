@@ -23,7 +23,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 from megaenc import counter_rng
 from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -143,9 +145,14 @@ class Schedule:
         return {choice.start.describe(): choice.start for choice in self._distinct_choices()}
 
     def packages(self) -> dict[str, str]:
-        """Return `PACKAGE VERSION (HASH)` of each objective offered by an installed package, by the objective's name."""
-        origins = {choice.start.name: package_origin(type(choice.start)) for choice in self._distinct_choices()}
-        return {name: package for name, package in origins.items() if package}
+        """Return what the objectives need beyond this package, by their name: `PACKAGE VERSION (HASH)`, `FILE (HASH)`."""
+        needs: dict[str, set[str]] = {}
+        for choice in self._distinct_choices():
+            kind, files = type(choice.start), {*choice.start.files(), *choice.end.files()}
+            origin = package_origin(kind)
+            texts = {origin} if origin else set()
+            needs.setdefault(kind.name, set()).update(texts, (f"{file.name} ({_hash_file(file)})" for file in files))
+        return {name: ", ".join(sorted(texts)) for name, texts in needs.items() if texts}
 
     def _distinct_phases(self) -> dict[int, Phase]:
         """Return one phase for each distinct tuple of choices, by the tuple's id."""
@@ -173,6 +180,13 @@ class Schedule:
         bounds = list(accumulate(choice.weight for choice in choices))
         draw = counter_rng.uniforms(self.seed, "mixture", 1, counters=(step,))[0] * bounds[-1]
         return next(choice for choice, bound in zip(choices, bounds, strict=True) if draw < bound)
+
+
+@lru_cache
+def _hash_file(file: Path) -> str:
+    """Return the first 12 hexadecimal digits of the SHA-256 of `file`, computed once in a process."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:12]
 
 
 def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters: int) -> list[int]:

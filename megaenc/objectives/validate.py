@@ -68,6 +68,6 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         return f"under {objective.attention} attention `prefixes` is {'missing' if prefixes is None else 'given'}"
     if prefixes is not None:
         lengths = np.diff(pack.edges)
-        if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes >= lengths).any():
-            return f"`prefixes` does not hold, for each of {documents} documents, 0 to its length less one"
+        if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any():
+            return f"`prefixes` does not hold, for each of {documents} documents, 0 to its length"
     return ""

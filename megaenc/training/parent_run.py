@@ -210,7 +210,7 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
         if packages.get(name) != parent_packages.get(name):
             raise InputError(
                 f"{parent.flag}: objective `{name}` is {parent_packages.get(name) or 'of megaenc'} there, "
-                f"{packages.get(name) or 'of megaenc'} here; install the version that the parent was trained with"
+                f"{packages.get(name) or 'of megaenc'} here; expected the package or files that the parent was trained with"
             )
 
 

@@ -194,7 +194,7 @@ def test_prefixes_that_no_attention_can_use():
     for attention, prefixes in (
         (Attention.PREFIX, None),
         (Attention.CAUSAL, [2, 0, 13, 4]),
-        (Attention.PREFIX, [2, 1, 13, 4]),  # as long as its document
+        (Attention.PREFIX, [2, 2, 13, 4]),  # longer than its document
         (Attention.PREFIX, [2, 0, -1, 4]),
         (Attention.PREFIX, [2, 0, 13]),
     ):

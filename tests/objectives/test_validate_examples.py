@@ -58,7 +58,7 @@ def test_the_package_s_own_objectives_keep_it(name):
             {"attention": Attention.PREFIX},
             "under prefix attention `prefixes` is missing",
         ),
-        (lambda p: Targets(p.tokens, at(), at(), at(5, 0)), {"attention": Attention.PREFIX}, "0 to its length less one"),
+        (lambda p: Targets(p.tokens, at(), at(), at(6, 0)), {"attention": Attention.PREFIX}, "0 to its length"),
         (
             lambda p: Targets(p.tokens, at(3), p.tokens[[3]], weights=np.ones(1)),
             {},

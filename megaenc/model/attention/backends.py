@@ -123,6 +123,8 @@ def _attend_packed(
         prefixes, most = rows.cu_seqlens_prefix, rows.longest_prefix
         inside = (x.index_select(0, rows.prefix) for x in (q, k, v))
         out = out.index_copy(0, rows.prefix, kernel(*inside, prefixes, prefixes, most, most, causal=False))
+    if not rows.suffix.numel():
+        return out
     after = q.index_select(0, rows.suffix)
     after = kernel(after, k, v, rows.cu_seqlens_suffix, every, rows.longest_suffix, longest, causal=True)
     return out.index_copy(0, rows.suffix, after)
