@@ -1,5 +1,6 @@
 """Training written out: a transformers model, torch's AdamW and one pack at a time, for runs to be compared with."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -32,9 +33,9 @@ def attention_masks(config, edges: list[int], attention: str, prefixes: np.ndarr
 
 def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
     """Cross-entropy of the batch of update number `step`, summed over its predictions by their weights, and its divisor."""
-    objective, loss_sum, count = plan.schedule.objective(step), torch.zeros(()), 0
-    batch_size = plan.settings.global_batch_size
-    for sample in range((step - 1) * batch_size, step * batch_size):
+    loss_sum, count, batch_size = torch.zeros(()), 0, plan.settings.global_batch_size
+    passes = itertools.product(plan.schedule.objectives(step), range((step - 1) * batch_size, step * batch_size))
+    for (factor, objective), sample in passes:
         pack = plan.packs[sample]
         targets = objective.targets(pack, SampleRandomness(plan.settings.seed, pack.sample, pack.epoch))
         logits = model(
@@ -45,8 +46,8 @@ def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
         predicted = logits[torch.from_numpy(targets.predict_at)]
         losses = torch.nn.functional.cross_entropy(predicted, torch.from_numpy(targets.labels), reduction="none")
         weights = torch.ones(len(losses)) if targets.weights is None else torch.from_numpy(targets.weights)
-        loss_sum = loss_sum + (losses * weights).sum()
-        count += len(targets.labels) if targets.count is None else targets.count
+        loss_sum = loss_sum + factor * (losses * weights).sum()
+        count += factor * (len(targets.labels) if targets.count is None else targets.count)
     return loss_sum, count
 
 

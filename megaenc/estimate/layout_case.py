@@ -11,7 +11,7 @@ from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.estimate.length_model import LengthModel
 from megaenc.model.config import ModelConfig, padded_vocab_size
-from megaenc.objectives import Attention, MaskedDiffusion, Objective, Schedule
+from megaenc.objectives import GPTBERT, Attention, MaskedDiffusion, Objective, Schedule
 from megaenc.training.config import PretrainConfig
 
 
@@ -231,7 +231,7 @@ class ObjectiveWork:
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """Phase of the schedule: first and last step, average number of steps of each objective, and batch sizes."""
+    """Phase of the schedule: first and last step, average number of steps of each objective, batch sizes, and passes."""
 
     text: str
     first: int
@@ -239,6 +239,8 @@ class PhaseWork:
     parts: tuple[tuple[ObjectiveWork, float], ...]
     batches: tuple[tuple[int, int], ...]
     """(global batch size, steps with it); one pair without --rampup-batch-size"""
+    passes: int = 1
+    """number of times that a step reads its packs, each time with an objective of its own"""
 
 
 def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
@@ -254,7 +256,8 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
                 (compute_objective_work(choice.start, choice.end, config, docs), share * (last - first + 1))
                 for choice, share in pairs
             ]
-            phases.append(PhaseWork(phase.text, first, last, tuple(works), _count_batch_sizes(config, first, last)))
+            batches = _count_batch_sizes(config, first, last)
+            phases.append(PhaseWork(phase.text, first, last, tuple(works), batches, phase.passes))
     return phases
 
 
@@ -268,7 +271,11 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
         predicted = (start.mask + end.mask) / 2 * (length - unpredicted - docs.special)
     if isinstance(start, MaskedDiffusion):
         predicted = (start.low + start.high + end.low + end.high) / 4 * (length - docs.special)
-    if start.attention is Attention.PREFIX:
+    if isinstance(start, GPTBERT):
+        causal = (start.causal + end.causal) / 2
+        predicted += causal * (length - unpredicted - predicted)
+        visible_squares, visible_local = (1 - causal) * docs.squares, (1 - causal) * docs.local_pairs
+    elif start.attention is Attention.PREFIX:
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
         predicted = min(predicted, length * (1 - (low + high) / 2) + docs.pieces / 2)  # a prefix is rounded down
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3

@@ -99,7 +99,7 @@ def estimate_layout(case: LayoutCase, workload: Workload, rates: Rates) -> Estim
         for packs, steps in phase.batches:
             tokens += steps * packs * case.seq_length
             for work, count in phase.parts:
-                step_cost = time_step(work, packs)
+                step_cost = time_step(work, packs * phase.passes)
                 flops += steps * count / phase_steps * step_cost.flops
                 seconds += steps * count / phase_steps * step_cost.seconds
         phases.append(PhaseCost(phase.text, phase.first, phase.last, tokens, flops, seconds))

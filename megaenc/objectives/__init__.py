@@ -1,16 +1,19 @@
-"""Training objectives (CLM, MLM, MNTP, prefix LM, diffusion, plug-ins), their attention masks and their schedule."""
+"""Training objectives, from CLM and MLM to diffusion and plug-ins, their attention masks and their schedule."""
 
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling
 from megaenc.objectives.diffusion import MaskedDiffusion
+from megaenc.objectives.gpt_bert import GPTBERT
 from megaenc.objectives.masking import MaskedLanguageModeling, MaskedNextTokenPrediction, Masking
 from megaenc.objectives.parser import parse_schedule
 from megaenc.objectives.prefix_lm import PrefixLanguageModeling
 from megaenc.objectives.registry import find, known, register
 from megaenc.objectives.schedule import Phase, Schedule, ScheduledObjective
+from megaenc.objectives.span_corruption import SpanCorruption
 from megaenc.objectives.validate import check_targets
 
 __all__ = [
+    "GPTBERT",
     "Attention",
     "CausalLanguageModeling",
     "MaskedDiffusion",
@@ -23,6 +26,7 @@ __all__ = [
     "PrefixLanguageModeling",
     "Schedule",
     "ScheduledObjective",
+    "SpanCorruption",
     "Targets",
     "check_targets",
     "find",

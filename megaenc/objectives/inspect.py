@@ -91,7 +91,7 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
 
 
 def parse_objective(text: str, vocabulary: Vocabulary) -> Objective:
-    """Return the objective written as `mlm(mask=0.3)`; InputError for bad syntax, phases, mixtures or changing options."""
+    """Return the objective written as `mlm(mask=0.3)`; InputError for bad syntax, phases, mixtures, sums or changing options."""
     if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
         raise InputError(f"--objective {text}: found phases or a share, expected one objective such as mlm(mask=0.3)")
     try:
@@ -99,7 +99,7 @@ def parse_objective(text: str, vocabulary: Vocabulary) -> Objective:
     except InputError as error:
         raise InputError(str(error).replace(FLAG, "--objective", 1)) from None
     if len(choices) > 1 or choices[0].start != choices[0].end:
-        problem = "a mixture" if len(choices) > 1 else "an option that changes"
+        problem = "a mixture or sum" if len(choices) > 1 else "an option that changes"
         raise InputError(f"--objective {text}: found {problem}, expected one objective with fixed options such as mlm(mask=0.3)")
     return choices[0].start
 

@@ -9,6 +9,9 @@ from megaenc.errors import InputError
 
 FLAG = "--objective-schedule"
 MIXTURE = "mix"
+SUM = "sum"
+COMBINATIONS = {MIXTURE: "mixture", SUM: "sum"}
+"""Keywords that combine objectives, with their names in messages."""
 _MAX_WORD_LENGTH = 64  # characters of a name or a number
 _MAX_PATH_LENGTH = 1024
 MAX_REPEAT_DEPTH = 20
@@ -51,13 +54,14 @@ class ParsedObjective(NamedTuple):
 class ParsedPhase(NamedTuple):
     """Phase of a schedule as written: its objectives with weights, and its amount as a number and as text.
 
-    components: one objective of weight 1 without a mixture; equal if they read the same. amount: a Fraction for a share, an int
-    for steps.
+    components: one objective of weight 1 without a combination; equal if they read the same. amount: a Fraction for a share, an
+    int for steps. is_sum: whether each step trains all components, not one of them.
     """
 
     components: tuple[tuple[Fraction, ParsedObjective], ...]
     amount: Fraction | int
     amount_text: SourceText
+    is_sum: bool = False
 
 
 def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
@@ -123,28 +127,29 @@ class _ScheduleParser:
         return phases * int(count)
 
     def parse_phase(self, is_first: bool) -> ParsedPhase:
-        """Parse an objective or mixture and its amount, which a sole phase (`is_first`) may lack: then share 1."""
+        """Parse an objective, mixture or sum and its amount, which a sole phase (`is_first`) may lack: then share 1."""
         start = self.at
-        name = self.expect(_NAME, f"the name of an objective, `{MIXTURE}(` or a repetition such as `5x(`")
-        if name == MIXTURE:
+        name = self.expect(_NAME, f"the name of an objective, `{MIXTURE}(`, `{SUM}(` or a repetition such as `5x(`")
+        if kind := COMBINATIONS.get(name):
             if not (opening := self.take("(")):
-                raise self.unexpected(f"`(` and the objectives of the mixture, such as {MIXTURE}(clm:0.3,mlm:0.7)")
+                raise self.unexpected(f"`(` and the objectives of the {kind}, such as {name}(clm:0.3,mlm:0.7)")
             components = self.parse_parts(opening, self.parse_component, "`,` and another objective with its weight, or `)`")
         else:
             components = ((Fraction(1), ParsedObjective(name, self.parse_options())),)
-        phase_text = self.text[start : self.at].strip() if name == MIXTURE else name
+        phase_text = self.text[start : self.at].strip() if kind else name
+        is_sum = name == SUM and len(components) > 1
         if is_first and self.is_at_end():
-            return ParsedPhase(components, Fraction(1), name)
+            return ParsedPhase(components, Fraction(1), name, is_sum)
         if not self.take(":"):
             raise self.unexpected(f"`:` and the share or the steps of `{phase_text}`")
         amount_text = self.expect(_WORD, _AMOUNT)
-        return ParsedPhase(components, self.parse_amount(amount_text), amount_text)
+        return ParsedPhase(components, self.parse_amount(amount_text), amount_text, is_sum)
 
     def parse_component(self) -> tuple[Fraction, ParsedObjective]:
-        """Parse `objective:weight` in a mixture; return (weight above zero, objective)."""
+        """Parse `objective:weight` in a mixture or sum; return (weight above zero, objective)."""
         name = self.expect(_NAME, "the name of an objective")
-        if name == MIXTURE:
-            raise self.error(name, "a mixture in a mixture, expected the name of an objective")
+        if kind := COMBINATIONS.get(name):
+            raise self.error(name, f"a {kind} in a mixture or sum, expected the name of an objective")
         objective = ParsedObjective(name, self.parse_options())
         if not self.take(":"):
             raise self.unexpected(f"`:` and the weight of `{name}`")

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.base import Attention, Objective
-from megaenc.objectives.parser import MIXTURE
+from megaenc.objectives.parser import COMBINATIONS
 
 GROUP = "megaenc.objectives"
 
@@ -95,8 +95,8 @@ def _find_defect(objective: type) -> str:
         return "has no method `targets`"
     if not isinstance(getattr(objective, "name", None), str) or not isinstance(getattr(objective, "attention", None), Attention):
         return "lacks a `name` or an `attention` of type megaenc.objectives.Attention"
-    if objective.name == MIXTURE:
-        return f"is called `{MIXTURE}`, which is a mixture in a schedule"
+    if kind := COMBINATIONS.get(objective.name):
+        return f"is called `{objective.name}`, which is a {kind} in a schedule"
     if type(objective.shift) is not int or objective.shift < 0:
         return f"has shift {objective.shift!r}, expected the distance from a prediction to its token, 0 or more"
     if "__dataclass_fields__" not in vars(objective):

@@ -3,8 +3,7 @@
     schedule  = item { "," item }
     item      = phase | count "x" "(" schedule ")"       the contents `count` times
     phase     = content [ ":" amount ]                   a phase without an amount must be the only one
-    content   = objective | mixture
-    mixture   = "mix" "(" objective ":" weight { "," objective ":" weight } ")"
+    content   = objective | ( "mix" | "sum" ) "(" objective ":" weight { "," objective ":" weight } ")"
     objective = name [ "(" option { "," option } ")" ]
     option    = name "=" value [ "->" value ]            with two values, a number that changes over the phase
     amount    = a number with a point, a share of the run, or a whole number of steps; one schedule holds one kind
@@ -12,8 +11,9 @@
 
 Spaces are allowed between all of these. Every error names the character and shows the text with the wrong part in brackets.
 
-Each step of a mixture trains one of its objectives, drawn by weight; the draw depends only on the seed and the step. An option
-that changes goes linearly from its first value at the phase's first step to its second at the last.
+Each step of a mixture (`mix`) trains one of its objectives, drawn by weight; the draw depends only on the seed and the step. Each
+step of a `sum` trains all of its objectives on the same packs, one pass each; a prediction counts as many times as its weight. An
+option that changes goes linearly from its first value at the phase's first step to its second at the last.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from megaenc import counter_rng
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
-from megaenc.objectives.parser import MIXTURE, ParsedObjective, ParsedPhase, build_error, parse_schedule
+from megaenc.objectives.parser import MIXTURE, SUM, ParsedObjective, ParsedPhase, build_error, parse_schedule
 from megaenc.objectives.registry import find, package_origin
 
 _MAX_SPELLED_OUT_PHASES = 16
@@ -40,10 +40,10 @@ _MAX_SPELLED_OUT_PHASES = 16
 
 @dataclass(frozen=True)
 class ScheduledObjective:
-    """One of the objectives that a phase draws from by `weight`; options go linearly from `start` to `end` in the phase."""
+    """One of the objectives of a phase with its `weight`; options go linearly from `start` to `end` in the phase."""
 
     weight: int
-    """Weight of the objective in the phase's mixture."""
+    """Weight of the objective in the phase's mixture or sum."""
     start: Objective
     end: Objective
 
@@ -55,12 +55,16 @@ class ScheduledObjective:
 
 @dataclass(frozen=True)
 class Phase:
-    """Phase of a run, the steps first_step..last_step counted from 1; each trains one of `choices`, drawn by weight."""
+    """Phase of a run, the steps first_step..last_step counted from 1.
+
+    Each step trains one of `choices`, drawn by weight, or, if `is_sum`, all of them on the same packs.
+    """
 
     index: int
     first_step: int
     last_step: int
     choices: tuple[ScheduledObjective, ...]
+    is_sum: bool = False
 
     @property
     def text(self) -> str:
@@ -72,7 +76,8 @@ class Phase:
         texts = [choice.start.describe(every, choice.end) for choice in self.choices]
         if len(texts) == 1:
             return texts[0]
-        return f"{MIXTURE}({','.join(f'{text}:{choice.weight}' for text, choice in zip(texts, self.choices, strict=True))})"
+        keyword, pairs = SUM if self.is_sum else MIXTURE, zip(texts, self.choices, strict=True)
+        return f"{keyword}({','.join(f'{text}:{choice.weight}' for text, choice in pairs)})"
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -84,8 +89,15 @@ class Phase:
         return choice.start.interpolate(choice.end, (step - self.first_step) / length) if length else choice.start
 
     @property
+    def passes(self) -> int:
+        """Return how many times a step reads its packs: once, or in a sum once for each objective."""
+        return len(self.choices) if self.is_sum else 1
+
+    @property
     def shares(self) -> tuple[float, ...]:
-        """Return the share of the phase's steps expected for each of `choices`, in order; the shares add up to 1."""
+        """Return the expected share of each of `choices` in the phase's passes, in order; the shares add up to 1."""
+        if self.is_sum:
+            return (1 / self.passes,) * self.passes
         total = sum(choice.weight for choice in self.choices)
         return tuple(choice.weight / total for choice in self.choices)
 
@@ -109,17 +121,18 @@ class Schedule:
         parsed_phases = parse_schedule(text, train_iters)
         ends = _compute_phase_ends(text, parsed_phases, train_iters)
         # Thousands of phases may repeat: each is built once, and checked once per length.
-        built: dict[Hashable, tuple[ScheduledObjective, ...]] = {}
+        built: dict[Hashable, tuple[ScheduledObjective, ...]] = {}  # a sum is never equal to a mixture
         checked: set[tuple[Hashable, int]] = set()
         phases = []
         for index, (phase, (before, last)) in enumerate(zip(parsed_phases, pairwise([0, *ends]), strict=True)):
-            if phase.components not in built:
-                built[phase.components] = _build_choices(text, phase, vocabulary)
-            choices, length = built[phase.components], (phase.components, last - before)
+            key = (phase.components, phase.is_sum)
+            if key not in built:
+                built[key] = _build_choices(text, phase, vocabulary)
+            choices, length = built[key], (phase.components, last - before)
             if length not in checked:
                 checked.add(length)
                 _check_interpolation(text, phase, choices, last - before)
-            phases.append(Phase(index, before + 1, last, choices))
+            phases.append(Phase(index, before + 1, last, choices, phase.is_sum))
         return cls(tuple(phases), seed)
 
     def phase_at(self, step: int) -> Phase:
@@ -128,13 +141,28 @@ class Schedule:
             raise ValueError(f"step {step} is not one of 1..{self.phases[-1].last_step}")
         return self.phases[bisect_left(self.phases, step, key=lambda phase: phase.last_step)]
 
+    def objectives(self, step: int) -> tuple[tuple[int, Objective], ...]:
+        """Return (weight, objective) of each pass of `step`, with interpolated options: several only in a sum, else weight 1."""
+        phase = self.phase_at(step)
+        if phase.is_sum:
+            return tuple((choice.weight, phase.objective(choice, step)) for choice in phase.choices)
+        return ((1, phase.objective(self._draw_choice(step), step)),)
+
     def objective(self, step: int) -> Objective:
-        """Return the objective that `step` trains, in a mixture the one drawn for `step`, with interpolated options."""
-        return self.phase_at(step).objective(self._draw_choice(step), step)
+        """Return the objective that `step` trains, as `objectives` does; ValueError in a sum, which trains several."""
+        if self.phase_at(step).is_sum:
+            raise ValueError(f"step {step} trains {self.text_at(step)}, expected one objective")
+        [(_, objective)] = self.objectives(step)
+        return objective
+
+    def describe_step(self, step: int) -> str:
+        """Return what `step` trains as schedule text with interpolated options, without weights in a sum."""
+        return " + ".join(objective.describe() for _, objective in self.objectives(step))
 
     def text_at(self, step: int) -> str:
-        """Return the schedule text of the objective that `step` trains, `mlm(mask=0.4->0.15)`, not interpolated."""
-        return self._draw_choice(step).text
+        """Return the schedule text of what `step` trains, `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`, not interpolated."""
+        phase = self.phase_at(step)
+        return phase.text if phase.is_sum else self._draw_choice(step).text
 
     def final_objectives(self) -> dict[str, Objective]:
         """Return the distinct objectives by schedule text, in order, with changing options at their last value."""
@@ -173,7 +201,7 @@ class Schedule:
         return f"{len(parts)} phases with sha256 {digest}, the first {parts[0]}"
 
     def _draw_choice(self, step: int) -> ScheduledObjective:
-        """Draw the choice of `step`."""
+        """Draw the choice of `step`, which is in no sum."""
         choices = self.phase_at(step).choices
         if len(choices) == 1:
             return choices[0]

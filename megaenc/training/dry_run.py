@@ -86,19 +86,20 @@ _PHASE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
 
 
 def _objective_table(plan: Plan) -> Table:
-    """Return a table of total steps, tokens and predicted tokens of each objective, over all phases and mixtures."""
+    """Return a table of total steps, tokens and predicted tokens of each objective, over all phases."""
     parts_of: dict[str, list[range]] = defaultdict(list)
     steps_of: dict[str, int] = defaultdict(int)
     tokens_of: dict[str, int] = defaultdict(int)
     estimated: set[str] = set()
     for phase in plan.schedule.phases:
         # A mixture is evaluated step by step, a long one only at every `stride`-th step.
-        stride = len(phase) if len(phase.choices) == 1 else max(1, len(phase) // _SAMPLED_STEPS)
+        is_mixture = len(phase.choices) > 1 and not phase.is_sum
+        stride = len(phase) if not is_mixture else max(1, len(phase) // _SAMPLED_STEPS)
         for first in range(phase.first_step, phase.last_step + 1, stride):
             part = range(first, min(first + stride, phase.last_step + 1))
             text = plan.schedule.text_at(first)
-            estimated |= {text} if len(phase.choices) > 1 < stride else set()
-            parts_of[text].append(part if len(phase.choices) == 1 else part[:1])  # the rest may have other objectives
+            estimated |= {text} if is_mixture and stride > 1 else set()
+            parts_of[text].append(part[:1] if is_mixture else part)  # the rest may have other objectives
             steps_of[text] += len(part)
             tokens_of[text] += plan.settings.tokens_after(part[-1]) - plan.settings.tokens_after(part[0] - 1)
     table = _new_table("objective", "steps", "tokens", "predicted, about")
@@ -119,7 +120,7 @@ def _predicted_share(plan: Plan, parts: list[range]) -> float:
         packs = plan.data_at(step).train
         pack = packs[packs.first_sample + sample]
         randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
-        predicted += len(plan.schedule.objective(step).targets(pack, randomness).labels)
+        predicted += sum(len(objective.targets(pack, randomness).labels) for _, objective in plan.schedule.objectives(step))
         tokens += len(pack.tokens)
     return predicted / tokens
 

@@ -158,8 +158,12 @@ class Engine:
 
     def _micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
         """Return the specs of this rank's micro-batches of `step`."""
-        objective, seed, packs = self.plan.schedule.objective(step), self.plan.settings.seed, self.plan.data_at(step).train
-        return [MicroBatchSpec(packs, tuple(row), objective, seed) for row in self.micro_batch_samples(step)]
+        rows, seed, packs = self.micro_batch_samples(step), self.plan.settings.seed, self.plan.data_at(step).train
+        return [
+            MicroBatchSpec(packs, tuple(row), objective, seed, weight=weight)
+            for weight, objective in self.plan.schedule.objectives(step)
+            for row in rows
+        ]
 
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
         """Return the sample numbers of each micro-batch of this rank in `step`, as one list per micro-batch, in order."""

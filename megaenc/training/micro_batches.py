@@ -87,10 +87,11 @@ def build_micro_batch(
     seed: int,
     device: torch.device,
     groups: TokenGroups | None = None,
+    weight: int = 1,
 ) -> MicroBatch:
     """Return a MicroBatch on `device`: packs `samples` end to end in a row, with the targets of `objective` under `seed`.
 
-    `groups`: those of a validation, for packs of a BlendedDataset.
+    `groups`: those of a validation, for packs of a BlendedDataset. `weight`: factor of the losses and of their divisor.
     """
     edges, tokens, predict_at, labels, prefixes, weights, members, loss_count = [0], [], [], [], [], [], [], 0
     for sample in samples:
@@ -104,8 +105,10 @@ def build_micro_batch(
         if targets.prefixes is not None:
             prefixes.append(targets.prefixes)
         if targets.weights is not None:
-            weights.append(targets.weights)
-        loss_count += targets.loss_count
+            weights.append(weight * targets.weights)
+        elif weight != 1:
+            weights.append(np.full(len(targets.labels), weight, dtype=np.float32))
+        loss_count += weight * targets.loss_count
         if groups is not None:
             predicted_positions = pack.positions[targets.predict_at + objective.shift]
             members.append(groups.find_members(packs.corpus_of_sample(sample), predicted_positions))
@@ -118,17 +121,18 @@ def build_micro_batch(
 
 
 class MicroBatchSpec(NamedTuple):
-    """Description of a micro-batch (data set, samples, objective, seed, groups), from which `build` makes it on a device."""
+    """Description of a micro-batch, with the arguments of `build_micro_batch`, from which `build` makes it on a device."""
 
     packs: PackedDataset
     samples: tuple[int, ...]
     objective: Objective
     seed: int
     groups: TokenGroups | None = None
+    weight: int = 1
 
     def build(self, device: torch.device) -> MicroBatch:
         """Read the described packs, apply the objective to them, and return the MicroBatch with its tensors on `device`."""
-        return build_micro_batch(self.packs, self.samples, self.objective, self.seed, device, self.groups)
+        return build_micro_batch(self.packs, self.samples, self.objective, self.seed, device, self.groups, self.weight)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     All ranks call this together and get the same texts. Weights and optimizer are unchanged.
     """
     plan, layout = engine.plan, engine.layout
-    objective, data = plan.schedule.objective(step), plan.data_at(step)
+    objectives, data = [objective for _, objective in plan.schedule.objectives(step)], plan.data_at(step)
     loss_was_finite = bool(engine.local_loss_sum.isfinite())
     rows: list[Sequence[int]] = engine.micro_batch_samples(step)
     if not (layout.sequence_parallel and data.train.seq_length % layout.tensor_model_parallel_size):
         rows = [[sample] for row in rows for sample in row]  # unless a single pack cannot be split along the sequence
     with engine.no_grad_reduction():
-        results = {tuple(row): engine.local_loss_and_grad_norm(row, objective, data.train) for row in rows}
-    is_finite_by_row = {row: all(map(math.isfinite, values)) for row, values in results.items()}
+        results = {
+            tuple(row): [engine.local_loss_and_grad_norm(row, objective, data.train) for objective in objectives] for row in rows
+        }
+    is_finite_by_row = {row: all(math.isfinite(value) for pair in pairs for value in pair) for row, pairs in results.items()}
     answers = all_gather_call(lambda: (get_rank(), socket.gethostname(), loss_was_finite, is_finite_by_row))
     samples = [(at, sample, is_finite) for at, _, _, rows in answers for row, is_finite in rows.items() for sample in row]
     packs = {sample for _, sample, is_finite in samples if not is_finite}

@@ -201,8 +201,8 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
     step = first_differing_step(plan.schedule, parent_schedule, at)
     if step:
         raise InputError(
-            f"--branch-at {at}: step {step} trains {plan.schedule.objective(step).describe()} here and "
-            f"{parent_schedule.objective(step).describe()} in {parent.run}; expected an --objective-schedule equal to it up to "
+            f"--branch-at {at}: step {step} trains {plan.schedule.describe_step(step)} here and "
+            f"{parent_schedule.describe_step(step)} in {parent.run}; expected an --objective-schedule equal to it up to "
             f"step {at}"
         )
     packages, parent_packages = plan.schedule.packages(), parent.identity.get("objective_packages", {})
@@ -249,9 +249,14 @@ def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | Non
         # Phases with equal choices are equal if their options are constant or their ranges of steps are equal.
         is_comparable = all(choice.start == choice.end for choice in phase.choices)
         is_comparable |= (phase.first_step, phase.last_step) == (other_phase.first_step, other_phase.last_step)
-        if not is_comparable or phase.choices != other_phase.choices or one.seed != other.seed:
+        if (
+            not is_comparable
+            or one.seed != other.seed
+            or phase.is_sum != other_phase.is_sum
+            or phase.choices != other_phase.choices
+        ):
             for number in range(step, end + 1):
-                if one.objective(number) != other.objective(number):
+                if one.objectives(number) != other.objectives(number):
                     return number
         step = end + 1
     return None

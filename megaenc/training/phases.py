@@ -169,7 +169,7 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     objective = values.pop("objective", None)
     if not isinstance(objective, str):
         problem = "missing" if objective is None else f"found {objective!r}"
-        raise InputError(f"{source}: field `objective`: {problem}, expected an objective or mixture such as mlm(mask=0.3)")
+        raise InputError(f"{source}: field `objective`: {problem}, expected an objective, mixture or sum such as mlm(mask=0.3)")
     given = [name for name in _LENGTHS if values.get(name) is not None]
     if len(given) != 1:
         raise InputError(f"{source}: found {' and '.join(given) or 'neither train_iters nor train_tokens'}, expected one of them")
@@ -187,5 +187,7 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     except InputError as error:
         raise InputError(f"{source}: field `objective`: {error}") from None
     if len(parsed) != 1 or objective[: parsed[0].amount_text.start].strip():  # a sole phase without amount begins with it
-        raise InputError(f"{source}: field `objective`: found {objective}, expected one objective or mixture without an amount")
+        raise InputError(
+            f"{source}: field `objective`: found {objective}, expected one objective, mixture or sum without an amount"
+        )
     return settings

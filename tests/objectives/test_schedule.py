@@ -6,9 +6,10 @@ import pytest
 
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, parse_schedule
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, known, parse_schedule
 
 VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
+NAMES = ", ".join(known())
 
 
 def spans(text, train_iters):
@@ -37,6 +38,8 @@ def spans(text, train_iters):
         ("mlm(mask=0.3)", 7, [("mlm(mask=0.3)", 1, 7)]),
         ("mix(clm:0.3,mlm:0.7)", 7, [("mix(clm:3,mlm:7)", 1, 7)]),
         ("mix ( clm : 2, mlm(mask=.3) : 4. ) : 1.0", 7, [("mix(clm:1,mlm(mask=0.3):2)", 1, 7)]),
+        ("sum(clm:0.3,mlm:1)", 7, [("sum(clm:3,mlm:10)", 1, 7)]),
+        ("sum(clm:2):0.5,sum(clm:1,mlm(mask=0.3):1):0.5", 2, [("clm", 1, 1), ("sum(clm:1,mlm(mask=0.3):1)", 2, 2)]),
         ("mix(clm:0.3):0.5,clm:0.5", 2, [("clm", 1, 1), ("clm", 2, 2)]),
         ("mlm(mask=0.4 -> 0.15,keep=0)", 7, [("mlm(mask=0.4->0.15)", 1, 7)]),
         ("2x(clm:1,mlm:2)", 6, [("clm", 1, 1), ("mlm", 2, 3), ("clm", 4, 4), ("mlm", 5, 6)]),
@@ -81,7 +84,12 @@ def test_canonical_is_equal_where_the_phases_are():
     assert canonical("mix(clm:0.3,mlm:0.7)") == canonical("mix(clm:3,mlm:7):1.0") != canonical("mix(clm:0.4,mlm:0.6)")
     assert canonical("2x(clm:20,mlm:30)") == canonical("clm:0.2,mlm:0.3,clm:0.2,mlm:0.3") != canonical("clm:40,mlm:60")
     assert canonical("mlm(mask=0.4->0.4)") == canonical("mlm") != canonical("mlm(mask=0.4->0.3)") != canonical("mlm(mask=0.3)")
-    for text in ("mlm", "clm:0.25,mlm(mask=0.3):0.75", "mix(clm:1,mlm(mask=0.3):2):0.5,2x(prefix_lm(low=0->0.5):0.25)"):
+    for text in (
+        "mlm",
+        "clm:0.25,mlm(mask=0.3):0.75",
+        "mix(clm:1,mlm(mask=0.3):2):0.5,2x(prefix_lm(low=0->0.5):0.25)",
+        "sum(clm:1,mlm:4)",
+    ):
         assert canonical(canonical(text)) == canonical(text)
 
 
@@ -116,7 +124,7 @@ def test_parsed_phases_know_their_place():
         ("clm:[0],mlm:100", "zero step count 0, expected more than zero"),
         ("[]", "empty, expected an objective such as mlm"),
         ("[]  ", "empty, expected an objective such as mlm"),
-        ("[mln]:1.0", "unknown objective `mln`, expected one of clm, diffusion, mlm, mntp, prefix_lm; did you mean `mlm`?"),
+        ("[mln]:1.0", f"unknown objective `mln`, expected one of {NAMES}; did you mean `mlm`?"),
         ("clm:0.5,[CLM]:0.5", "did you mean `clm`?"),
         ("clm [0.5]", "found `0.5`, expected `:`"),
         ("clm[,]mlm:0.5", "found `,`, expected `:` and the share or the steps of `clm`"),
@@ -132,6 +140,9 @@ def test_parsed_phases_know_their_place():
         ("mlm:0.5[:]0.5", "found `:`, expected `,` and another phase, or the end"),
         ("mlm[(]mask=0.3:0.5", "this parenthesis is never closed"),
         ("mlm[(]mask=0.3", "this parenthesis is never closed"),
+        ("sum[:]1.0", "found `:`, expected `(` and the objectives of the sum, such as sum(clm:0.3,mlm:0.7)"),
+        ("sum(mlm:1,[mix](clm:1)):1.0", "a mixture in a mixture or sum, expected the name of an objective"),
+        ("mix([sum](clm:1,mlm:1):1):1.0", "a sum in a mixture or sum, expected the name of an objective"),
         ("mlm[)]:1.0", "found `)`, expected `:`"),
         ("mlm(mask=0.3)[)]:1.0", "found `)`, expected `:`"),
         ("mlm([)]", "found `)`, expected an option such as mask=0.3"),
@@ -180,7 +191,7 @@ def test_parsed_phases_know_their_place():
         ("2x(clm:25,mlm:[0.25])", "found a share after steps, expected one kind"),
         ("2x(clm[)]", "found `)`, expected `:` and the share or the steps of `clm`"),
         ("2x[(]clm:50", "this parenthesis is never closed"),
-        ("2x([)]", "found `)`, expected the name of an objective, `mix(` or a repetition such as `5x(`"),
+        ("2x([)]", "found `)`, expected the name of an objective, `mix(`, `sum(` or a repetition such as `5x(`"),
         ("[2x] clm:50", "found `2x`, expected the name of an objective"),
         ("2x(clm:50)[:]1.0", "found `:`, expected `,` and another phase, or the end"),
         ("2x(clm:25,mlm:25[:]0.3)", "found `:`, expected `,` and another phase, or `)`"),

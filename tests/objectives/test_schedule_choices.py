@@ -128,6 +128,19 @@ def test_what_is_said_of_a_step_is_what_it_trains():
     assert masks == sorted(masks, reverse=True) and 0.2 <= masks[-1] < 0.22 and 0.38 < masks[0] <= 0.4
 
 
+def test_each_step_of_a_sum_trains_all_of_its_objectives():
+    schedule = build("sum(clm:0.5,mlm(mask=0.4->0.2):1.5):3,mlm:2", 5)
+    for step, mask in ((1, 0.4), (2, 0.3), (3, 0.2)):
+        (one, clm), (three, mlm) = schedule.objectives(step)
+        assert (one, three, clm.name, mlm.mask) == (1, 3, "clm", pytest.approx(mask))
+        assert schedule.text_at(step) == "sum(clm:1,mlm(mask=0.4->0.2):3)"
+    assert schedule.objectives(4) == ((1, schedule.objective(4)),)
+    with pytest.raises(ValueError, match="step 1 trains sum"):
+        schedule.objective(1)
+    assert schedule.phases[0].shares == (0.5, 0.5) and [phase.passes for phase in schedule.phases] == [2, 1]
+    assert build("sum(clm:1,mlm:1)", 5).canonical != build("mix(clm:1,mlm:1)", 5).canonical
+
+
 def test_every_objective_that_can_be_trained_is_listed_once_with_options_at_their_end():
     schedule = build("3x(clm:10,mlm(mask=0.4->0.2):10),mix(mlm(mask=0.2):1,prefix_lm:1):40", 100)
     assert list(schedule.final_objectives()) == ["clm", "mlm(mask=0.2)", "prefix_lm"]

@@ -10,13 +10,14 @@ import runs
 from megaenc.convert.command import main as convert
 from megaenc.training.command import main
 
-# Steps 1..32: each objective alone, options that change, a mixture, an alternation, and one from another package.
+# Steps 1..39: each objective alone, options that change, a mixture, an alternation, and one from another package.
 OBJECTIVES = [
     "clm:1", "mlm:2", "mlm(mask=0.15,random=0.1,keep=0.1):2", "mlm(mask=0.3,span=3):2", "mlm(mask=0.4->0.15,span=2->4):4",
     "mntp:2", "prefix_lm:3", "mix(clm:0.2,mlm(mask=0.2->0.4):0.1,prefix_lm:0.7):6", "2x(clm:1,mntp:1)", "word_order(share=0.5):1",
-    "diffusion:1", "mix(diffusion(low=0.1):0.7,clm:0.3):4",
+    "diffusion:1", "mix(diffusion(low=0.1):0.7,clm:0.3):4", "gpt_bert(causal=0.4,mask=0.3):2", "span_corruption:2",
+    "sum(clm:1,mlm(mask=0.3):3):3",
 ]  # fmt: skip
-STEPS = 32
+STEPS = 39
 RUN = [
     *runs.SHORT_RUN, "--train-iters", str(STEPS), "--objective-schedule", ",".join(OBJECTIVES), "--no-bf16",
     "--eval-interval", str(STEPS),
@@ -58,7 +59,9 @@ def test_rows_name_what_each_step_trained(reference):
     mixed = "mlm(mask=0.2->0.4)"
     assert named[16:22] == ["clm", "prefix_lm", mixed, "clm", mixed, mixed], "what seed 1 draws, in any layout"
     assert named[22:28] == ["clm", "mntp", "clm", "mntp", "word_order(share=0.5)", "diffusion"]
-    assert set(named[28:]) == {"clm", "diffusion(low=0.1)"}
+    assert set(named[28:32]) == {"clm", "diffusion(low=0.1)"}
+    assert named[32:36] == ["gpt_bert(mask=0.3,causal=0.4)"] * 2 + ["span_corruption"] * 2
+    assert named[36:] == ["sum(clm:1,mlm(mask=0.3):3)"] * 3
     assert [row["phase"] for row in rows[7:11] + rows[16:22]] == [4] * 4 + [7] * 6
     predicted = [row["predicted_tokens"] - before["predicted_tokens"] for before, row in itertools.pairwise(rows)]
     tokens = 8 * 64
@@ -66,7 +69,8 @@ def test_rows_name_what_each_step_trained(reference):
         assert predicted[step - 2] / tokens == pytest.approx(share, abs=0.08)
     assert set(runs.validations(reference)[-1]["objectives"]) == {
         "clm", "mlm", "mlm(mask=0.15,random=0.1,keep=0.1)", "mlm(mask=0.3,span=3.0)", "mlm(mask=0.15,span=4.0)", "mntp",
-        "prefix_lm", "word_order(share=0.5)", "diffusion", "diffusion(low=0.1)",
+        "prefix_lm", "word_order(share=0.5)", "diffusion", "diffusion(low=0.1)", "gpt_bert(mask=0.3,causal=0.4)",
+        "span_corruption", "mlm(mask=0.3)",
     }  # fmt: skip
 
 
@@ -88,7 +92,7 @@ def test_a_run_stopped_inside_a_ramp_and_a_mixture_goes_on_bitwise(small_corpus,
     for stop in (10, 20, 30, STEPS):
         leg = runs.script(runs.PRETRAIN, flags, packages=plugin)
         assert runs.metrics(tmp_path / "run")[-1]["step"] == stop
-        assert "keep=0.1) to step 5, " in leg.stdout and ", ... (15 phases); 8 packs" in leg.stdout, "not all of a long list"
+        assert "keep=0.1) to step 5, " in leg.stdout and ", ... (18 phases); 8 packs" in leg.stdout, "not all of a long list"
     assert curve(tmp_path / "run") == curve(reference)
     assert runs.validations(tmp_path / "run")[-1]["objectives"] == runs.validations(reference)[-1]["objectives"]
 

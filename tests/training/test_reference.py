@@ -20,7 +20,13 @@ def learning_rate(n: int) -> float:
     return PEAK * (STEPS - n + 1) / DECAY if n > STEPS - DECAY else PEAK
 
 
-@pytest.mark.parametrize("schedule", ["clm:1.0", "mlm:1.0", "diffusion:1.0", "prefix_lm:8,mlm(mask=0.4->0.15,span=3):6,mntp:6"])
+SCHEDULES = [
+    "clm:1.0", "mlm:1.0", "diffusion:1.0", "gpt_bert(causal=0.3):1.0", "sum(clm:3,mlm(mask=0.3):10):1.0",
+    "prefix_lm:8,mlm(mask=0.4->0.15,span=3):4,mntp:4,span_corruption:4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_twenty_losses_equal_those_of_a_plain_loop(schedule, small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--objective-schedule", schedule, "--no-bf16"]
     runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")])

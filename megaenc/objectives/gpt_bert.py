@@ -1,0 +1,42 @@
+"""GPT-BERT's hybrid: in one batch some documents are read causally and all others bidirectionally with hidden tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.objectives.base import Attention, Targets, option
+from megaenc.objectives.masking import MaskedNextTokenPrediction
+from megaenc.objectives.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class GPTBERT(MaskedNextTokenPrediction):
+    """Objective `gpt_bert` (Charpentier and Samuel 2024, arXiv 2410.24159): CLM in some documents, MNTP in all others.
+
+    Each document, or cut piece, is causal with probability `causal`: every token but the first is predicted, by the one before
+    it. All others are as under `mntp`, with its options. A hidden token counts 1 / `mask` and the divisor is the number of tokens
+    that can be predicted, so that a causal document counts as much as any other of its length, as in the paper.
+    """
+
+    name = "gpt_bert"
+    attention = Attention.PREFIX
+
+    causal: float = option(0.0625, "share of the documents that are causal", low=0, high=1)
+
+    def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
+        """Return a pack's Targets: a causal document has no prefix, any other is a prefix as a whole."""
+        masked, lengths = super().targets(pack, randomness), np.diff(pack.edges).astype(np.int64)
+        document_is_causal = randomness.bernoulli("causal", len(lengths), self.causal)
+        is_causal = np.repeat(document_is_causal, lengths)
+        follows = pack.positions > 0
+        is_hidden = np.zeros(len(pack.tokens), dtype=bool)
+        is_hidden[masked.predict_at + self.shift] = True
+        (predicted,) = np.where(is_causal, follows, is_hidden).nonzero()
+        weights = np.where(is_causal[predicted], 1.0, 1 / self.mask).astype(np.float32)
+        count = int(np.where(is_causal, follows, self.eligible(pack)).sum())
+        inputs = np.where(is_causal, pack.tokens, masked.inputs)
+        prefixes = np.where(document_is_causal, 0, lengths)
+        return Targets(inputs, predicted - self.shift, pack.tokens[predicted], prefixes, weights, count)
