@@ -26,7 +26,7 @@ def main(folder: Path, flags: list[str]) -> None:
         RunDir(folder, plan)
     torch.distributed.barrier()  # it takes no folder that holds something else
     for step in (1, plan.settings.train_iters):  # one of each phase
-        objective = plan.schedule.objective(step)
+        objective = plan.schedule.objectives(step)[0][1]
         for samples in engine.sampler.samples(plan.first_sample(step)):
             batch = build_micro_batch(plan.packs, samples, objective, plan.settings.seed, device.device)
             np.savez(
