@@ -8,6 +8,7 @@ import pytest
 import runs
 
 from megaenc.convert.command import main as convert
+from megaenc.objectives import known
 from megaenc.training.command import main
 
 # Steps 1..39: each objective alone, options that change, a mixture, an alternation, and one from another package.
@@ -84,6 +85,30 @@ def test_tensor_and_pipeline_parallel_runs_are_those_of_one_process(small_corpus
     actual, expected = (runs.validations(folder)[-1]["objectives"] for folder in (tmp_path / "run", reference))
     for objective in expected:
         assert actual[objective]["loss"] == pytest.approx(expected[objective]["loss"], rel=1e-5), objective
+
+
+ALONE = [
+    "clm", "mlm", "mlm(mask=0.3,span=3)", "mntp", "prefix_lm", "diffusion", "gpt_bert(causal=0.3)", "span_corruption",
+    "sum(clm:3,mlm(mask=0.3):10)",
+]  # fmt: skip
+
+
+def test_every_objective_is_among_them():
+    assert {text.partition("(")[0] for text in ALONE} - {"sum"} == set(known()) - {"word_order"}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("objective", ALONE)
+def test_twenty_steps_of_one_objective_are_equal_in_both_layouts(objective, small_corpus, tmp_path):
+    """Without switches of objectives the rounding of both layouts stays ten times below this tolerance."""
+    length = ["--train-iters", "20", "--objective-schedule", objective, "--eval-interval", "0", "--lr", "5e-4", "--no-bf16"]
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, *length, "--save"]
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "one")])
+    runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "four"), *layout], processes=4)
+    runs.assert_same_curve(tmp_path / "four", tmp_path / "one", tolerance=1e-6)
+    assert runs.metrics(tmp_path / "one")[-1]["loss"] < runs.metrics(tmp_path / "one")[0]["loss"] - 0.3
 
 
 def test_a_run_stopped_inside_a_ramp_and_a_mixture_goes_on_bitwise(small_corpus, plugin, reference, tmp_path):
