@@ -97,10 +97,14 @@ def compute_training_cost(manifest: Manifest, model: PlannedModel, after: int, l
     """Return the TrainingCost of steps after + 1..last of a model's run; device hours None without tokens per second."""
     config, tokens_per_second = model.config, manifest.hardware.rate(model.key.size)
     packs, vocab_size = config.global_batch_size, manifest.vocab_size(model)
-    parts = ((share, *part) for phase, share in model.phase_shares(after, last) for part in phase.parts)
-    flops = sum(share * steps * packs * work.flops(config.shape, vocab_size) for share, work, steps in parts)
-    tokens = (last - after) * packs * config.data.seq_length
-    return TrainingCost(last - after, tokens, flops, tokens / tokens_per_second / 3600 if tokens_per_second else None)
+    parts = [
+        (share * steps * phase.passes * packs, work)
+        for phase, share in model.phase_shares(after, last)
+        for work, steps in phase.parts
+    ]
+    flops = sum(reads * work.flops(config.shape, vocab_size) for reads, work in parts)
+    tokens, tokens_read = (count * config.data.seq_length for count in ((last - after) * packs, sum(reads for reads, _ in parts)))
+    return TrainingCost(last - after, tokens, flops, tokens_read / tokens_per_second / 3600 if tokens_per_second else None)
 
 
 def _compute_disk_bytes(graph: "StageGraph") -> dict[str, int]:

@@ -79,6 +79,20 @@ def test_a_phase_is_counted_with_its_own_objective(tmp_path):
     assert clm > mlm  # a head over every position
 
 
+def test_a_sum_costs_as_much_as_its_objectives_and_counts_its_tokens_once(tmp_path):
+    entries = [{"size": "toy", "steps": 400, "schedule": text} for text in ("sum(clm:1,mlm(mask=0.4):2)", "mlm(mask=0.4)", "clm")]
+    plan = graph(tmp_path, hardware=HARDWARE, **manifests.models(*entries))
+    both, mlm, clm = (compute_training_cost(plan.manifest, model, 0, 400) for model in plan.manifest.models)
+    assert both.flops == pytest.approx(mlm.flops + clm.flops) and both.tokens == mlm.tokens
+    assert both.device_hours == pytest.approx(2 * mlm.device_hours)
+
+
+def test_the_models_of_the_study_of_objectives_have_equal_flops():
+    manifest = read_manifest(manifests.STUDY / "objectives.yaml")
+    flops = [compute_training_cost(manifest, model, 0, model.steps).flops for model in manifest.models]
+    assert len(flops) == 16 and flops == pytest.approx([flops[0]] * 16, rel=5e-4)
+
+
 def test_hours_bytes_and_waits(tmp_path):
     """A step of 8 packs of 64 tokens takes a second of one device; a run has two."""
     entries = [
