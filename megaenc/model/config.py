@@ -150,14 +150,18 @@ class ModelConfig:
     @property
     def local_layers(self) -> int:
         """Return the number of layers whose attention has a window."""
-        return self.num_layers - self.layer_windows.count(None)
+        return 0 if self.window_size is None else self.num_layers - len(self._global_layers)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Return each layer's window, the tokens to each side that it attends to; None if its attention is global."""
-        first, every = self.first_global_layer - 1, self.global_attn_every_n_layers
-        global_layers = range(first, self.num_layers, every) if every else ()
-        return tuple(None if number in global_layers else self.window_size for number in range(self.num_layers))
+        return tuple(None if number in self._global_layers else self.window_size for number in range(self.num_layers))
+
+    @property
+    def _global_layers(self) -> range:
+        """Return the numbers, from 0, of the layers that attend globally though the model has a window."""
+        every = self.global_attn_every_n_layers
+        return range(self.first_global_layer - 1, self.num_layers, every) if every else range(0)
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
         """Return forward and backward FLOPs of attention, all layers, for `length` tokens, the first `prefix` bidirectional.
