@@ -7,6 +7,12 @@ from megaenc.objectives.gpt_bert import GPTBERT
 from megaenc.objectives.masking import MaskedLanguageModeling, MaskedNextTokenPrediction, Masking
 from megaenc.objectives.parser import parse_schedule
 from megaenc.objectives.prefix_lm import PrefixLanguageModeling
+from megaenc.objectives.pseudo_perplexity import (
+    PseudoPerplexity,
+    build_pseudo_perplexities,
+    compute_perplexity,
+    pseudo_perplexity_shifts,
+)
 from megaenc.objectives.registry import find, known, register
 from megaenc.objectives.schedule import Phase, Schedule, ScheduledObjective
 from megaenc.objectives.span_corruption import SpanCorruption
@@ -24,14 +30,18 @@ __all__ = [
     "OptionError",
     "Phase",
     "PrefixLanguageModeling",
+    "PseudoPerplexity",
     "Schedule",
     "ScheduledObjective",
     "SpanCorruption",
     "Targets",
+    "build_pseudo_perplexities",
     "check_targets",
+    "compute_perplexity",
     "find",
     "known",
     "option",
     "parse_schedule",
+    "pseudo_perplexity_shifts",
     "register",
 ]

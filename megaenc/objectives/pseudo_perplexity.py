@@ -1,0 +1,107 @@
+"""Pseudo-perplexity: a measure on which bidirectional models of different objectives and mask ratios are compared."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
+from megaenc.objectives.masking import check_mask_token, text_token_mask
+
+
+@dataclass(frozen=True)
+class PseudoPerplexity(Objective):
+    """Objective of validation only: in `passes` forward passes, each token that is not special is hidden and predicted once.
+
+    The passes are its `parts`. Their summed loss over their number of predictions is the pseudo-log-likelihood loss of Salazar et
+    al. 2020 (arXiv 1910.14659) with several tokens hidden at once, and `compute_perplexity` of it the pseudo-perplexity. The
+    tokens of a document, or of a cut piece, are spread evenly over the passes, in random order. With as many passes as the
+    longest document has tokens, one is hidden at a time, as in the paper.
+
+    `ahead` is the `shift` of the model's training objective. The first `ahead` tokens of a document are neither hidden nor
+    predicted.
+    """
+
+    name = "pseudo_perplexity"
+    attention = Attention.BIDIRECTIONAL
+
+    passes: int = option(0, "forward passes, over which the tokens are spread", low=1)
+    part: int = option(0, "number of the pass, from 0", low=0)
+    ahead: int = option(0, "distance from a prediction to its token", low=0)
+
+    def __post_init__(self) -> None:
+        """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
+        super().__post_init__()
+        if self.part >= self.passes:
+            raise OptionError(self.name, "part", f"found {self.part}, expected less than passes={self.passes}")
+        check_mask_token(self.name, self.vocabulary)
+
+    @property
+    def shift(self) -> int:
+        """Return `ahead`, which in this objective is not a constant of the class."""
+        return self.ahead
+
+    def describe(self, every: bool = False, end: Objective | None = None) -> str:
+        """Return the key in validation.jsonl, `pseudo_perplexity(passes=8)` or `pseudo_perplexity(passes=8,shift=1)`."""
+        return f"{self.name}(passes={self.passes}{f',shift={self.shift}' if self.shift else ''})"
+
+    @property
+    def parts(self) -> tuple["PseudoPerplexity", ...]:
+        """Return the objective of each pass; together they predict every token once."""
+        return tuple(dataclasses.replace(self, part=part) for part in range(self.passes))
+
+    def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
+        """Return a pack's Targets in this pass: its part of the tokens is hidden, and predicted `shift` before."""
+        is_text = text_token_mask(self.vocabulary)[pack.tokens]
+        is_hidden = is_text & (self._assign_parts(pack, is_text, randomness) == self.part) & (pack.positions >= self.shift)
+        (positions,) = is_hidden.nonzero()
+        inputs = pack.tokens.copy()
+        inputs[positions] = self.vocabulary.mask_id
+        return Targets(inputs, positions - self.shift, pack.tokens[positions])
+
+    def _assign_parts(self, pack: Pack, is_text: np.ndarray, randomness: SampleRandomness) -> np.ndarray:
+        """Return int64[T], the pass of each token that `is_text`; of others any. It does not depend on `shift`.
+
+        A document's tokens, in random order, go to consecutive passes from a random one on, so that their numbers in two passes
+        differ by one at most.
+        """
+        lengths = np.diff(pack.edges)
+        document = np.repeat(np.arange(len(lengths)), lengths)
+        order = np.lexsort((randomness.uniforms("order", len(pack.tokens)), ~is_text, document))
+        rank = np.empty(len(order), dtype=np.int64)
+        rank[order] = pack.positions  # the sorted tokens are still document by document
+        first_part = (randomness.uniforms("first part", len(lengths)) * self.passes).astype(np.int64)
+        return (rank + first_part[document]) % self.passes
+
+
+def pseudo_perplexity_shifts(objectives: Iterable[Objective]) -> list[int]:
+    """Return the shifts of the pseudo-perplexities of a model trained with `objectives`: 0, and those that are not causal."""
+    return sorted({0, *(objective.shift for objective in objectives if objective.attention != Attention.CAUSAL)})
+
+
+def build_pseudo_perplexities(
+    objectives: Iterable[Objective], vocabulary: Vocabulary, passes: int
+) -> dict[str, PseudoPerplexity]:
+    """Return the pseudo-perplexity of each of the `pseudo_perplexity_shifts` by text, none for 0 `passes`.
+
+    Raises InputError for a vocabulary without mask token.
+    """
+    if not passes:
+        return {}
+    check_mask_token(f"--eval-pseudo-perplexity-passes {passes}", vocabulary)
+    shifts = pseudo_perplexity_shifts(objectives)
+    measures = [PseudoPerplexity(vocabulary, passes=passes, ahead=shift) for shift in shifts]
+    return {measure.describe(): measure for measure in measures}
+
+
+def compute_perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss in nats, infinite if it is beyond float64."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
