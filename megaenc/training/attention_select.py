@@ -13,12 +13,12 @@ from megaenc.model.attention.selftest import check_backend
 from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.objectives import Attention
 from megaenc.training.distributed.collectives import all_gather_call
-from megaenc.training.plan import Plan, validation_objectives
+from megaenc.training.plan import Plan
 
 
 def select_plan_attention(plan: Plan, backend: Backend) -> str:
     """Return the attention backend: the flag's, for "auto" the first, that passes self-tests; InputError if none does."""
-    objectives = validation_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.final_objectives()
+    objectives = plan.validation_objectives if plan.validation else plan.schedule.final_objectives()
     masks = {objective.attention for objective in objectives.values()}
     settings, requested = plan.settings, plan.settings.kernels.attention_backend
     phases = [phase.settings for phase in settings.phase_configs]

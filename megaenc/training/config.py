@@ -302,7 +302,7 @@ _LIMITS = (
     (_COUNTS[2:], lambda value: value <= 10**15, f"{10**15:,} at most"),  # their products are int64
     (("seq_length",), lambda value: value <= LONGEST_PACK, f"{LONGEST_PACK:,} at most"),
     (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
-    (("max_skipped_updates", "max_rewinds"), lambda value: value >= 0, "0 or more"),
+    (("max_skipped_updates", "max_rewinds", "eval_pseudo_perplexity_passes"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
     (("exit_duration_in_mins",), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
     (("distributed_timeout_minutes",), lambda value: 0 < value <= 1e5, "a number of minutes above 0, 100000 at most"),

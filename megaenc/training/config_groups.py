@@ -157,6 +157,10 @@ class OutputConfig:
     """steps between validations, 0 for none; default: a tenth of the run"""
     eval_iters: int = 4
     """global batches of a validation, which always has the same packs and masks"""
+    eval_pseudo_perplexity_passes: int = 0
+    """passes N of a pseudo-perplexity in each validation, in which each token is hidden once, about 1/N of them at a time; 0 for
+    none. It compares models trained bidirectionally with any objective and mask ratio, and costs N forward passes over the
+    validation packs, twice as many if objectives predict from the position before"""
     log_interval: int | None = None
     """steps between rows of metrics; default: 10, or 1 for runs of up to 1,000 steps or with phases below 10 steps"""
     dry_run: bool = False

@@ -15,7 +15,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.training.config import PretrainConfig
-from megaenc.training.plan import Plan, validation_objectives
+from megaenc.training.plan import Plan
 
 _TABLE_PHASES, _HEADER_PHASES = 12, 6  # phases in the table, and in the line at the start
 _SAMPLED_PACKS = 64  # to estimate the share of predicted tokens
@@ -46,7 +46,7 @@ def print_dry_run(plan: Plan) -> None:
     console.print(_objective_table(plan))
     validation = "none"
     if plan.validation:
-        objectives = ", ".join(validation_objectives(plan.schedule, plan.vocabulary))
+        objectives = ", ".join(plan.validation_objectives)
         validation = f"every {settings.eval_every:,} steps under {objectives}"
     optimizer = settings.optimizer.optimizer
     rate = f"{plan.learning_rate.describe()}{'' if optimizer == 'adamw' else f'; optimizer {optimizer}'}"

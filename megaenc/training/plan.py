@@ -11,7 +11,7 @@ from megaenc import __version__, flags
 from megaenc.data.packing.builder import CorpusUsage, RunData, chain_data
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, build_pseudo_perplexities
 from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import LearningRate
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
@@ -73,6 +73,11 @@ class Plan:
     def validation(self) -> PackedDataset | None:
         """Return the data set of held-out packs; None if validation is turned off or the split leaves no text for it."""
         return self.data.held_out if self.settings.eval_every else None
+
+    @cached_property
+    def validation_objectives(self) -> dict[str, Objective]:
+        """Return the objectives to validate under, by text, with the pseudo-perplexities that the flags ask for."""
+        return validation_objectives(self.schedule, self.vocabulary, self.settings.output.eval_pseudo_perplexity_passes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,12 +208,15 @@ class Plan:
         }
 
 
-def validation_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str, Objective]:
+def validation_objectives(schedule: Schedule, vocabulary: Vocabulary, pseudo_perplexity_passes: int = 0) -> dict[str, Objective]:
     """Return the objectives to validate under, by text: clm, mlm if there is a mask token, and all of the schedule.
 
-    clm and mlm are always among them, so that any two runs can be compared.
+    clm and mlm are always among them, so that any two runs can be compared. The pseudo-perplexities of so many passes, if any,
+    are last; InputError for these without a mask token.
     """
     always: list[Objective] = [CausalLanguageModeling(vocabulary)]
     if vocabulary.mask_id is not None:
         always.append(MaskedLanguageModeling(vocabulary))
-    return {objective.describe(): objective for objective in always} | schedule.final_objectives()
+    trained = schedule.final_objectives()
+    measures = build_pseudo_perplexities(trained.values(), vocabulary, pseudo_perplexity_passes)
+    return {objective.describe(): objective for objective in always} | trained | measures

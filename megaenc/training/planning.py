@@ -15,7 +15,7 @@ from megaenc.training.config import PretrainConfig
 from megaenc.training.config_groups import DataConfig
 from megaenc.training.parent_run import record_run_init, resolve_run_init
 from megaenc.training.phases import build_learning_rate
-from megaenc.training.plan import Plan, validation_objectives
+from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import resolve_skip_ranges
 
 
@@ -26,6 +26,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     """
     settings.check(get_world_size())
     learning_rate = build_learning_rate(settings)
+    _check_pseudo_perplexity(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
     for data_path in dict.fromkeys(data.data_path for data in data_configs):
         for _, prefix in parse_data_path(data_path):
@@ -48,13 +49,25 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     }
     by_phase = [opened[data] for data in data_configs] if len(opened) > 1 else list(opened.values())
     plan = Plan(settings, vocabulary, tokenizer, by_phase[-1], schedule, learning_rate, earlier_data=tuple(by_phase[:-1]))
-    for objective in (*schedule.initial_objectives().values(), *validation_objectives(schedule, vocabulary).values()):
+    for objective in (*schedule.initial_objectives().values(), *plan.validation_objectives.values()):
         for data in opened.values():
             for sample in range(2):
                 check_targets(objective, data.train[sample], settings.seed)
     start = resolve_run_init(plan, given)
     plan = dataclasses.replace(plan, settings=record_run_init(settings, start), start=start)
     return plan.with_skipped(*resolve_skip_ranges(plan))
+
+
+def _check_pseudo_perplexity(settings: PretrainConfig) -> None:
+    """Raise InputError for a pseudo-perplexity without validation, or of more passes than a pack has tokens."""
+    passes, longest = settings.output.eval_pseudo_perplexity_passes, settings.phase_configs[-1].settings.data.seq_length
+    flag = f"--eval-pseudo-perplexity-passes {passes}"
+    if passes and not settings.eval_every:
+        raise InputError(f"{flag}: found with --eval-interval 0, expected an interval of validations")
+    if passes > longest:
+        raise InputError(
+            f"{flag}: expected at most --seq-length {longest}, with which one token of a document is hidden at a time"
+        )
 
 
 def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:

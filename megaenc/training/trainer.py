@@ -1,11 +1,13 @@
 """The training loop: start or resume, then train, validate and save until the last step."""
 
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +18,7 @@ from megaenc.backend import Backend
 from megaenc.console import print_rank_0
 from megaenc.counter_rng import SampleRandomness
 from megaenc.errors import InputError
-from megaenc.objectives import Objective
+from megaenc.objectives import Objective, PseudoPerplexity, compute_perplexity
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.manager import CheckpointManager
 from megaenc.training.checkpoint_dir import DamagedCheckpointError
@@ -28,7 +30,7 @@ from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.logging.metrics_logger import MetricsLogger
 from megaenc.training.micro_batches import TokenGroups
 from megaenc.training.nonfinite import report_skipped_step
-from megaenc.training.plan import Plan, validation_objectives
+from megaenc.training.plan import Plan
 from megaenc.training.run_dir import RunDir
 from megaenc.training.run_init import PROGRESS_FIELDS, RunInit, identity_digest
 from megaenc.training.skip_policy import plan_after_rewind, saw_same_data
@@ -200,7 +202,8 @@ class _Trainer:
         if self._validator:
             self._watchdog.beat("validation", step)
             self._engine.enter_phase(step)
-            self.logger.log_validation(step, self._progress, self._validator)
+            beat = partial(self._watchdog.beat, "validation", step)
+            self.logger.log_validation(step, self._progress, partial(self._validator, before_pass=beat))
 
     def save(self, step: int, block: bool) -> None:
         """Save a checkpoint after `step`, after any running save, without waiting unless `block`; nothing without --save."""
@@ -246,26 +249,35 @@ class Validator:
         self.samples = self.batches * size
         text_identity = [plan.data.fingerprint, settings.data.split, settings.data.seq_length, self.samples]
         self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
-        self.objectives = validation_objectives(plan.schedule, plan.vocabulary)
+        self.objectives = plan.validation_objectives
         self.groups = TokenGroups.from_packs(plan.validation)
         self.most_frequent = {text: self._most_frequent_share(objective) for text, objective in self.objectives.items()}
 
-    def __call__(self, engine: Engine) -> dict[str, Any]:
+    def __call__(self, engine: Engine, before_pass: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Return `held_out`, a digest of the validation text, and `objectives`: loss, accuracy and most_frequent of each.
 
         most_frequent is the accuracy of always predicting the most frequent label. If the validation text has several ranges of
-        positions or corpora, `by_position` and `by_corpus` are the losses of each (`TokenGroups`).
+        positions or corpora, `by_position` and `by_corpus` are the losses of each (`TokenGroups`). A pseudo-perplexity also has
+        `perplexity`; `before_pass` is called before each of its passes after the first.
         """
         scores = {}
         for text, objective in self.objectives.items():
-            metrics = engine.evaluate(self.plan.validation, self.batches, objective, self.groups)
+            metrics = StepMetrics()
+            for number, part in enumerate(objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)):
+                if number:
+                    before_pass()
+                metrics += engine.evaluate(self.plan.validation, self.batches, part, self.groups)
             scores[text] = {"loss": metrics.loss, "accuracy": metrics.accuracy, "most_frequent": self.most_frequent[text]}
+            if isinstance(objective, PseudoPerplexity):
+                scores[text]["perplexity"] = None if metrics.loss is None else compute_perplexity(metrics.loss)
             scores[text] |= self.groups.mean_losses(metrics.group_sums)
         return {"held_out": self.held_out, "objectives": scores}
 
     def _most_frequent_share(self, objective: Objective) -> float | None:
         """Return the share of the most frequent label among all validation labels; None without labels."""
         counts = np.zeros(self.plan.vocabulary.size, dtype=np.int64)
+        if isinstance(objective, PseudoPerplexity):
+            objective = dataclasses.replace(objective, passes=1)  # one pass over all labels is faster
         for sample in range(self.samples):
             pack = self.plan.validation[sample]
             labels = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).labels

@@ -1,5 +1,7 @@
 """Validation: the same questions in every run, so that the curves of any two can be laid over each other."""
 
+import itertools
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.objectives import Schedule
+from megaenc.model.packed_sequences import PackedSequences
+from megaenc.objectives import Attention, Schedule
 from megaenc.training.config import parse_config
 from megaenc.training.plan import validation_objectives
 from megaenc.training.planning import build_plan
@@ -150,13 +153,81 @@ def test_losses_by_group_are_the_same_in_every_layout(two_corpora, tmp_path):
     tensor, pipeline = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
     layouts = {"one": (1, []), "TP2 SP": (2, [*tensor, "--sequence-parallel"]), "PP2": (2, pipeline), "DP2": (2, [])}
     layouts |= {"TP2 PP2": (4, [*tensor, *pipeline])}
-    short = [*two_corpora, "--train-iters", "2", "--lr-warmup-iters", "0", "--lr-wsd-decay-iters", "0"]
+    short = [
+        *two_corpora,
+        "--eval-pseudo-perplexity-passes",
+        "2",
+        "--train-iters",
+        "2",
+        "--lr-warmup-iters",
+        "0",
+        "--lr-wsd-decay-iters",
+        "0",
+    ]
     jobs = [runs.Job(tmp_path / name, [*short, *flags], processes) for name, (processes, flags) in layouts.items()]
     runs.in_turn(jobs, tmp_path)
     reference = runs.validations(tmp_path / "one")[-1]["objectives"]
     for name in layouts:
         result = runs.validations(tmp_path / name)[-1]["objectives"]
-        for objective in ("clm", "mlm"):
+        for objective in ("clm", "mlm", "pseudo_perplexity(passes=2)"):
             for kind in ("by_position", "by_corpus"):
                 assert len(reference[objective][kind]) == 2
                 assert result[objective][kind] == pytest.approx(reference[objective][kind], rel=1e-4), name
+
+
+def exact_loss(encoder, packs, samples, vocabulary, shift):
+    """Salazar et al.'s definition: of each token, the document without it, in a forward pass of its own."""
+    total, count = 0.0, 0
+    for pack in map(packs.__getitem__, range(samples)):
+        for start, end in itertools.pairwise(pack.edges.tolist()):
+            document = torch.from_numpy(pack.tokens[start:end])
+            packing = PackedSequences.from_edges([0, len(document)], Attention.BIDIRECTIONAL, torch.device("cpu"))
+            for at, token in enumerate(document.tolist()):
+                if token in vocabulary.special_ids or at < shift:
+                    continue
+                hidden = document.clone()
+                hidden[at] = vocabulary.mask_id
+                with torch.no_grad():
+                    logits = encoder(hidden[None], torch.arange(len(document)), packing, torch.tensor([at - shift]))
+                total -= logits[0, : vocabulary.size].log_softmax(-1)[token].item()
+                count += 1
+    return total / count, count
+
+
+def test_pseudo_perplexity_with_a_pass_for_each_token_is_the_exact_one(small_corpus, one_process):
+    from megaenc.training.engine import Engine
+    from megaenc.training.trainer import Validator
+
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--seq-length", "40", "--global-batch-size", "4"]
+    flags += ["--objective-schedule", "mntp", "--init-method-std", "0.4", "--eval-pseudo-perplexity-passes"]
+    plan = build_plan(parse_config([*flags, "40"], "test"))
+    engine, validator, passes = Engine(plan, one_process), Validator(plan), []
+    result = validator(engine, before_pass=lambda: passes.append(len(passes)))["objectives"]
+    assert len(passes) == 2 * 39
+    [encoder] = [chunk.module.eval() for chunk in engine.chunks]
+    names = ["pseudo_perplexity(passes=40)", "pseudo_perplexity(passes=40,shift=1)"]
+    assert list(result) == ["clm", "mlm", "mntp", *names]
+    for shift, name in enumerate(names):
+        loss, count = exact_loss(encoder, plan.validation, validator.batches * 4, plan.vocabulary, shift)
+        assert result[name]["loss"] == pytest.approx(loss, rel=1e-5)
+        assert result[name]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+        labels = validator.objectives[name].parts
+        packs = [plan.validation[sample] for sample in range(validator.batches * 4)]
+        predicted = [
+            objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)) for objective in labels for pack in packs
+        ]
+        counts = np.bincount(np.concatenate([targets.labels for targets in predicted]))
+        assert counts.sum() == count and result[name]["most_frequent"] == counts.max() / count
+    fewer = build_plan(parse_config([*flags, "2"], "test"))
+    half_hidden = Validator(fewer)(engine)["objectives"]["pseudo_perplexity(passes=2)"]["loss"]
+    assert half_hidden != pytest.approx(result[names[0]]["loss"], rel=1e-3)
+
+
+def test_pseudo_perplexity_is_no_part_of_a_run(small_corpus):
+    """So that a run begun without it can be resumed with it, and its held-out text stays that of others."""
+    flags = [*small_corpus.flags, *runs.SHORT_RUN]
+    plain, measured = (
+        build_plan(parse_config([*flags, *more], "test")) for more in ([], ["--eval-pseudo-perplexity-passes", "4"])
+    )
+    assert plain.identity == measured.identity
+    assert list(measured.validation_objectives) == [*plain.validation_objectives, "pseudo_perplexity(passes=4)"]
