@@ -17,10 +17,11 @@ from megaenc.atomic_io import atomic_write
 from megaenc.console import build_rich_console, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.estimate.hardware import GIB, USABLE_MEMORY, Rates, get_machine, inter_node_link, intra_node_link
-from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, build_phases
+from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, build_phases, build_schedule
 from megaenc.estimate.length_model import LengthModel, build_length_model, read_vocab_size
 from megaenc.estimate.report import EstimateReport, format_time
 from megaenc.estimate.total import Workload, estimate_layout, find_best_layout
+from megaenc.objectives import pseudo_perplexity_shifts
 from megaenc.output_paths import check_output_file, create_parent_dir
 from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
 
@@ -160,13 +161,18 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 
 
 def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
-    """Return the run's Workload: phases, validations, and batches a validation, summed over CLM, MLM and its objectives."""
+    """Return the run's Workload: phases, validations, and batches a validation, summed over CLM, MLM and its objectives.
+
+    Each pass of a pseudo-perplexity is counted as an objective.
+    """
     pretrain = config.pretrain
     phases = build_phases(pretrain, vocab_size, docs)
     steps = sum(phase.last - phase.first + 1 for phase in phases)
     objectives = {"clm", "mlm"} | {work.objective for phase in phases for work, _ in phase.parts}
+    measures = pseudo_perplexity_shifts(build_schedule(pretrain, vocab_size).final_objectives().values())
+    forwards = len(objectives) + len(measures) * pretrain.output.eval_pseudo_perplexity_passes
     validations = steps // pretrain.eval_every if pretrain.eval_every else 0
-    return Workload(tuple(phases), validations, len(objectives) * pretrain.output.eval_iters, config.mfu)
+    return Workload(tuple(phases), validations, forwards * pretrain.output.eval_iters, config.mfu)
 
 
 def _build_rates(config: EstimateConfig, case: LayoutCase, workload: Workload, docs: LengthModel) -> Rates:

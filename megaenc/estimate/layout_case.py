@@ -243,10 +243,15 @@ class PhaseWork:
     """number of times that a step reads its packs, each time with an objective of its own"""
 
 
+def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
+    """Return a run's objective schedule for any vocabulary of `vocab_size`; InputError for a wrong one."""
+    any_vocabulary = Vocabulary(vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")  # parsing needs a mask token
+    return Schedule.build(config.objective_schedule, config.total_iters, any_vocabulary, config.seed)
+
+
 def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
     """Return a run's phases with their average work, for a branch from --branch-at on; InputError for a wrong schedule."""
-    any_vocabulary = Vocabulary(vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")  # parsing needs a mask token
-    schedule = Schedule.build(config.objective_schedule, config.total_iters, any_vocabulary, config.seed)
+    schedule = build_schedule(config, vocab_size)
     phases = []
     for phase in schedule.phases:
         first, last = max(phase.first_step, (config.start.branch_at or 0) + 1), phase.last_step
