@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from megaenc import flags
 from megaenc.atomic_io import atomic_files
 from megaenc.console import print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
+from megaenc.objectives import PseudoPerplexity, compute_perplexity
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
 from megaenc.viz.run_metrics import (
     HeldOutCurves,
@@ -37,6 +39,7 @@ from megaenc.viz.style import (
 )
 
 _FORMATS = (".png", ".pdf", ".svg")
+_SHIFTED = re.compile(rf"(?P<measure>{PseudoPerplexity.name}\(.*),shift=(?P<shift>\d+)\)")
 _LETTER = 0.0125  # width of a letter, as a share of the panel's width
 
 
@@ -217,10 +220,13 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
 def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple[Any, str]:
     """Return (matplotlib Figure, one-line text) of several runs' held-out losses, a panel per objective common to all.
 
-    `curves`: held-out curves by run name. Raises InputError if no objective is common to all runs.
+    Pseudo-perplexities of as many passes share a panel, with each run's lowest loss of any shift. `curves`: held-out curves by
+    run name. Raises InputError if no objective is common to all runs.
     """
     from matplotlib.figure import Figure
 
+    merged = {name: _merge_shifts(each) for name, each in curves.items()}
+    curves, shifts = ({name: each[part] for name, each in merged.items()} for part in (0, 1))
     objectives = list(dict.fromkeys(objective for each in curves.values() for objective in each))
     shared = [objective for objective in objectives if all(objective in each for each in curves.values())]
     if not shared:
@@ -231,19 +237,24 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     figure = Figure(figsize=(max(6.4, 4.9 * columns), 4.3 * rows), dpi=150, layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, objective in zip(panels, shared, strict=False):
+        is_perplexity = objective.startswith(PseudoPerplexity.name)
         for at, (name, each) in enumerate(curves.items()):
             colour, marker = style[name]
             x, losses = each[objective]
+            last = f"{losses[-1]:.3f}"
+            if is_perplexity:
+                last += f", {compute_perplexity(losses[-1]):,.1f}{shifts[name].get(objective, '')}"
             panel.plot(
                 x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4, markevery=max(1, len(x) // 12), linewidth=1.6,
-                zorder=3 + at, label=f"{name}  ({losses[-1]:.3f})",
+                zorder=3 + at, label=f"{name}  ({last})",
             )  # fmt: skip
         panel.set_title(objective, loc="left", fontsize=11, fontweight="bold")
         panel.set_xlabel(AXIS_LABELS[against])
         panel.set_ylabel("held-out loss (nats a predicted token)")
         panel.set_xlim(0, max(each[objective][0][-1] for each in curves.values()) or 1)
         panel.margins(y=0.08)
-        panel.legend(**LEGEND, title="run (last loss)", title_fontsize=9, alignment="left", loc="best")
+        title = "run (last loss, perplexity)" if is_perplexity else "run (last loss)"
+        panel.legend(**LEGEND, title=title, title_fontsize=9, alignment="left", loc="best")
         if against != "step":
             format_count_ticks(panel.xaxis)
         style_axes(panel)
@@ -253,6 +264,22 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     runs_without = {name: [run for run in curves if name not in curves[run]] for name in objectives if name not in shared}
     left_out = [f"{name} ({', '.join(runs)})" for name, runs in runs_without.items()]
     return figure, summary + (f"; left out, as some runs lack it: {', '.join(left_out)}" if left_out else "")
+
+
+def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]:
+    """Return one run's curves with one for each number of passes of a pseudo-perplexity, and texts of their shifts, if any.
+
+    Of several shifts, which are those of the run's objectives, the curve whose last loss is lowest is kept.
+    """
+    merged: HeldOutCurves = {}
+    shifts: dict[str, str] = {}
+    for objective, curve in curves.items():
+        match = _SHIFTED.fullmatch(objective)
+        name = f"{match['measure']})" if match else objective
+        if name not in merged or curve[1][-1] < merged[name][1][-1]:
+            merged[name] = curve
+            shifts |= {name: f", shift {match['shift']}"} if match else {}
+    return merged, shifts
 
 
 def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:

@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import build_rich_console, format_duration, format_number, print_rank_0, silence_libraries
 from megaenc.errors import handle_command_errors
+from megaenc.objectives import PseudoPerplexity, compute_perplexity
 from megaenc.viz.run_metrics import (
     read_held_out_validations,
     read_model_size_and_steps,
@@ -93,6 +94,8 @@ def build_table(summary: RunSummary) -> Any:
     for one in summary.gains:
         table.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
         shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
+        if one.objective.startswith(PseudoPerplexity.name):
+            table.add_row(f"{one.objective}: perplexity", *(f"{compute_perplexity(loss):,.1f}" for loss in one.loss))
         table.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
     return table
 
