@@ -54,3 +54,9 @@ def test_phases_mixtures_branches_and_growing_batches():
     _, growing = demanded(*batch, "--objective-schedule", "mlm", "--rampup-batch-size", "4", "4", "120")
     sizes = dict(growing.phases[0].batches)
     assert sizes.keys() == {4, 8, 12, 16} and sum(sizes.values()) == 100
+
+
+def test_passes_of_a_pseudo_perplexity_are_counted_in_validations():
+    flags = ["--train-iters", "100", "--eval-iters", "3", "--eval-pseudo-perplexity-passes", "8", "--objective-schedule"]
+    for schedule, forwards in (("mlm(mask=0.2)", 3 + 8), ("clm:0.5,mntp:0.5", 3 + 2 * 8)):  # clm, mlm, the schedule's, the passes
+        assert demanded(*flags, schedule)[1].validation_batches == 3 * forwards

@@ -148,6 +148,8 @@ def test_tokenizer_without_a_mask_is_refused_for_mlm_alone(small_corpus, corpus_
         "--lr-wsd-decay-iters",
         "1",
     ]
+    measured = [*read_only, "--eval-pseudo-perplexity-passes", "8"]
+    assert "--eval-pseudo-perplexity-passes 8: the tokenizer (" in refusal(main, measured)
     runs.script(runs.PRETRAIN, [str(flag) for flag in read_only])
 
 

@@ -150,3 +150,10 @@ def test_a_billion_steps_are_not_counted_one_by_one(schedule, printed):
 def test_numbers_beyond_any_run_are_one_line(flags, complaint, small_corpus, refusal):
     iterations = [] if "--train-tokens" in flags else ["--train-iters", "200"]
     assert complaint in refusal(main, [*small_corpus.flags, "--seq-length", "64", "--dry-run", *iterations, *flags])
+
+
+def test_a_pseudo_perplexity_is_among_the_validations(printed):
+    lines = printed("--objective-schedule", "mix(clm:1,mntp:1):1.0", "--eval-pseudo-perplexity-passes", "8")
+    [validation] = [line for line in lines if line[0] == "validation:"]
+    names = ["clm,", "mlm,", "mntp,", "pseudo_perplexity(passes=8),", "pseudo_perplexity(passes=8,shift=1)"]
+    assert validation == ["validation:", "every", "10", "steps", "under", *names]

@@ -111,3 +111,29 @@ def test_runs_on_different_held_out_text_are_told_apart(runs, tmp_path):
     write_rows(path, [{**row, "held_out": "another"} for row in read_validations(runs[0])])
     assert "NOT on the same held-out text" in plot.write_plot(runs, tmp_path / "x.png")
     assert "NOT on the same" not in plot.write_plot(runs[1:], tmp_path / "y.png")
+
+
+def with_pseudo_perplexity(run, **losses):
+    """Add one for each shift to each validation, whose loss falls from 0.5 more to the given one."""
+    rows = read_validations(run)
+    for row in rows:
+        for shift, loss in losses.items():
+            result = {"loss": loss + (0 if row is rows[-1] else 0.5), "accuracy": 0.1, "most_frequent": 0.05}
+            suffix = "" if shift == "none" else f",{shift.replace('_', '=')}"
+            row["objectives"][f"pseudo_perplexity(passes=8{suffix})"] = result
+    write_rows(run / "validation.jsonl", rows)
+
+
+def test_pseudo_perplexities_of_any_shift_share_a_panel(runs):
+    with_pseudo_perplexity(runs[0], none=4.0)
+    with_pseudo_perplexity(runs[1], none=7.0, shift_1=3.0)
+    picture, shown = plot.draw_comparison(curves(runs), "step")
+    assert shown == "the held-out losses of 2 runs under clm, mlm(mask=0.3), pseudo_perplexity(passes=8)"
+    panel = picture.axes[2]
+    assert [line.get_ydata()[-1] for line in panel.get_lines()] == [4.0, 3.0]
+    legend = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert legend == ["long  (4.000, 54.6)", "short  (3.000, 20.1, shift 1)"]
+    assert panel.get_legend().get_title().get_text() == "run (last loss, perplexity)"
+    with_pseudo_perplexity(runs[1], shift_1=9.0)
+    picture, _ = plot.draw_comparison(curves(runs), "step")
+    assert picture.axes[2].get_legend().get_texts()[1].get_text() == "short  (7.000, 1,096.6)"

@@ -1,6 +1,7 @@
 """The summary of a run is its first and its last validation."""
 
 import json
+import math
 
 import pytest
 from run_folders import write_rows, write_run
@@ -44,6 +45,18 @@ def test_the_command_prints_it(tmp_path, capsys):
     assert "mlm(mask=0.3): accuracy" in captured.out and "24.0 %" in captured.out and "4.8 x" in captured.out
     assert "7.34M parameters, 35 of 40 steps, 35,000 tokens in 1:10 (500 tokens/s)" in captured.out
     assert not captured.err
+
+
+def test_pseudo_perplexity_is_also_printed_as_one(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    rows = read_validations(run)
+    for row in rows:
+        scores = row["objectives"].pop("mlm(mask=0.3)")
+        row["objectives"]["pseudo_perplexity(passes=8)"] = scores | {"perplexity": math.exp(scores["loss"])}
+    write_rows(run / "validation.jsonl", rows)
+    run_summary.main([str(run)])
+    [line] = [line.split() for line in capsys.readouterr().out.splitlines() if ": perplexity" in line]
+    assert line == ["pseudo_perplexity(passes=8):", "perplexity", "8,103.1", "221.4"]  # of losses 9 and 5.4
 
 
 def test_held_out_text_without_a_target_is_left_out(tmp_path):
