@@ -1,6 +1,6 @@
 """Training objectives, from CLM and MLM to diffusion and plug-ins, their attention masks and their schedule."""
 
-from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
+from megaenc.objectives.base import Attention, Objective, OptionError, SoftLabels, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling
 from megaenc.objectives.diffusion import MaskedDiffusion
 from megaenc.objectives.gpt_bert import GPTBERT
@@ -26,6 +26,7 @@ __all__ = [
     "PrefixLanguageModeling",
     "Schedule",
     "ScheduledObjective",
+    "SoftLabels",
     "SpanCorruption",
     "Targets",
     "check_targets",
