@@ -3,6 +3,7 @@
 from megaenc.objectives.base import Attention, Objective, OptionError, SoftLabels, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling
 from megaenc.objectives.diffusion import MaskedDiffusion
+from megaenc.objectives.distillation import Distillation
 from megaenc.objectives.gpt_bert import GPTBERT
 from megaenc.objectives.masking import MaskedLanguageModeling, MaskedNextTokenPrediction, Masking
 from megaenc.objectives.parser import parse_schedule
@@ -16,6 +17,7 @@ __all__ = [
     "GPTBERT",
     "Attention",
     "CausalLanguageModeling",
+    "Distillation",
     "MaskedDiffusion",
     "MaskedLanguageModeling",
     "MaskedNextTokenPrediction",

@@ -21,6 +21,8 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
             complaint = "gives other targets when called again, expected a pure function of the pack and its randomness"
         if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.edges, edges)):
             complaint = "changes the pack, expected a copy of what it changes"
+    except InputError as error:
+        complaint = str(error)
     except Exception as error:  # foreign code may raise anything
         complaint = f"raises {type(error).__name__}: {error}"
     if complaint:
