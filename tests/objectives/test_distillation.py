@@ -11,7 +11,7 @@ from objective_helpers import VOCABULARY, random_pack, write_teacher
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError
-from megaenc.objectives import Distillation, MaskedLanguageModeling, Schedule, check_targets
+from megaenc.objectives import Distillation, MaskedLanguageModeling, Schedule, check, check_targets
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,8 @@ def test_teachers_of_other_families(name, tmp_path):
 def test_documents_are_read_separately_in_batches_of_any_size(teacher, monkeypatch):
     from megaenc.objectives import distillation
 
-    objective, pack = Distillation(VOCABULARY, teacher=str(teacher)), random_pack(2)
-    assert len(pack.edges) > 10
+    objective = Distillation(VOCABULARY, teacher=str(teacher))
+    pack = next(pack for pack in map(random_pack, range(20)) if len(pack.edges) > 10)
     together = objective.targets(pack, SampleRandomness(0, 0, 0))
     monkeypatch.setattr(distillation, "_BATCH_TOKENS", 1)
     apart = objective.targets(pack, SampleRandomness(0, 0, 0))
@@ -195,3 +195,14 @@ def test_a_tokenizer_of_its_own_must_be_the_run_s(teacher, small_corpus, tmp_pat
     shutil.copytree(small_corpus.tokenizer, folder, dirs_exist_ok=True)
     with pytest.raises(InputError, match=r"its tokenizer \([0-9a-f]{12}\) is not the run's \(f{12}\), expected a model trained"):
         Distillation(VOCABULARY, teacher=str(folder)).targets(random_pack(0), SampleRandomness(0, 0, 0))
+
+
+def test_objective_check_passes(tmp_path, monkeypatch):
+    """With a teacher of a small vocabulary that holds the ids of the made-up packs."""
+    monkeypatch.setattr(check, "_PACKS", 16)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    write_teacher(tmp_path, vocab_size=1000, max_position_embeddings=2048, num_key_value_heads=1, **shape)
+    _, results = check.run_checks(check.CheckConfig(f"distill(teacher={tmp_path},mask=0.1,top_k=4)"))
+    assert [result.name for result in results if result.passed is False] == []
+    rows = {result.name: result.text for result in results}
+    assert rows["leaks"].startswith("0.00 %") and rows["determinism"] == "equal in another order and in another process"

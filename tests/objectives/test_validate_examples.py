@@ -46,7 +46,7 @@ def test_soft_labels_that_add_up_pass():
     check_targets(build_objective(lambda p: softly(p, at(3, 9, 3)[None], floats([0.5, 0.4995, 0]))), PACK, seed=0)
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", sorted({*known()} - {"distill"}))  # which needs a teacher: test_distillation.py
 def test_the_package_s_own_objectives_keep_it(name):
     check_targets(find(name)(VOCABULARY), PACK, seed=0)
 
