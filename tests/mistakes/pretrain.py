@@ -112,7 +112,10 @@ ROWS = [
     (f"{TRAIN} --objective-schedule 'distill(teacher=hf-nomask):1.0'", "teacher hf-nomask: tokenizer.json cannot be loaded"),
     (f"{TRAIN} --objective-schedule 'distill(teacher=hf-family):1.0'", "hf-family"),
     (f"{TRAIN} --objective-schedule 'distill(teacher=my hf):1.0'", "found `hf`, expected `,` and another option"),
-    (f"{TRAIN} --objective-schedule 'distill(teacher=a:b):1.0'", "found `:`, expected"),
+    (
+        f"{TRAIN} --objective-schedule 'distill(teacher=a:b):1.0'",
+        "at character 8 of 'distill(teacher=a:b):1.0': this parenthesis is never closed",
+    ),
     (f"{TRAIN} --objective-schedule 'distill(teacher=hf->hf):1.0'", "is not a number and cannot change"),
     (
         f"{TRAIN} --objective-schedule 'distill(teacher=hf,top_k=0):1.0'",
