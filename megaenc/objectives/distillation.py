@@ -33,8 +33,8 @@ class Distillation(MaskedLanguageModeling):
 
     Hides the same tokens as `mlm` with the same options. The label distribution of a hidden token is
     (1 - `share`) onehot(token) + `share` softmax(z / `temperature`) over the `top_k` largest logits z of the teacher, which reads
-    the same masked inputs, each document separately. The loss is the cross-entropy with this distribution, so it is at least the
-    distribution's entropy and no loss of `mlm`. The student's temperature is 1, so that there is no factor of temperature^2.
+    the same masked inputs, each document separately. The loss is the cross-entropy with this distribution, at least its entropy:
+    runs are compared by the held-out loss of `mlm`. The student's temperature is 1, so there is no factor of temperature^2.
 
     `teacher` is a folder with a masked language model for the run's tokenizer, for example an export of this project; its path
     has no space and none of `,():=`, which mean something in a schedule. Its config and weights join the run's identity.
