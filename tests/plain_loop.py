@@ -43,8 +43,11 @@ def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
             position_ids=torch.from_numpy(pack.positions)[None],
             attention_mask=attention_masks(model.config, pack.edges.tolist(), objective.attention, targets.prefixes),
         ).logits[0]
-        predicted = logits[torch.from_numpy(targets.predict_at)]
-        losses = torch.nn.functional.cross_entropy(predicted, torch.from_numpy(targets.labels), reduction="none")
+        predicted, labels = logits[torch.from_numpy(targets.predict_at)], torch.from_numpy(targets.labels)
+        if targets.soft_labels is not None:  # torch takes distributions over the whole vocabulary
+            ids, probabilities = map(torch.from_numpy, targets.soft_labels)
+            labels = torch.zeros_like(predicted).scatter_add_(1, ids, probabilities)
+        losses = torch.nn.functional.cross_entropy(predicted, labels, reduction="none")
         weights = torch.ones(len(losses)) if targets.weights is None else torch.from_numpy(targets.weights)
         loss_sum = loss_sum + factor * (losses * weights).sum()
         count += factor * (len(targets.labels) if targets.count is None else targets.count)

@@ -90,6 +90,37 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
     return build_hf_config(folder.config, model_type, where)
 
 
+def find_position_offset(model: Any) -> int:
+    """Return the first position of a text in the model's table of positions, above 0 in RoBERTa's, else 0."""
+    from torch import nn
+
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
+    return next((index + 1 for index in padding if index is not None), 0)
+
+
+def load_masked_lm(folder: HFCheckpoint, config: Any) -> Any:
+    """Return the masked language model of `folder` and its `config`, float32, eval mode, on the CPU; InputError for others.
+
+    A decoder with bidirectional attention (`is_causal_decoder`) is accepted.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    where = f"{folder.flag} {folder.path}"
+    decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
+    if decoder and is_causal_decoder(config):
+        raise InputError(f"{where}: {config.architectures[0]} reads causally; expected a masked language model")
+    kind = (MODEL_FOR_CAUSAL_LM_MAPPING if decoder else MODEL_FOR_MASKED_LM_MAPPING).get(type(config), None)
+    if not isinstance(kind, type) or not hasattr(config, "max_position_embeddings"):
+        raise InputError(f"{where}: found a {config.model_type} model; expected a masked language model")
+    model, report = load_model(folder, config, kind, "a masked language model")
+    if report["missing_keys"]:
+        raise InputError(f"{where}: no weights `{min(report['missing_keys'])}`; expected a masked language model")
+    return model.eval()
+
+
 def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return (`kind` model in float32 and eval mode with `folder`'s weights, loading report); InputError if they misfit.
 

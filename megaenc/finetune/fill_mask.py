@@ -66,29 +66,16 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
     tokens (`prediction_shift` in config.json), they are shifted; tokens too near the start get equal logits. Raises InputError
     for any other folder.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-    from transformers.utils.logging import disable_progress_bar
-
     from megaenc.backend.device import detect_backend
+    from megaenc.convert import hf_model
     from megaenc.convert.hf_checkpoint import HFCheckpoint
-    from megaenc.convert.hf_model import is_causal_decoder, load_hf_config, load_model
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
-    disable_progress_bar()
     hf = HFCheckpoint(Path(folder), "--model")
     tokenizer = load_tokenizer(folder)
     if tokenizer.mask_token_id is None:
         raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
-    config = load_hf_config(hf)
-    decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
-    if decoder and is_causal_decoder(config):
-        raise InputError(f"--model {folder}: {config.architectures[0]} reads causally; expected a masked language model")
-    kind = (MODEL_FOR_CAUSAL_LM_MAPPING if decoder else MODEL_FOR_MASKED_LM_MAPPING).get(type(config), None)
-    if not isinstance(kind, type) or not hasattr(config, "max_position_embeddings"):
-        raise InputError(f"--model {folder}: found a {config.model_type} model; expected a masked language model")
-    model, report = load_model(hf, config, kind, "a masked language model")
-    if report["missing_keys"]:
-        raise InputError(f"--model {folder}: no weights `{min(report['missing_keys'])}`; expected a masked language model")
+    model = hf_model.load_masked_lm(hf, hf_model.load_hf_config(hf))
     shift = getattr(model.config, "prediction_shift", 0)
 
     def move(module: Any, inputs: Any, output: Any) -> None:
@@ -97,7 +84,7 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
 
     if shift:
         model.register_forward_hook(move)
-    return model.eval().to(detect_backend().device), tokenizer
+    return model.to(detect_backend().device), tokenizer
 
 
 def compute_mask_score(

@@ -134,12 +134,13 @@ class Encoder(LanguageModule):
         labels: Tensor | None = None,
         per_token: bool = False,
         weights: Tensor | None = None,
+        soft_labels: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return (summed loss, number of correct predictions), without `labels` logits; before the last stage hidden states.
 
         logits [N, V], -inf in padding columns; hidden states [S, 1, H]; tokens [1, S]; positions [S] in their documents;
         predict_at [N], or None for all positions; labels [N]; `per_token`: losses [N] instead of their sum; weights [N]:
-        factors of the losses. See `linear_cross_entropy`.
+        factors of the losses; soft_labels: ids and probabilities [N, K] of label distributions. See `linear_cross_entropy`.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         if self.pre_process and self.embedding_norm is not None:
@@ -151,7 +152,7 @@ class Encoder(LanguageModule):
             local_rotation = Rotation.from_angles(self.local_angles[positions], *options)
         packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
-        return self.head(hidden, predict_at, labels, per_token, weights) if self.post_process else hidden
+        return self.head(hidden, predict_at, labels, per_token, weights, soft_labels) if self.post_process else hidden
 
     def head(
         self,
@@ -160,6 +161,7 @@ class Encoder(LanguageModule):
         labels: Tensor | None,
         per_token: bool = False,
         weights: Tensor | None = None,
+        soft_labels: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return (loss, number correct), or without `labels` logits [N, V], at positions `predict_at`, None: all."""
         if self.config.sequence_parallel:
@@ -171,7 +173,7 @@ class Encoder(LanguageModule):
         if self.prediction_head is not None:
             hidden_NH = self.prediction_head(hidden_NH)
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden_NH, tied, labels, per_token, weights)
+        return self.output_layer(hidden_NH, tied, labels, per_token, weights, soft_labels)
 
 
 def _scale_by_root_of_width(module: torch.nn.Module, inputs: Any, embedding: Tensor) -> Tensor:
@@ -240,6 +242,7 @@ class OutputLayer(ColumnParallelLinear):
         labels: Tensor | None,
         per_token: bool = False,
         loss_weights: Tensor | None = None,
+        soft_labels: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return (loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
         if labels is not None:
@@ -254,6 +257,7 @@ class OutputLayer(ColumnParallelLinear):
                 bias_V=self.bias,
                 per_token=per_token,
                 weights_N=loss_weights,
+                soft_labels=soft_labels,
             )
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.vocab_columns :] = float("-inf")  # exclude padding from the softmax

@@ -36,6 +36,7 @@ def linear_cross_entropy(
     bias_V: Tensor | None = None,
     per_token: bool = False,
     weights_N: Tensor | None = None,
+    soft_labels: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (summed cross-entropy, number correct) of softmax(hidden weight^T + bias); `columns`: without padding.
 
@@ -43,8 +44,13 @@ def linear_cross_entropy(
     token ids; N may be 0. The prediction is the likeliest token, the lowest id on a tie. `chunk_size`: logits per chunk, or their
     bytes with `fused.loss`. Exact gradients are computed in forward, so that one softmax suffices; backward scales them and sums
     those of `hidden_NH` over `group`. `weights_N`: float32 factors of the cross-entropies (None: 1). `per_token`: return each
-    token's cross-entropy, float32[N], instead of the sum; not under autograd.
+    token's cross-entropy, float32[N], instead of the sum; not under autograd. `soft_labels`: (global ids int64[N, K],
+    probabilities float32[N, K]) of label distributions q, whose cross-entropies logsumexp(z) - sum_k q_k z[id_k] replace those of
+    `labels_N`; the fused kernel is then not used, as it reads one label.
     """
+    if soft_labels is not None:
+        fused = NO_FUSED_KERNELS
+    ids_NK, probabilities_NK = soft_labels or (None, None)
     row_size, limit = weight_VH.size(0), chunk_size or CHUNK_LOGITS
     if fused.loss:
         row_size, limit = row_size * hidden_NH.element_size(), chunk_size or FUSED_CHUNK_BYTES
@@ -53,7 +59,7 @@ def linear_cross_entropy(
     if per_token and train:
         raise ValueError("per_token: found gradients enabled, expected torch.no_grad()")
     options = (columns, group, fused, rows, train, per_token)
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, weights_N, *options)
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, weights_N, ids_NK, probabilities_NK, *options)
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
@@ -70,7 +76,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Chunked output layer and cross-entropy; forward computes the gradients, backward scales and reduces them."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, weights_N, columns, group, fused, rows, train, per_token):
+    def forward(
+        ctx,
+        hidden_NH,
+        weight_VH,
+        bias_V,
+        labels_N,
+        weights_N,
+        ids_NK,
+        probabilities_NK,
+        columns,
+        group,
+        fused,
+        rows,
+        train,
+        per_token,
+    ):
         softmax_statistics, logits_to_gradient_ = _softmax_statistics, _logits_to_gradient_
         if fused.loss:
             from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
@@ -84,13 +105,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels_N), rows):
             part = slice(start, start + rows)
             hidden_nH, labels_n = hidden_NH[part], labels_N[part]
+            # Label distributions are further arguments of the torch functions.
+            soft = () if ids_NK is None else (ids_NK[part], probabilities_NK[part])
             product = (hidden_nH, weight_VH.t())
             logits_nV = torch.mm(*product) if bias_V is None else torch.addmm(bias_V, *product)
-            top_n, sum_n, target_n, token_n = _gather_statistics(softmax_statistics(logits_nV, labels_n, first, columns), group)
+            own_4n = softmax_statistics(logits_nV, labels_n, first, columns, *soft)
+            top_n, sum_n, target_n, token_n = _gather_statistics(own_4n, group)
             losses_N[part] = sum_n.log() + top_n - target_n
             correct += (token_n == labels_n).sum()
             if train:
-                error_nV = logits_to_gradient_(logits_nV, labels_n, top_n, sum_n, first, columns)
+                error_nV = logits_to_gradient_(logits_nV, labels_n, top_n, sum_n, first, columns, *soft)
                 if weights_N is not None:
                     error_nV *= weights_N[part, None]
                 torch.mm(error_nV, weight_VH, out=to_hidden_NH[part])
@@ -117,14 +141,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scaled_VH = to_weight_VH if ctx.dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=ctx.dtype)
         torch.mul(to_weight_VH, scale, out=scaled_VH)
         to_bias_V = None if to_bias_V is None else to_bias_V.mul_(scale).to(ctx.dtype)
-        return to_hidden_NH, scaled_VH, to_bias_V, *[None] * 8
+        return to_hidden_NH, scaled_VH, to_bias_V, *[None] * 10
 
 
-def _softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
-    """Return the same float32[4, n] as `kernels.cross_entropy.softmax_statistics`, in torch; set padding columns to -inf."""
+def _softmax_statistics(
+    logits_nV: Tensor,
+    labels_n: Tensor,
+    first: int,
+    columns: int,
+    ids_nK: Tensor | None = None,
+    probabilities_nK: Tensor | None = None,
+) -> Tensor:
+    """Return the same float32[4, n] as `kernels.cross_entropy.softmax_statistics`, in torch; set padding columns to -inf.
+
+    The label's score is the mean score of a label distribution if one is given (see `linear_cross_entropy`).
+    """
     logits_nV[:, columns:].fill_(float("-inf"))
-    at_n1, own_n = _label_columns(logits_nV, labels_n, first, columns)
-    target_n = torch.where(own_n, logits_nV.gather(1, at_n1).squeeze(1).float(), 0.0)
+    at_nK, own_nK = _label_columns(logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns)
+    scores_nK = logits_nV.gather(1, at_nK).float()
+    scores_nK = scores_nK if probabilities_nK is None else scores_nK * probabilities_nK
+    target_n = torch.where(own_nK, scores_nK, 0.0).sum(dim=1)
     statistics = []
     for piece in _row_chunks(logits_nV):
         scores = logits_nV[piece].float()
@@ -135,22 +171,32 @@ def _softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns
     return torch.stack([highest_n, sum_n, target_n, token_n])
 
 
-def _logits_to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
+def _logits_to_gradient_(
+    logits_nV: Tensor,
+    labels_n: Tensor,
+    top_n: Tensor,
+    sum_n: Tensor,
+    first: int,
+    columns: int,
+    ids_nK: Tensor | None = None,
+    probabilities_nK: Tensor | None = None,
+) -> Tensor:
     """Overwrite logits by the loss's gradient as `kernels.cross_entropy.logits_to_gradient_` does, in torch.
 
-    `_softmax_statistics` must have been called on them.
+    `_softmax_statistics` must have been called on them, with the same labels.
     """
-    at_n1, own_n = _label_columns(logits_nV, labels_n, first, columns)
-    hit_n1, shift_n1 = own_n[:, None].float(), (top_n + sum_n.log())[:, None]
+    at_nK, own_nK = _label_columns(logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns)
+    hit_nK = own_nK.float() if probabilities_nK is None else torch.where(own_nK, probabilities_nK, 0.0)
+    shift_n1 = (top_n + sum_n.log())[:, None]
     for piece in _row_chunks(logits_nV):
-        logits_nV[piece] = (logits_nV[piece] - shift_n1[piece]).exp_().scatter_add_(1, at_n1[piece], -hit_n1[piece])
+        logits_nV[piece] = (logits_nV[piece] - shift_n1[piece]).exp_().scatter_add_(1, at_nK[piece], -hit_nK[piece])
     return logits_nV
 
 
-def _label_columns(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return each label's column in this rank's share, int64[n, 1] (clamped), and bool[n], whether this rank has the label."""
-    own_n = (labels_n >= first) & (labels_n < first + columns)
-    return (labels_n - first).clamp(0, logits_nV.size(1) - 1)[:, None], own_n
+def _label_columns(logits_nV: Tensor, ids_nK: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return each label's column in this rank's share, int64[n, K] (clamped), and bool[n, K], whether this rank has the label."""
+    own_nK = (ids_nK >= first) & (ids_nK < first + columns)
+    return (ids_nK - first).clamp(0, logits_nV.size(1) - 1), own_nK
 
 
 def _row_chunks(logits_nV: Tensor) -> Iterator[slice]:

@@ -1,8 +1,9 @@
 """Training objectives, from CLM and MLM to diffusion and plug-ins, their attention masks and their schedule."""
 
-from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
+from megaenc.objectives.base import Attention, Objective, OptionError, SoftLabels, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling
 from megaenc.objectives.diffusion import MaskedDiffusion
+from megaenc.objectives.distillation import Distillation
 from megaenc.objectives.gpt_bert import GPTBERT
 from megaenc.objectives.masking import MaskedLanguageModeling, MaskedNextTokenPrediction, Masking
 from megaenc.objectives.parser import parse_schedule
@@ -22,6 +23,7 @@ __all__ = [
     "GPTBERT",
     "Attention",
     "CausalLanguageModeling",
+    "Distillation",
     "MaskedDiffusion",
     "MaskedLanguageModeling",
     "MaskedNextTokenPrediction",
@@ -33,6 +35,7 @@ __all__ = [
     "PseudoPerplexity",
     "Schedule",
     "ScheduledObjective",
+    "SoftLabels",
     "SpanCorruption",
     "Targets",
     "build_pseudo_perplexities",

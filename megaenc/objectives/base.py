@@ -27,6 +27,17 @@ class Attention(StrEnum):
     PREFIX = "prefix"
 
 
+class SoftLabels(NamedTuple):
+    """Label distributions of N predictions over K token ids each: ids: int64[N, K]; probabilities: float32[N, K], 0 or more.
+
+    The probabilities of a row add up to 1. An id that stands several times in a row has the sum of its probabilities. All packs
+    of an objective have the same K.
+    """
+
+    ids: np.ndarray
+    probabilities: np.ndarray
+
+
 class Targets(NamedTuple):
     """Model input ids for one pack, the positions whose output is scored, their label ids, and prefix lengths or None.
 
@@ -36,6 +47,8 @@ class Targets(NamedTuple):
 
     The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more; None: 1 each), divided by the sum
     of the packs' `count` (None: N). So a `count` other than N makes it a mean over other tokens than the predicted ones.
+
+    With `soft_labels`, the cross-entropy of a prediction is that of its label distribution, and `labels` count for accuracy.
     """
 
     inputs: np.ndarray
@@ -44,11 +57,17 @@ class Targets(NamedTuple):
     prefixes: np.ndarray | None = None
     weights: np.ndarray | None = None
     count: int | None = None
+    soft_labels: SoftLabels | None = None
 
     @property
     def loss_count(self) -> int:
         """Return what the pack adds to the divisor of the loss: `count`, or without it the number of predictions."""
         return len(self.labels) if self.count is None else self.count
+
+    @property
+    def parts(self) -> tuple[np.ndarray | int | None, ...]:
+        """Return all fields, those of `soft_labels` separately (None twice without them)."""
+        return *self[:-1], *(self.soft_labels or (None, None))
 
 
 class OptionError(InputError):

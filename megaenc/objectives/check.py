@@ -111,7 +111,7 @@ def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
     digests = []
     for pack in packs:
         targets = objective.targets(pack, SampleRandomness(1, pack.sample, pack.epoch))
-        arrays = [np.asarray(part).tobytes() for part in targets if part is not None]
+        arrays = [np.asarray(part).tobytes() for part in targets.parts if part is not None]
         digests.append(hashlib.sha256(b"|".join(arrays)).hexdigest())
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 

@@ -5,7 +5,9 @@ import numpy as np
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError
-from megaenc.objectives.base import Attention, Objective, Targets
+from megaenc.objectives.base import Attention, Objective, SoftLabels, Targets
+
+_SUM_TOLERANCE = 1e-3  # of the sum of a label distribution; float32 rounds thousands of probabilities far less
 
 
 def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
@@ -15,10 +17,12 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
     try:
         targets, second_targets = (objective.targets(pack, randomness) for _ in range(2))
         complaint = _find_violation(objective, pack, targets)
-        if not complaint and not all(map(np.array_equal, targets, second_targets)):
+        if not complaint and not all(map(np.array_equal, targets.parts, second_targets.parts)):
             complaint = "gives other targets when called again, expected a pure function of the pack and its randomness"
         if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.edges, edges)):
             complaint = "changes the pack, expected a copy of what it changes"
+    except InputError as error:
+        complaint = str(error)
     except Exception as error:  # foreign code may raise anything
         complaint = f"raises {type(error).__name__}: {error}"
     if complaint:
@@ -33,7 +37,7 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.int64:
             kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
             return f"`{name}` is {kind}, expected a flat array of int64"
-    inputs, predict_at, labels, prefixes, weights, count = targets
+    inputs, predict_at, labels, prefixes, weights, count, soft_labels = targets
     if len(inputs) != length:
         return f"`inputs` holds {len(inputs)} tokens, expected {length}, as many as the pack"
     size = objective.vocabulary.size
@@ -62,6 +66,8 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
             return f"`weights` is {kind}, expected float32[{len(labels)}], one for each label"
         if not (np.isfinite(weights) & (weights >= 0)).all():
             return f"`weights` holds {weights[~(np.isfinite(weights) & (weights >= 0))][0]}, expected finite numbers of 0 or more"
+    if soft_labels is not None and (complaint := _find_soft_label_violation(soft_labels, len(labels), size)):
+        return complaint
     if count is not None and (type(count) is not int or count < 0 or (not count and len(labels))):
         return f"`count` is {count!r}, expected a whole number above 0, or 0 without predictions"
     if (objective.attention == Attention.PREFIX) != (prefixes is not None):
@@ -70,4 +76,26 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         lengths = np.diff(pack.edges)
         if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any():
             return f"`prefixes` does not hold, for each of {documents} documents, 0 to its length"
+    return ""
+
+
+def _find_soft_label_violation(soft_labels: SoftLabels, count: int, size: int) -> str:
+    """Return a description of the first error in label distributions of `count` predictions over `size` ids, or ""."""
+    for name, array, dtype in zip(SoftLabels._fields, soft_labels, (np.int64, np.float32), strict=True):
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 2 or len(array) != count:
+            kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            return f"`soft_labels.{name}` is {kind}, expected {np.dtype(dtype)}[{count}, K], a row for each label"
+    ids, probabilities = soft_labels
+    if ids.shape != probabilities.shape:
+        return f"`soft_labels` holds {ids.shape[1]} ids and {probabilities.shape[1]} probabilities a row, expected equal numbers"
+    wrong = (ids < 0) | (ids >= size)
+    if wrong.any():
+        return f"`soft_labels.ids` holds {ids[wrong][0]}, expected 0 to {size - 1}"
+    wrong = ~(np.isfinite(probabilities) & (probabilities >= 0))
+    if wrong.any():
+        return f"`soft_labels.probabilities` holds {probabilities[wrong][0]}, expected finite numbers of 0 or more"
+    sums = probabilities.sum(axis=1, dtype=np.float64)
+    wrong = np.abs(sums - 1) > _SUM_TOLERANCE
+    if wrong.any():
+        return f"`soft_labels.probabilities` of prediction {wrong.argmax()} add up to {sums[wrong][0]:g}, expected 1"
     return ""

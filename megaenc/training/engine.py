@@ -307,6 +307,8 @@ class Engine:
         inputs = {"packing": batch.packing, "predict_at": batch.predict_at, "labels": batch.labels}
         if batch.weights is not None:
             inputs["weights"] = batch.weights
+        if batch.soft_labels is not None:
+            inputs["soft_labels"] = batch.soft_labels
         if batch.members is not None:
             inputs["per_token"] = True
         output = model(batch.tokens, batch.positions, **inputs)

@@ -14,7 +14,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
 from megaenc.model.packed_sequences import PackedSequences, copy_to_device
-from megaenc.objectives import Objective
+from megaenc.objectives import Objective, SoftLabels
 
 DEPTH = 2  # prefetched micro-batches: the next, and one more in case it takes longer than usual
 FIRST_RANGE = 128  # positions in the first range of TokenGroups; the later ranges double
@@ -77,6 +77,7 @@ class MicroBatch:
     labels: Tensor  # int64[N]
     loss_count: int  # divisor of the summed loss, together with those of the other micro-batches
     weights: Tensor | None = None  # float32[N], factors of the losses
+    soft_labels: tuple[Tensor, Tensor] | None = None  # int64[N, K] ids, float32[N, K] probabilities of label distributions
     members: Tensor | None = None  # bool[N, G], whether each predicted token is in each of the TokenGroups
 
 
@@ -94,6 +95,7 @@ def build_micro_batch(
     `groups`: those of a validation, for packs of a BlendedDataset. `weight`: factor of the losses and of their divisor.
     """
     edges, tokens, predict_at, labels, prefixes, weights, members, loss_count = [0], [], [], [], [], [], [], 0
+    soft_labels: list[SoftLabels] = []
     for sample in samples:
         pack = packs[sample]
         targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
@@ -108,6 +110,8 @@ def build_micro_batch(
             weights.append(weight * targets.weights)
         elif weight != 1:
             weights.append(np.full(len(targets.labels), weight, dtype=np.float32))
+        if targets.soft_labels is not None:
+            soft_labels.append(targets.soft_labels)
         loss_count += weight * targets.loss_count
         if groups is not None:
             predicted_positions = pack.positions[targets.predict_at + objective.shift]
@@ -117,7 +121,10 @@ def build_micro_batch(
     packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
     memberships = copy_to_device(torch.from_numpy(np.concatenate(members)), device) if members else None
     loss_weights = copy_to_device(torch.from_numpy(np.concatenate(weights)), device) if weights else None
-    return MicroBatch(row[None], positions, packing, predicted, predicted_labels, loss_count, loss_weights, memberships)
+    soft = None
+    if soft_labels:
+        soft = tuple(copy_to_device(torch.from_numpy(np.concatenate(part)), device) for part in zip(*soft_labels, strict=True))
+    return MicroBatch(row[None], positions, packing, predicted, predicted_labels, loss_count, loss_weights, soft, memberships)
 
 
 class MicroBatchSpec(NamedTuple):

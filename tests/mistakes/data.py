@@ -95,6 +95,8 @@ ROWS = [
     ("megaenc objective check", "OBJECTIVE"),
     ("megaenc objective check mlmm", "unknown objective `mlmm`"),
     ("megaenc objective check 'mlm(mask=2)'", "option `mask`: found 2.0"),
+    ("megaenc objective check distill", "option `teacher`: missing, expected the folder"),
+    ("megaenc objective check 'distill(teacher=hf)'", "teacher hf: a vocabulary of 400 ids, expected at least the 1000"),
     ("megaenc objective check 'mlm(mask=0.2'", "--objective: at character"),
     ("megaenc objective check mlm --options mask=0.3", "--options mask=0.3: found with mlm, expected them in it: mlm(mask=0.3)"),
     ("megaenc objective check nowhere:Made", "nowhere:Made: ModuleNotFoundError"),

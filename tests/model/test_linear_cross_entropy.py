@@ -65,6 +65,69 @@ def test_weights_scale_losses_and_gradients(work, at_once):
     torch.testing.assert_close(losses.sum(), expected)
 
 
+def soft_labels_of(labels, columns=5):
+    """Ids and probabilities: the label first, then others of the whole vocabulary; of the first row one id stands twice."""
+    generator = torch.Generator().manual_seed(1)
+    others = torch.rand(len(labels), VOCABULARY, generator=generator).argsort(dim=1)[:, : columns - 1]
+    ids = torch.cat([labels[:, None], others], dim=1)
+    ids[0, 1] = ids[0, 0]
+    return ids, torch.rand(ids.shape, generator=generator).mul(5).softmax(dim=1)
+
+
+def dense(ids, probabilities):
+    """The same distributions over the whole vocabulary, for torch's cross-entropy."""
+    return torch.zeros(len(ids), VOCABULARY).scatter_add_(1, ids, probabilities)
+
+
+@pytest.mark.parametrize("at_once", [1, PADDED * 7, PADDED * ROWS])
+def test_soft_labels_are_the_cross_entropy_with_a_distribution(work, at_once):
+    """With weights and a bias, and of a kernel that reads one label no use is made."""
+    from megaenc.model.kernels.selftest import FusedKernels
+
+    *tensors, labels = work
+    tensors.append(torch.randn(PADDED))
+    soft_labels, weights = soft_labels_of(labels), torch.rand(ROWS) * 5
+    here, there = ([tensor.clone().requires_grad_() for tensor in tensors] for _ in range(2))
+    options = {"weights_N": weights, "soft_labels": soft_labels, "chunk_size": at_once}
+    loss, correct = loss_of(*here[:2], labels, bias_V=here[2], fused=FusedKernels(loss=True), **options)
+    logits = there[0] @ there[1][:VOCABULARY].T + there[2][:VOCABULARY]
+    losses = F.cross_entropy(logits, dense(*soft_labels), reduction="none") * weights
+    (loss * 0.5).backward()
+    (losses.sum() * 0.5).backward()
+    torch.testing.assert_close(loss, losses.sum(), rtol=1e-6, atol=0)
+    for actual, expected in zip(here, there, strict=True):
+        assert (actual.grad - expected.grad).norm() <= 1e-6 * expected.grad.norm()
+    assert int(correct) == int((logits.argmax(1) == labels).sum())
+    with torch.no_grad():
+        single, _ = loss_of(*tensors[:2], labels, bias_V=tensors[2], per_token=True, **options)
+    torch.testing.assert_close(single, losses)
+
+
+def test_soft_labels_of_one_id_are_labels(work):
+    hidden, weight, labels = work
+    with torch.no_grad():
+        hard, soft = (
+            loss_of(hidden, weight, labels, per_token=True, soft_labels=given)[0]
+            for given in (None, (labels[:, None], torch.ones(ROWS, 1)))
+        )
+    assert torch.equal(hard, soft)
+
+
+def test_soft_labels_in_bfloat16(work):
+    """No further from the exact gradients than a few roundings of the logits."""
+    hidden, weight, labels = (tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in work)
+    soft_labels = soft_labels_of(labels)
+    actual, expected = ([tensor.clone().requires_grad_() for tensor in pair] for pair in
+                        ((hidden, weight), (hidden.float(), weight.float())))  # fmt: skip
+    loss, _ = loss_of(*actual, labels, chunk_size=PADDED * 7, soft_labels=soft_labels)
+    exact = F.cross_entropy(expected[0] @ expected[1][:VOCABULARY].T, dense(*soft_labels), reduction="sum")
+    loss.backward()
+    exact.backward()
+    assert abs(loss - exact) < 2**-7 * exact
+    for one, other in zip(actual, expected, strict=True):
+        assert (one.grad.float() - other.grad).norm() < 2**-6 * other.grad.norm()
+
+
 def test_losses_of_single_tokens(work):
     hidden, weight, labels = work
     with torch.no_grad():
@@ -159,5 +222,5 @@ def test_over_ranks_it_is_the_same(ranks, tmp_path):
     runs.script(runs.WORKERS / "loss_over_ranks.py", [str(tmp_path / "found.json")], processes=ranks)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["correct"] == found["expected_correct"] >= 10
-    for name in ("loss", "to_hidden", "to_weight"):
+    for name in ("loss", "to_hidden", "to_weight", "soft_loss", "soft_to_hidden", "soft_to_weight"):
         assert found[name] < 1e-6, found

@@ -1,6 +1,7 @@
 """Packs, a vocabulary and bounds that the tests of objectives share."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 
@@ -31,3 +32,11 @@ def places_in_document(pack: Pack) -> list[int]:
 def within(successes, trials, probability) -> bool:
     """Whether a count lies within 4.5 standard deviations of its mean (a chance of 7e-6 to fail, and the seed is fixed)."""
     return abs(successes - trials * probability) < 4.5 * math.sqrt(trials * probability * (1 - probability))
+
+
+def write_teacher(folder: Path, name: str = "eurobert", **options) -> Path:
+    """A model of tests/convert/hf_models.py with random weights, without a tokenizer, in `folder`."""
+    from convert import hf_models
+
+    hf_models.build(name, **({"vocab_size": VOCABULARY.size} | options)).save_pretrained(folder)
+    return folder

@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", sorted({*known()} - {"distill"}))  # which needs a teacher: test_distillation.py
 def test_own_objectives_pass(name):
     _, results = run_checks(CheckConfig(name))
     assert [result.name for result in results if result.passed is False] == []

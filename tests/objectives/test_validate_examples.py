@@ -8,7 +8,7 @@ import pytest
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.objectives import Attention, Objective, Targets, check_targets, find, known, option, register
+from megaenc.objectives import Attention, Objective, SoftLabels, Targets, check_targets, find, known, option, register
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 PACK = Pack(3, 0, np.arange(2, 14), np.array([0, 5, 12], dtype=np.int32))
@@ -32,7 +32,21 @@ def at(*places):
     return np.array(places, dtype=np.int64)
 
 
-@pytest.mark.parametrize("name", known())
+def floats(*rows):
+    return np.array(rows, dtype=np.float32)
+
+
+def softly(pack, ids, probabilities=None):
+    """Targets of one prediction with soft labels."""
+    probabilities = floats([1.0]) if probabilities is None else probabilities
+    return Targets(pack.tokens, at(3), pack.tokens[[3]], soft_labels=SoftLabels(ids, probabilities))
+
+
+def test_soft_labels_that_add_up_pass():
+    check_targets(build_objective(lambda p: softly(p, at(3, 9, 3)[None], floats([0.5, 0.4995, 0]))), PACK, seed=0)
+
+
+@pytest.mark.parametrize("name", sorted({*known()} - {"distill"}))  # which needs a teacher: test_distillation.py
 def test_the_package_s_own_objectives_keep_it(name):
     check_targets(find(name)(VOCABULARY), PACK, seed=0)
 
@@ -71,6 +85,28 @@ def test_the_package_s_own_objectives_keep_it(name):
         ),
         (lambda p: Targets(p.tokens, at(3), p.tokens[[3]], count=0), {}, "`count` is 0, expected a whole number above 0"),
         (lambda p: Targets(p.tokens, at(3), p.tokens[[3]], count=1.5), {}, "`count` is 1.5, expected a whole number above 0"),
+        (lambda p: softly(p, at(3)), {}, "`soft_labels.ids` is int64[1], expected int64[1, K], a row for each label"),
+        (
+            lambda p: softly(p, at(3)[:, None], np.ones((1, 1))),
+            {},
+            "`soft_labels.probabilities` is float64[1, 1], expected float32",
+        ),
+        (lambda p: softly(p, at(3, 4)[:, None]), {}, "`soft_labels.ids` is int64[2, 1], expected int64[1, K]"),
+        (lambda p: softly(p, at(3, 4)[None]), {}, "`soft_labels` holds 2 ids and 1 probabilities a row"),
+        (lambda p: softly(p, at(64)[None]), {}, "`soft_labels.ids` holds 64, expected 0 to 63"),
+        (lambda p: softly(p, at(3, 4)[None], floats([1.5, -0.5])), {}, "`soft_labels.probabilities` holds -0.5, expected finite"),
+        (lambda p: softly(p, at(3)[None], floats([np.nan])), {}, "`soft_labels.probabilities` holds nan, expected finite"),
+        (lambda p: softly(p, at(3, 4)[None], floats([0.5, 0.498])), {}, "of prediction 0 add up to 0.998, expected 1"),
+        (
+            lambda p: softly(p, at(3)[None], floats([1]).tolist()),
+            {},
+            "`soft_labels.probabilities` is list, expected float32[1, K]",
+        ),
+        (
+            lambda p: softly(p, np.random.default_rng().integers(0, 64, (1, 20)), np.full((1, 20), 0.05, dtype=np.float32)),
+            {},
+            "gives other targets when called again",
+        ),
         (lambda p: p.nothing, {}, "raises AttributeError: 'Pack' object has no attribute 'nothing'"),
         (
             lambda p: Targets(np.random.default_rng().permutation(p.tokens), at(), at()),

@@ -27,26 +27,31 @@ def main(file: str) -> None:
     logits = hidden @ weight[:VOCABULARY].T
     labels = torch.randint(0, VOCABULARY, (ROWS,))
     labels[:10] = logits[:10].argmax(1)
-    expected = F.cross_entropy(logits, labels, reduction="sum")
-    to_hidden, to_weight = torch.autograd.grad(expected, (hidden, weight))
+    ids = torch.cat([labels[:, None], torch.rand(ROWS, VOCABULARY).argsort(dim=1)[:, :6]], dim=1)
+    probabilities = torch.rand(ids.shape).mul(5).softmax(dim=1)
+    distributions = torch.zeros(ROWS, VOCABULARY).scatter_add_(1, ids, probabilities)
 
     group = parallel_state.get_tensor_model_parallel_group()
     mine = slice(group.rank() * share, (group.rank() + 1) * share)
-    part = weight.detach()[mine].clone().requires_grad_()
-    here = hidden.detach().clone().requires_grad_()
     columns = min(max(VOCABULARY - mine.start, 0), share)
-    loss, correct = linear_cross_entropy(here, part, labels, columns, group, chunk_size=7 * share)
-    loss.backward()
-    gathered = [torch.empty_like(part) for _ in range(get_world_size())]
-    dist.all_gather(gathered, part.grad, group=group)
-    if group.rank() == 0:
-        found = {
-            "loss": float((loss - expected).abs() / expected),
-            "to_hidden": float((here.grad - to_hidden).norm() / to_hidden.norm()),
-            "to_weight": float((torch.cat(gathered) - to_weight).norm() / to_weight.norm()),
-            "correct": int(correct),
-            "expected_correct": int((logits.argmax(1) == labels).sum()),
+    found = {"expected_correct": int((logits.argmax(1) == labels).sum())}
+    for prefix, target, soft_labels in (("", labels, None), ("soft_", distributions, (ids, probabilities))):
+        expected = F.cross_entropy(logits, target, reduction="sum")
+        to_hidden, to_weight = torch.autograd.grad(expected, (hidden, weight), retain_graph=True)
+        part = weight.detach()[mine].clone().requires_grad_()
+        here = hidden.detach().clone().requires_grad_()
+        options = {"chunk_size": 7 * share, "soft_labels": soft_labels}
+        loss, correct = linear_cross_entropy(here, part, labels, columns, group, **options)
+        loss.backward()
+        gathered = [torch.empty_like(part) for _ in range(get_world_size())]
+        dist.all_gather(gathered, part.grad, group=group)
+        found |= {
+            f"{prefix}loss": float((loss - expected).abs() / expected),
+            f"{prefix}to_hidden": float((here.grad - to_hidden).norm() / to_hidden.norm()),
+            f"{prefix}to_weight": float((torch.cat(gathered) - to_weight).norm() / to_weight.norm()),
+            f"{prefix}correct": int(correct),
         }
+    if group.rank() == 0:
         with open(file, "w") as out:
             json.dump(found, out)
     backend.destroy_distributed()

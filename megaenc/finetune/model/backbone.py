@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from megaenc.convert.hf_model import find_position_offset
+
 AttentionDirection = Literal["bidirectional", "causal"]
 
 # torch 2.11 detects grouped heads itself; later versions require the keyword.
@@ -88,9 +90,7 @@ class Backbone(nn.Module):
         """True if packed attention on a GPU uses torch's variable-length kernel."""
         self.hidden_size: int = model.config.hidden_size
         # Learned positions of models like RoBERTa start after the padding index of their embedding.
-        tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-        padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
-        self.position_offset = next((index + 1 for index in padding if index is not None), 0)
+        self.position_offset = find_position_offset(model)
         self.context_length: int = model.config.max_position_embeddings - self.position_offset
         """Maximum length of a text in tokens."""
         self.sliding_windows: set[int] = set()

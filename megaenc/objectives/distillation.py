@@ -1,0 +1,186 @@
+"""Distillation: labels of masked language modeling are in part the distribution of a frozen teacher."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.errors import InputError
+from megaenc.objectives.base import OptionError, SoftLabels, Targets, option
+from megaenc.objectives.masking import MaskedLanguageModeling
+from megaenc.objectives.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+    # Only its readers of folders, which depend on no objective; imported when a teacher is read.
+    from megaenc.convert.hf_checkpoint import HFCheckpoint
+
+_BATCH_TOKENS = 2048  # padded tokens that the teacher reads at a time, or one longer document
+
+
+@register
+@dataclass(frozen=True)
+class Distillation(MaskedLanguageModeling):
+    """Objective `distill`: `mlm` with a teacher (Hinton et al. 2015, arXiv 1503.02531; DistilBERT, arXiv 1910.01108).
+
+    Hides the same tokens as `mlm` with the same options. The label distribution of a hidden token is
+    (1 - `share`) onehot(token) + `share` softmax(z / `temperature`) over the `top_k` largest logits z of the teacher, which reads
+    the same masked inputs, each document separately. The loss is the cross-entropy with this distribution, at least its entropy:
+    runs are compared by the held-out loss of `mlm`. The student's temperature is 1, so there is no factor of temperature^2.
+
+    `teacher` is a folder with a masked language model for the run's tokenizer, for example an export of this project; its path
+    has no space and none of `,():=`, which mean something in a schedule. Its config and weights join the run's identity.
+
+    The teacher runs in float32 on the CPU, in the threads that OMP_NUM_THREADS gives, for each pack that a rank reads: all
+    tensor- and pipeline-parallel ranks of a model compute it again. On accelerators it must not take longer than the step. No
+    count of FLOPs and no estimate includes it.
+    """
+
+    name = "distill"
+
+    teacher: str = option("", "folder of a Hugging Face masked language model")
+    top_k: int = option(32, "number of the teacher's likeliest tokens in a label distribution", low=1)
+    temperature: float = option(1.0, "divisor of the teacher's logits", above=0)
+    share: float = option(0.5, "share of the teacher in a label distribution", low=0, high=1)
+
+    def __post_init__(self) -> None:
+        """Check the options, but not the teacher's folder, which exports of a run do not need. Raises OptionError, InputError."""
+        super().__post_init__()
+        if not self.teacher:
+            raise OptionError(
+                self.name, "teacher", f"missing, expected the folder of a masked language model: {self.name}(teacher=DIR)"
+            )
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the config and weights of the teacher. Raises InputError if they cannot be read."""
+        folder = _open_folder(self.teacher)
+        return folder.config_file, *folder.files
+
+    def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
+        """Return the Targets of `mlm` with the label distributions. Raises InputError for an unusable teacher."""
+        targets = super().targets(pack, randomness)
+        teacher = load_teacher(self.teacher, self.vocabulary)
+        ids_NK, logits_NK = teacher.find_top_tokens(pack, targets.inputs, targets.predict_at, self.top_k)
+        weights_NK = np.exp((logits_NK - logits_NK.max(axis=1, keepdims=True)) / self.temperature)
+        probabilities_NK = self.share * weights_NK / weights_NK.sum(axis=1, keepdims=True)
+        # A token has all of its probability at one place, so that the sum over a row has one result in any order.
+        labels_N1 = targets.labels[:, None]
+        is_label_NK = ids_NK == labels_N1
+        of_label_N1 = 1 - self.share + np.where(is_label_NK, probabilities_NK, 0).sum(axis=1, keepdims=True)
+        probabilities_NK[is_label_NK] = 0
+        probabilities = np.concatenate([of_label_N1, probabilities_NK], axis=1).astype(np.float32)
+        return targets._replace(soft_labels=SoftLabels(np.concatenate([labels_N1, ids_NK], axis=1), probabilities))
+
+
+class Teacher:
+    """Frozen masked language model in float32 on the CPU."""
+
+    def __init__(self, path: str, vocabulary: Vocabulary):
+        """Load the model in the folder `path`. Raises InputError if it is none or has another vocabulary."""
+        from megaenc.convert.hf_model import find_position_offset, load_hf_config, load_masked_lm
+
+        folder = _open_folder(path)
+        config = load_hf_config(folder)
+        size = getattr(config, "vocab_size", 0)
+        if size < vocabulary.size:
+            raise InputError(
+                f"teacher {path}: a vocabulary of {size} ids, expected at least the {vocabulary.size} of the tokenizer"
+            )
+        _check_tokenizer(Path(path), vocabulary)
+        self.path, self.vocabulary = path, vocabulary
+        self.model = load_masked_lm(folder, config).requires_grad_(False)
+        if shift := getattr(config, "prediction_shift", 0):
+            raise InputError(
+                f"teacher {path}: predicts tokens {shift} further (`prediction_shift`), expected a model trained with mlm last"
+            )
+        self.context_length = config.max_position_embeddings - find_position_offset(self.model)
+        self._padding = getattr(config, "pad_token_id", None) or 0
+        self._lock = threading.Lock()  # for the hook of a call
+
+    def find_top_tokens(self, pack: Pack, inputs: np.ndarray, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int64[N, K], logits float64[N, K]) of the `count` likeliest tokens at `positions` of `inputs`, best first.
+
+        K is `count`, or the size of a smaller vocabulary. Each document is read without the others. Raises InputError for a pack
+        longer than the model's context, because a document may be as long.
+        """
+        import torch
+
+        if len(pack.tokens) > self.context_length:
+            raise InputError(
+                f"teacher {self.path}: reads up to {self.context_length} tokens, expected the {len(pack.tokens)} of a pack; "
+                "use a smaller --seq-length or another teacher"
+            )
+        count = min(count, self.vocabulary.size)
+        ids_NK, logits_NK = np.empty((len(positions), count), dtype=np.int64), np.empty((len(positions), count))
+        lengths, document_of = np.diff(pack.edges), np.searchsorted(pack.edges, positions, side="right") - 1
+        for documents in _iterate_batches(np.unique(document_of), lengths):
+            row_of = np.full(len(lengths), -1)
+            row_of[documents] = np.arange(len(documents))
+            tokens_BL = np.full((len(documents), lengths[documents[0]]), self._padding)
+            mask_BL = np.arange(tokens_BL.shape[1]) < lengths[documents, None]
+            tokens_BL[mask_BL] = np.concatenate([inputs[pack.edges[at] : pack.edges[at + 1]] for at in documents])
+            (chosen,) = (row_of[document_of] >= 0).nonzero()
+            at_n = row_of[document_of[chosen]] * tokens_BL.shape[1] + positions[chosen] - pack.edges[document_of[chosen]]
+            logits_nV = self._compute_logits(*map(torch.from_numpy, (tokens_BL, mask_BL, at_n)))
+            best = logits_nV[:, : self.vocabulary.size].topk(count)
+            ids_NK[chosen], logits_NK[chosen] = best.indices.numpy(), best.values.numpy()
+        return ids_NK, logits_NK
+
+    def _compute_logits(self, tokens_BL: "torch.Tensor", mask_BL: "torch.Tensor", at_n: "torch.Tensor") -> "torch.Tensor":
+        """Return logits float32[n, V] at the places `at_n` of the flattened right-padded tokens; `mask_BL`: True for tokens."""
+        import torch
+
+        def select(module: Any, inputs: tuple["torch.Tensor"]) -> tuple["torch.Tensor"]:
+            """Keep only the predicted positions, so that no other logits are computed."""
+            return (inputs[0].flatten(0, 1)[at_n],)
+
+        with torch.inference_mode(), self._lock, self.model.get_output_embeddings().register_forward_pre_hook(select):
+            return self.model(input_ids=tokens_BL, attention_mask=mask_BL.long()).logits
+
+
+@lru_cache(maxsize=4)
+def load_teacher(path: str, vocabulary: Vocabulary) -> Teacher:
+    """Return the Teacher in the folder `path`, loaded once in a process; InputError if it is unusable."""
+    return Teacher(path, vocabulary)
+
+
+@cache
+def _open_folder(path: str) -> "HFCheckpoint":
+    """Read the config and the weights' headers in the folder `path`, once in a process. Raises InputError."""
+    from megaenc.convert.hf_checkpoint import HFCheckpoint
+
+    return HFCheckpoint(Path(path), "teacher")
+
+
+def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
+    """Raise InputError if `folder` has a tokenizer and it is another than that of `vocabulary`."""
+    from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
+
+    if not (folder / "tokenizer.json").exists():
+        return
+    try:
+        fingerprint = read_vocabulary(load_tokenizer(folder)).fingerprint
+    except InputError as error:
+        raise InputError(str(error).replace("--tokenizer", "teacher", 1)) from None
+    if fingerprint != vocabulary.fingerprint:
+        raise InputError(
+            f"teacher {folder}: its tokenizer ({fingerprint[:12]}) is not the run's ({vocabulary.fingerprint[:12]}), expected a "
+            "model trained with the same"
+        )
+
+
+def _iterate_batches(documents: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the numbers of `documents` in batches of at most _BATCH_TOKENS padded tokens or one document, longest first."""
+    order = documents[np.argsort(-lengths[documents], kind="stable")]
+    while len(order):
+        rows = max(1, _BATCH_TOKENS // lengths[order[0]])
+        yield order[:rows]
+        order = order[rows:]
