@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -104,22 +104,25 @@ def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
     with tempfile.TemporaryDirectory(prefix="megaenc-objective-") as folder:
         try:
             return _compare_runs(Path(folder), objective, tuple(options))
-        except TimeoutError:
-            error = f"no answer in {_SECONDS} s"
-        except Exception as failure:  # foreign code may raise anything, in any process
-            error = first_error_line(failure) if isinstance(failure, InputError) else f"{type(failure).__name__}: {failure}"
-        return [CheckResult("layouts", False, f"the training fails: {' '.join(error.split())}")]
+        except InputError as error:
+            return [CheckResult("layouts", False, str(error))]
 
 
 def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> list[CheckResult]:
     """Return the results of `check_training`, with the corpus and the runs in `folder`."""
     flags = (*_FLAGS, *_write_corpus(folder))
-    with _start_workers() as workers:
+    with tempfile.TemporaryFile() as output, _start_workers(output) as workers:
 
         def run(name: str, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
             """Train or resume the run `name` on the first workers; return its rows of metrics."""
             words = (*flags, *more, "--save", str(folder / name))
-            _call(workers[:ranks], [_TrainingJob(objective, options, words, each) for each in _launch_variables(ranks)])
+            try:
+                for worker, variables in zip(workers, _launch_variables(ranks), strict=False):
+                    worker.send(_TrainingJob(objective, options, words, variables))
+                _collect(workers[:ranks])
+            except Exception as error:  # foreign code may raise anything, in any process
+                text = _describe_failure(error, output)
+                raise InputError(f"training in {ranks} process{'es' * (ranks > 1)} failed: {text}") from None
             return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
         for worker in workers[1:]:
@@ -158,8 +161,8 @@ def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]
             one, other = expected[name] or 0.0, actual[name] or 0.0  # null without predictions
             difference = abs(one - other) / max(abs(one), 1e-30)
             worst = max(worst, difference)
-            if difference > (0 if name == "predicted_tokens" else _TOLERANCE):
-                text += f"{name} {one:.6g} and {other:.6g} in step {expected['step']}; expected targets that no rank decides"
+            if not difference <= (0 if name == "predicted_tokens" else _TOLERANCE):  # also for NaN
+                text += f"{name} {one:.7g} and {other:.7g} in step {expected['step']}; expected equal targets on all ranks"
                 return CheckResult("layouts", False, text)
     return CheckResult("layouts", True, f"{text}losses and gradient norms within {worst:.0e} (limit {_TOLERANCE:.0e})")
 
@@ -184,26 +187,29 @@ def _write_corpus(folder: Path) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _start_workers() -> Iterator[list[Worker]]:
-    """Start the processes, without accelerators and with one thread each; kill them afterwards.
-
-    Raises WorkerDied with the last line of their output if one ends early.
-    """
+def _start_workers(output: IO[bytes]) -> Iterator[list[Worker]]:
+    """Start the processes, without accelerators, with one thread each, and printing to `output`; kill them afterwards."""
     environment = {name: value for name, value in python_environment().items() if not name.startswith("TORCHELASTIC_")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     workers: list[Worker] = []
-    with tempfile.TemporaryFile() as output:
-        try:
-            for _ in range(_RANKS):
-                workers.append(Worker(_run_job, environment, output))
-            yield workers
-        except WorkerDied as error:
-            lines = output.read().decode(errors="replace").split("\n") if not output.seek(0) else []
-            last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-            raise InputError(f"a process {error}: {last}") from None
-        finally:
-            for worker in workers:
-                worker.kill()
+    try:
+        for _ in range(_RANKS):
+            workers.append(Worker(_run_job, environment, output))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def _describe_failure(error: Exception, output: IO[bytes]) -> str:
+    """Return one line on an exception of a run; of a process that died, with the last line of the processes' `output`."""
+    if isinstance(error, WorkerDied):
+        output.seek(0)
+        lines = output.read().decode(errors="replace").split("\n")
+        return f"one {error}; last output: {next((line.strip() for line in reversed(lines) if line.strip()), 'none')}"
+    if isinstance(error, TimeoutError):
+        return f"no answer in {_SECONDS} s"
+    return first_error_line(error) if isinstance(error, InputError) else f"{type(error).__name__}: {first_error_line(error)}"
 
 
 def _launch_variables(ranks: int) -> list[dict[str, str]]:
@@ -214,13 +220,6 @@ def _launch_variables(ranks: int) -> list[dict[str, str]]:
         port = str(server.getsockname()[1])
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
-def _call(workers: Sequence[Worker], jobs: Sequence[_TrainingJob]) -> None:
-    """Run a job on each of `workers` and wait for all."""
-    for worker, job in zip(workers, jobs, strict=True):
-        worker.send(job)
-    _collect(workers)
 
 
 def _collect(workers: Sequence[Worker]) -> None:

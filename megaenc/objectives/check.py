@@ -67,6 +67,8 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
     finally:
         sys.path.pop(0)
     check_class(objective, text)
+    if objective.name in known() and find(objective.name) is not objective:
+        raise InputError(f"{text}: is called `{objective.name}`, found another objective of this name; choose a new one")
     return objective.from_texts(VOCABULARY, words)
 
 
@@ -80,12 +82,10 @@ def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
 
 
 def register_objective(text: str, options: Sequence[str]) -> str:
-    """Return the schedule text of an objective given to the command; a MODULE:CLASS without an entry point is registered."""
+    """Return the schedule text of an objective given to the command, and register the class of a MODULE:CLASS."""
     objective = load_objective(text, options)
     if objective.name not in known():
         register(type(objective))
-    elif find(objective.name) is not type(objective):
-        raise InputError(f"{text}: is called `{objective.name}`, as another objective; expected a name of its own")
     return objective.describe()
 
 

@@ -8,9 +8,8 @@ import pytest
 import runs
 
 from megaenc.doctor.objective_layouts import _compare_layouts
-from megaenc.objectives import known
+from megaenc.objectives import known, measure
 from megaenc.objectives.check import CheckConfig, main, run_checks
-from megaenc.objectives.measure import make_packs
 
 HEAD = """
 import os
@@ -36,20 +35,20 @@ SHOWN = "return Targets(inputs, at, pack.tokens[at])"
 HIDDEN = "inputs[at] = self.vocabulary.mask_id; return Targets(inputs, at, pack.tokens[at])"
 NEXT = "at = np.setdiff1d(np.arange(len(inputs)), pack.edges[1:] - 1); return Targets(inputs, at, pack.tokens[at + 1])"
 PREFIX = "attention = Attention.PREFIX; shift = 1"
-# Labels that the model can read: (class attributes, body of `targets`, place in the message).
+# Labels that the model can read: (class attributes, body of `targets`, part of the message).
 LEAKS = {
-    "at_the_token": ("", SHOWN, "distance 0"),
+    "at_the_token": ("", SHOWN, "100.0 % at their own place"),
     "at_the_next_token": (
         "",
         f"inputs[at] = 1; inputs[np.minimum(at + 1, len(inputs) - 1)] = pack.tokens[at]; {SHOWN}",
-        "distance 1",
+        "(distance 1); expected at most",
     ),
-    "by_bidirectional_attention": ("shift = 1", NEXT, "distance 0"),
+    "by_bidirectional_attention": ("shift = 1", NEXT, "100.0 % at their own place"),
     "by_causal_attention": (
-        "attention = Attention.CAUSAL; shift = 1", f"inputs = np.roll(inputs, -1); {NEXT}", "distance -1",
+        "attention = Attention.CAUSAL; shift = 1", f"inputs = np.roll(inputs, -1); {NEXT}", "(distance -1); expected at most",
     ),
     "by_a_prefix_of_the_whole_document": (
-        PREFIX, NEXT.replace("+ 1])", "+ 1], np.diff(pack.edges).astype(np.int64))"), "distance 0",
+        PREFIX, NEXT.replace("+ 1])", "+ 1], np.diff(pack.edges).astype(np.int64))"), "100.0 % at their own place",
     ),
     "in_the_prefix": (
         PREFIX,
@@ -61,7 +60,7 @@ LEAKS = {
         at = np.concatenate(spans)
         return Targets(inputs, at, pack.tokens[at + 1], prefixes)
         """,
-        "number of the prediction 0",
+        "(number of the prediction 0); expected at most",
     ),
     "in_the_reversed_document": (
         "",
@@ -70,17 +69,27 @@ LEAKS = {
             inputs[start:end] = inputs[start:end][::-1].copy()
         return Targets(inputs, at, pack.tokens[at])
         """,
-        "distance in the reversed document 0",
+        "(distance in the reversed document 0); expected at most",
     ),
-    "as_another_id": ("", f"inputs[at] = 3 + 7 * pack.tokens[at] % 997; {SHOWN}", "distance 0"),
+    "as_another_id": ("", f"inputs[at] = 3 + 7 * pack.tokens[at] % 997; {SHOWN}", "100.0 % at their own place"),
     "as_a_sum_in_the_first_token": (
         "",
         f"inputs[pack.edges[:-1]] = 3 + np.add.reduceat(pack.tokens, pack.edges[:-1]) % 997; {HIDDEN}",
-        "token 0",
+        "(token 0); expected at most",
     ),
-    "at_other_predictions": ("", f"inputs[at] = np.roll(pack.tokens[at], 1); {SHOWN}", "place of another prediction 1"),
+    "of_every_other_document": (
+        "",
+        f"""
+        inputs[at] = 1
+        chosen = np.setdiff1d(at[(np.searchsorted(pack.edges, at, 'right') % 2).astype(bool)] + 1, pack.edges)
+        inputs[chosen] = pack.tokens[chosen - 1]
+        {SHOWN}
+        """,
+        "(distance 1); expected at most",
+    ),
+    "at_other_predictions": ("", f"inputs[at] = np.roll(pack.tokens[at], 1); {SHOWN}", "(place of another prediction 1); expected at most"),
 }  # fmt: skip
-CASES = {f"labels_{name}": (*code, f" % at one place ({place}), expected") for name, (*code, place) in LEAKS.items()} | {
+CASES = {f"labels_{name}": (*code, words) for name, (*code, words) in LEAKS.items()} | {
     "the_clock_of_python": ("", f"at = at[: random.Random(hash('x')).randrange(9, 99)]; {HIDDEN}", "differ in another process"),
     "the_thread": (
         "", f"at = at[threading.current_thread() is threading.main_thread() :]; {HIDDEN}", "inputs: in a prefetching thread",
@@ -97,7 +106,8 @@ CASES = {f"labels_{name}": (*code, f" % at one place ({place}), expected") for n
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current directory."""
+    """The current directory, for checks of a quarter of a million tokens."""
+    monkeypatch.setattr(measure, "_PACKS", 128)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -114,7 +124,7 @@ def test_statistics_are_those_of_the_options():
     """Of BERT's masks in runs of mean 3: text is 142.1 of 143.1 tokens of a document, of which a geometric run loses its end."""
     _, results = run_checks(CheckConfig("mlm(mask=0.15,random=0.1,keep=0.1,span=3)"))
     rows = {result.name: [float(number) for number in re.findall(r"\d+\.\d+", result.text)] for result in results}
-    assert rows["leaks"] == pytest.approx([10, 10], abs=1.5)
+    assert rows["leaks"] == pytest.approx([10, 10, 0], abs=1.5)
     _, low, high = rows["predictions"]
     assert low < 15 * (1 - 1 / 150.5) < high and high - low < 0.5
     assert rows["inputs"] == pytest.approx([80, 10, 10, 0], abs=0.5)
@@ -126,8 +136,14 @@ def test_statistics_are_those_of_the_options():
     assert rows["weights"].startswith("2.0000 on average, sum / divisor 1.00")
 
 
+def test_a_name_that_another_objective_has_is_refused(folder, refusal):
+    (folder / "same_name.py").write_text(HEAD.format(shift="", body=HIDDEN).replace('name = "made"', 'name = "clm"'))
+    assert "same_name:Made: is called `clm`, found another objective of this name" in refusal(main, ["same_name:Made"])
+
+
 def test_labels_that_are_kept_too_often_are_refused(refusal):
-    assert "leaks: 100.0 % of" in refusal(main, ["mlm(keep=1)"])
+    line = refusal(main, ["mlm(keep=1)"])
+    assert "labels change a visible input, 100.0 % at their own place; expected at most 60 %" in line
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,7 +161,7 @@ def test_the_example_and_a_right_plug_in_pass(folder, capsys):
         output = " ".join(capsys.readouterr().out.split())
         # A shuffled token stays in place once in `length` times, and all are visible.
         assert f"word_order({options[0]},length=" in output
-        row = re.search(r"100\.0 % of [\d,]+ labels change a visible input, (.*) % at one place \(distance 0\)", output)
+        row = re.search(r"100\.0 % of [\d,]+ labels change a visible input, (.*) % at their own place", output)
         assert float(row[1]) == pytest.approx(share, abs=2.5)
     (folder / "right.py").write_text(HEAD.format(shift="", body=HIDDEN))
     main(["right:Made", "--options", "share=0.25"])
@@ -160,6 +176,7 @@ def test_rows_of_layouts_are_compared_step_by_step():
         ({"loss": 5.0001}, "loss 5 and 5.0001 in step 2"),
         ({"grad_norm": 1 - 2e-5}, "grad_norm 1 and 0.99998"),
         ({"predicted_tokens": 13}, "predicted_tokens 14 and 13"),
+        ({"loss": float("nan")}, "loss 5 and nan"),
     ):
         result = _compare_layouts(rows, [rows[0], rows[1] | change])
         assert result.passed is False and words in result.text
@@ -181,6 +198,6 @@ def test_a_plug_in_trains_alike_in_every_layout(folder, capfd, refusal):
 
 
 def test_packs_have_what_objectives_meet_seldom():
-    packs = list(make_packs(16))
+    packs = list(measure.make_packs(16))
     assert all(pack.edges[0] == 0 and pack.edges[-1] == len(pack.tokens) == 2048 for pack in packs)
     assert np.diff(packs[7].edges).max() <= 2 and (packs[6].tokens[:1024] < 3).all()
