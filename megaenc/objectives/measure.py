@@ -96,7 +96,7 @@ class _LeakCounts:
 
     def add(self, pack: Pack, targets: Targets) -> None:
         """Replace the token of a random prediction of each document by another text token, and count the inputs that change."""
-        rng, shift, lengths = np.random.default_rng(pack.sample), self.objective.shift, np.diff(pack.edges)
+        rng, shift, lengths = np.random.default_rng([1, pack.sample]), self.objective.shift, np.diff(pack.edges)
         starts = pack.edges[:-1].astype(np.int64)
         first, last = np.searchsorted(targets.predict_at, [pack.edges[:-1], pack.edges[1:]])
         (documents,) = np.nonzero(last > first)
