@@ -3,7 +3,8 @@
 megaenc objective check 'mlm(mask=0.3)'
 megaenc objective check my_package.my_module:MyObjective --options share=0.5
 
-Packs are made up, so that neither a corpus nor a tokenizer is needed. Exit code 2 if a check fails.
+Packs are made up, so that neither a corpus nor a tokenizer is needed. --train also trains a tiny model in one process and in
+four. Exit code 2 if a check fails.
 """
 
 import hashlib
@@ -14,8 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 from rich import box
@@ -24,18 +24,15 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.console import build_rich_console
-from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
-from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.objectives.base import Attention, Objective, Targets
-from megaenc.objectives.registry import check_class
+from megaenc.objectives.base import Objective
+from megaenc.objectives.measure import VOCABULARY, CheckResult, compute_targets, make_packs, measure
+from megaenc.objectives.registry import check_class, find, known, register
 from megaenc.objectives.validate import check_targets
 from megaenc.processes import python_command, python_environment
 
-_VOCABULARY = Vocabulary(size=1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="made up")
-_LENGTH, _PACKS, _CONTRACT_PACKS = 2048, 512, 64  # a million tokens; packs of the slower checks
-_MOST_VISIBLE = 0.5  # share of the targets; BERT keeps a tenth, a plain mistake shows all of them
+_CONTRACT_PACKS = 64
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,8 @@ class CheckConfig:
     """name of an objective, with options as in a schedule (`mlm(mask=0.3)`), or MODULE:CLASS, also of the current directory"""
     options: tuple[str, ...] = ()
     """options of a MODULE:CLASS, such as share=0.5 length=4"""
-
-
-class CheckResult(NamedTuple):
-    """Result of a check: its name, whether it passed (None: only a figure), and the figure or complaint."""
-
-    name: str
-    passed: bool | None
-    text: str
+    train: bool = False
+    """also train a tiny model some steps on the CPU, in 1 process and in 4 (tensor 2 x pipeline 2), and stop and resume it"""
 
 
 def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
@@ -66,7 +57,7 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
             raise InputError(
                 f"--options {' '.join(options)}: found with {text}, expected them in it: {text}({','.join(options)})"
             )
-        return parse_objective(text, _VOCABULARY)
+        return parse_objective(text, VOCABULARY)
     module, _, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -76,44 +67,26 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
     finally:
         sys.path.pop(0)
     check_class(objective, text)
-    return objective.from_texts(_VOCABULARY, words)
-
-
-def make_packs(count: int, length: int = _LENGTH) -> Iterable[Pack]:
-    """Yield `count` packs of `length` tokens: documents of 1 to 300 tokens that end in EOS, every eighth pack with odd ones."""
-    for sample in range(count):
-        rng = np.random.default_rng(sample)
-        tokens = rng.integers(3, _VOCABULARY.size, size=length)
-        longest = 2 if sample % 8 == 7 else 300
-        ends = np.cumsum(rng.integers(1, longest + 1, size=length))
-        edges = np.array([0, *ends[ends < length], length], dtype=np.int32)
-        tokens[edges[1:] - 1] = _VOCABULARY.eos_id
-        if sample % 8 == 6:
-            tokens[: length // 2] = 2  # only special tokens
-        yield Pack(sample, sample % 3, tokens, edges)
-
-
-def visible_targets(objective: Objective, pack: Pack, targets: Targets) -> np.ndarray:
-    """Return bool[N], whether the model reads each label at its own place, from where it is predicted."""
-    places = targets.predict_at + objective.shift
-    if objective.attention == Attention.CAUSAL:
-        reads = places <= targets.predict_at
-    elif objective.attention == Attention.BIDIRECTIONAL:
-        reads = np.ones(len(places), dtype=bool)
-    else:
-        in_prefix = pack.positions < np.repeat(targets.prefixes, np.diff(pack.edges))
-        reads = (places <= targets.predict_at) | (in_prefix[places] & in_prefix[targets.predict_at])
-    return reads & (targets.inputs[places] == targets.labels)
+    if objective.name in known() and find(objective.name) is not objective:
+        raise InputError(f"{text}: is called `{objective.name}`, found another objective of this name; choose a new one")
+    return objective.from_texts(VOCABULARY, words)
 
 
 def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
     """Return the SHA-256 of the Targets of `packs`, whatever their order."""
     digests = []
     for pack in packs:
-        targets = objective.targets(pack, SampleRandomness(1, pack.sample, pack.epoch))
-        arrays = [np.asarray(part).tobytes() for part in targets.parts if part is not None]
+        arrays = [np.asarray(part).tobytes() for part in compute_targets(objective, pack).parts if part is not None]
         digests.append(hashlib.sha256(b"|".join(arrays)).hexdigest())
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+
+
+def register_objective(text: str, options: Sequence[str]) -> str:
+    """Return the schedule text of an objective given to the command, and register the class of a MODULE:CLASS."""
+    objective = load_objective(text, options)
+    if objective.name not in known():
+        register(type(objective))
+    return objective.describe()
 
 
 def check_contract(objective: Objective) -> CheckResult:
@@ -146,41 +119,17 @@ def print_digest(objective: str, options: Sequence[str]) -> None:
     print(compute_digest(load_objective(objective, options), make_packs(_CONTRACT_PACKS)))
 
 
-def measure(objective: Objective) -> list[CheckResult]:
-    """Return leaks, statistics and speed over a million tokens."""
-    visible, predicted, hidden, weights, seconds, tokens, counts = 0, [], 0, 0.0, 0.0, 0, 0
-    for pack in make_packs(_PACKS):
-        start = perf_counter()
-        targets = objective.targets(pack, SampleRandomness(1, pack.sample, pack.epoch))
-        seconds += perf_counter() - start
-        tokens += len(pack.tokens)
-        visible += int(visible_targets(objective, pack, targets).sum())
-        predicted.append(len(targets.labels) / len(pack.tokens))
-        hidden += int((targets.inputs != pack.tokens).sum())
-        weights += len(targets.labels) if targets.weights is None else float(targets.weights.sum(dtype=np.float64))
-        counts += targets.loss_count
-    share, total = float(np.mean(predicted)), round(sum(predicted) * _LENGTH)
-    error = 1.96 * float(np.std(predicted, ddof=1)) / len(predicted) ** 0.5
-    leaked = visible / total if total else 0.0
-    leak = f"{100 * leaked:.2f} % of the targets are read at their own place"
-    if leaked > _MOST_VISIBLE:
-        leak += f"; expected at most {100 * _MOST_VISIBLE:.0f} %: hide them in `inputs`, or use causal attention and shift 1"
-    return [
-        CheckResult("leaks", leaked <= _MOST_VISIBLE, leak),
-        CheckResult("predictions", total > 0, f"{100 * share:.2f} % of {tokens:,} tokens (95 % interval {100 * error:.2f})"),
-        CheckResult("changed inputs", None, f"{100 * hidden / tokens:.2f} % of the tokens"),
-        CheckResult("weight / divisor", None, f"{weights / counts:.4f}" if counts else "no predictions"),
-        CheckResult("speed", None, f"{tokens / seconds:,.0f} tokens/s on one core"),
-    ]
-
-
 def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
-    """Return the objective and the results of all checks; only that of the contract if this fails."""
+    """Return the objective and the results of all checks; only those up to the contract or micro-batches if these fail."""
+    from megaenc.doctor.objective_layouts import check_micro_batches, check_training
+
     objective = load_objective(config.objective, config.options)
-    contract = check_contract(objective)
-    if not contract.passed:
-        return objective, [contract]
-    return objective, [contract, check_determinism(objective, config), *measure(objective)]
+    results = [check_contract(objective)]
+    if results[-1].passed:
+        results += [check_determinism(objective, config), *measure(objective), check_micro_batches(objective)]
+    if config.train and all(result.passed is not False for result in results):
+        results += check_training(config.objective, config.options)
+    return objective, results
 
 
 @handle_command_errors

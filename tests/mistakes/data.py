@@ -104,6 +104,8 @@ ROWS = [
     ("megaenc objective check json:JSONDecoder", "json:JSONDecoder: is no subclass of megaenc.objectives.Objective"),
     ("megaenc objective check megaenc.objectives:MaskedDiffusion --options depth=3", "option `depth`: unknown"),
     ("megaenc objective check megaenc.objectives:MaskedDiffusion --options low=x", "option `low`: found `x`, expected a number"),
+    ("megaenc objective check mlm --trian", "--trian"),
+    ("megaenc objective check 'mlm(keep=1)' --train", "leaks: 100.0 % of"),
     ("megaenc data inspect", "PREFIX"),
     ("megaenc data inspect nowhere", "nowhere"),
     ("megaenc data inspect text.jsonl", "text.jsonl"),

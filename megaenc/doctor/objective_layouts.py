@@ -1,0 +1,259 @@
+"""Checks that an objective trains alike in every layout: micro-batches, tensor and pipeline parallelism, stop and resume."""
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from megaenc.console import silence_libraries
+from megaenc.errors import InputError, first_error_line
+from megaenc.objectives.base import Objective
+from megaenc.objectives.masking import text_token_ids
+from megaenc.objectives.measure import CheckResult, make_packs
+from megaenc.processes import Worker, WorkerDied, python_environment
+
+_PACKS, _LENGTH = 16, 256  # of the micro-batches
+_STEPS, _RANKS, _TOLERANCE = 6, 4, 1e-5
+_SECONDS, _COLLECTIVE_SECONDS = 300, 60  # time limits of a run and of a collective operation
+_DOCUMENTS, _IDS = 400, 300  # of the corpus; largest vocabulary of the tokenizer
+
+# A model that two layers x two ranks can share. At higher rates rounding grows from step to step.
+_FLAGS = [
+    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
+    "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8",
+    "--train-iters", str(_STEPS), "--lr", "5e-4", "--lr-warmup-iters", "2", "--lr-wsd-decay-iters", "2", "--no-bf16",
+    "--eval-interval", "0", "--log-interval", "1",
+]  # fmt: skip
+_LAYOUT = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_micro_batches(objective: Objective) -> CheckResult:
+    """Check that packs give equal tensors in one row, one by one, in another order and in a prefetching thread."""
+    silence_libraries()
+    import torch
+
+    from megaenc.training.micro_batches import MicroBatch, Prefetcher, build_micro_batch
+
+    packs = list(make_packs(_PACKS, _LENGTH))
+
+    def build(samples: Sequence[int]) -> MicroBatch:
+        return build_micro_batch(packs, samples, objective, 1, torch.device("cpu"))
+
+    def compare(row: MicroBatch, parts: Sequence[MicroBatch]) -> str:
+        """Return the name of the first value in which `row` differs from `parts` joined, or an empty string."""
+        starts = [number * _LENGTH for number in range(len(parts))]
+        joined = {
+            "inputs": torch.cat([part.tokens[0] for part in parts]),
+            "positions": torch.cat([part.positions for part in parts]),
+            "predictions": torch.cat([part.predict_at + start for part, start in zip(parts, starts, strict=True)]),
+            "labels": torch.cat([part.labels for part in parts]),
+            "divisor of the loss": torch.tensor(sum(part.loss_count for part in parts)),
+            "prefixes": torch.tensor([length for part in parts for length in part.packing.prefixes]),
+            "weights": torch.cat([torch.ones(0) if part.weights is None else part.weights for part in parts]),
+        }
+        whole = [row.tokens[0], row.positions, row.predict_at, row.labels, torch.tensor(row.loss_count)]
+        whole += [torch.tensor(row.packing.prefixes), torch.ones(0) if row.weights is None else row.weights]
+        differing = [name for name, value in zip(joined, whole, strict=True) if not torch.equal(joined[name], value)]
+        if row.weights is not None and len(row.weights) != len(row.labels):
+            differing.append("weights, which some packs have and others lack")
+        return differing[0] if differing else ""
+
+    samples = range(_PACKS)
+    try:
+        single = [build([sample]) for sample in samples]
+        rows = [("in one row", build(samples), single), ("in one row, last pack first", build(samples[::-1]), single[::-1])]
+        # This thread builds other packs at the same time, as a validation does.
+        batches = Prefetcher(build).iterate([[sample] for sample in samples])
+        for batch, expected, (sample, other) in zip(batches, single, reversed(list(enumerate(single))), strict=True):
+            rows += [("in a prefetching thread", batch, [expected]), ("next to that thread", build([sample]), [other])]
+    except Exception as error:  # foreign code may raise anything
+        return CheckResult("micro-batches", False, f"{type(error).__name__}: {first_error_line(error)}")
+    for name, row, parts in rows:
+        if difference := compare(row, parts):
+            return CheckResult("micro-batches", False, f"{difference}: {name} unlike one by one; expected no state between calls")
+    return CheckResult("micro-batches", True, f"{_PACKS} packs are equal in one row, one by one, in another order and in threads")
+
+
+@dataclass(frozen=True)
+class _TrainingJob:
+    """Run of a process: the objective as given to the command, flags (empty: only import), and environment variables."""
+
+    objective: str
+    options: tuple[str, ...]
+    flags: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
+    """Train a tiny model in one process, in four (tensor 2 x pipeline 2), and with a stop; return results of the comparisons.
+
+    `objective` and `options` are those of the command, whose class the processes register. They use the loopback interface, one
+    thread and float32, and end with the caller.
+    """
+    with tempfile.TemporaryDirectory(prefix="megaenc-objective-") as folder:
+        try:
+            return _compare_runs(Path(folder), objective, tuple(options))
+        except InputError as error:
+            return [CheckResult("layouts", False, str(error))]
+
+
+def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> list[CheckResult]:
+    """Return the results of `check_training`, with the corpus and the runs in `folder`."""
+    flags = (*_FLAGS, *_write_corpus(folder))
+    with tempfile.TemporaryFile() as output, _start_workers(output) as workers:
+
+        def run(name: str, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
+            """Train or resume the run `name` on the first workers; return its rows of metrics."""
+            words = (*flags, *more, "--save", str(folder / name))
+            try:
+                for worker, variables in zip(workers, _launch_variables(ranks), strict=False):
+                    worker.send(_TrainingJob(objective, options, words, variables))
+                _collect(workers[:ranks])
+            except Exception as error:  # foreign code may raise anything, in any process
+                text = _describe_failure(error, output)
+                raise InputError(f"training in {ranks} process{'es' * (ranks > 1)} failed: {text}") from None
+            return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+        for worker in workers[1:]:
+            worker.send(_TrainingJob(objective, options, (), {}))  # they import while the first one trains
+        stop = ("--exit-interval", str(_STEPS // 2))
+        single, single_stopped = run("one"), [run("one-stopped", *stop) for _ in range(2)][-1]
+        _collect(workers[1:])
+        parallel = run("four", *_LAYOUT, ranks=_RANKS)
+        parallel_stopped = [run("four-stopped", *_LAYOUT, *stop, ranks=_RANKS) for _ in range(2)][-1]
+    differing = [
+        name
+        for name, pair in {"1 process": (single, single_stopped), f"{_RANKS} processes": (parallel, parallel_stopped)}.items()
+        if _select(pair[0]) != _select(pair[1])
+    ]
+    return [_compare_layouts(single, parallel), _report_resume(differing)]
+
+
+def _select(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the values of each step that must be equal after a stop."""
+    return [[row[name] for name in ("step", "loss", "grad_norm", "accuracy", "predicted_tokens")] for row in rows]
+
+
+def _report_resume(differing: list[str]) -> CheckResult:
+    """Return the result of the comparison of runs with and without a stop, which differ in the layouts `differing`."""
+    text = f"stopped after step {_STEPS // 2} and resumed, "
+    if differing:
+        return CheckResult("resume", False, f"{text}other losses in {' and '.join(differing)}; expected no state between steps")
+    return CheckResult("resume", True, f"{text}all losses and gradient norms are equal bit by bit in both layouts")
+
+
+def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]]) -> CheckResult:
+    """Compare the rows of metrics of one process and of several; fails if a loss or norm differs by more than 1e-5 of it."""
+    text, worst = f"{_STEPS} steps in 1 process and in {_RANKS} (tensor 2 x pipeline 2): ", 0.0
+    for expected, actual in zip(single, parallel, strict=True):
+        for name in ("predicted_tokens", "loss", "grad_norm"):
+            one, other = expected[name] or 0.0, actual[name] or 0.0  # null without predictions
+            difference = abs(one - other) / max(abs(one), 1e-30)
+            worst = max(worst, difference)
+            if not difference <= (0 if name == "predicted_tokens" else _TOLERANCE):  # also for NaN
+                text += f"{name} {one:.7g} and {other:.7g} in step {expected['step']}; expected equal targets on all ranks"
+                return CheckResult("layouts", False, text)
+    return CheckResult("layouts", True, f"{text}losses and gradient norms within {worst:.0e} (limit {_TOLERANCE:.0e})")
+
+
+def _write_corpus(folder: Path) -> tuple[str, ...]:
+    """Write a tokenizer and a corpus of made-up documents to `folder`; return the flags that name them."""
+    silence_libraries()
+    from megaenc.data.indexed.indexed_dataset import open_writers, token_dtype
+    from megaenc.data.tokenizer.tokenizer import read_vocabulary, train_tokenizer
+
+    tokenizer = train_tokenizer(["made-up text"], _IDS)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    vocabulary = read_vocabulary(tokenizer)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 150, size=_DOCUMENTS, dtype=np.int32)
+    tokens = rng.choice(text_token_ids(vocabulary), size=lengths.sum())
+    tokens[np.cumsum(lengths) - 1] = vocabulary.eos_id
+    with open_writers([folder / "corpus.bin", folder / "corpus.idx"], token_dtype(vocabulary.size)) as [writer]:
+        writer.add_documents(tokens, lengths, np.ones_like(lengths))
+        writer.finish()
+    return "--data-path", str(folder / "corpus"), "--tokenizer", str(folder / "tokenizer")
+
+
+@contextlib.contextmanager
+def _start_workers(output: IO[bytes]) -> Iterator[list[Worker]]:
+    """Start the processes, without accelerators, with one thread each, and printing to `output`; kill them afterwards."""
+    environment = {name: value for name, value in python_environment().items() if not name.startswith("TORCHELASTIC_")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    workers: list[Worker] = []
+    try:
+        for _ in range(_RANKS):
+            workers.append(Worker(_run_job, environment, output))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def _describe_failure(error: Exception, output: IO[bytes]) -> str:
+    """Return one line on an exception of a run; of a process that died, with the last line of the processes' `output`."""
+    if isinstance(error, WorkerDied):
+        output.seek(0)
+        lines = output.read().decode(errors="replace").split("\n")
+        return f"one {error}; last output: {next((line.strip() for line in reversed(lines) if line.strip()), 'none')}"
+    if isinstance(error, TimeoutError):
+        return f"no answer in {_SECONDS} s"
+    return first_error_line(error) if isinstance(error, InputError) else f"{type(error).__name__}: {first_error_line(error)}"
+
+
+def _launch_variables(ranks: int) -> list[dict[str, str]]:
+    """Return the environment variables of each rank that torchrun would set, with a free port; none for one rank."""
+    if ranks == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _collect(workers: Sequence[Worker]) -> None:
+    """Wait until all `workers` are done, or raise the exception of the first that fails; TimeoutError after _SECONDS."""
+    deadline, pending = time.monotonic() + _SECONDS, {worker.connection: worker for worker in workers}
+    while pending:
+        # In the order in which they end: the others would wait for one that failed.
+        connections = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not connections:
+            raise TimeoutError
+        for connection in connections:
+            list(pending.pop(connection).results(deadline))
+
+
+def _run_job(job: _TrainingJob) -> None:
+    """Train or resume a run in a worker process, or only import."""
+    import torch
+
+    from megaenc import backend
+    from megaenc.objectives.check import register_objective
+    from megaenc.training.config import parse_config
+    from megaenc.training.planning import build_plan
+    from megaenc.training.trainer import pretrain
+
+    schedule = register_objective(job.objective, job.options)
+    if not job.flags:
+        return
+    for name in _LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(job.environment)
+    plan = build_plan(parse_config([*job.flags, "--objective-schedule", schedule], "megaenc objective check"))
+    device = backend.init_distributed(plan.settings.layout, plan.settings.seed, timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
+    torch.set_num_threads(1)
+    try:
+        pretrain(plan, device)
+    finally:
+        backend.destroy_distributed()

@@ -1,0 +1,219 @@
+"""Measurements of an objective on made-up packs: visible labels, statistics of a million tokens, and speed beside `mlm`."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.errors import InputError
+from megaenc.objectives.base import Attention, Objective, Targets
+from megaenc.objectives.masking import MaskedLanguageModeling, text_token_ids
+
+VOCABULARY = Vocabulary(size=1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="made up")
+_LENGTH, _PACKS = 2048, 512  # a million tokens
+
+# Largest shares of the labels that may change the input at their own place, and at any other one. BERT keeps a tenth of the
+# tokens, half of all shuffled pairs stay in place and a quarter moves to the right; a mistake shows most labels.
+_MOST_KEPT, _MOST_READABLE = 0.6, 0.4
+
+
+class CheckResult(NamedTuple):
+    """Result of a check: its name, whether it passed (None: only a figure), and the figure or complaint."""
+
+    name: str
+    passed: bool | None
+    text: str
+
+
+def make_packs(count: int, length: int = _LENGTH, odd: bool = True) -> Iterable[Pack]:
+    """Yield `count` packs of documents of 1 to 300 random tokens that end in EOS.
+
+    If `odd`, two of eight packs have documents of one or two tokens, or special tokens in their first half.
+    """
+    for sample in range(count):
+        rng = np.random.default_rng(sample)
+        tokens = rng.integers(3, VOCABULARY.size, size=length)
+        longest = 2 if odd and sample % 8 == 7 else 300
+        ends = np.cumsum(rng.integers(1, longest + 1, size=length))
+        edges = np.array([0, *ends[ends < length], length], dtype=np.int32)
+        tokens[edges[1:] - 1] = VOCABULARY.eos_id
+        if odd and sample % 8 == 6:
+            tokens[: length // 2] = 2  # only special tokens
+        yield Pack(sample, sample % 3, tokens, edges)
+
+
+def compute_targets(objective: Objective, pack: Pack) -> Targets:
+    """Return the Targets of a pack under the seed of the checks, 1; InputError if the objective raises an error."""
+    try:
+        return objective.targets(pack, SampleRandomness(1, pack.sample, pack.epoch))
+    except Exception as error:  # foreign code may raise anything
+        raise InputError(
+            f"objective `{objective.describe()}`, pack {pack.sample}: raises {type(error).__name__}: {error}"
+        ) from None
+
+
+def measure(objective: Objective) -> list[CheckResult]:
+    """Return the checks of leaks, statistics and speed over a million tokens."""
+    leaks, statistics = _LeakCounts(objective), _Statistics(objective)
+    baseline, seconds = MaskedLanguageModeling(VOCABULARY), {"objective": [], "baseline": []}
+    for pack in make_packs(_PACKS, odd=False):
+        pairs = [("objective", objective), ("baseline", baseline)]
+        for name, each in pairs[:: 1 - 2 * (pack.sample % 2)]:  # each is first in half of the packs
+            start = perf_counter()
+            targets = compute_targets(each, pack)
+            seconds[name].append(perf_counter() - start)
+            if name == "objective":
+                statistics.add(pack, targets)
+                leaks.add(pack, targets)
+    duration, expected = (float(np.median(seconds[name])) for name in ("objective", "baseline"))
+    speed = f"{_LENGTH / duration:,.0f} tokens/s on one core, {expected / duration:.2f} times the speed of mlm"
+    return [leaks.build_result(), *statistics.build_results(), CheckResult("speed", None, speed)]
+
+
+@dataclass
+class _LeakCounts:
+    """Counts of labels that change inputs: a predicted token of each document is replaced, and the targets computed again.
+
+    Each input that changes and that the prediction sees depends on the label. A model can read it if it knows the place, which is
+    counted in `places` by distance from the token, from the document's ends and so on. The place of a shuffled token varies.
+    """
+
+    objective: Objective
+    labels: int = 0
+    """Number of tested labels."""
+    visible: int = 0
+    """Number of those that change an input."""
+    kept: int = 0
+    """Number of those that change the input at their own place."""
+    places: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Number of labels that change the input at another place, by its kind and value."""
+
+    def add(self, pack: Pack, targets: Targets) -> None:
+        """Replace the token of a random prediction of each document by another text token, and count the inputs that change."""
+        rng, shift, lengths = np.random.default_rng([1, pack.sample]), self.objective.shift, np.diff(pack.edges)
+        starts = pack.edges[:-1].astype(np.int64)
+        first, last = np.searchsorted(targets.predict_at, [pack.edges[:-1], pack.edges[1:]])
+        (documents,) = np.nonzero(last > first)
+        ranks = (rng.random(len(documents)) * (last - first)[documents]).astype(np.int64)  # among the document's predictions
+        predict_at = targets.predict_at[first[documents] + ranks]
+        tokens, text = pack.tokens.copy(), text_token_ids(self.objective.vocabulary)
+        steps = rng.integers(1, len(text), size=len(documents))
+        places = predict_at + shift
+        tokens[places] = text[(np.searchsorted(text, tokens[places]) + steps) % len(text)]
+        changed = compute_targets(self.objective, Pack(pack.sample, pack.epoch, tokens, pack.edges))
+        queries = np.full(len(lengths), -1)
+        queries[documents] = predict_at
+        before, after = (_find_visible(self.objective, pack, each, np.repeat(queries, lengths)) for each in (targets, changed))
+        differs = (before | after) & ((targets.inputs != changed.inputs) | (before != after))
+        # If the choice of predictions depends on the tokens, the new token may be an input instead of a label.
+        is_predicted = np.isin(predict_at, changed.predict_at)
+        self.labels += int(is_predicted.sum())
+        has_change = np.logical_or.reduceat(differs, starts)[documents]
+        for number in np.flatnonzero(is_predicted & has_change):
+            document, place, rank = documents[number], places[number], ranks[number]
+            start, end = pack.edges[document : document + 2].tolist()
+            self.visible += 1
+            (at,) = np.nonzero(differs[start:end])
+            self.kept += place - start in at
+            at = at[at != place - start]
+            predicted = targets.predict_at[first[document] : last[document]] + shift - start
+            order = np.searchsorted(predicted, at[np.isin(at, predicted)])
+            kinds = {
+                "distance": at + start - place,
+                "token": at,
+                "token from the end": end - start - 1 - at,
+                "distance in the reversed document": at + place + 1 - end,
+                "number of the prediction": at - rank,
+                "place of another prediction": order - rank,
+            }
+            self.places.update((kind, int(value)) for kind, values in kinds.items() for value in values)
+
+    def build_result(self) -> CheckResult:
+        """Return the check of leaks, which fails if too many labels change the input at one place."""
+        if not self.labels:
+            return CheckResult("leaks", None, "not tested: no replaced token is still predicted")
+        (kind, value), count = max(self.places.items(), key=lambda item: item[1], default=(("", 0), 0))
+        visible, kept, readable = (each / self.labels for each in (self.visible, self.kept, count))
+        text = f"{100 * visible:.1f} % of {self.labels:,} labels change a visible input"
+        text += f", {100 * kept:.1f} % at their own place" * (kept > 0)
+        text += f", {100 * readable:.1f} % at one other ({kind} {value})" * (readable > 0)
+        limits = f"{100 * _MOST_KEPT:.0f} % at their own place and {100 * _MOST_READABLE:.0f} % at one other"
+        passed = kept <= _MOST_KEPT and readable <= _MOST_READABLE
+        return CheckResult("leaks", passed, text if passed else f"{text}; expected at most {limits}: hide labels in `inputs`")
+
+
+def _find_visible(objective: Objective, pack: Pack, targets: Targets, queries: np.ndarray) -> np.ndarray:
+    """Return bool[T], whether each token is seen from position `queries`, int[T], of its own document (-1: from none)."""
+    at = np.arange(len(queries))
+    if objective.attention == Attention.BIDIRECTIONAL:
+        return queries >= 0
+    is_before = at <= queries
+    if objective.attention == Attention.CAUSAL:
+        return is_before
+    ends = np.repeat(pack.edges[:-1] + targets.prefixes, np.diff(pack.edges))
+    return is_before | ((queries >= 0) & (queries < ends) & (at < ends))
+
+
+@dataclass
+class _Statistics:
+    """Statistics of targets, added pack by pack: predictions, their positions, runs and inputs, and weights."""
+
+    objective: Objective
+    tokens: int = 0
+    shares: list[float] = field(default_factory=list)
+    """Share of the tokens of each pack that are predicted."""
+    by_position: np.ndarray = field(default_factory=lambda: np.zeros((2, 3)))
+    """Predicted tokens, and all tokens, in the first, middle and last tenth of documents."""
+    runs: int = 0
+    inputs: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    """Predicted tokens whose input is the mask token, another token, or the token itself."""
+    other_changes: int = 0
+    """Changed inputs of tokens that are not predicted."""
+    weight: float = 0.0
+    divisor: int = 0
+
+    def add(self, pack: Pack, targets: Targets) -> None:
+        """Add the targets of a pack."""
+        places = targets.predict_at + self.objective.shift
+        is_predicted = np.zeros(len(pack.tokens), dtype=bool)
+        is_predicted[places] = True
+        self.tokens += len(pack.tokens)
+        self.shares.append(len(places) / len(pack.tokens))
+        progress = (pack.positions + 0.5) / np.repeat(np.diff(pack.edges), np.diff(pack.edges))
+        for tenth, center in enumerate((0.05, 0.5, 0.95)):
+            is_inside = np.abs(progress - center) <= 0.05
+            self.by_position[:, tenth] += (is_inside & is_predicted).sum(), is_inside.sum()
+        follows = np.diff(places, prepend=-2) == 1
+        self.runs += int((~follows | np.isin(places, pack.edges)).sum())
+        is_changed, is_mask = targets.inputs != pack.tokens, targets.inputs == self.objective.vocabulary.mask_id
+        masked, changed = (is_mask & is_changed)[places].sum(), is_changed[places].sum()
+        self.inputs += masked, changed - masked, len(places) - changed
+        self.other_changes += int((is_changed & ~is_predicted).sum())
+        self.weight += len(places) if targets.weights is None else float(targets.weights.sum(dtype=np.float64))
+        self.divisor += targets.loss_count
+
+    def build_results(self) -> list[CheckResult]:
+        """Return the rows of the statistics; that of the predictions fails without any."""
+        share, predicted = float(np.mean(self.shares)), int(self.inputs.sum())
+        error = 1.96 * float(np.std(self.shares, ddof=1)) / len(self.shares) ** 0.5
+        interval = f"95 % interval {100 * (share - error):.2f} to {100 * (share + error):.2f}"
+        predictions = CheckResult("predictions", predicted > 0, f"{100 * share:.2f} % of {self.tokens:,} tokens ({interval})")
+        if not predicted:
+            return [predictions]
+        tenths = "{:.1f} % of the first tenth of documents, {:.1f} % of the middle one, {:.1f} % of the last"
+        masked, replaced, kept = 100 * self.inputs / predicted
+        others = 100 * self.other_changes / max(self.tokens - predicted, 1)
+        rows = {
+            "by position": tenths.format(*(100 * self.by_position[0] / self.by_position[1])),
+            "predicted runs": f"{predicted / self.runs:.2f} tokens on average",
+            "inputs": f"predicted tokens: {masked:.1f} % mask, {replaced:.1f} % another token, {kept:.1f} % unchanged; "
+            f"others: {others:.1f} % changed",
+            "weights": f"{self.weight / predicted:.4f} on average, sum / divisor {self.weight / self.divisor:.4f}",
+        }
+        return [predictions, *(CheckResult(name, None, text) for name, text in rows.items())]
