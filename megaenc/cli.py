@@ -12,8 +12,14 @@ COMMANDS = {
     "demo": ("megaenc.data.demo:main", "make an English corpus from the documentation of installed packages, without a download"),
     "tokenizer": ("megaenc.data.tokenizer.train_command:main", "train a byte-level BPE tokenizer on text"),
     "preprocess": ("megaenc.data.preprocess.command:main", "tokenize text to the .bin and .idx files that training reads"),
-    "data inspect": ("megaenc.objectives.inspect:main", "print statistics of a corpus, and one pack as an objective sees it"),
-    "objective check": ("megaenc.objectives.check:main", "check an objective: contract, leaks, determinism, statistics, speed"),
+    "data inspect": (
+        "megaenc.objectives.inspection.inspect:main",
+        "print statistics of a corpus, and one pack as an objective sees it",
+    ),
+    "objective check": (
+        "megaenc.objectives.inspection.check:main",
+        "check an objective: contract, leaks, determinism, statistics, speed",
+    ),
     "data verify": ("megaenc.data.indexed.verify:main", "check that the files of a corpus are complete, down to the last token"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),
     "estimate": ("megaenc.estimate.command:main", "estimate the memory, time and GPU hours of a run, and propose a layout"),

@@ -18,8 +18,8 @@ import numpy as np
 from megaenc.console import silence_libraries
 from megaenc.errors import InputError, first_error_line
 from megaenc.objectives.base import Objective
+from megaenc.objectives.inspection.measure import CheckResult, make_packs
 from megaenc.objectives.masking import text_token_ids
-from megaenc.objectives.measure import CheckResult, make_packs
 from megaenc.processes import Worker, WorkerDied, python_environment
 
 _PACKS, _LENGTH = 16, 256  # of the micro-batches
@@ -239,7 +239,7 @@ def _run_job(job: _TrainingJob) -> None:
     import torch
 
     from megaenc import backend
-    from megaenc.objectives.check import register_objective
+    from megaenc.objectives.inspection.check import register_objective
     from megaenc.training.config import parse_config
     from megaenc.training.planning import build_plan
     from megaenc.training.trainer import pretrain

@@ -15,7 +15,7 @@ from megaenc.data.indexed.corpus import Corpus, parse_split
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC
 from megaenc.errors import InputError
 from megaenc.estimate.length_model import build_length_model, read_vocab_size
-from megaenc.objectives import inspect
+from megaenc.objectives.inspection import inspect
 from megaenc.training.config_groups import DataConfig
 
 COUNT = 4

@@ -27,7 +27,7 @@ from megaenc.console import build_rich_console
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.objectives.base import Objective
-from megaenc.objectives.measure import VOCABULARY, CheckResult, compute_targets, make_packs, measure
+from megaenc.objectives.inspection.measure import VOCABULARY, CheckResult, compute_targets, make_packs, measure
 from megaenc.objectives.registry import check_class, find, known, register
 from megaenc.objectives.validate import check_targets
 from megaenc.processes import python_command, python_environment
@@ -51,7 +51,7 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
     """Return the objective `text`, NAME, NAME(OPTIONS) or MODULE:CLASS with `options`; InputError if it cannot be built."""
     words = dict(word.partition("=")[::2] for word in options)
     if "(" in text or ":" not in text:
-        from megaenc.objectives.inspect import parse_objective
+        from megaenc.objectives.inspection.inspect import parse_objective
 
         if options:
             raise InputError(
@@ -105,7 +105,7 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
     expected = compute_digest(objective, packs)
     if compute_digest(objective, reversed(packs)) != expected:
         return CheckResult("determinism", False, "targets differ in another order of packs; expected no state between calls")
-    code = "import json, sys; from megaenc.objectives import check; check.print_digest(*json.loads(sys.argv[1]))"
+    code = "import json, sys; from megaenc.objectives.inspection import check; check.print_digest(*json.loads(sys.argv[1]))"
     command = python_command("-c", code, json.dumps([config.objective, config.options]))
     environment = python_environment() | {"PYTHONHASHSEED": "4711"}
     other = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

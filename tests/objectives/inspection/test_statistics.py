@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megaenc.objectives.inspect import LengthBin, compute_length_stats
+from megaenc.objectives.inspection.inspect import LengthBin, compute_length_stats
 
 
 def test_figures_worked_out_by_hand():

@@ -120,7 +120,7 @@ def inspect_corpus(settings: InspectConfig) -> list[Any]:
     if settings.tokenizer:
         # Imported here, because transformers takes seconds and the statistics do not need it.
         from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
-        from megaenc.objectives.pack_view import build_renderables, decode_pack
+        from megaenc.objectives.inspection.pack_view import build_renderables, decode_pack
 
         tokenizer = load_tokenizer(settings.tokenizer)
         vocabulary = read_vocabulary(tokenizer)

@@ -10,7 +10,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.tokenizer import read_vocabulary
 from megaenc.objectives import Attention, CausalLanguageModeling, MaskedLanguageModeling, Objective, Targets
-from megaenc.objectives.pack_view import AS_IS, HIDDEN, KEPT, REPLACED, build_renderables, decode_pack
+from megaenc.objectives.inspection.pack_view import AS_IS, HIDDEN, KEPT, REPLACED, build_renderables, decode_pack
 
 EOS, MASK = 0, 1
 

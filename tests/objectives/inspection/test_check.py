@@ -9,7 +9,7 @@ import runs
 
 from megaenc.doctor.objective_layouts import _compare_layouts
 from megaenc.objectives import known, measure
-from megaenc.objectives.check import CheckConfig, main, run_checks
+from megaenc.objectives.inspection.check import CheckConfig, main, run_checks
 
 HEAD = """
 import os
