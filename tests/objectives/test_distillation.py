@@ -11,7 +11,8 @@ from objective_helpers import VOCABULARY, random_pack, write_teacher
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError
-from megaenc.objectives import Distillation, MaskedLanguageModeling, Schedule, check, check_targets
+from megaenc.objectives import Distillation, MaskedLanguageModeling, Schedule, check_targets
+from megaenc.objectives.inspection import check
 
 
 @pytest.fixture(scope="module")

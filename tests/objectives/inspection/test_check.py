@@ -8,7 +8,8 @@ import pytest
 import runs
 
 from megaenc.doctor.objective_layouts import _compare_layouts
-from megaenc.objectives import known, measure
+from megaenc.objectives import known
+from megaenc.objectives.inspection import measure
 from megaenc.objectives.inspection.check import CheckConfig, main, run_checks
 
 HEAD = """

@@ -13,7 +13,8 @@ from megaenc.data.indexed.corpus import Corpus, split_documents
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.data.preprocess import command as preprocess
 from megaenc.data.tokenizer.tokenizer import read_vocabulary
-from megaenc.objectives import MaskedLanguageModeling, inspect
+from megaenc.objectives import MaskedLanguageModeling
+from megaenc.objectives.inspection import inspect
 
 # With the end of document 4, 2, 7 and 3 tokens: sixteen together.
 DOCUMENTS = ["dog fox dog", "dog", "fox fox fox dog dog fox", "dog dog"]
