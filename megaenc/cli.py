@@ -18,7 +18,7 @@ COMMANDS = {
     ),
     "objective check": (
         "megaenc.objectives.inspection.check:main",
-        "check an objective: contract, leaks, determinism, statistics, speed",
+        "check an objective: contract, leaks, statistics, speed, layouts",
     ),
     "data verify": ("megaenc.data.indexed.verify:main", "check that the files of a corpus are complete, down to the last token"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),

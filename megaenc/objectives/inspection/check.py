@@ -1,4 +1,4 @@
-"""Check an objective before a run: contract, leaks, determinism, statistics of a million tokens, and speed.
+"""Check an objective before a run: contract, leaks, statistics of a million tokens, speed, and layouts.
 
 megaenc objective check 'mlm(mask=0.3)'
 megaenc objective check my_package.my_module:MyObjective --options share=0.5
