@@ -13,6 +13,7 @@ import numpy as np
 
 from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.data.tokenizer.word_codes import compute_word_codes
 from megaenc.errors import InputError, first_error_line
 from megaenc.json_files import read_json_object
 
@@ -97,16 +98,18 @@ def _build_class_config(folder: Path) -> Any:
 
 
 def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
-    """Return the Vocabulary of a tokenizer: number of ids, end, mask and all special ids, and fingerprint."""
+    """Return the Vocabulary of a tokenizer: number of ids, end, mask and special ids, fingerprint, word codes."""
     ids = tokenizer.get_vocab().values()
     special = {token for token in tokenizer.all_special_ids if token is not None}
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    size = max(len(tokenizer), max(ids, default=-1) + 1)
     return Vocabulary(
-        size=max(len(tokenizer), max(ids, default=-1) + 1),
+        size=size,
         eos_id=tokenizer.eos_token_id,
         mask_id=tokenizer.mask_token_id,
         special_ids=tuple(sorted(special)),
         fingerprint=_compute_fingerprint(tokenizer),
+        word_codes=compute_word_codes(tokenizer.backend_tokenizer, size),
     )
 
 

@@ -1,6 +1,25 @@
 """Properties of a tokenizer that the rest of the package needs, free of transformers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+
+class TokenEnd(IntEnum):
+    """Kind of a token by its last character; BREAK: a word begins after it in any case; SAME: the kind of the token before."""
+
+    LETTER = 0
+    DIGIT = 1
+    SIGN = 2
+    """A single character that is none of the others."""
+    SIGNS = 3
+    """Several characters, of which the last is a sign."""
+    APOSTROPHE = 4
+    SPACE = 5
+    LINE_END = 6
+    BREAK = 7
+    SAME = 8
 
 
 @dataclass(frozen=True)
@@ -15,4 +34,24 @@ class Vocabulary:
     special_ids: tuple[int, ...]
     """Ids that are not text, ascending; never masked."""
     fingerprint: str
-    """sha256 in hex of everything that decides ids; equal for equal tokenizers wherever they are stored."""
+    """sha256 in hex of everything that decides ids; equal for equal tokenizers wherever they are stored. Empty for a made-up
+    vocabulary, which fits any file.
+    """
+    word_codes: bytes = field(default=b"", repr=False)
+    """uint16 per id, little-endian, empty if unknown: bits 0 to 6 hold whether a word begins with the token after each of the
+    first seven kinds of `TokenEnd`, the high byte the token's own kind.
+    """
+
+    def starts_words(self, tokens: np.ndarray) -> np.ndarray:
+        """Return bool[T], whether a word begins with each of `tokens`, int64[T]; all true without `word_codes`."""
+        starts = np.ones(len(tokens), dtype=bool)
+        if not self.word_codes or not len(tokens):
+            return starts
+        codes = np.frombuffer(self.word_codes, "<u2")[tokens]
+        ends = codes >> 8
+        is_same = ends == TokenEnd.SAME
+        if is_same.any():
+            ends = ends[np.maximum.accumulate(np.where(is_same, 0, np.arange(len(ends))))]
+            ends[ends == TokenEnd.SAME] = TokenEnd.LETTER  # no token before
+        starts[1:] = ((codes[1:] | 1 << TokenEnd.BREAK) >> ends[:-1]) & 1
+        return starts
