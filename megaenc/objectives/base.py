@@ -78,9 +78,21 @@ class OptionError(InputError):
         self.option = option
 
 
-def option(default: Any, help: str, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> Any:
-    """Return the dataclass field of an objective's option, typed by `default`; `above` < value, `low` <= value <= `high`."""
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "above": above})
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+    added_later: bool = False,
+) -> Any:
+    """Return the dataclass field of an objective's option, typed by `default`; `above` < value, `low` <= value <= `high`.
+
+    `added_later`: runs exist whose identity lacks the option, so that only another value than the default becomes a part of it.
+    """
+    limits = {"low": low, "high": high, "above": above}
+    return dataclasses.field(default=default, metadata={"help": help, "added_later": added_later, **limits})
 
 
 @dataclass(frozen=True)
@@ -145,11 +157,14 @@ class Objective(ABC):
         return dataclasses.replace(self, **changed) if changed else self
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
-        """Return schedule text, `mlm(mask=0.3)` or, if `end` differs, `mask=0.4->0.15`; defaults only if `every`."""
+        """Return schedule text, `mlm(mask=0.3)` or, if `end` differs, `mask=0.4->0.15`; defaults only if `every`.
+
+        Options that were added later are left out at their default in any case.
+        """
         assignments = []
         for field in self.options():
             first, last = getattr(self, field.name), getattr(end or self, field.name)
-            if every or first != last or first != field.default:
+            if first != last or first != field.default or (every and not field.metadata.get("added_later")):
                 values = (first,) if first == last else (first, last)
                 assignments.append(f"{field.name}={'->'.join(_format_value(type(field.default)(value)) for value in values)}")
         return f"{self.name}({','.join(assignments)})" if assignments else self.name

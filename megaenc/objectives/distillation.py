@@ -60,9 +60,9 @@ class Distillation(MaskedLanguageModeling):
             )
 
     def files(self) -> tuple[Path, ...]:
-        """Return the config and weights of the teacher. Raises InputError if they cannot be read."""
+        """Return the config and weights of the teacher, and the file of `mlm`. Raises InputError if they cannot be read."""
         folder = _open_folder(self.teacher)
-        return folder.config_file, *folder.files
+        return *super().files(), folder.config_file, *folder.files
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of `mlm` with the label distributions. Raises InputError for an unusable teacher."""

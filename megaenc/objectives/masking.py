@@ -4,20 +4,22 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.errors import InputError
+from megaenc.errors import InputError, closest_match
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.registry import register
+from megaenc.objectives.units import check_collocations, find_unit_starts
 
 
 @dataclass(frozen=True)
 class Masking(Objective):
-    """Base class of bidirectional objectives that hide and predict random tokens, a share `mask`, singly or in spans.
+    """Base class of bidirectional objectives that hide and predict random tokens, a share `mask`, singly, in spans or units.
 
     Each eligible token is chosen with probability `mask`. A chosen token becomes the mask token, or with probability `random`
     another token, or stays with probability `keep`: `mask=0.15,random=0.1,keep=0.1` is BERT's 80/10/10 (Devlin et al. 2019, arXiv
@@ -27,6 +29,12 @@ class Masking(Objective):
     1907.10529): a stationary Markov chain over the tokens. The first token of a document and a token after an ineligible one are
     chosen with probability `mask`; a token after a chosen one with probability 1 - 1/s, after an unchosen one with
     mask / (s (1 - mask)). So every token is chosen with probability `mask`, and no run crosses an edge or a special token.
+
+    With `unit=word`, all tokens of a word are chosen together, each word with probability `mask` (whole-word masking of BERT;
+    Cui et al. 2021, arXiv 1906.08101). With the path of a file of `megaenc objective collocations`, all tokens of each
+    collocation in it are, from the left the longest at each place, and all other tokens singly (PMI-Masking, Levine et al. 2021,
+    arXiv 2010.01825). No unit crosses an edge or an ineligible token. `random` and `keep` are drawn for each token, as in BERT's
+    code, so that a chosen unit may become part mask tokens, part random tokens.
     """
 
     attention = Attention.BIDIRECTIONAL
@@ -35,6 +43,7 @@ class Masking(Objective):
     random: float = option(0.0, "share of these that become a random token", low=0, high=1)
     keep: float = option(0.0, "share of these that stay unchanged", low=0, high=1)
     span: float = option(0.0, "mean length of hidden runs, 0 for independent tokens", low=0)
+    unit: str = option("token", "tokens hidden together: token, word, or a file of collocations", added_later=True)
 
     def __post_init__(self) -> None:
         """Check the options and that the vocabulary has a mask token. Raises OptionError or InputError."""
@@ -48,6 +57,27 @@ class Masking(Objective):
                 expected = f"0 or from {math.ceil(1000 / (1 - self.mask) - 1e-6) / 1000:g} up"
             raise OptionError(self.name, "span", f"found {self.span:g} with mask={self.mask:g}, expected {expected}")
         check_mask_token(self.name, self.vocabulary)
+        self._check_unit()
+
+    def _check_unit(self) -> None:
+        """Check `unit` and read its file. Raises OptionError."""
+        if self.unit != "token" and self.span:
+            raise OptionError(self.name, "unit", f"found {self.unit} with span={self.span:g}, expected token, or no span")
+        if self.unit == "word":
+            if self.vocabulary.fingerprint and not self.vocabulary.word_codes:
+                raise OptionError(self.name, "unit", "found word, but the tokens of this tokenizer do not show where words begin")
+        elif self.unit != "token":
+            near = closest_match(self.unit, ("token", "word"))
+            if near and not Path(self.unit).exists():
+                raise OptionError(self.name, "unit", f"found {self.unit}, expected token, word or a file; did you mean `{near}`?")
+            try:
+                check_collocations(self.unit, self.vocabulary)
+            except InputError as error:
+                raise OptionError(self.name, "unit", str(error)) from None
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the file of collocations, if any."""
+        return () if self.unit in ("token", "word") else (Path(self.unit),)
 
     @abstractmethod
     def eligible(self, pack: Pack) -> np.ndarray:
@@ -72,6 +102,10 @@ class Masking(Objective):
         """Draw bool[T], true for tokens to hide and predict."""
         # One draw per position, eligible or not, so that draws do not depend on the tokens.
         eligible = self.eligible(pack)
+        if self.unit != "token":
+            starts = find_unit_starts(self.unit, pack, eligible, self.vocabulary)
+            first = np.maximum.accumulate(np.where(starts, np.arange(len(starts)), 0))
+            return randomness.bernoulli("mask", len(starts), self.mask)[first] & eligible
         if not self.span:
             return randomness.bernoulli("mask", len(pack.tokens), self.mask) & eligible
         draws = randomness.uniforms("mask", len(pack.tokens))

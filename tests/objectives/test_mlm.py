@@ -113,7 +113,9 @@ def test_wrong_options(options, complaint):
 
 def test_options_from_a_schedule():
     assert MaskedLanguageModeling.from_texts(VOCABULARY, {"mask": "1", "keep": ".5"}).describe() == "mlm(mask=1.0,keep=0.5)"
-    with pytest.raises(InputError, match="mlm: option `masks`: unknown, expected mask, random, keep, span; did you mean `mask`"):
+    with pytest.raises(
+        InputError, match="mlm: option `masks`: unknown, expected mask, random, keep, span, unit; did you mean `mask`"
+    ):
         MaskedLanguageModeling.from_texts(VOCABULARY, {"masks": "0.3"})
 
 

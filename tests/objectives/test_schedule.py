@@ -150,7 +150,7 @@ def test_parsed_phases_know_their_place():
         ("mlm(mask=[)]", "found `)`, expected the value of `mask`"),
         ("mlm(mask=0.3 [0.4])", "found `0.4`, expected `,` and another option, or `)`"),
         ("mlm(mask=0.3,[mask]=0.2)", "option `mask` is given twice"),
-        ("mlm([msk]=0.3)", "mlm: option `msk`: unknown, expected mask, random, keep, span; did you mean `mask`?"),
+        ("mlm([msk]=0.3)", "mlm: option `msk`: unknown, expected mask, random, keep, span, unit; did you mean `mask`?"),
         ("mlm(mask=[much])", "mlm: option `mask`: found `much`, expected a number above 0 up to 1"),
         ("clm:0.5,mlm(keep=0.1,mask=[1.5]):0.5", "mlm: option `mask`: found 1.5, expected a number above 0 up to 1"),
         ("clm([mask]=0.3)", "clm: option `mask`: unknown, expected no options"),

@@ -1,0 +1,159 @@
+"""Units of several tokens that are hidden together: words, and the collocations listed in a file."""
+
+import json
+import os
+import zipfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megaenc.atomic_io import atomic_files
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.errors import InputError, first_error_line
+
+LONGEST = 5
+"""Most tokens of a collocation."""
+_FORMAT = "megaenc collocations 1"
+_ARRAYS = ("tokens", "pmi", "counts", "facts")
+
+
+@dataclass(frozen=True, eq=False)
+class Collocations:
+    """Token n-grams of 2 to 5 tokens, best first within each length, with PMI and count, and the facts of their origin.
+
+    tokens: int32[C, 5], padded with -1; pmi: float32[C]; counts: int64[C]; facts: `tokenizer` (the fingerprint), `corpus`,
+    `tokens` and more.
+    """
+
+    tokens: np.ndarray
+    pmi: np.ndarray
+    counts: np.ndarray
+    facts: dict[str, object]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return int64[C], the number of tokens of each collocation."""
+        return (self.tokens >= 0).sum(axis=1)
+
+    def save(self, path: Path) -> None:
+        """Write the file `path` atomically; equal collocations give equal bytes."""
+        facts = np.array(json.dumps({"format": _FORMAT, **self.facts}, sort_keys=True))
+        with atomic_files(path) as [temporary], open(temporary, "wb") as stream:
+            np.savez(stream, tokens=self.tokens, pmi=self.pmi, counts=self.counts, facts=facts)
+
+
+class TrieLevel(NamedTuple):
+    """Level n of a trie of collocations: sorted keys, node of level n - 1 times base plus token n, and what ends there."""
+
+    keys: np.ndarray
+    ends: np.ndarray
+    """bool, whether a collocation ends at the node; a node's number is its place."""
+
+
+class CollocationMatcher:
+    """Trie of collocations, which finds them in tokens by exact keys."""
+
+    def __init__(self, collocations: Collocations) -> None:
+        tokens, lengths = collocations.tokens.astype(np.int64), collocations.lengths
+        self._base = int(tokens.max(initial=0)) + 1
+        self.levels: list[TrieLevel] = []
+        nodes = tokens[:, 0]
+        for length in range(2, LONGEST + 1):
+            longer = lengths >= length
+            tokens, lengths, nodes = tokens[longer], lengths[longer], nodes[longer]
+            keys, nodes = np.unique(nodes * self._base + tokens[:, length - 1], return_inverse=True)
+            ends = np.zeros(len(keys), dtype=bool)
+            ends[nodes[lengths == length]] = True
+            self.levels.append(TrieLevel(keys, ends))
+
+    def match(self, tokens: np.ndarray, is_joined: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return places and lengths, int64[M], of the collocations in `tokens`, from the left the longest at each place.
+
+        They do not overlap. tokens: int64[T]; is_joined: bool[T - 1], whether a collocation may hold a token and the next one.
+        """
+        longest = np.zeros(len(tokens), dtype=np.int64)
+        places = np.flatnonzero(is_joined & (tokens[:-1] < self._base))
+        nodes = tokens[places]
+        for length, (keys, ends) in enumerate(self.levels, 2):
+            last = places + length - 1
+            inside = last < len(tokens)
+            inside[inside] = is_joined[last[inside] - 1] & (tokens[last[inside]] < self._base)
+            places, nodes, last = places[inside], nodes[inside], last[inside]
+            if not len(keys) or not len(places):
+                break
+            next_keys = nodes * self._base + tokens[last]
+            nodes = np.minimum(np.searchsorted(keys, next_keys), len(keys) - 1)
+            is_node = keys[nodes] == next_keys
+            places, nodes = places[is_node], nodes[is_node]
+            longest[places[ends[nodes]]] = length
+        candidates = np.flatnonzero(longest)
+        chosen, free = [], 0
+        for place, length in zip(candidates.tolist(), longest[candidates].tolist(), strict=True):
+            if place >= free:
+                chosen.append(place)
+                free = place + length
+        selected = np.array(chosen, dtype=np.int64)
+        return selected, longest[selected]
+
+
+@lru_cache(maxsize=8)
+def load_collocations(path: str) -> Collocations:
+    """Return the Collocations in the file `path`, read once in a process; InputError for another or a damaged file."""
+    written_by = "expected a file of `megaenc objective collocations`"
+    if not os.path.isfile(path):
+        raise InputError(f"{path}: no such file; {written_by}")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            tokens, pmi, counts, facts = (arrays[name] for name in _ARRAYS)
+        facts = json.loads(str(facts))
+        if facts.pop("format") != _FORMAT:
+            raise ValueError("another format")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or first_error_line(error)}; {written_by}") from None
+    except (ValueError, KeyError, AttributeError, TypeError, EOFError, zipfile.BadZipFile):
+        raise InputError(f"{path}: no collocations, or damaged; {written_by}") from None
+    lengths = (tokens >= 0).sum(axis=1) if tokens.ndim == 2 else np.zeros(1)
+    is_valid = tokens.shape == (len(pmi), LONGEST) and tokens.dtype == np.int32 and len(pmi) == len(counts) > 0
+    # All padding follows the tokens.
+    if not is_valid or lengths.min() < 2 or not np.array_equal(tokens >= 0, np.arange(LONGEST) < lengths[:, None]):
+        raise InputError(f"{path}: holds no token n-grams of 2 to {LONGEST} tokens; {written_by}")
+    return Collocations(tokens, pmi, counts, facts)
+
+
+@lru_cache(maxsize=8)
+def _get_matcher(path: str) -> CollocationMatcher:
+    """Return the matcher of the collocations in the file `path`, built once in a process."""
+    return CollocationMatcher(load_collocations(path))
+
+
+def check_collocations(path: str, vocabulary: Vocabulary) -> None:
+    """Raise InputError unless the file `path` holds collocations of the tokenizer of `vocabulary`."""
+    fingerprint = str(load_collocations(path).facts.get("tokenizer"))
+    if vocabulary.fingerprint and fingerprint != vocabulary.fingerprint:
+        raise InputError(
+            f"{path}: collocations of another tokenizer ({fingerprint[:12]}), expected the one of the run "
+            f"({vocabulary.fingerprint[:12]}); make them with `megaenc objective collocations`"
+        )
+    _get_matcher(path)
+
+
+def find_unit_starts(unit: str, pack: Pack, eligible: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """Return bool[T], whether a unit (`word`, or the path of a file of collocations) begins with each token of `pack`.
+
+    One begins at each edge, at a token that is not `eligible` (bool[T]) and after it.
+    """
+    is_joined = eligible[1:] & eligible[:-1]
+    is_joined[pack.edges[1:-1] - 1] = False
+    starts = np.ones(len(pack.tokens), dtype=bool)
+    if unit == "word":
+        starts[1:] = vocabulary.starts_words(pack.tokens)[1:] | ~is_joined
+        return starts
+    places, lengths = _get_matcher(unit).match(pack.tokens, is_joined)
+    changes = np.zeros(len(starts) + 1, dtype=np.int8)
+    changes[places + 1] = 1  # the tokens after the first one
+    changes[places + lengths] -= 1
+    return np.cumsum(changes[:-1], dtype=np.int8) == 0
