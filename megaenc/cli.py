@@ -20,6 +20,10 @@ COMMANDS = {
         "megaenc.objectives.inspection.check:main",
         "check an objective: contract, leaks, statistics, speed, layouts",
     ),
+    "objective collocations": (
+        "megaenc.objectives.collocations:main",
+        "find the token n-grams of a corpus that mlm(unit=FILE) hides as a whole",
+    ),
     "data verify": ("megaenc.data.indexed.verify:main", "check that the files of a corpus are complete, down to the last token"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),
     "estimate": ("megaenc.estimate.command:main", "estimate the memory, time and GPU hours of a run, and propose a layout"),

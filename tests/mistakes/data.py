@@ -3,6 +3,7 @@
 READ = "megaenc preprocess --output-prefix new --tokenizer tok"
 LEARN = "megaenc tokenizer --output new --input"
 INSPECT = "megaenc data inspect c_text_document --tokenizer tok"
+FIND = "megaenc objective collocations --data-path c_text_document --tokenizer tok"
 
 # (command line, part of the one line that it must end in)
 ROWS = [
@@ -106,6 +107,25 @@ ROWS = [
     ("megaenc objective check megaenc.objectives:MaskedDiffusion --options low=x", "option `low`: found `x`, expected a number"),
     ("megaenc objective check mlm --trian", "--trian"),
     ("megaenc objective check 'mlm(keep=1)' --train", "leaks: 100.0 % of"),
+    ("megaenc objective check 'mlm(unit=wrd)'", "option `unit`: found wrd, expected token, word or a file; did you mean `word`?"),
+    ("megaenc objective check 'mlm(unit=word,span=3)'", "option `unit`: found word with span=3, expected token, or no span"),
+    ("megaenc objective check 'mlm(unit=text.jsonl)'", "text.jsonl: no collocations, or damaged"),
+    ("megaenc objective check 'mlm(unit=nowhere)'", "nowhere: no such file"),
+    ("megaenc objective colocations", "megaenc objective collocations"),
+    (FIND, "--output"),
+    ("megaenc objective collocations --tokenizer tok --output new", "--data-path"),
+    ("megaenc objective collocations --data-path c_text_document --output new", "--tokenizer"),
+    ("megaenc objective collocations --data-path nowhere --tokenizer tok --output new", "nowhere"),
+    ("megaenc objective collocations --data-path text.jsonl --tokenizer tok --output new", "text.jsonl"),
+    ("megaenc objective collocations --data-path c_text_document --tokenizer tok300 --output new", "another tokenizer"),
+    (f"{FIND} --output file", "--output file"),
+    (f"{FIND} --output file/new", "--output file/new"),
+    (f"{FIND} --output {{long}}", "--output xxx"),
+    (f"{FIND} --output new --count 0", "--count: found 0, expected 8 or more"),
+    (f"{FIND} --output new --min-count -1", "--min-count: found -1, expected 1 or more"),
+    (f"{FIND} --output new --max-tokens 1e6", "--max-tokens"),
+    (f"{FIND} --output new --min-count 100000000", "no n-gram occurs --min-count 100000000 times"),
+    (f"{FIND} --output new/pmi.npz --min-count 100000000", "no n-gram occurs"),
     ("megaenc data inspect", "PREFIX"),
     ("megaenc data inspect nowhere", "nowhere"),
     ("megaenc data inspect text.jsonl", "text.jsonl"),
@@ -118,6 +138,7 @@ ROWS = [
     (f"{INSPECT} --objective foo", "foo"),
     (f"{INSPECT} --objective mlm(mask=2)", "mask"),
     (f"{INSPECT} --objective mlm(msk=0.2)", "msk"),
+    (f"{INSPECT} --objective mlm(unit=nowhere.npz)", "nowhere.npz: no such file"),
     (f"{INSPECT} --objective clm:0.5,mlm:0.5", "--objective"),
     (f"{INSPECT} --pack -1", "--pack"),
     (f"{INSPECT} --seq-length 0", "--seq-length"),
