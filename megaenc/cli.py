@@ -17,11 +17,11 @@ COMMANDS = {
         "print statistics of a corpus, and one pack as an objective sees it",
     ),
     "objective check": (
-        "megaenc.objectives.inspection.check:main",
+        "megaenc.doctor.objective.check:main",
         "check an objective: contract, leaks, statistics, speed, layouts",
     ),
     "objective collocations": (
-        "megaenc.objectives.collocations:main",
+        "megaenc.objectives.units.collocations:main",
         "find the token n-grams of a corpus that mlm(unit=FILE) hides as a whole",
     ),
     "data verify": ("megaenc.data.indexed.verify:main", "check that the files of a corpus are complete, down to the last token"),

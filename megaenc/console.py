@@ -30,7 +30,7 @@ def silence_libraries() -> None:
 
     Call it before importing torch or transformers. Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the
     warnings back on; environment variables that are set keep their values. USE_HUB_KERNELS keeps transformers from replacing
-    layers by kernels of the Hub (`megaenc.convert.hf_model` ignores attention kernels that a config names).
+    layers by kernels of the Hub (`megaenc.hf.model` ignores attention kernels that a config names).
     """
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",

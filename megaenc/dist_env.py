@@ -1,6 +1,7 @@
 """Rank and world size of this process, from torchrun's environment variables and without importing torch."""
 
 import os
+import socket
 
 
 def get_rank() -> int:
@@ -26,3 +27,13 @@ def get_local_world_size() -> int:
 def is_multi_node() -> bool:
     """Return whether the run has more processes in all than on this node; False without torchrun."""
     return get_world_size() > get_local_world_size()
+
+
+def build_rank_variables(count: int) -> list[dict[str, str]]:
+    """Return the variables that torchrun would set for each of `count` ranks on this machine, with a free port; none for one."""
+    if count == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

@@ -5,7 +5,6 @@ import dataclasses
 import multiprocessing.connection
 import os
 import resource
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaenc.bench import report
 from megaenc.bench.synthetic_docs import EOS, MASK, BenchSetup, SyntheticDocuments
+from megaenc.dist_env import build_rank_variables
 from megaenc.objectives import Attention
 from megaenc.processes import peak_resident_bytes, python_environment, usable_core_count
 from megaenc.training.config_groups import OptimizerConfig
@@ -239,11 +239,7 @@ def run_in_processes(side: Callable[[TrainingJob], dict[str, Any]], job: Trainin
     count = job.tensor_model_parallel_size
     threads = int(os.environ.get("OMP_NUM_THREADS", usable_core_count()))
     environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // count))}
-    if count > 1:
-        with socket.create_server(("localhost", 0)) as server:
-            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
-        environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
+    ranks = build_rank_variables(count)
     try:
         with report.run_workers(side, job, *(environment | rank for rank in ranks)) as workers:
             answers = multiprocessing.connection.wait([worker.connection for worker in workers])

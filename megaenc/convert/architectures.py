@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from megaenc.convert.families import gemma3, modernbert, neobert
-from megaenc.convert.hf_checkpoint import check_positive, shorten_repr
-from megaenc.convert.hf_model import build_hf_config, is_causal_decoder, register_neobert
 from megaenc.errors import InputError
+from megaenc.hf.checkpoint import check_positive, shorten_repr
+from megaenc.hf.model import build_hf_config, is_causal_decoder, register_neobert
 from megaenc.model.config import ADDED_OPTIONS, ModelConfig
 from megaenc.objectives import Attention
 

@@ -14,14 +14,14 @@ import yaml
 from megaenc import __version__, backend, flags
 from megaenc.atomic_io import atomic_dir
 from megaenc.convert.architectures import ModelFamily, find_family, infer_objective, parse_hf_config, to_model_config
-from megaenc.convert.hf_checkpoint import TrainableHFCheckpoint
-from megaenc.convert.hf_model import find_model_class
 from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings, vocabulary_names
 from megaenc.convert.safetensors_writer import parse_dtype
 from megaenc.convert.tokenizer_io import MaskToken, ensure_mask_token, read_tokenizer, write_tokenizer
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, first_error_line
+from megaenc.hf.checkpoint import TrainableHFCheckpoint
+from megaenc.hf.model import find_model_class
 from megaenc.model.config import ModelConfig
 from megaenc.output_paths import create_parent_dir, refuse_existing
 from megaenc.training.checkpoint_dir import file_digests

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaenc.convert.hf_checkpoint import INDEX, WEIGHTS
 from megaenc.errors import InputError
+from megaenc.hf.checkpoint import INDEX, WEIGHTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}

@@ -11,7 +11,6 @@ from torch import Tensor
 from megaenc import __version__
 from megaenc.atomic_io import atomic_dir
 from megaenc.convert.architectures import FAMILIES, ModelFamily, able_families, build_export_config
-from megaenc.convert.hf_checkpoint import GENERATION
 from megaenc.convert.model_card import ExportProvenance, build_model_card, check_license, read_last_metrics
 from megaenc.convert.naming import export_name
 from megaenc.convert.param_mapping import iter_hf_tensors
@@ -22,6 +21,7 @@ from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, verify_tok
 from megaenc.convert.verify_export import ProbeBatch, compute_core_outputs, verify_export
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
+from megaenc.hf.checkpoint import GENERATION
 from megaenc.objectives import Attention
 from megaenc.output_paths import create_parent_dir, refuse_existing
 from megaenc.training.checkpoint_dir import CheckpointDir

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megaenc.convert.hf_model import find_model_class
 from megaenc.convert.safetensors_writer import tensor_bytes
 from megaenc.errors import InputError
+from megaenc.hf.model import find_model_class
 from megaenc.objectives import Attention
 
 _PROBE_LENGTH = 32  # tokens of the longest document, if no layer has a window

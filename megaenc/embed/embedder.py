@@ -15,8 +15,6 @@ from torch.nn.functional import normalize
 
 from megaenc.backend.device import detect_backend
 from megaenc.console import print_rank_0
-from megaenc.convert.hf_checkpoint import HFCheckpoint
-from megaenc.convert.hf_model import load_hf_config
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.embed.config import ContrastiveConfig, EmbeddingFlags
@@ -25,6 +23,8 @@ from megaenc.finetune.model.backbone import AttentionDirection, PackedTexts, pac
 from megaenc.finetune.model.fingerprint import check_model_folder
 from megaenc.finetune.model.load import load_backbone
 from megaenc.finetune.tasks.base import mean_pool
+from megaenc.hf.checkpoint import HFCheckpoint
+from megaenc.hf.model import load_hf_config
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
 
 DEFAULT_LENGTH = 512

@@ -67,9 +67,9 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
     for any other folder.
     """
     from megaenc.backend.device import detect_backend
-    from megaenc.convert import hf_model
-    from megaenc.convert.hf_checkpoint import HFCheckpoint
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
+    from megaenc.hf import model as hf_model
+    from megaenc.hf.checkpoint import HFCheckpoint
 
     hf = HFCheckpoint(Path(folder), "--model")
     tokenizer = load_tokenizer(folder)

@@ -104,8 +104,6 @@ def predict(folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples
     import torch
 
     from megaenc.backend.device import detect_backend
-    from megaenc.convert.hf_checkpoint import HFCheckpoint
-    from megaenc.convert.hf_model import load_hf_config, load_model
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
     from megaenc.finetune.model.backbone import batch_by_tokens, pack_texts
     from megaenc.finetune.model.fingerprint import check_model_folder
@@ -114,6 +112,8 @@ def predict(folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples
     from megaenc.finetune.tasks.question_answering import extract_answer
     from megaenc.finetune.tasks.token_classification import majority_vote
     from megaenc.finetune.tokenized import TextEncoder
+    from megaenc.hf.checkpoint import HFCheckpoint
+    from megaenc.hf.model import load_hf_config, load_model
 
     check_model_folder(str(folder))
     names = read_json_object(folder / "config.json")["id2label"]

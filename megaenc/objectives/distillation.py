@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     # Only its readers of folders, which depend on no objective; imported when a teacher is read.
-    from megaenc.convert.hf_checkpoint import HFCheckpoint
+    from megaenc.hf.checkpoint import HFCheckpoint
 
 _BATCH_TOKENS = 2048  # padded tokens that the teacher reads at a time, or one longer document
 
@@ -85,7 +85,7 @@ class Teacher:
 
     def __init__(self, path: str, vocabulary: Vocabulary):
         """Load the model in the folder `path`. Raises InputError if it is none or has another vocabulary."""
-        from megaenc.convert.hf_model import find_position_offset, load_hf_config, load_masked_lm
+        from megaenc.hf.model import find_position_offset, load_hf_config, load_masked_lm
 
         folder = _open_folder(path)
         config = load_hf_config(folder)
@@ -155,7 +155,7 @@ def load_teacher(path: str, vocabulary: Vocabulary) -> Teacher:
 @cache
 def _open_folder(path: str) -> "HFCheckpoint":
     """Read the config and the weights' headers in the folder `path`, once in a process. Raises InputError."""
-    from megaenc.convert.hf_checkpoint import HFCheckpoint
+    from megaenc.hf.checkpoint import HFCheckpoint
 
     return HFCheckpoint(Path(path), "teacher")
 

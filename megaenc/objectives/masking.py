@@ -14,7 +14,7 @@ from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.registry import register
-from megaenc.objectives.units import check_collocations, find_unit_starts
+from megaenc.objectives.units.matching import check_collocations, find_unit_starts
 
 
 @dataclass(frozen=True)

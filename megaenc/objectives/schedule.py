@@ -121,7 +121,7 @@ class Schedule:
         parsed_phases = parse_schedule(text, train_iters)
         ends = _compute_phase_ends(text, parsed_phases, train_iters)
         # Thousands of phases may repeat: each is built once, and checked once per length.
-        built: dict[Hashable, tuple[ScheduledObjective, ...]] = {}  # a sum is never equal to a mixture
+        built: dict[Hashable, tuple[ScheduledObjective, ...]] = {}
         checked: set[tuple[Hashable, int]] = set()
         phases = []
         for index, (phase, (before, last)) in enumerate(zip(parsed_phases, pairwise([0, *ends]), strict=True)):

@@ -60,7 +60,7 @@ def build(name: str, *, vocab_size: int = 400, **options):
     """The model `name` of MODELS with an output layer, all of its weights random; a bias of attention's output is zero."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    import megaenc.convert.families.neobert_model  # noqa: F401, registers our class of NeoBERT
+    import megaenc.hf.neobert_model  # noqa: F401, registers our class of NeoBERT
 
     given = SHAPE | dict(vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
     if MODELS[name]["model_type"] == "neobert":

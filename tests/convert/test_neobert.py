@@ -10,7 +10,7 @@ from transformers import EuroBertForMaskedLM
 
 from megaenc.convert.command import main
 from megaenc.convert.families.neobert import to_model_config
-from megaenc.convert.families.neobert_model import NeoBERTConfig, NeoBERTLMHead, _rotate
+from megaenc.hf.neobert_model import NeoBERTConfig, NeoBERTLMHead, _rotate
 from megaenc.model.config import get_preset
 
 

@@ -10,9 +10,9 @@ from objective_helpers import VOCABULARY, random_pack, write_teacher
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
+from megaenc.doctor.objective import check, measure
 from megaenc.errors import InputError
 from megaenc.objectives import Distillation, MaskedLanguageModeling, Schedule, check_targets
-from megaenc.objectives.inspection import check, measure
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def load(folder):
     """The model as transformers loads it, float32."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    import megaenc.convert.families.neobert_model  # noqa: F401, registers our class of NeoBERT
+    import megaenc.hf.neobert_model  # noqa: F401, registers our class of NeoBERT
 
     decoder = AutoConfig.from_pretrained(folder).architectures[0].endswith("ForCausalLM")
     return (AutoModelForCausalLM if decoder else AutoModelForMaskedLM).from_pretrained(folder, dtype=torch.float32).eval()

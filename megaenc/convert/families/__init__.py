@@ -1,1 +1,1 @@
-"""Families of Hugging Face models with layers or names of their own: fields of config.json, and NeoBERT in PyTorch."""
+"""Families of Hugging Face models with layers or names of their own: their fields of config.json."""

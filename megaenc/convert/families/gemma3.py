@@ -11,8 +11,8 @@ from megaenc.convert.families.modernbert import (
     read_layer_types,
     read_rotary_base,
 )
-from megaenc.convert.hf_checkpoint import check_positive, shorten_repr
 from megaenc.errors import InputError
+from megaenc.hf.checkpoint import check_positive, shorten_repr
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 

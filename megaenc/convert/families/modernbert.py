@@ -7,8 +7,8 @@ config.json includes the token itself, so that it spans w - 1 tokens; ModernBERT
 from collections.abc import Callable
 from typing import Any
 
-from megaenc.convert.hf_checkpoint import check_positive, shorten_repr
 from megaenc.errors import InputError
+from megaenc.hf.checkpoint import check_positive, shorten_repr
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megaenc.convert.families.modernbert import ABSENT_OPTIONS, find_other_heads, find_other_value
-from megaenc.convert.hf_checkpoint import check_positive, shorten_repr
 from megaenc.errors import InputError
+from megaenc.hf.checkpoint import check_positive, shorten_repr
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 
@@ -17,8 +17,7 @@ _AUTO_MAP = {
     "AutoModelForMaskedLM": f"{HUB_CODE}--model.NeoBERTLMHead",
     "AutoModelForSequenceClassification": f"{HUB_CODE}--model.NeoBERTForSequenceClassification",
 }
-ROTARY_BASE = 10000.0  # a constant of its code
-_MULTIPLE = 8  # of the width inside the MLP
+_ROTARY_BASE, _MULTIPLE = 10000.0, 8  # constants of its code: positions, and the width inside the MLP
 _FIELDS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -32,7 +31,7 @@ _VARIANTS = {
     "rms_norm": True,
     "rope": True,
     "ngpt": False,
-    "rope_theta": ROTARY_BASE,
+    "rope_theta": _ROTARY_BASE,
     "tie_word_embeddings": False,
 }
 # Each option that has one value in this family, and the text of any other for errors.
@@ -47,13 +46,8 @@ _FIXED = {
     "add_qkv_bias": (False, "biases of queries, keys and values"),
     "qk_layernorm": (False, "norms of queries and keys"),
     **ABSENT_OPTIONS,
-    "rotary_base": (ROTARY_BASE, "base period of the rotary positions other than 10,000"),
+    "rotary_base": (_ROTARY_BASE, "base period of the rotary positions other than 10,000"),
 }
-
-
-def inner_size(intermediate_size: int) -> int:
-    """Return the width inside the MLP for `intermediate_size`: two thirds, as of SwiGLU's two matrices, up to a multiple of 8."""
-    return -(-int(2 * intermediate_size / 3) // _MULTIPLE) * _MULTIPLE
 
 
 def unsupported_feature(model: ModelConfig) -> str | None:
@@ -67,6 +61,8 @@ def unsupported_feature(model: ModelConfig) -> str | None:
 
 def to_model_config(config: Any, file: str) -> ModelConfig:
     """Return the ModelConfig of a NeoBERTConfig; InputError, naming file and field, for unsupported features."""
+    from megaenc.hf.neobert_model import inner_size  # here, because transformers takes seconds
+
     for name, expected in _VARIANTS.items():
         value = getattr(config, name, expected)
         if value != expected:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from megaenc.convert.hf_model import find_position_offset
+from megaenc.hf.model import find_position_offset
 
 AttentionDirection = Literal["bidirectional", "causal"]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megaenc.console import print_rank_0
-from megaenc.convert.hf_checkpoint import HFCheckpoint
-from megaenc.convert.hf_model import load_hf_config, load_model
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.model.backbone import AttentionDirection, Backbone, PackedTexts, pack_texts
 from megaenc.finetune.model.fingerprint import check_model_folder
 from megaenc.finetune.model.task_class import NativeHead, find_task_class, set_labels
+from megaenc.hf.checkpoint import HFCheckpoint
+from megaenc.hf.model import load_hf_config, load_model
 
 _TOLERANCE = 1e-4
 """Maximum difference of equal states in float32, relative to the largest state."""

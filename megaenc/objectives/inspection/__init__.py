@@ -1,1 +1,1 @@
-"""Commands that show what an objective does: `megaenc data inspect` and `megaenc objective check`."""
+"""The command `megaenc data inspect`, which shows the targets of an objective on packs of a corpus."""

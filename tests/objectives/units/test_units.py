@@ -6,17 +6,17 @@ import math
 
 import numpy as np
 import pytest
-from objective_helpers import MASK, SPECIAL, VOCABULARY, places_in_document, random_pack, within
+from objectives.objective_helpers import MASK, SPECIAL, VOCABULARY, places_in_document, random_pack, within
 
 from megaenc.counter_rng import SampleRandomness, uniforms
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
+from megaenc.doctor.objective.check import CheckConfig, run_checks
 from megaenc.errors import InputError
 from megaenc.objectives import MaskedLanguageModeling, MaskedNextTokenPrediction, Schedule
-from megaenc.objectives.collocations import main as collocations
 from megaenc.objectives.inspection import inspect
-from megaenc.objectives.inspection.check import CheckConfig, run_checks
-from megaenc.objectives.units import Collocations
+from megaenc.objectives.units.collocations import main as collocations
+from megaenc.objectives.units.matching import Collocations
 
 BOTH = (MaskedLanguageModeling, MaskedNextTokenPrediction)
 # A word begins with every even id, and with every id after one above 40.

@@ -10,9 +10,9 @@ from corpus_helpers import VOCABULARY, write_corpus
 
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
-from megaenc.objectives import collocations
-from megaenc.objectives.collocations import compute_pmi, count_ngrams, main, read_tokens, select_collocations
-from megaenc.objectives.units import load_collocations
+from megaenc.objectives.units import collocations
+from megaenc.objectives.units.collocations import compute_pmi, count_ngrams, main, read_tokens, select_collocations
+from megaenc.objectives.units.matching import load_collocations
 
 
 def plain_counts(runs, min_count):

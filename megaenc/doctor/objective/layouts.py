@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +15,11 @@ from typing import IO, Any
 import numpy as np
 
 from megaenc.console import silence_libraries
+from megaenc.dist_env import build_rank_variables
+from megaenc.doctor.objective.load import register_objective
+from megaenc.doctor.objective.measure import CheckResult, make_packs
 from megaenc.errors import InputError, first_error_line
 from megaenc.objectives.base import Objective
-from megaenc.objectives.inspection.measure import CheckResult, make_packs
 from megaenc.objectives.masking import text_token_ids
 from megaenc.processes import Worker, WorkerDied, python_environment
 
@@ -117,7 +118,7 @@ def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> lis
             """Train or resume the run `name` on the first workers; return its rows of metrics."""
             words = (*flags, *more, "--save", str(folder / name))
             try:
-                for worker, variables in zip(workers, _launch_variables(ranks), strict=False):
+                for worker, variables in zip(workers, build_rank_variables(ranks), strict=False):
                     worker.send(_TrainingJob(objective, options, words, variables))
                 _collect(workers[:ranks])
             except Exception as error:  # foreign code may raise anything, in any process
@@ -212,16 +213,6 @@ def _describe_failure(error: Exception, output: IO[bytes]) -> str:
     return first_error_line(error) if isinstance(error, InputError) else f"{type(error).__name__}: {first_error_line(error)}"
 
 
-def _launch_variables(ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank that torchrun would set, with a free port; none for one rank."""
-    if ranks == 1:
-        return [{}]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
 def _collect(workers: Sequence[Worker]) -> None:
     """Wait until all `workers` are done, or raise the exception of the first that fails; TimeoutError after _SECONDS."""
     deadline, pending = time.monotonic() + _SECONDS, {worker.connection: worker for worker in workers}
@@ -239,7 +230,6 @@ def _run_job(job: _TrainingJob) -> None:
     import torch
 
     from megaenc import backend
-    from megaenc.objectives.inspection.check import register_objective
     from megaenc.training.config import parse_config
     from megaenc.training.planning import build_plan
     from megaenc.training.trainer import pretrain

@@ -11,8 +11,8 @@ import math
 from importlib.metadata import version
 from typing import Any
 
-from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.errors import InputError, first_error_line, format_error
+from megaenc.hf.checkpoint import HFCheckpoint
 
 _HUB_KERNEL_MODELS = (
     "mra",
@@ -53,7 +53,7 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
 def register_neobert(model_type: Any) -> None:
     """Register our classes of NeoBERT with transformers, which has none, if `model_type` is neobert."""
     if model_type == "neobert":
-        import megaenc.convert.families.neobert_model  # noqa: F401
+        import megaenc.hf.neobert_model  # noqa: F401
 
 
 def find_model_class(architecture: str) -> Any:
@@ -61,7 +61,7 @@ def find_model_class(architecture: str) -> Any:
     import transformers
 
     if architecture == "NeoBERTLMHead":
-        from megaenc.convert.families.neobert_model import NeoBERTLMHead
+        from megaenc.hf.neobert_model import NeoBERTLMHead
 
         return NeoBERTLMHead
     return getattr(transformers, architecture, None)

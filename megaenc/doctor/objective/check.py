@@ -8,11 +8,8 @@ four. Exit code 2 if a check fails.
 """
 
 import hashlib
-import importlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -25,10 +22,10 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import build_rich_console
 from megaenc.data.packing.packed_dataset import Pack
+from megaenc.doctor.objective.load import load_objective
+from megaenc.doctor.objective.measure import CheckResult, compute_targets, make_packs, measure
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.objectives.base import Objective
-from megaenc.objectives.inspection.measure import VOCABULARY, CheckResult, compute_targets, make_packs, measure
-from megaenc.objectives.registry import check_class, find, known, register
 from megaenc.objectives.validate import check_targets
 from megaenc.processes import python_command, python_environment
 
@@ -47,31 +44,6 @@ class CheckConfig:
     """also train a tiny model some steps on the CPU, in 1 process and in 4 (tensor 2 x pipeline 2), and stop and resume it"""
 
 
-def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
-    """Return the objective `text`, NAME, NAME(OPTIONS) or MODULE:CLASS with `options`; InputError if it cannot be built."""
-    words = dict(word.partition("=")[::2] for word in options)
-    if "(" in text or ":" not in text:
-        from megaenc.objectives.inspection.inspect import parse_objective
-
-        if options:
-            raise InputError(
-                f"--options {' '.join(options)}: found with {text}, expected them in it: {text}({','.join(options)})"
-            )
-        return parse_objective(text, VOCABULARY)
-    module, _, name = text.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        objective = getattr(importlib.import_module(module), name)
-    except Exception as error:  # importing a foreign module may raise anything
-        raise InputError(f"{text}: {type(error).__name__}: {error}; expected MODULE:CLASS of an objective") from None
-    finally:
-        sys.path.pop(0)
-    check_class(objective, text)
-    if objective.name in known() and find(objective.name) is not objective:
-        raise InputError(f"{text}: is called `{objective.name}`, found another objective of this name; choose a new one")
-    return objective.from_texts(VOCABULARY, words)
-
-
 def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
     """Return the SHA-256 of the Targets of `packs`, whatever their order."""
     digests = []
@@ -79,14 +51,6 @@ def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
         arrays = [np.asarray(part).tobytes() for part in compute_targets(objective, pack).parts if part is not None]
         digests.append(hashlib.sha256(b"|".join(arrays)).hexdigest())
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
-
-
-def register_objective(text: str, options: Sequence[str]) -> str:
-    """Return the schedule text of an objective given to the command, and register the class of a MODULE:CLASS."""
-    objective = load_objective(text, options)
-    if objective.name not in known():
-        register(type(objective))
-    return objective.describe()
 
 
 def check_contract(objective: Objective) -> CheckResult:
@@ -105,7 +69,7 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
     expected = compute_digest(objective, packs)
     if compute_digest(objective, reversed(packs)) != expected:
         return CheckResult("determinism", False, "targets differ in another order of packs; expected no state between calls")
-    code = "import json, sys; from megaenc.objectives.inspection import check; check.print_digest(*json.loads(sys.argv[1]))"
+    code = "import json, sys; from megaenc.doctor.objective import check; check.print_digest(*json.loads(sys.argv[1]))"
     command = python_command("-c", code, json.dumps([config.objective, config.options]))
     environment = python_environment() | {"PYTHONHASHSEED": "4711"}
     other = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -121,7 +85,7 @@ def print_digest(objective: str, options: Sequence[str]) -> None:
 
 def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
     """Return the objective and the results of all checks; only those up to the contract or micro-batches if these fail."""
-    from megaenc.doctor.objective_layouts import check_micro_batches, check_training
+    from megaenc.doctor.objective.layouts import check_micro_batches, check_training
 
     objective = load_objective(config.objective, config.options)
     results = [check_contract(objective)]

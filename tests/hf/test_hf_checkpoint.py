@@ -6,16 +6,15 @@ import subprocess
 import sys
 import textwrap
 
-import hf_models
-import hostile_folders
 import pytest
+from convert import hf_models, hostile_folders
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from megaenc.convert.command import main as convert
-from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.finetune import fill_mask
 from megaenc.finetune.command import run_main
+from megaenc.hf.checkpoint import HFCheckpoint
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import runs
 
-from megaenc.doctor.objective_layouts import _compare_layouts
+from megaenc.doctor.objective import measure
+from megaenc.doctor.objective.check import CheckConfig, main, run_checks
+from megaenc.doctor.objective.layouts import _compare_layouts
 from megaenc.objectives import known
-from megaenc.objectives.inspection import measure
-from megaenc.objectives.inspection.check import CheckConfig, main, run_checks
 
 HEAD = """
 import os

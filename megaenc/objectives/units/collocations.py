@@ -23,7 +23,7 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.objectives.units import LONGEST, Collocations
+from megaenc.objectives.units.matching import LONGEST, Collocations
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 
 SHARES = {2: 0.5, 3: 0.25, 4: 0.125, 5: 0.125}

@@ -15,14 +15,19 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megaenc.convert.families.neobert import MODEL_TYPE, ROTARY_BASE, inner_size
+_ROTARY_BASE, _MULTIPLE = 10000.0, 8  # constants of the Hub's code: positions, and the width inside the MLP
+
+
+def inner_size(intermediate_size: int) -> int:
+    """Return the width inside the MLP for `intermediate_size`: two thirds, as of SwiGLU's two matrices, up to a multiple of 8."""
+    return -(-int(2 * intermediate_size / 3) // _MULTIPLE) * _MULTIPLE
 
 
 @strict
 class NeoBERTConfig(PreTrainedConfig):
     """Fields of NeoBERT's config.json, with the defaults of the Hub's code."""
 
-    model_type = MODEL_TYPE
+    model_type = "neobert"
     attribute_map: ClassVar = {"max_position_embeddings": "max_length"}
 
     vocab_size: int = 30522
@@ -133,7 +138,7 @@ class NeoBERT(NeoBERTPreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(x.size(1), device=x.device)[None]
         width = self.config.hidden_size // self.config.num_attention_heads
-        frequencies = 1.0 / ROTARY_BASE ** (torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width)
+        frequencies = 1.0 / _ROTARY_BASE ** (torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width)
         angles = position_ids[..., None] * frequencies
         rotation = torch.polar(torch.ones_like(angles), angles)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask)
@@ -165,6 +170,6 @@ class NeoBERTLMHead(NeoBERTPreTrainedModel):
         return MaskedLMOutput(logits=self.decoder(states))
 
 
-AutoConfig.register(MODEL_TYPE, NeoBERTConfig)
+AutoConfig.register("neobert", NeoBERTConfig)
 AutoModel.register(NeoBERTConfig, NeoBERT)
 AutoModelForMaskedLM.register(NeoBERTConfig, NeoBERTLMHead)

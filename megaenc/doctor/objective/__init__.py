@@ -1,0 +1,1 @@
+"""Checks of a training objective: contract, leaks, statistics, speed, and equal training in every layout."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders, read without network access or code from the folder: config.json, weights, and transformers models."""
