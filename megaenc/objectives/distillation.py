@@ -20,7 +20,6 @@ from megaenc.objectives.registry import register
 if TYPE_CHECKING:
     import torch
 
-    # Only its readers of folders, which depend on no objective; imported when a teacher is read.
     from megaenc.hf.checkpoint import HFCheckpoint
 
 _BATCH_TOKENS = 2048  # padded tokens that the teacher reads at a time, or one longer document

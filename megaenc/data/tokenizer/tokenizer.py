@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
         mask_id=tokenizer.mask_token_id,
         special_ids=tuple(sorted(special)),
         fingerprint=_compute_fingerprint(tokenizer),
-        word_codes=compute_word_codes(tokenizer.backend_tokenizer, size),
+        code_words=partial(compute_word_codes, tokenizer.backend_tokenizer, size),
     )
 
 

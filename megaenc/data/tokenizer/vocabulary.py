@@ -1,7 +1,9 @@
 """Properties of a tokenizer that the rest of the package needs, free of transformers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 
@@ -37,10 +39,16 @@ class Vocabulary:
     """sha256 in hex of everything that decides ids; equal for equal tokenizers wherever they are stored. Empty for a made-up
     vocabulary, which fits any file.
     """
-    word_codes: bytes = field(default=b"", repr=False)
-    """uint16 per id, little-endian, empty if unknown: bits 0 to 6 hold whether a word begins with the token after each of the
-    first seven kinds of `TokenEnd`, the high byte the token's own kind.
-    """
+    code_words: Callable[[], bytes] = field(default=bytes, repr=False, compare=False)
+    """Compute `word_codes`, which takes a second for 128,000 ids."""
+
+    @cached_property
+    def word_codes(self) -> bytes:
+        """Return uint16 per id, little-endian, empty if unknown.
+
+        Bits 0 to 6: whether a word begins with the token after each of the first seven kinds of `TokenEnd`; high byte: its own.
+        """
+        return self.code_words()
 
     def starts_words(self, tokens: np.ndarray) -> np.ndarray:
         """Return bool[T], whether a word begins with each of `tokens`, int64[T]; all true without `word_codes`."""

@@ -16,7 +16,7 @@ from megaenc.objectives.base import Attention, Objective, Targets
 from megaenc.objectives.masking import MaskedLanguageModeling, text_token_ids
 
 _WORD_CODES = np.where(np.arange(1000) % 3, 0x7F, 0).astype("<u2").tobytes()  # two in three tokens begin a word
-VOCABULARY = Vocabulary(size=1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="", word_codes=_WORD_CODES)
+VOCABULARY = Vocabulary(1000, eos_id=0, mask_id=1, special_ids=(0, 1, 2), fingerprint="", code_words=lambda: _WORD_CODES)
 _LENGTH, _PACKS = 2048, 512  # a million tokens
 
 # Largest shares of the labels that may change the input at their own place, and at any other one. BERT keeps a tenth of the

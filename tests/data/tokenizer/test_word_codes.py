@@ -120,7 +120,7 @@ def test_codes_worked_out_by_hand():
     """Id 0 ends in a letter, 1 in a space, 2 in the middle of whatever was before; all begin a word only after a space."""
     after_space = 1 << TokenEnd.SPACE
     codes = [after_space | end << 8 for end in (TokenEnd.LETTER, TokenEnd.SPACE, TokenEnd.SAME)]
-    vocabulary = Vocabulary(3, None, None, (), "", np.array(codes, dtype="<u2").tobytes())
+    vocabulary = Vocabulary(3, None, None, (), "", np.array(codes, dtype="<u2").tobytes)
     assert vocabulary.starts_words(np.array([2, 2, 0, 0, 1, 2, 2, 0, 0])).tolist() == [1, 0, 0, 0, 0, 1, 1, 1, 0]
     assert vocabulary.starts_words(np.array([], dtype=np.int64)).tolist() == []
     assert Vocabulary(3, None, None, (), "").starts_words(np.array([2, 2])).all()

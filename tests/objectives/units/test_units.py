@@ -21,7 +21,7 @@ from megaenc.objectives.units.matching import Collocations
 BOTH = (MaskedLanguageModeling, MaskedNextTokenPrediction)
 # A word begins with every even id, and with every id after one above 40.
 CODES = np.array([(0 if token % 2 else 0x7F) | (7 if token > 40 else 0) << 8 for token in range(50)], dtype="<u2").tobytes()
-WORDS = dataclasses.replace(VOCABULARY, word_codes=CODES)
+WORDS = dataclasses.replace(VOCABULARY, code_words=lambda: CODES)
 # Of the ids 10 to 19; prefixes and overlaps of each other.
 PHRASES = [(10, 11), (10, 11, 12), (11, 12, 13, 14), (12, 13), (14, 15, 16, 17, 18), (15, 15), (16, 17), (10, 11, 12, 13, 10)]
 LONGEST_FIRST = sorted(PHRASES, key=len, reverse=True)
@@ -97,7 +97,7 @@ def test_hidden_places_against_a_walk(kind, unit, mask, file):
 @pytest.mark.parametrize("kind", BOTH)
 def test_units_of_one_token_are_hidden_as_tokens(kind, tmp_path):
     """Without a word or phrase of several tokens the masks are those of unit=token."""
-    single = dataclasses.replace(VOCABULARY, word_codes=np.full(50, 0x7F, dtype="<u2").tobytes())
+    single = dataclasses.replace(VOCABULARY, code_words=np.full(50, 0x7F, dtype="<u2").tobytes)
     absent = write_phrases(tmp_path / "absent.npz", [(48, 48, 48, 48)])
     for sample in range(10):
         pack = dense_pack(sample)
