@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MADE_BY_REPORTS = "docs/study/small-two-cores"
+MADE_BY_REPORTS = ("docs/study/small-two-cores", "docs/study/objectives")
 LANGUAGES = {
     "bash": "commands, run by `make test-docs`",
     "text": "what commands print, formulas, pictures made of letters",
