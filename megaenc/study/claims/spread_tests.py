@@ -105,7 +105,7 @@ def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
             if (grid_pair := _ratio_grids(scope.models.evidence, family, pairs)) is not None:
                 label, grids, sides = grid_pair
                 where = f"{size}, {clm_steps:,} of {steps:,} steps of CLM"
-                names = ("MLM alone", "CLM, then MLM")
+                names = ("MLM only", "CLM, then MLM")
                 contrasts.append(_spread_contrast(names, where, str(family), label, size, grids, sides))
     return _judge_spreads(scope, contrasts, "", twice=False)
 

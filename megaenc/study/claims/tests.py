@@ -139,7 +139,7 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
 
 
 def _clm_share_contrasts(models: ModelSelector, share: float, families: Sequence[str] = tuple(STUDY_DATASETS)) -> list[Contrast]:
-    """Build the contrasts CLM for about `share` of the steps and then MLM, less MLM alone, of equal size, steps and ratio."""
+    """Build the contrasts CLM for about `share` of the steps and then MLM, less MLM only, of equal size, steps and ratio."""
 
     def budget_key(key: ModelKey) -> tuple[str, int, float]:
         """Return the properties that both sides share: size, steps and mask ratio."""
@@ -158,17 +158,17 @@ def _clm_share_contrasts(models: ModelSelector, share: float, families: Sequence
         candidates,
     )
     places = [(f"{size}, {steps:,} steps, {format_percent(ratio)}", pair) for (size, steps, ratio), pair in sorted(pairs.items())]
-    names = (f"{share:.0%} CLM, then MLM".replace("%", " %"), "MLM alone")
+    names = (f"{share:.0%} CLM, then MLM".replace("%", " %"), "MLM only")
     return build_contrasts(models.evidence, names, places, families)
 
 
 def judge_clm_quarter(scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)) -> PendingVerdict:
-    """Test claim 4a or 4c (ZS), 20 to 30 % CLM and then MLM is above MLM alone at equal size, steps and mask ratio."""
+    """Test claim 4a or 4c (ZS), 20 to 30 % CLM and then MLM is above MLM only at equal size, steps and mask ratio."""
     return judge_direction(scope, _clm_share_contrasts(scope.models, 0.25, families))
 
 
 def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
-    """Test claim 4b, 70 to 85 % CLM and then MLM is not lower than MLM alone by the margin, in any task family."""
+    """Test claim 4b, 70 to 85 % CLM and then MLM is not lower than MLM only by the margin, in any task family."""
     return judge_equality(scope, _clm_share_contrasts(scope.models, 0.75), at_least=True)
 
 

@@ -99,21 +99,21 @@ _CLAIMS: dict[str, tuple[str, str, str, Callable[[TestScope], PendingVerdict]]] 
             title,
             question,
             f"a decayed model with {CLM_SHARES[share][0]:.0%} to {CLM_SHARES[share][1]:.0%} CLM before MLM, "
-            "and MLM alone of the same size, ratio and steps",
+            "and MLM only of the same size, ratio and steps",
             test,
         )
         for name, share, title, question, test in (
             (
                 "4a",
                 0.25,
-                "25 % CLM, then MLM, beats MLM alone",
+                "25 % CLM, then MLM, beats MLM only",
                 "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
                 claim_tests.judge_clm_quarter,
             ),
             (
                 "4b",
                 0.75,
-                "75 % CLM, then MLM, is comparable with MLM alone",
+                "75 % CLM, then MLM, is comparable with MLM only",
                 "At equal steps, is MLM after three quarters of CLM at least about as good as MLM from the start?",
                 claim_tests.judge_clm_three_quarters,
             ),
@@ -145,8 +145,8 @@ _CLAIMS: dict[str, tuple[str, str, str, Callable[[TestScope], PendingVerdict]]] 
     ),
     "6c": (
         "After CLM, the mask ratio matters less",
-        "Are scores further apart over the mask ratios for MLM alone than for MLM after CLM?",
-        "two or more seeds of models of three or more mask ratios with CLM before MLM, and of MLM alone, of one size and budget",
+        "Are scores further apart over the mask ratios for MLM only than for MLM after CLM?",
+        "two or more seeds of models of three or more mask ratios with CLM before MLM, and of MLM only, of one size and budget",
         spread_tests.judge_ratio_sensitivity,
     ),
 }
@@ -161,7 +161,7 @@ _ZERO_SHOT_CLAIMS: dict[str, tuple[str, str, str, Callable[[TestScope], PendingV
         partial(claim_tests.judge_mlm_above_clm, family=ZERO_SHOT),
     ),
     "4c": (
-        f"25 % CLM, then MLM, beats MLM alone on {ZERO_SHOT}",
+        f"25 % CLM, then MLM, beats MLM only on {ZERO_SHOT}",
         f"At equal steps, is a quarter of CLM and then MLM above MLM from the start in zero-shot retrieval ({ZERO_SHOT})?",
         f"{_CLAIMS['4a'][2]}, evaluated on {ZERO_SHOT}",
         partial(claim_tests.judge_clm_quarter, families=[ZERO_SHOT]),

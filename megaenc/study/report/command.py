@@ -27,6 +27,7 @@ from megaenc.study.report.figures.registry import ReportFigure, build_figures, p
 from megaenc.study.report.html import ReportPage, render_page
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
 from megaenc.study.report.raw_results import check_raw_results
+from megaenc.study.report.schedule_table import build_schedule_table
 from megaenc.study.report.score_tables import (
     build_diagnostic_tables,
     build_score_tables,
@@ -133,6 +134,7 @@ def build_report(config: ReportConfig) -> ReportPage:
             *build_score_tables(evidence, published_evidence),
             *build_standard_metric_tables(evidence, standard),
             *(build_zero_shot_tables(zero_shot, config.interval) if zero_shot else []),
+            *filter(None, [build_schedule_table(evidence)]),
             *build_diagnostic_tables(evidence),
             *checks,
         ]

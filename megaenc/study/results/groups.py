@@ -51,6 +51,42 @@ def objective_name(model_key: ModelKey) -> str:
     return "CLM" if model_key.clm_steps else "MLM"
 
 
+def recipe_label(model_key: ModelKey) -> str:
+    """Return a finished model's objective or schedule as text, such as `25 % CLM, then MLM` or `MLM on CLM`."""
+    name = objective_name(model_key)
+    if name == "CLM + MLM":
+        name = f"{format_percent(model_key.clm_share)} CLM, then MLM"
+    if not model_key.cpt_mlm_steps:
+        return name
+    if model_key.schedule:
+        return f"{name} on {objective_name(replace(model_key, schedule=''))}"
+    return f"MLM on {name}"
+
+
+def group_by_recipe(model_keys: Iterable[ModelKey]) -> dict[ModelKey, list[ModelKey]]:
+    """Return the keys of each recipe, by its key of pretraining seed 1."""
+    recipes: dict[ModelKey, list[ModelKey]] = {}
+    for one in model_keys:
+        recipes.setdefault(replace(one, seed=1), []).append(one)
+    return recipes
+
+
+def select_schedule_peers(model_keys: Iterable[ModelKey], mask_ratio: float | None) -> list[ModelKey]:
+    """Return finished models with a schedule of their own, and before them the CLM and MLM models to compare them with.
+
+    Those have the size and as many steps, or, if no MLM model has as many, any number of steps without continued pretraining.
+    MLM masks `mask_ratio` of the tokens.
+    """
+    finished = [one for one in model_keys if one.decayed]
+    plain = [one for one in finished if not one.schedule and one.mask_ratio in (None, mask_ratio)]
+    others = [one for one in finished if one.schedule]
+    budgets = {(one.size, one.steps) for one in others}
+    mlm_budgets = {(one.size, one.steps) for one in plain if objective_name(one) == "MLM"}
+    open_sizes = {size for size, steps in budgets - mlm_budgets}
+    peers = [one for one in plain if (one.size, one.steps) in budgets or (one.size in open_sizes and not one.cpt_mlm_steps)]
+    return [*peers, *others]
+
+
 def _is_single_objective(model_key: ModelKey) -> bool:
     """Return whether the model was trained under CLM only or MLM only, in one run, until the learning rate had decayed."""
     return model_key.decayed and not model_key.cpt_mlm_steps and objective_name(model_key) in ("CLM", "MLM")

@@ -228,12 +228,41 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     scores = [Score(names.get(one, f"{one}"), one, "SC", "sst2", 0.5 + one.clm_steps / 1e6, 0.01) for one in (*plain, *names)]
     picture = objectives.build_schedule_figure(Evidence(scores))
     found = {line.name: [round(point.x) for point in line.points] for line in picture.panels[0].lines}
-    assert found == {"MLM": [0], "CLM": [0], "MLM on CLM": [1], "MLM on MLM": [1], names[turns]: [0], names[detour]: [1]}
+    assert found == {
+        "MLM": [0],
+        "CLM": [0],
+        "MLM on CLM": [1],
+        "MLM on MLM": [1],
+        turns.schedule: [0],
+        f"{detour.schedule} on MLM": [1],
+    }
     looks = [(line.colour, line.marker) for line in picture.panels[0].lines]
     assert len(set(looks)) == len(looks) == 6
-    assert picture.panels[0].ticks == {0: "42k steps", 1: "64k steps"}
-    assert points(picture, 0, names[turns]).popitem()[1] == 52.1
+    assert picture.panels[0].ticks == {0: "42k", 1: "64k"}
+    assert points(picture, 0, turns.schedule).popitem()[1] == 52.1
     assert objectives.build_schedule_figure(Evidence(scores[:-2])) is None
+    seeds = [dataclasses.replace(one, model_key=dataclasses.replace(one.model_key, seed=2)) for one in scores]
+    several = objectives.build_schedule_figure(Evidence([*scores, *seeds]))
+    assert {line.name: (line.colour, line.marker) for line in several.panels[0].lines} == dict(zip(found, looks, strict=True))
+
+
+def test_a_schedule_without_mlm_of_as_many_steps_is_drawn_next_to_every_budget():
+    plain = [
+        ModelKey("610M", 0, 42_000, mask_ratio=0.4),
+        ModelKey("610M", 40_000),
+        ModelKey("610M", 10_000, 30_000, mask_ratio=0.4),
+    ]
+    other = ModelKey("610M", 0, 50_000, mask_ratio=0.5, schedule="diffusion")
+    elsewhere = ModelKey("1B", 0, 42_000, mask_ratio=0.4)
+    scores = [Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in (*plain, other, elsewhere)]
+    picture = objectives.build_schedule_figure(Evidence(scores))
+    assert {line.name for line in picture.panels[0].lines} == {"MLM", "CLM", "25 % CLM, then MLM", "diffusion"}
+    assert picture.panels[0].ticks == {0: "40k", 1: "42k", 2: "50k"}
+
+
+def test_the_schedule_figure_is_drawn_only_if_there_are_other_schedules():
+    plain = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
+    scores = [Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in (plain, dataclasses.replace(plain, schedule="mntp"))]
     assert [one.figure.key for one in build_figures(Evidence(scores), {}, {})][-2:] == ["other-schedules", "losses"]
 
 

@@ -29,8 +29,11 @@ from megaenc.study.results.groups import (
     datasets_by_family,
     format_percent,
     format_steps,
+    group_by_recipe,
     objective_name,
     parent_key,
+    recipe_label,
+    select_schedule_peers,
 )
 from megaenc.viz.style import assign_styles, format_count
 
@@ -245,40 +248,34 @@ def build_continued_pretraining_figure(evidence: Evidence, published: Evidence |
     return build_family_figure(key, title, "Finished, decayed models are at 0.", evidence, series, published, **axis)
 
 
-_REFERENCE_STYLES = {"MLM": (ORANGE, "s"), "CLM": (BLUE, "o"), "MLM on CLM": (BLUE, "v"), "MLM on MLM": (ORANGE, "D")}
+_PLAIN_STYLES = {"MLM": (ORANGE, "s"), "CLM": (BLUE, "o"), "MLM on CLM": (BLUE, "v"), "MLM on MLM": (ORANGE, "D")}
 """Styles of CLM and MLM models in the figure of other schedules."""
 
 
 def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
-    """Return the figure of scores of models with other schedules next to CLM and MLM of equal steps; None without any."""
-    names = {one.model_key: one.model for one in evidence.scores if one.model_key is not None}
-    groups: dict[tuple[str, int], list[ModelKey]] = defaultdict(list)
-    for one in names:
-        if one.schedule and one.decayed:
-            groups[one.size, one.steps].append(one)
-    if not groups:
+    """Return the figure of scores of models with other schedules next to CLM and MLM; None without any."""
+    mask = evidence.reference_mask_ratio
+    recipes = group_by_recipe(select_schedule_peers(evidence.model_keys(), mask))
+    if not any(one.schedule for one in recipes):
         return None
-    budgets, mask = _name_budgets(evidence, groups), evidence.reference_mask_ratio
+    budgets: dict[tuple[str, int], list[ModelKey]] = defaultdict(list)
+    for one in recipes:
+        budgets[one.size, one.steps].append(one)
+    names = _name_budgets(evidence, budgets)
     placed: dict[str, list[tuple[float, ModelKey]]] = defaultdict(list)
-    for at, where in enumerate(budgets):
-        alike = [one for one in names if (one.size, one.steps) == where]
-        labelled_models = [(label, one) for label in _REFERENCE_STYLES for one in alike if _reference_label(one, mask) == label]
-        labelled_models += [(names[one], one) for one in groups[where]]
-        labels = list(dict.fromkeys(label for label, _ in labelled_models))  # seeds of a model share a position
-        for label, one in labelled_models:
-            placed[label].append((at + 0.8 * ((labels.index(label) + 0.5) / len(labels) - 0.5), one))
-    order = [*(name for name in _REFERENCE_STYLES if name in placed), *(name for name in placed if name not in _REFERENCE_STYLES)]
+    for at, where in enumerate(names):
+        labels = sorted(map(recipe_label, budgets[where]), key=lambda label: label not in _PLAIN_STYLES)
+        for one in budgets[where]:
+            place = at + 0.8 * ((labels.index(recipe_label(one)) + 0.5) / len(labels) - 0.5)
+            placed[recipe_label(one)] += [(place, key) for key in recipes[one]]
+    order = [*(label for label in _PLAIN_STYLES if label in placed), *(label for label in placed if label not in _PLAIN_STYLES)]
     free = itertools.cycle(look for look in _list_styles(42) if look[0] not in (BLUE, ORANGE))
-    series = [(name, _REFERENCE_STYLES.get(name) or next(free), placed[name]) for name in order]
-    ticks = {float(at): name for at, name in enumerate(budgets.values())}
+    series = [(label, _PLAIN_STYLES.get(label) or next(free), placed[label]) for label in order]
+    ticks = {float(at): name.removesuffix(" steps") for at, name in enumerate(names.values())}
     hidden = "" if mask is None else f" ({format_percent(mask)} hidden)"
-    caption = f"Each model with another schedule, and CLM and MLM{hidden} models of as many steps, if there are any."
+    caption = (
+        f"Models with other schedules, and CLM and MLM{hidden} models of as many steps, or of any number of steps if "
+        "there are none."
+    )
     axis = {"ticks": ticks, "x_label": "optimizer steps in all", "joined": False}
     return build_family_figure("other-schedules", "Other schedules", caption, evidence, series, **axis)
-
-
-def _reference_label(key: ModelKey, mask: float | None) -> str:
-    """Return a finished model's label in _REFERENCE_STYLES; other text if it has none."""
-    if key.schedule or not key.decayed or key.mask_ratio not in (None, mask):
-        return ""
-    return f"MLM on {objective_name(key)}" if key.cpt_mlm_steps else objective_name(key)

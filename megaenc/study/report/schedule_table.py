@@ -1,0 +1,136 @@
+"""Table of the difference between each objective or schedule and MLM, with the noise between pretraining runs."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import dunnett
+
+from megaenc.study.claims.decision import format_p_value
+from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.report.table import CellValue, Column, Table, TableRow
+from megaenc.study.results.evidence import Evidence
+from megaenc.study.results.groups import (
+    dataset_label,
+    datasets_by_family,
+    group_by_recipe,
+    recipe_label,
+    select_schedule_peers,
+)
+
+_NOTE = (
+    "Mean score over the pretraining runs less that of MLM with as many steps, or else with the most steps, in points (half "
+    "of the 95 % interval), and p. Both are Dunnett's: corrected over the rows of a data set, with one standard deviation "
+    "between the pretraining runs of a row, which is estimated from all rows. It contains the noise of fine-tuning; other test "
+    "examples are not considered."
+)
+
+
+@dataclass(frozen=True)
+class ControlComparison:
+    """Differences of recipes from a control on one data set, as fractions, with p and the noise between runs."""
+
+    differences: np.ndarray
+    """float[R], of each recipe's mean over runs, less the control's"""
+    half_width: np.ndarray
+    """float[R], of the simultaneous 95 % intervals; NaN if no recipe has two runs, or if all runs of each are equal"""
+    p: np.ndarray
+    """float[R]; NaN as above"""
+    run_deviation: float
+    """pooled standard deviation between the pretraining runs of a recipe"""
+    df: int
+    """degrees of freedom of `run_deviation`"""
+
+
+def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> ControlComparison:
+    """Compare the scores of each recipe, float[runs], with those of the control by Dunnett's test.
+
+    Source: Dunnett, A multiple comparison procedure for comparing several treatments with a control, 1955.
+    """
+    groups = [*recipes, control]
+    df = sum(map(len, groups)) - len(groups)
+    squares = math.fsum(float(np.sum((group - group.mean()) ** 2)) for group in groups)
+    differences = np.array([recipe.mean() - control.mean() for recipe in recipes])
+    deviation = math.sqrt(squares / df) if df else math.nan
+    if not deviation > 0:
+        unknown = np.full(len(recipes), math.nan)
+        return ControlComparison(differences, unknown, unknown, deviation, df)
+    with warnings.catch_warnings():  # about single or equal runs, and about an error of the interval's level below 0.001
+        warnings.simplefilter("ignore")
+        result = dunnett(*recipes, control=control, random_state=0)
+        interval = result.confidence_interval()
+    return ControlComparison(differences, (interval.high - interval.low) / 2, result.pvalue, deviation, df)
+
+
+def build_schedule_table(evidence: Evidence) -> Table | None:
+    """Return the Table of differences from MLM, by objective or schedule; None without other schedules next to MLM."""
+    recipes = group_by_recipe(select_schedule_peers(evidence.model_keys(), evidence.reference_mask_ratio))
+    controls = [one for one in recipes if not one.schedule and not one.clm_steps]
+    groups: dict[ModelKey, list[ModelKey]] = {}
+    for recipe in recipes:
+        candidates = [one for one in controls if one.size == recipe.size]
+        if candidates and recipe not in controls:
+            control = max(candidates, key=lambda one: (one.steps == recipe.steps, one.steps))
+            groups.setdefault(control, []).append(recipe)
+    groups = {control: members for control, members in groups.items() if any(one.schedule for one in members)}
+    if not groups:
+        return None
+    datasets = datasets_by_family(evidence.datasets())
+    places = [(family, name) for family, names in datasets.items() for name in names]
+    rows: list[TableRow] = []
+    for control, members in groups.items():
+        rows += _build_rows(evidence, recipes, control, members, places)
+    pairs = [(dataset_label(family, name), family) for family, name in places]
+    columns = (
+        *(Column(name, number=False) for name in ("Size", "Objective")),
+        *(Column(name) for name in ("Steps", "Steps of MLM", "Runs")),
+        *(Column(name, f"{family} {label}") for label, family in pairs for name in ("less MLM", "p")),
+    )
+    return Table("schedules", "Objectives and schedules compared with MLM", _NOTE, columns, tuple(rows))
+
+
+def _build_rows(
+    evidence: Evidence,
+    recipes: Mapping[ModelKey, Sequence[ModelKey]],
+    control: ModelKey,
+    members: Sequence[ModelKey],
+    places: Sequence[tuple[str, str]],
+) -> list[TableRow]:
+    """Build a row for each recipe compared with `control`, and one with the noise between runs."""
+    cells: dict[ModelKey, list[CellValue]] = {one: [] for one in members}
+    noise: list[CellValue] = []
+    for family, name in places:
+        scores = {}
+        for one in (control, *members):
+            by_run = [evidence.find(key, name, family) for key in recipes[one]]
+            if means := [score.mean for score in by_run if score is not None]:
+                scores[one] = np.array(means)
+        compared = [one for one in members if one in scores and control in scores]
+        by_recipe: dict[ModelKey, tuple[CellValue, CellValue]] = {}
+        noise_cell = None
+        if compared:
+            result = compare_with_control([scores[one] for one in compared], scores[control])
+            each = zip(compared, result.differences, result.half_width, result.p, strict=True)
+            by_recipe = {one: _format_cells(difference, half, p) for one, difference, half, p in each}
+            noise_cell = f"{100 * result.run_deviation:.2f} ({result.df} df)" if result.df else None
+        for one in members:
+            cells[one] += by_recipe.get(one, (None, None))
+        noise += [noise_cell, None]
+    rows = [
+        TableRow(
+            (one.size, recipe_label(one), one.steps, control.steps, len(recipes[one]), *cells[one]),
+            rule=at == 0,
+            name=recipe_label(one),
+        )
+        for at, one in enumerate(members)
+    ]
+    label = "standard deviation between runs"
+    return [*rows, TableRow((control.size, label, None, control.steps, None, *noise), light=True, name=label)]
+
+
+def _format_cells(difference: float, half_width: float, p: float) -> tuple[CellValue, CellValue]:
+    """Format a difference with the half width of its interval, in points, and p; both unknown parts are left out."""
+    text = f"{100 * difference:+.2f}"
+    return (text, None) if math.isnan(p) else (f"{text} ({100 * half_width:.2f})", format_p_value(p))
