@@ -72,6 +72,20 @@ def test_tensor_and_pipeline_parallel_runs_are_those_of_one_process(flags, refer
         assert actual[objective]["loss"] == pytest.approx(expected[objective]["loss"], rel=1e-5), objective
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_twenty_steps_are_equal_in_both_layouts(small_corpus, teacher, tmp_path):
+    """Without switches of objectives, as test_every_objective.py trains the others."""
+    schedule = f"distill(teacher={teacher},mask=0.3,top_k=8)"
+    length = ["--train-iters", "20", "--objective-schedule", schedule, "--eval-interval", "0", "--lr", "5e-4", "--no-bf16"]
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, *length, "--save"]
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "one")])
+    runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "four"), *layout], processes=4)
+    runs.assert_same_curve(tmp_path / "four", tmp_path / "one", tolerance=1e-6)
+    assert runs.metrics(tmp_path / "one")[-1]["loss"] < runs.metrics(tmp_path / "one")[0]["loss"] - 0.1
+
+
 def test_another_micro_batch_size_changes_only_rounding(flags, reference, tmp_path):
     runs.script(runs.PRETRAIN, [*flags, "--micro-batch-size", "8", "--save", str(tmp_path / "run")])
     runs.assert_same_curve(tmp_path / "run", reference, tolerance=1e-5)

@@ -89,7 +89,7 @@ def test_tensor_and_pipeline_parallel_runs_are_those_of_one_process(small_corpus
 
 ALONE = [
     "clm", "mlm", "mlm(mask=0.3,span=3)", "mntp", "prefix_lm", "diffusion", "gpt_bert(causal=0.3)", "span_corruption",
-    "sum(clm:3,mlm(mask=0.3):10)",
+    "mlm(mask=0.3,unit=word)", "sum(clm:3,mlm(mask=0.3):10)",
 ]  # fmt: skip
 
 
