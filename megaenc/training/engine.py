@@ -278,7 +278,7 @@ class Engine:
         counts = {"predicted": 0, "loss_count": 0, "flops": 0.0}  # on the host, without a device synchronization
         batches = self._prefetcher.iterate(specs, following) if self._prefetcher else map(self._build_micro_batch, specs)
         batches = self.step_timers.measure_items(DATA, batches)
-        iterators = list(tee(batches, len(self.chunks)))  # each chunk consumes all of them at its own pace
+        iterators = repeat_iterator(batches, len(self.chunks))  # each chunk consumes all of them at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, counts),
@@ -328,3 +328,8 @@ class Engine:
             return loss, torch.full((), batch.loss_count, dtype=torch.int, device=self.device), sums
 
         return output, compute_loss
+
+
+def repeat_iterator(items: Iterator, count: int) -> list[Iterator]:
+    """Return `count` independent iterators over `items`; a single one keeps no item alive, as `tee` does in blocks of 57."""
+    return [items] if count == 1 else list(tee(items, count))

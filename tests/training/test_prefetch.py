@@ -4,10 +4,12 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import runs
 
+from megaenc.training.engine import repeat_iterator
 from megaenc.training.micro_batches import DEPTH, Prefetcher
 
 
@@ -92,3 +94,30 @@ def test_a_run_is_the_same_with_and_without(small_corpus, tmp_path):
     runs.script(worker, [*flags, "--save", str(tmp_path / "with")])
     assert runs.curve(tmp_path / "with") == runs.curve(tmp_path / "without")
     assert runs.validations(tmp_path / "with") == runs.validations(tmp_path / "without")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_chunk_gets_all_micro_batches_and_a_single_one_keeps_none(count):
+    class Item:
+        """Object that a weak reference can watch."""
+
+    watched = []
+
+    def generate():
+        for _ in range(3):
+            item = Item()
+            watched.append(weakref.ref(item))
+            yield item
+            del item
+
+    iterators = repeat_iterator(generate(), count)
+    if count == 1:
+        for at in range(3):
+            item = next(iterators[0])
+            assert item is watched[at]()
+            del item
+            next(iterators[0], None) if at == 2 else None
+            assert [ref() for ref in watched[:at]] == [None] * at
+    else:
+        first, second = map(list, iterators)
+        assert first == second and len(first) == 3
