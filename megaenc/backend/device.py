@@ -79,9 +79,10 @@ def detect_backend() -> Backend:
 
     Raises InputError if there are more processes than accelerators.
     """
+    # Keeps the order of kernel launches, by which megatron-core overlaps communication. CUDA reads it when it starts, in the next
+    # line.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
-        # Keeps the order of kernel launches, by which megatron-core overlaps communication. CUDA reads it when it starts.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if get_local_rank() >= torch.cuda.device_count():
             raise InputError(
                 f"{get_local_world_size()} processes on a machine with {torch.cuda.device_count()} accelerators: "

@@ -1,5 +1,7 @@
 """What the backend finds, and how processes share a machine."""
 
+import os
+
 import pytest
 import torch
 
@@ -99,3 +101,17 @@ def test_one_process_has_all_cores_and_several_share_them(monkeypatch):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_connections_are_limited_before_cuda_starts(monkeypatch):
+    """torch.cuda.is_available starts CUDA, which reads the variable only then."""
+    from megaenc.backend import device
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that the variable is removed at the end
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    values = []
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: values.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    assert device.detect_backend.__wrapped__().is_cpu and values == ["1"]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    device.detect_backend.__wrapped__()
+    assert values == ["1", "8"]
