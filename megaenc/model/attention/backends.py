@@ -93,7 +93,8 @@ def flash_attn_module(device: torch.device) -> str:
     # AMD GPUs have other capabilities under the same numbers.
     if util.find_spec(_FLASH_ATTN_3) and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER:
         return _FLASH_ATTN_3
-    return "flash_attn" if util.find_spec("flash_attn") else ""
+    spec = util.find_spec("flash_attn")
+    return "flash_attn" if spec and spec.origin else ""  # version 4 installs only `flash_attn.cute`, without this module
 
 
 @functools.cache
@@ -103,7 +104,8 @@ def load_flash_kernel(device: torch.device) -> Kernel:
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window):
         mask = {"causal": causal} | ({} if window < 0 else {"window_size": (window, 0 if causal else window)})
-        out = function(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=scale, **mask)
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+        out = function(q, k, v, **lengths, softmax_scale=scale, **mask)  # by keyword: versions differ in the order
         return out[0] if isinstance(out, tuple) else out  # early releases of version 3 also return the log-sum-exp
 
     return kernel

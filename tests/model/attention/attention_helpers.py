@@ -62,6 +62,6 @@ def flash_attn_3(
 
 def install(monkeypatch, name, function):
     """A module called `name` whose flash_attn_varlen_func is `function`."""
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None, origin="installed"))
     module.flash_attn_varlen_func = function
     monkeypatch.setitem(sys.modules, name, module)

@@ -1,6 +1,7 @@
 """Every way to compute attention inside documents, against its formula: masks, widths of heads, groups, what kernels are told."""
 
 import contextlib
+from types import SimpleNamespace
 
 import attention_helpers as kernels
 import numpy as np
@@ -193,6 +194,17 @@ def test_what_is_lacking():
     assert missing_requirement("varlen", accelerator, torch.bfloat16) == ""
 
 
+def test_the_folder_of_flash_attn_4_only_is_not_version_2(tmp_path, monkeypatch):
+    """It installs flash_attn/cute and no flash_attn/__init__.py."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    from megaenc.model.attention import backends
+
+    assert backends.flash_attn_module(HOST) == ""
+    assert backends.missing_requirement("flash", torch.device("cuda", 0), torch.bfloat16) == "flash-attn is not installed"
+
+
 NONE, ALONE = "flash-attn is not installed", "flash-attn 2 is not installed, and version 3, which is, needs a Hopper GPU"
 SECOND, THIRD = "flash_attn", "flash_attn_interface"
 
@@ -204,7 +216,7 @@ def test_flash_attn_is_there_or_not(modules, capability, hip, monkeypatch):
     from megaenc.model.attention import backends
 
     accelerator = torch.device("cuda", 0)
-    monkeypatch.setattr(backends.util, "find_spec", lambda name: name in modules)
+    monkeypatch.setattr(backends.util, "find_spec", lambda name: SimpleNamespace(origin="here") if name in modules else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     third = THIRD in modules and capability == (9, 0) and not hip
