@@ -310,6 +310,7 @@ def make_deterministic(threads: int, *, kernels: bool = True) -> None:
         # warn_only would leave flash attention's gradients nondeterministic. Memory-efficient attention has no such mode.
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that would write every new tensor
 
 
 def hash_weights(model: torch.nn.Module) -> str:

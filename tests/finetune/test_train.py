@@ -310,3 +310,20 @@ def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
 @pytest.mark.parametrize(("examples", "epochs", "steps"), [(67_349, 1, 1000), (956, 1, 30), (33, 1, 2), (33, 0.5, 1), (33, 3, 6)])
 def test_steps_are_an_epoch_or_a_thousand(examples, epochs, steps):
     assert count_training_steps(FinetuneConfig(epochs=epochs), examples) == steps
+
+
+def test_deterministic_kernels_do_not_fill_new_tensors(monkeypatch):
+    """Torch fills every uninitialized tensor in this mode unless told otherwise."""
+    from megaenc.finetune.train import make_deterministic
+
+    fill, memory_efficient = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.mem_efficient_sdp_enabled()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        make_deterministic(torch.get_num_threads())
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.backends.cuda.enable_mem_efficient_sdp(memory_efficient)
