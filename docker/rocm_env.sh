@@ -28,8 +28,6 @@ megaenc_default CUDA_DEVICE_MAX_CONNECTIONS 1
 megaenc_default TORCH_NCCL_HIGH_PRIORITY 1
 # No check of the arguments at every collective.
 megaenc_default NCCL_CHECKS_DISABLE 1
-# RoCE v2: the address by IPv4. Take it out on a native InfiniBand or another network: NCCL_IB_GID_INDEX=
-megaenc_default NCCL_IB_GID_INDEX 3
 # A ring stays on the network cards of one rail.
 megaenc_default NCCL_CROSS_NIC 0
 # No detour over a neighbour's network card, which costs memory on the neighbour.

@@ -148,7 +148,7 @@ def environment_in_image(kind: str, **variables: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("kind", "values", "other", "taken_out"),
     [
-        ("rocm", {"HSA_NO_SCRATCH_RECLAIM": "1", "NCCL_P2P_NET_CHUNKSIZE": "524288"}, "GPU_MAX_HW_QUEUES", "NCCL_IB_GID_INDEX"),
+        ("rocm", {"HSA_NO_SCRATCH_RECLAIM": "1", "NCCL_P2P_NET_CHUNKSIZE": "524288"}, "GPU_MAX_HW_QUEUES", "RCCL_MSCCL_ENABLE"),
         ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}, "PYTORCH_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"),
     ],
 )

@@ -275,10 +275,10 @@ def test_what_the_container_sees(job, tmp_path):
 
 
 def test_what_is_taken_out_before_sbatch_stays_out(job, tmp_path):
-    """`NCCL_IB_GID_INDEX= sbatch ...`, in an image too, whose own settings come last."""
-    assert ended(job("rocm-apptainer", NCCL_IB_GID_INDEX="", NCCL_CROSS_NIC="2"))[0] == 0
+    """`RCCL_MSCCL_ENABLE= sbatch ...`, in an image too, whose own settings come last."""
+    assert ended(job("rocm-apptainer", RCCL_MSCCL_ENABLE="", NCCL_CROSS_NIC="2"))[0] == 0
     found = environment_of_torchrun(tmp_path)
-    assert "NCCL_IB_GID_INDEX" not in found and found["NCCL_CROSS_NIC"] == "2" and found["NCCL_PXN_DISABLE"] == "1"
+    assert "RCCL_MSCCL_ENABLE" not in found and found["NCCL_CROSS_NIC"] == "2" and found["NCCL_PXN_DISABLE"] == "1"
     assert ended(job("many", CUDA_DEVICE_MAX_CONNECTIONS="", NCCL_DEBUG="INFO"))[0] == 0
     found = environment_of_torchrun(tmp_path)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found and found["NCCL_DEBUG"] == "INFO"
