@@ -297,7 +297,11 @@ def test_a_real_study_killed_on_the_way_and_finished(tmp_path, capsys):
     killed.communicate()
     tokenizer = (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
     output = runs.run(command, timeout=900).stdout
-    assert "5 stages, 1 done, 4 to do, 2 in parallel" in output and "5 of 5 stages are done" in output
+    resumed = (
+        "5 stages, 1 done, 4 to do, 2 in parallel",
+        "5 stages, 2 done, 3 to do, 2 in parallel",
+    )  # another may end before the kill
+    assert any(line in output for line in resumed) and "5 of 5 stages are done" in output
     assert (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == tokenizer
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-6")] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-3-mlm40-6")] == [4, 5, 6]
