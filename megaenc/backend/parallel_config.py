@@ -52,8 +52,9 @@ class ParallelConfig:
     """gather new weights while layers compute (needs an accelerator, --use-distributed-optimizer and --overlap-grad-reduce)"""
     recompute_granularity: Literal["full", "selective"] | None = None
     """recompute activations in backward to save memory. full: of whole layers; selective: of parts of each layer"""
-    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ()
-    """parts of a layer that selective recomputes: core_attn, mlp; core_attn unless given"""
+    recompute_modules: tuple[Literal["core_attn", "mlp", "activation"], ...] = ()
+    """parts of a layer that selective recomputes: core_attn, mlp, activation (only the output of the MLP's activation); core_attn
+    unless given"""
     recompute_method: Literal["uniform", "block"] | None = None
     """layers that full recomputes. uniform: all, in units of --recompute-num-layers; block: the first --recompute-num-layers
     of each stage; uniform unless given"""
@@ -151,6 +152,11 @@ class ParallelConfig:
                 raise InputError(f"--recompute-num-layers: found {number}, expected a divisor of the {layers} layers of a stage")
         if number > max(split):
             raise InputError(f"--recompute-num-layers: found {number}, expected at most the {max(split)} layers of a stage")
+
+    @property
+    def selected_recompute_modules(self) -> tuple[str, ...]:
+        """Return the parts of a layer that are recomputed, by default core_attn; none unless recomputation is selective."""
+        return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
 
     @property
     def full_recompute(self) -> tuple[str | None, int | None]:

@@ -299,7 +299,8 @@ def _measure_attention(
     backend: Backend, engine: Any, schedule: Schedule, packs: ConcatPackedDataset, seconds: float
 ) -> dict[str, float]:
     """Return the FLOP/s of attention over a micro-batch, forward and backward, keyed by "attention" or "causal attention"."""
-    from megaenc.model.layer_spec import PackedAttention, build_transformer_config
+    from megaenc.model.layer import PackedAttention
+    from megaenc.model.layer_spec import build_transformer_config
     from megaenc.training.attention_select import select_attention
     from megaenc.training.micro_batches import build_micro_batch
 

@@ -3,7 +3,6 @@
 Initial weights are a pure function of (seed, name, row), the same in every parallel layout.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -85,13 +84,11 @@ class Encoder(LanguageModule):
             self.embedding_norm = norm(config=config) if model.embedding_norm else None
         self.decoder = TransformerBlock(
             config,
-            build_block_spec(model, config, chunk, kernels, self.fused),
+            build_block_spec(model, config, chunk, kernels, self.fused, "activation" in layout.selected_recompute_modules),
             pre_process=self.pre_process,
             post_process=self.post_process,
             vp_stage=chunk,
         )
-        for layer in self.decoder.layers:  # it would record the norms of --post-norms for gradients in evaluation too
-            layer.bias_dropout_add_exec_handler = contextlib.nullcontext
         if self.post_process:
             # `head` gathers the sequence before it selects positions, so that these layers are not sequence parallel.
             whole = dataclasses.replace(config, sequence_parallel=False)

@@ -21,35 +21,42 @@ def row_slices(rows: int, width: int, max_elements: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 (Zhang & Sennrich 2019).
 
-    For the CPU, on which torch's own writes a float32 copy of `x` after each operation and keeps two for backward.
+    With `residual` [..., H]: return (x + residual, its norm). For the CPU, on which torch's own writes a float32 copy of `x`
+    after each operation and keeps two for backward.
     """
-    return _RMSNorm.apply(x, weight, epsilon)
+    return _RMSNorm.apply(x, residual, weight, epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm in float32, chunk by chunk, which saves only the input and its inverse root mean squares."""
+    """RMSNorm in float32, chunk by chunk, which saves only what it normalizes and its inverse root mean squares."""
 
     @staticmethod
-    def forward(ctx, x, weight, epsilon):
-        x_RH = x.reshape(-1, x.size(-1))
-        wide = torch.promote_types(x.dtype, torch.float32)
+    def forward(ctx, x, residual, weight, epsilon):
+        ctx.is_sum = residual is not None
+        x_RH, wide = x.reshape(-1, x.size(-1)), torch.promote_types(x.dtype, torch.float32)
         out_RH, scale = torch.empty(x_RH.shape, dtype=x.dtype, device=x.device), weight.to(wide)
         shrink_R1 = torch.empty(len(x_RH), 1, dtype=wide, device=x.device)
+        if ctx.is_sum:
+            addend_RH, residual_RH, x_RH = x_RH, residual.reshape(x_RH.shape), torch.empty_like(out_RH)
         for part in row_slices(*x_RH.shape, _CACHE_ELEMENTS):
+            if ctx.is_sum:
+                torch.add(addend_RH[part], residual_RH[part], out=x_RH[part])
             numbers, shrink = x_RH[part].to(wide), shrink_R1[part]
             torch.mean(numbers.square(), -1, keepdim=True, out=shrink).add_(epsilon).rsqrt_()
             torch.mul(numbers * shrink, scale, out=out_RH[part])
         ctx.save_for_backward(x_RH, shrink_R1, weight)
-        return out_RH.view(x.shape)
+        out = out_RH.view(x.shape)
+        return (x_RH.view(x.shape), out) if ctx.is_sum else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
         x_RH, shrink_R1, weight = ctx.saved_tensors
-        gradient_RH, scale = gradient.reshape(x_RH.shape), weight.to(shrink_R1.dtype)
+        gradient_RH, to_sum_RH = (gradient.reshape(x_RH.shape) for gradient in (gradients[-1], gradients[0]))
+        scale = weight.to(shrink_R1.dtype)
         to_x_RH, to_weight = torch.empty(x_RH.shape, dtype=x_RH.dtype, device=x_RH.device), torch.zeros_like(scale)
         for part in row_slices(*x_RH.shape, _CACHE_ELEMENTS):
             shrink, above = shrink_R1[part], gradient_RH[part].to(scale.dtype)
@@ -57,8 +64,13 @@ class _RMSNorm(torch.autograd.Function):
             product = above * normed
             to_weight += product.sum(0)
             along = product.mul_(scale).mean(-1, keepdim=True)
-            torch.mul(torch.mul(above, scale, out=product).sub_(normed.mul_(along)), shrink, out=to_x_RH[part])
-        return to_x_RH.view(gradient.shape), to_weight.to(weight.dtype), None
+            below = torch.mul(above, scale, out=product).sub_(normed.mul_(along))
+            if ctx.is_sum:
+                torch.add(below.mul_(shrink), to_sum_RH[part], out=to_x_RH[part])
+            else:
+                torch.mul(below, shrink, out=to_x_RH[part])
+        to_x = to_x_RH.view(gradients[0].shape)
+        return to_x, to_x if ctx.is_sum else None, to_weight.to(weight.dtype), None
 
 
 @dataclass(frozen=True)
@@ -86,11 +98,28 @@ class Rotation:
         """Rotate x [S, 1, heads, dim] by each token's angles; computed in the dtype of `x` unless fused."""
         if self.fused:
             from megaenc.model.kernels.rotary import rotate
+        else:
+            rotate = _rotate
+        return _Rotate.apply(x, *self._tables(x.dtype), rotate)
 
-            return _Rotate.apply(x, self.cos.contiguous(), self.sin.contiguous(), rotate)
-        if x.dtype not in self._rounded:
-            self._rounded[x.dtype] = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        return _Rotate.apply(x, *self._rounded[x.dtype], _rotate)
+    def split(self, mixed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [S, G R, dim], keys and values [S, G, dim], the first two rotated, of mixed [S, 1, G, (R + 2) dim].
+
+        `mixed` has for each of G groups R queries, a key and a value. Values are copied too, so that `mixed` is freed.
+        """
+        if self.fused:
+            from megaenc.model.kernels.rotary import copy_qkv
+        else:
+            copy_qkv = _copy_qkv
+        return _SplitQKV.apply(mixed, dim, *self._tables(mixed.dtype), copy_qkv)
+
+    def _tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin as they multiply tensors of `dtype`: in float32 if fused."""
+        if self.fused:
+            return self.cos.contiguous(), self.sin.contiguous()
+        if dtype not in self._rounded:
+            self._rounded[dtype] = self.cos.to(dtype), self.sin.to(dtype)
+        return self._rounded[dtype]
 
 
 class _Rotate(torch.autograd.Function):
@@ -108,14 +137,47 @@ class _Rotate(torch.autograd.Function):
         return ctx.rotate(gradient, *ctx.saved_tensors, -1), None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Return x [S, 1, heads, dim] rotated by `sign` times the angles."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor | None = None) -> Tensor:
+    """Return x [S, ..., dim] of four dimensions rotated by `sign` times the angles, in `out` if given."""
     first, second = x.chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     out_first, out_second = out.chunk(2, dim=-1)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
     return out
+
+
+class _SplitQKV(torch.autograd.Function):
+    """Split of the joint projection into queries, keys and values, with rotation; its gradient is one tensor, too."""
+
+    @staticmethod
+    def forward(ctx, mixed, dim, cos, sin, copy_qkv):
+        ctx.save_for_backward(cos, sin)
+        ctx.shape, ctx.copy_qkv = mixed.shape, copy_qkv
+        tokens, groups, heads = mixed.size(0), mixed.size(2), mixed.size(3) // dim
+        blocks = mixed.contiguous().view(tokens, groups, heads, dim)
+        q, k, v = (torch.empty(tokens, groups, count, dim, dtype=mixed.dtype, device=mixed.device) for count in (heads - 2, 1, 1))
+        copy_qkv(blocks, q, k, v, cos, sin, False)
+        return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, to_q, to_k, to_v):
+        tokens, groups, dim = to_k.shape
+        per_group = to_q.size(1) // groups
+        to_mixed = torch.empty(tokens, groups, per_group + 2, dim, dtype=to_k.dtype, device=to_k.device)
+        counts = zip((to_q, to_k, to_v), (per_group, 1, 1), strict=True)
+        parts = (part.contiguous().view(tokens, groups, count, dim) for part, count in counts)
+        ctx.copy_qkv(to_mixed, *parts, *ctx.saved_tensors, True)
+        return to_mixed.view(ctx.shape), None, None, None, None
+
+
+def _copy_qkv(mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
+    """Copy the joint projection to q, k and v, or back, as `kernels.rotary.copy_qkv` does, in torch."""
+    parts = mixed.split([q.size(2), 1, 1], dim=2)
+    for joint, part in zip(parts[:2], (q, k), strict=True):
+        _rotate(*((part, cos, sin, -1, joint) if backward else (joint, cos, sin, 1, part)))
+    parts[2].copy_(v) if backward else v.copy_(parts[2])
 
 
 class SwiGLU(MegatronModule):

@@ -1,94 +1,31 @@
 """Layer specs: megatron-core's parallel layers with our own norms and core attention."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, _grad_accum_fusion_available
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
 from megaenc.model import transformer_engine
-from megaenc.model.attention.backends import compute_attention
 from megaenc.model.config import ModelConfig
 from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
 from megaenc.model.fp8.tensor import select_float8_recipe
 from megaenc.model.functional import GeGLU, SwiGLU
-from megaenc.model.functional import rms_norm as rms_norm_on_host
 from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels
-from megaenc.model.packed_sequences import PackedSequences
+from megaenc.model.layer import EncoderLayer, PackedAttention, PackedSelfAttention
+from megaenc.model.norms import LayerNorm, PostNorm, RMSNorm
 
 _DEFAULT_KERNELS = KernelConfig()
-
-
-class RMSNorm(torch.nn.Module):
-    """RMSNorm layer with a learned weight, x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
-
-    The factor is weight + 1, added in float32, with megatron-core's option `layernorm_zero_centered_gamma`. megatron-core's
-    wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that its gradient is
-    summed over the tensor-parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
-        super().__init__()
-        self.eps = eps
-        self.fused = fused
-        self.is_zero_centered = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.is_zero_centered, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., H] / rms(x) * weight, by the fused Triton kernel, the CPU implementation or torch's own."""
-        weight = self.weight.float() + 1 if self.is_zero_centered else self.weight
-        if self.fused:
-            from megaenc.model.kernels.norm import rms_norm
-
-            return rms_norm(x, weight, self.eps)
-        if x.device.type == "cpu":
-            return rms_norm_on_host(x, weight, self.eps)
-        return F.rms_norm(x.to(weight.dtype), (x.size(-1),), weight, self.eps).type_as(x)
-
-
-class LayerNorm(torch.nn.Module):
-    """LayerNorm layer with a learned weight and an optional bias, computed by torch; megatron-core's always has a bias."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, bias: bool = False, **_):
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if bias else None
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (x - mean(x)) / std(x) * weight + bias over the last dimension of x [..., H]."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-class PostNorm(torch.nn.Module):
-    """Residual addition of a layer's normalized attention or MLP output, in place of megatron-core's bias-dropout-add."""
-
-    def __init__(self, norm: ModuleSpec | type, config: TransformerConfig):
-        super().__init__()
-        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """Return the function that megatron-core's layer calls with ((output, no bias), residual, no dropout)."""
-        return lambda output_with_bias, residual, dropout: residual + self.norm(output_with_bias[0])
 
 
 def select_norm(model: ModelConfig, kernels: KernelConfig, fused: FusedKernels) -> ModuleSpec | type:
@@ -112,6 +49,8 @@ def build_transformer_config(
     parts = [["decoder"] * layers for layers in split]
     parts[0].insert(0, "embedding")
     parts[-1].append("loss")
+    full = layout.recompute_granularity == "full"
+    modules = [module for module in layout.selected_recompute_modules if module != "activation"]  # which is our layer's
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -140,8 +79,8 @@ def build_transformer_config(
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,  # megatron-core waits for the device after each exchange, for old versions of torch
         sequence_parallel=layout.sequence_parallel,
-        recompute_granularity=layout.recompute_granularity,
-        recompute_modules=list(layout.recompute_modules) or None,
+        recompute_granularity=layout.recompute_granularity if full or modules else None,
+        recompute_modules=modules or None,
         recompute_method=layout.full_recompute[0],
         recompute_num_layers=layout.full_recompute[1],
         params_dtype=dtype,
@@ -187,18 +126,37 @@ def build_block_spec(
     chunk: int | None,
     kernels: KernelConfig,
     fused: FusedKernels = NO_FUSED_KERNELS,
+    recompute_activation: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Return the layer specs of this pipeline stage, or of its model chunk `chunk`; `fused`: the enabled Triton kernels."""
+    """Return the layer specs of this pipeline stage, or of its model chunk `chunk`; `fused`: the enabled Triton kernels.
+
+    `recompute_activation`: see EncoderLayer.
+    """
     first = get_transformer_layer_offset(config, chunk)
     numbers = range(first, first + get_num_layers_to_build(config, chunk))
-    layers = [_build_layer_spec(model, config, number, kernels, fused) for number in numbers]
+    layers = [
+        _build_layer_spec(
+            model,
+            config,
+            number,
+            kernels,
+            fused,
+            {"is_last": number == numbers[-1], "recompute_activation": recompute_activation},
+        )
+        for number in numbers
+    ]
     return TransformerBlockSubmodules(layers, layer_norm=select_norm(model, kernels, fused))
 
 
 def _build_layer_spec(
-    model: ModelConfig, config: TransformerConfig, number: int, kernels: KernelConfig, fused: FusedKernels
+    model: ModelConfig,
+    config: TransformerConfig,
+    number: int,
+    kernels: KernelConfig,
+    fused: FusedKernels,
+    options: dict[str, bool],
 ) -> ModuleSpec:
-    """Return the spec of layer `number`, counted from 0 in the whole model."""
+    """Return the spec of layer `number`, counted from 0 in the whole model; `options`: those of EncoderLayer."""
     norm = select_norm(model, kernels, fused)
     head_norm = norm if config.qk_layernorm else None
     column_parallel, row_parallel = _select_linear_layers(kernels)
@@ -210,11 +168,12 @@ def _build_layer_spec(
         "gelu_pytorch_tanh": ModuleSpec(module=GeGLU, params={"approximate": "tanh"}),
     }
     return ModuleSpec(
-        module=TransformerLayer,
+        module=EncoderLayer,
+        params=options,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if model.embedding_norm and number == 0 else norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=PackedSelfAttention,
                 # SelfAttention passes it to the core attention, which takes the mask from the batch instead.
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
@@ -238,37 +197,3 @@ def _build_layer_spec(
             mlp_bda=add,
         ),
     )
-
-
-class PackedAttention(MegatronModule):
-    """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v within each document, q and k rotated.
-
-    The backend "auto" is sdpa, which works on every device. `window`: tokens to each side that are attended to; None: all.
-    """
-
-    def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", window=None, **_
-    ):
-        super().__init__(config=config)
-        self.backend = "sdpa" if backend == "auto" else backend
-        self.softmax_scale = softmax_scale
-        self.window = window
-
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params: PackedSequences | None = None,
-    ):
-        """Return attention [s, 1, heads * dim] of query [s, 1, heads, dim], key and value [s, 1, groups, dim]."""
-        packing = packed_seq_params
-        rotation = packing.rotation if self.window is None else packing.local_rotation
-        if rotation is not None:
-            query, key = (rotation(x) for x in (query, key))
-        inputs = (x.squeeze(1) for x in (query, key, value))
-        out = compute_attention(self.backend, *inputs, packing, self.softmax_scale, window=self.window)
-        return out.reshape(query.size(0), 1, -1)

@@ -72,7 +72,8 @@ def query_key_value():
 
 
 def core_attention():
-    from megaenc.model.layer_spec import PackedAttention, build_transformer_config
+    from megaenc.model.layer import PackedAttention
+    from megaenc.model.layer_spec import build_transformer_config
 
     return PackedAttention(build_transformer_config(TINY, ParallelConfig(), torch.float32), 1, None, "self")
 
@@ -149,7 +150,7 @@ def test_a_recomputed_gemma3_layer_has_the_same_gradients():
         assert not forward(plain, tokens, Attention.CAUSAL).requires_grad
         recorded = []
         for layer in plain.decoder.layers:
-            layer.register_forward_hook(lambda module, inputs, output: recorded.append(output[0].requires_grad))
+            layer.mlp_bda.register_forward_hook(lambda module, inputs, output: recorded.append(output.requires_grad))
         forward(plain, tokens, Attention.CAUSAL)
     assert recorded == [False, False]
 

@@ -82,6 +82,28 @@ def test_the_norm_is_that_of_torch_with_its_gradients(dtype):
 
 
 @pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_sum_and_its_norm_are_those_of_torch_with_their_gradients(dtype):
+    """The sum is passed on, so that gradients reach it both directly and through the norm."""
+    from megaenc.model.functional import rms_norm
+
+    x, residual = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype), torch.randn(TOKENS, 1, HEADS, DIM, dtype=dtype)
+    weight, upstream = torch.randn(DIM, dtype=dtype), torch.randn(2, TOKENS, 1, HEADS, DIM, dtype=dtype)
+
+    def outcome(function):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, residual, weight)]
+        out = torch.stack(function(*leaves))
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+    def formula(x, residual, weight):
+        return x + residual, F.rms_norm(x + residual, (DIM,), weight, 1e-5)
+
+    found = outcome(lambda x, residual, weight: rms_norm(x, weight, 1e-5, residual))
+    torch.testing.assert_close(found, outcome(formula))
+    assert torch.equal(found[1], found[2])
+
+
+@pytest.mark.usefixtures("in_parts")
 def test_a_norm_of_bfloat16_is_rounded_once():
     from megaenc.model.functional import rms_norm
 
@@ -107,6 +129,23 @@ def test_nothing_has_no_norm():
     from megaenc.model.functional import rms_norm
 
     assert rms_norm(torch.empty(0, 1, DIM), torch.ones(DIM), 1e-5).shape == (0, 1, DIM)
+
+
+@pytest.mark.parametrize("per_group", [1, 3])
+def test_the_joint_projection_is_split_and_rotated_with_one_gradient(per_group):
+    from megaenc.model.functional import Rotation
+
+    rotation = Rotation.from_angles(torch.rand(TOKENS, 1, 1, DIM // 2).repeat(1, 1, 1, 2) * 100)
+    mixed = torch.randn(TOKENS, 1, 2, (per_group + 2) * DIM, requires_grad=True)
+    blocks = mixed.unflatten(-1, (per_group + 2, DIM)).squeeze(1)
+    queries, keys = (part.flatten(1, 2)[:, None] for part in (blocks[:, :, :-2], blocks[:, :, -2:-1]))
+    expected = rotation(queries).squeeze(1), rotation(keys).squeeze(1), blocks[:, :, -1]
+    found = rotation.split(mixed, DIM)
+    upstream = [torch.randn_like(part) for part in found]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    here, there = (torch.autograd.grad(parts, mixed, upstream, retain_graph=True)[0] for parts in (found, expected))
+    torch.testing.assert_close(here, there, rtol=0, atol=0)
+    assert all(part.is_contiguous() for part in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

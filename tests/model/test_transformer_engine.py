@@ -34,7 +34,7 @@ def stand_ins(monkeypatch):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megaenc.model import transformer_engine
-    from megaenc.model.layer_spec import RMSNorm
+    from megaenc.model.norms import RMSNorm
 
     class TEColumnParallelLinear(KeepsState, ColumnParallelLinear):
         pass

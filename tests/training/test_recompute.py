@@ -15,8 +15,12 @@ WAYS = {
         "--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "3",
     ],
     "selective": ["--recompute-granularity", "selective"],
+    "activation": ["--recompute-granularity", "selective", "--recompute-modules", "activation"],
+    "activation and attention": [
+        "--recompute-granularity", "selective", "--recompute-modules", "activation", "core_attn",
+    ],
     "selective, all parts": [
-        "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp",
+        "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "activation",
     ],
 }  # fmt: skip
 

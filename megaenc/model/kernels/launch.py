@@ -8,7 +8,7 @@ from torch import Tensor
 _TILE_ELEMENTS = 2048
 """Elements of each tensor that a program holds at a time: eight per thread with eight warps, four on AMD."""
 
-DO_NOT_SPECIALIZE = ("rows", "heads", "first", "columns", "labels", "top", "total")
+DO_NOT_SPECIALIZE = ("rows", "heads", "groups", "per_group", "first", "columns", "labels", "top", "total")
 """Kernel arguments that vary between micro-batches or ranks and do not affect vectorized loads.
 
 Triton compiles variants of a kernel for numbers that are 1 or a multiple of 16, and for aligned addresses. For these arguments it

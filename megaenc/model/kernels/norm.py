@@ -1,4 +1,4 @@
-"""Triton RMSNorm with one pass over memory in forward and one in backward, for both gradients."""
+"""Triton RMSNorm, with or without a residual addition before it, in one pass over memory in forward and one in backward."""
 
 import torch
 import triton
@@ -10,12 +10,20 @@ from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, flatten_rows, reside
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-def rms_norm_forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`."""
+def rms_norm_forward_kernel(
+    x, residual, weight, sum_out, out, rows, x_stride, residual_stride, width, epsilon,
+    RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`; RESIDUAL: of x + residual, written to `sum_out`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < width)
     numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        numbers += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = numbers.to(sum_out.dtype.element_ty)
+        tl.store(sum_out + row * width + column, rounded, mask=inside)
+        numbers = rounded.to(tl.float32)  # as backward and the next addition read it
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     shrink = 1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=1)[:, None] / width + epsilon)
     tl.store(out + row * width + column, (numbers * shrink * scale).to(out.dtype.element_ty), mask=inside)
@@ -23,10 +31,13 @@ def rms_norm_forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def rms_norm_backward_kernel(
-    gradient, x, weight, to_x, to_weight, rows, gradient_stride, x_stride, width, epsilon,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    gradient, to_sum, x, weight, to_x, to_weight, rows, gradient_stride, to_sum_stride, x_stride, width, epsilon,
+    RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x to `to_x`, and each program's part of the weight's gradient to its row of `to_weight`."""
+    """Write the gradient of x to `to_x`, and each program's part of the weight's gradient to its row of `to_weight`.
+
+    RESIDUAL: add `to_sum`, the gradient that reaches x directly.
+    """
     column = tl.arange(0, COLUMNS)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -40,47 +51,58 @@ def rms_norm_backward_kernel(
         total += above * normed
         above = above * scale
         along = tl.sum(above * normed, axis=1)[:, None] / width
-        tl.store(to_x + row * width + column, (shrink * (above - normed * along)).to(to_x.dtype.element_ty), mask=inside)
+        below = shrink * (above - normed * along)
+        if RESIDUAL:
+            below += tl.load(to_sum + row * to_sum_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to_x + row * width + column, below.to(to_x.dtype.element_ty), mask=inside)
     sums = tl.sum(total, axis=0)[None, :]
     tl.store(to_weight + tl.program_id(0) * width + column, sums, mask=column < width)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 by Triton, with gradients."""
-    return _TritonRMSNorm.apply(x, weight, epsilon)
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Return x [..., H] / rms(x) * weight [H] in the dtype of `x`, computed in float32 by Triton, with gradients.
+
+    With `residual` [..., H]: return (x + residual, its norm).
+    """
+    return _TritonRMSNorm.apply(x, residual, weight, epsilon)
 
 
 class _TritonRMSNorm(torch.autograd.Function):
-    """RMSNorm with the Triton kernels, which saves only its inputs."""
+    """RMSNorm with the Triton kernels, which saves only what it normalizes and the weight."""
 
     @staticmethod
-    def forward(ctx, x, weight, epsilon):
-        rows_RH = flatten_rows(x)
-        ctx.save_for_backward(rows_RH, weight)
-        ctx.shape, ctx.epsilon = x.shape, epsilon
+    def forward(ctx, x, residual, weight, epsilon):
+        rows_RH, is_sum = flatten_rows(x), residual is not None
+        residual_RH = flatten_rows(residual) if is_sum else rows_RH
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        norm_input = torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_sum else rows_RH
+        ctx.save_for_backward(norm_input, weight)
+        ctx.shape, ctx.epsilon, ctx.is_sum = x.shape, epsilon, is_sum
         if out.numel():
             rows, width = rows_RH.shape
             constants = row_tile_constants(width)
-            programs = triton.cdiv(rows, constants["ROWS"])
-            rms_norm_forward_kernel[(programs,)](rows_RH, weight, out, rows, rows_RH.stride(0), width, epsilon, **constants)
-        return out
+            strides = rows_RH.stride(0), residual_RH.stride(0)
+            rms_norm_forward_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
+                rows_RH, residual_RH, weight, norm_input, out, rows, *strides, width, epsilon, RESIDUAL=is_sum, **constants
+            )
+        return (norm_input, out) if is_sum else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
-        rows_RH, weight = ctx.saved_tensors
-        gradient_RH = flatten_rows(gradient)
-        to_x = torch.empty(ctx.shape, dtype=rows_RH.dtype, device=rows_RH.device)
+    def backward(ctx, *gradients):
+        x, weight = ctx.saved_tensors
+        rows_RH, gradient_RH, to_sum_RH = (flatten_rows(tensor) for tensor in (x, gradients[-1], gradients[0]))
+        to_x = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
         if not to_x.numel():
-            return to_x, torch.zeros_like(weight), None
+            return to_x, to_x if ctx.is_sum else None, torch.zeros_like(weight), None
         rows, width = rows_RH.shape
         constants = row_tile_constants(width)
-        programs = min(triton.cdiv(rows, constants["ROWS"]), resident_programs(rows_RH.device))
+        programs = min(triton.cdiv(rows, constants["ROWS"]), resident_programs(x.device))
         # One sum per program, in a deterministic order, unlike atomic additions.
-        to_weight_PH = torch.empty(programs, width, dtype=torch.float32, device=rows_RH.device)
-        strides = gradient_RH.stride(0), rows_RH.stride(0)
+        to_weight_PH = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        strides = gradient_RH.stride(0), to_sum_RH.stride(0), rows_RH.stride(0)
         rms_norm_backward_kernel[(programs,)](
-            gradient_RH, rows_RH, weight, to_x, to_weight_PH, rows, *strides, width, ctx.epsilon, **constants
-        )
-        return to_x, to_weight_PH.sum(0).to(weight.dtype), None
+            gradient_RH, to_sum_RH, rows_RH, weight, to_x, to_weight_PH, rows, *strides, width, ctx.epsilon,
+            RESIDUAL=ctx.is_sum, **constants,
+        )  # fmt: skip
+        return to_x, to_x if ctx.is_sum else None, to_weight_PH.sum(0).to(weight.dtype), None

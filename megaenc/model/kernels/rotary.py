@@ -1,4 +1,7 @@
-"""Triton rotary positions in one pass: each head is read once, rotated in float32 and written once."""
+"""Triton rotary positions in one pass: each head is read once, rotated in float32 and written once.
+
+The joint projection of queries, keys and values is split in the same pass.
+"""
 
 import torch
 import triton
@@ -41,3 +44,66 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
         strides = x.stride(0), x.stride(2)
         rotary_kernel[programs](x, cos, sin, out, *strides, heads, width // 2, SIGN=sign, **constants)
     return out
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def qkv_rotary_kernel(
+    mixed, q, k, v, cos, sin, heads, groups, per_group, half, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Copy ROWS heads of one token of `mixed` per program to q, k or v, rotating q and k; BACKWARD: the reverse.
+
+    `mixed` has per group `per_group` queries, a key and a value; all tensors are contiguous.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    group, place = head // (per_group + 2), head % (per_group + 2)
+    inside = (head < heads) & (column < half)
+    is_query, is_key, is_value = inside & (place < per_group), inside & (place == per_group), inside & (place > per_group)
+    angle = token * half + column
+    along = tl.where(is_value, 1.0, tl.load(cos + angle, mask=column < half, other=0.0))
+    across = tl.where(is_value, 0.0, tl.load(sin + angle, mask=column < half, other=0.0))
+    if BACKWARD:
+        across = -across
+    joint = mixed + (token * heads + head) * (2 * half) + column
+    query = q + ((token * groups + group) * per_group + place) * (2 * half) + column
+    key = k + (token * groups + group) * (2 * half) + column
+    value = v + (token * groups + group) * (2 * half) + column
+    if BACKWARD:
+        first = tl.load(query, mask=is_query, other=0.0).to(tl.float32)
+        first += tl.load(key, mask=is_key, other=0.0).to(tl.float32)
+        first += tl.load(value, mask=is_value, other=0.0).to(tl.float32)
+        second = tl.load(query + half, mask=is_query, other=0.0).to(tl.float32)
+        second += tl.load(key + half, mask=is_key, other=0.0).to(tl.float32)
+        second += tl.load(value + half, mask=is_value, other=0.0).to(tl.float32)
+    else:
+        first = tl.load(joint, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(joint + half, mask=inside, other=0.0).to(tl.float32)
+    low = (first * along - second * across).to(mixed.dtype.element_ty)
+    high = (second * along + first * across).to(mixed.dtype.element_ty)
+    if BACKWARD:
+        tl.store(joint, low, mask=inside)
+        tl.store(joint + half, high, mask=inside)
+    else:
+        tl.store(query, low, mask=is_query)
+        tl.store(query + half, high, mask=is_query)
+        tl.store(key, low, mask=is_key)
+        tl.store(key + half, high, mask=is_key)
+        tl.store(value, low, mask=is_value)
+        tl.store(value + half, high, mask=is_value)
+
+
+def copy_qkv(mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> None:
+    """Copy mixed [S, G, R + 2, dim] to q [S, G, R, dim], k and v [S, G, 1, dim], with q and k rotated; or back.
+
+    `backward`: from q, k and v to `mixed`, rotated by the negative angles. All tensors are contiguous, cos and sin
+    float32[S, 1, 1, dim / 2].
+    """
+    tokens, groups, heads, width = mixed.shape
+    if mixed.numel():
+        constants = row_tile_constants(width // 2)
+        constants["ROWS"] = min(constants["ROWS"], next_power_of_2(groups * heads))
+        constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
+        programs = tokens, triton.cdiv(groups * heads, constants["ROWS"])
+        sizes = groups * heads, groups, heads - 2, width // 2
+        qkv_rotary_kernel[programs](mixed, q, k, v, cos, sin, *sizes, BACKWARD=backward, **constants)

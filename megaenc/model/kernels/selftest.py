@@ -123,6 +123,17 @@ def _check_norm(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compariso
     for shape in ((5, 1, widths.hidden), (several, 1, 1728), (67, 1, 3, widths.head), (1, 1, 96), (200, 33), (0, 1, 96)):
         x, weight = draw(*shape, size=3.0), draw(shape[-1])
         yield from _compare_with_formula(lambda x, weight: rms_norm(x, weight, 1e-5), formula, draw, "x weight", x, weight)
+        # Whole numbers, whose sums need no rounding.
+        x, residual = (draw(*shape, size=3.0).detach().round().requires_grad_() for _ in range(2))
+        yield from _compare_with_formula(
+            lambda x, residual, weight: torch.stack(rms_norm(x, weight, 1e-5, residual)),
+            lambda x, residual, weight: torch.stack([x + residual, formula(x + residual, weight)]),
+            draw,
+            "x residual weight",
+            x,
+            residual,
+            weight,
+        )
 
 
 def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
@@ -142,6 +153,18 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
 
         x = draw(tokens, 1, heads, dim + gap)
         yield from _compare_with_formula(lambda x, dim=dim, rotation=rotation: rotation(x[..., :dim]), formula, draw, "x", x)
+        for per_group in (1, 3):
+
+            def split(mixed: Tensor, dim: int = dim, rotation: Rotation = rotation) -> Tensor:
+                return torch.cat([part.flatten(1) for part in rotation.split(mixed, dim)], 1)
+
+            def split_formula(mixed: Tensor, heads: int = heads, dim: int = dim, formula: Callable = formula) -> Tensor:
+                blocks = mixed.view(len(mixed), heads, mixed.size(3) // dim, dim)
+                q, k, v = blocks.split([blocks.size(2) - 2, 1, 1], 2)
+                return torch.cat([part.flatten(1) for part in (formula(q), formula(k), v)], 1)
+
+            mixed = draw(tokens, 1, heads, (per_group + 2) * dim)
+            yield from _compare_with_formula(split, split_formula, draw, "mixed", mixed)
 
 
 def _check_swiglu(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:

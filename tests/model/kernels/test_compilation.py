@@ -17,17 +17,26 @@ from megaenc.model.kernels import cross_entropy, launch, norm, rotary, swiglu  #
 
 TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx90a", 64), GPUTarget("hip", "gfx942", 64)]
 TURNED = {"SIGN": -1, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
+SPLIT = {"ROWS": 32, "COLUMNS": 64, "num_warps": 8}
 BLOCK = {"COLUMNS": 4096, "num_warps": 8}
 KERNELS = {
     "norm": [
-        (norm.rms_norm_forward_kernel, launch.row_tile_constants(1728)),
-        (norm.rms_norm_backward_kernel, launch.row_tile_constants(1728)),
+        (norm.rms_norm_forward_kernel, {"RESIDUAL": False} | launch.row_tile_constants(1728)),
+        (norm.rms_norm_backward_kernel, {"RESIDUAL": False} | launch.row_tile_constants(1728)),
+    ],
+    "sum and its norm": [
+        (norm.rms_norm_forward_kernel, {"RESIDUAL": True} | launch.row_tile_constants(1728)),
+        (norm.rms_norm_backward_kernel, {"RESIDUAL": True} | launch.row_tile_constants(1728)),
     ],
     "norm of heads": [
-        (norm.rms_norm_forward_kernel, launch.row_tile_constants(96)),
-        (norm.rms_norm_backward_kernel, launch.row_tile_constants(96)),
+        (norm.rms_norm_forward_kernel, {"RESIDUAL": False} | launch.row_tile_constants(96)),
+        (norm.rms_norm_backward_kernel, {"RESIDUAL": False} | launch.row_tile_constants(96)),
     ],
     "rotary": [(rotary.rotary_kernel, TURNED)],
+    "split": [
+        (rotary.qkv_rotary_kernel, {"BACKWARD": False} | SPLIT),
+        (rotary.qkv_rotary_kernel, {"BACKWARD": True} | SPLIT),
+    ],
     "swiglu": [
         (swiglu.swiglu_forward_kernel, launch.column_block_constants(5120)),
         (swiglu.swiglu_backward_kernel, launch.column_block_constants(5120)),
@@ -37,9 +46,10 @@ KERNELS = {
         (cross_entropy.cross_entropy_gradient_kernel, launch.column_block_constants(128_256)),
     ],
 }
+COUNTS = ("rows", "heads", "groups", "per_group", "first", "columns")
 IN_FLOAT32 = {"to_weight", "cos", "sin", "top", "total"}
 ROUND = {"logits", "stride", "width"}  # of the loss's arguments: multiples of 16 in every run
-IN_ITS_OWN = {"x", "weight", "out", "gradient", "to_x", "logits"}
+IN_ITS_OWN = {"x", "residual", "weight", "sum_out", "to_sum", "out", "gradient", "to_x", "logits", "mixed", "q", "k", "v"}
 
 
 def source(kernel, dtype: str, constants: dict) -> ASTSource:
@@ -71,7 +81,7 @@ def test_what_differs_between_micro_batches_and_ranks_makes_no_other_variant(nam
 
         def key(number: int, place: int, kernel=kernel, launched=launched, key_of=key_of, tensors=tensors) -> list:
             arguments = {name: torch.zeros(8) if name in tensors else 64 for name in kernel.arg_names} | {"epsilon": 1e-5}
-            arguments |= {name: number for name in ("rows", "heads", "first", "columns") if name in arguments}
+            arguments |= {name: number for name in COUNTS if name in arguments}
             arguments |= {name: torch.zeros(8)[place:] for name in ("labels", "top", "total") if name in arguments}
             return key_of(**{name: arguments[name] for name in kernel.arg_names} | launched)[1]
 

@@ -56,6 +56,26 @@ def test_norm(shape, dtype):
     same(lambda x, weight: rms_norm(x, weight, 1e-5), normed, x, weight)
 
 
+@both
+@pytest.mark.parametrize("shape", [(7, 1, 1728), (67, 1, 96), (1, 1, 64), (200, 33), (3, 1, 1), (0, 1, 96)], ids=str)
+def test_norm_of_a_sum(shape, dtype):
+    """Both outputs and all gradients; of whole numbers, whose sums need no rounding."""
+    x, residual = (draw(*shape, dtype=dtype, size=3).detach().round().requires_grad_() for _ in range(2))
+    same(
+        lambda x, residual, weight: torch.stack(rms_norm(x, weight, 1e-5, residual)),
+        lambda x, residual, weight: torch.stack([x + residual, normed(x + residual, weight)]),
+        x,
+        residual,
+        draw(shape[-1], dtype=dtype),
+    )
+
+
+def test_norm_of_a_rounded_sum_is_that_of_what_is_passed_on():
+    x, residual, weight = (draw(*shape, dtype=torch.bfloat16) for shape in ((40, 64), (40, 64), (64,)))
+    total, out = rms_norm(x, weight, 1e-5, residual)
+    assert torch.equal(out, rms_norm(total, weight, 1e-5))
+
+
 def test_norm_of_a_slice_and_of_nothing():
     x, weight = draw(5, 1, 4, 100), draw(96)
     same(
@@ -80,6 +100,31 @@ def test_rotary(tokens, heads, dim, dtype):
 
     # A slice, as queries and keys are of the joint projection.
     same(lambda x: Rotation(cos, sin, fused=True)(x[..., 2:-3]), formula, draw(tokens, 1, heads, dim + 5, dtype=dtype))
+
+
+@both
+@pytest.mark.parametrize(
+    "tokens, groups, per_group, dim", [(7, 3, 1, 96), (5, 6, 3, 64), (2, 5, 8, 128), (1, 1, 2, 10), (0, 2, 2, 64)]
+)
+def test_split(tokens, groups, per_group, dim, dtype):
+    """Of a slice of rows too; values are copied to the last digit."""
+    angles = torch.rand(tokens, 1, 1, dim // 2) * 2000
+    cos, sin = angles.cos(), angles.sin()
+
+    def turned(x):
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def formula(mixed):
+        blocks = mixed[..., 1:-2].unflatten(-1, (per_group + 2, dim)).squeeze(1)
+        parts = turned(blocks[:, :, :-2]), turned(blocks[:, :, -2:-1]), blocks[:, :, -1:]
+        return torch.cat([part.flatten(1) for part in parts], 1)
+
+    rotation, mixed = Rotation(cos, sin, fused=True), draw(tokens, 1, groups, (per_group + 2) * dim + 3, dtype=dtype)
+    same(lambda mixed: torch.cat([part.flatten(1) for part in rotation.split(mixed[..., 1:-2], dim)], 1), formula, mixed)
+    q, k, v = rotation.split(mixed[..., 1:-2], dim)
+    assert (q.shape, k.shape, v.shape) == ((tokens, groups * per_group, dim), *[(tokens, groups, dim)] * 2)
+    assert torch.equal(v, mixed[:, 0, :, -dim - 2 : -2])
 
 
 @both
@@ -175,5 +220,7 @@ def test_nothing_is_kept_but_what_came(group):
     cos = torch.ones(5, 1, 1, 32)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         rms_norm(x, weight, 1e-5), swiglu(x), Rotation(cos, cos, fused=True)(x[:, :, None])
-    given = {tensor.data_ptr() for tensor in (x, weight, cos)}
-    assert len(kept) == 5 and {tensor.data_ptr() for tensor in kept} == given
+        Rotation(cos, cos, fused=True).split(draw(5, 1, 1, 192), 64)
+        total, _ = rms_norm(x, weight, 1e-5, x)
+    given = {tensor.data_ptr() for tensor in (x, weight, cos, total)}
+    assert len(kept) == 9 and {tensor.data_ptr() for tensor in kept} == given

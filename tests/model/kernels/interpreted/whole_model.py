@@ -25,7 +25,7 @@ OBJECTIVES = {
 def outcome(objective, fused, dtype=torch.float32, layout=KEPT, **shape):
     """Loss, correct guesses and the gradient of every weight."""
     from megaenc.model.encoder import build_encoder
-    from megaenc.model.layer_spec import PackedSequences
+    from megaenc.model.packed_sequences import PackedSequences
 
     kernels = KernelConfig(fused_kernels=fused)
     encoder = build_encoder(dataclasses.replace(SHAPE, **shape), 100, 17, layout, dtype, seed=3, kernels=kernels).train()

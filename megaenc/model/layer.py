@@ -1,0 +1,126 @@
+"""The transformer layer: megatron-core's, with one pass over memory for what lies between its matrix products."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megaenc.model.attention.backends import compute_attention
+from megaenc.model.norms import PendingSum, PostNorm, add_and_norm
+from megaenc.model.packed_sequences import PackedSequences
+
+
+class EncoderLayer(TransformerLayer):
+    """Pre-norm layer that leaves the residual addition to the norm after it, also to that of the next layer.
+
+    `is_last`: of its model chunk; what follows takes no PendingSum. `recompute_activation`: compute the MLP's activation again in
+    backward instead of saving it.
+    """
+
+    def __init__(self, *args: Any, is_last: bool, recompute_activation: bool, **options: Any):
+        super().__init__(*args, **options)
+        self.is_last = is_last
+        self.recompute_activation = recompute_activation
+
+    def forward(
+        self, hidden_states: Tensor | PendingSum, attention_mask: None, packed_seq_params: PackedSequences, **_: Any
+    ) -> tuple[Tensor | PendingSum, None]:
+        """Return (hidden states [S, 1, H], or their PendingSum if another layer follows; None), as megatron-core's layers do."""
+        residual, normed = add_and_norm(self.input_layernorm, hidden_states)
+        output, _ = self.self_attention(normed, attention_mask, packed_seq_params=packed_seq_params)
+        residual, normed = add_and_norm(self.pre_mlp_layernorm, self._pending_sum(residual, output, self.self_attn_bda))
+        output = checkpoint(self._compute_mlp, False, normed) if self.recompute_mlp else self._compute_mlp(normed)
+        result = self._pending_sum(residual, output, self.mlp_bda)
+        # Full recomputation saves tensors between layers.
+        return result.add() if self.is_last or self.config.recompute_granularity == "full" else result, None
+
+    @staticmethod
+    def _pending_sum(residual: Tensor, output: Tensor, post_norm: Any) -> PendingSum:
+        """Return the PendingSum of `residual` and a sublayer's `output`, with the norm of --post-norms if there is one."""
+        return PendingSum(residual, post_norm(output) if isinstance(post_norm, PostNorm) else output)
+
+    def _compute_mlp(self, hidden: Tensor) -> Tensor:
+        """Return the MLP's output [S, 1, H] of `hidden` [S, 1, H]."""
+        first, _ = self.mlp.linear_fc1(hidden)
+        activation = self.mlp.activation_func(first)
+        is_saved = not (self.recompute_activation and torch.is_grad_enabled())
+        with contextlib.nullcontext() if is_saved else _recompute_saved(activation, self.mlp.activation_func, first):
+            output, _ = self.mlp.linear_fc2(activation)
+        return output
+
+
+def _recompute_saved(result: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> Any:
+    """Return a context in which autograd saves nothing for `result`, function(argument), and computes it again in backward."""
+    address, size, argument = result.data_ptr(), result.numel(), argument.detach()
+
+    def pack(tensor: Tensor) -> Tensor | torch.Size:
+        return tensor.shape if (tensor.data_ptr(), tensor.numel()) == (address, size) else tensor
+
+    def unpack(saved: Tensor | torch.Size) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        with torch.no_grad():
+            return function(argument).view(saved)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class PackedSelfAttention(SelfAttention):
+    """Self-attention whose joint projection goes to the core attention whole, which splits and rotates it in one pass."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the joint projection [s, 1, groups, (queries per group + 2) * dim], None and None.
+
+        With norms of queries and keys, return these and values separately, as megatron-core does.
+        """
+        if self.q_layernorm is not None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **options)
+        mixed, _ = self.linear_qkv(hidden_states)
+        return mixed.unflatten(-1, (self.num_query_groups_per_partition, -1)), None, None
+
+
+class PackedAttention(MegatronModule):
+    """Core attention for PackedSelfAttention: softmax(q k^T / sqrt(dim)) v within each document, q and k rotated.
+
+    The backend "auto" is sdpa, which works on every device. `window`: tokens to each side that are attended to; None: all.
+    """
+
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", window=None, **_
+    ):
+        super().__init__(config=config)
+        self.backend = "sdpa" if backend == "auto" else backend
+        self.softmax_scale = softmax_scale
+        self.window = window
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: PackedSequences | None = None,
+    ):
+        """Return attention [s, 1, heads * dim] of query [s, 1, heads, dim], key and value [s, 1, groups, dim].
+
+        key, value: None if `query` is the joint projection [s, 1, groups, (heads / groups + 2) * dim].
+        """
+        packing = packed_seq_params
+        rotation = packing.rotation if self.window is None else packing.local_rotation
+        if key is None:
+            inputs = rotation.split(query, self.config.kv_channels)
+        else:
+            query, key = (x if rotation is None else rotation(x) for x in (query, key))
+            inputs = (x.squeeze(1) for x in (query, key, value))
+        out = compute_attention(self.backend, *inputs, packing, self.softmax_scale, window=self.window)
+        return out.reshape(query.size(0), 1, -1)

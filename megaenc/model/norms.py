@@ -1,0 +1,88 @@
+"""Norm layers, which take the residual addition before them into the same pass over memory."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megaenc.model.functional import rms_norm as rms_norm_on_host
+
+
+class PendingSum(NamedTuple):
+    """Hidden states [S, 1, H] as the residual stream and the output of the last sublayer, to be added by the next norm."""
+
+    residual: Tensor
+    output: Tensor
+
+    def add(self) -> Tensor:
+        """Return the sum."""
+        return self.residual + self.output
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm layer with a learned weight, x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+
+    The factor is weight + 1, added in float32, with megatron-core's option `layernorm_zero_centered_gamma`. megatron-core's
+    wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the weight, so that its gradient is
+    summed over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
+        super().__init__()
+        self.eps = eps
+        self.fused = fused
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.is_zero_centered, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return x [..., H] / rms(x) * weight; with `residual`, (residual + x, its norm), in one pass but for torch's own."""
+        weight = self.weight.float() + 1 if self.is_zero_centered else self.weight
+        if self.fused:
+            from megaenc.model.kernels.norm import rms_norm
+
+            return rms_norm(x, weight, self.eps, residual)
+        if x.device.type == "cpu":
+            return rms_norm_on_host(x, weight, self.eps, residual)
+        x = x if residual is None else residual + x
+        out = F.rms_norm(x.to(weight.dtype), (x.size(-1),), weight, self.eps).type_as(x)
+        return out if residual is None else (x, out)
+
+
+class LayerNorm(torch.nn.Module):
+    """LayerNorm layer with a learned weight and an optional bias, computed by torch; megatron-core's always has a bias."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, bias: bool = False, **_):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if bias else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (x - mean(x)) / std(x) * weight + bias over the last dimension of x [..., H]."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class PostNorm(torch.nn.Module):
+    """Norm of a layer's attention or MLP output before the residual addition, in place of megatron-core's bias-dropout-add."""
+
+    def __init__(self, norm: ModuleSpec | type, config: TransformerConfig):
+        super().__init__()
+        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, output: Tensor) -> Tensor:
+        """Return the norm of `output` [S, 1, H]."""
+        return self.norm(output)
+
+
+def add_and_norm(norm: torch.nn.Module, hidden: Tensor | PendingSum) -> tuple[Tensor, Tensor]:
+    """Return (residual stream, its norm), [S, 1, H] each, of hidden states or of a sum that is not computed yet."""
+    if isinstance(hidden, PendingSum) and isinstance(norm, RMSNorm):
+        return norm(hidden.output, hidden.residual)
+    residual = hidden.add() if isinstance(hidden, PendingSum) else hidden
+    return residual, norm(residual)
