@@ -1,8 +1,8 @@
 """Patches of megatron-core's optimizers for machines without apex and Transformer Engine.
 
 Without them megatron-core uses torch's AdamW, which counts steps per parameter, although its checkpoints expect one count per
-group, as in apex's FusedAdam. Its replacements of apex's norm and scaling process one gradient at a time, and the norm
-synchronizes with the device for each; those here process all gradients at once.
+group, as in apex's FusedAdam. Its replacement of apex's norm synchronizes with the device for each gradient; the one here
+processes all gradients at once.
 """
 
 import contextlib
@@ -18,6 +18,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     State of a parameter: `exp_avg`, `exp_avg_sq`; of a group: `step`, the number of optimizer steps.
     """
+
+    grad_scale: float = 1.0
+    """Divisor of all gradients in the next step, which saves passes over them that divide and clip."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
         if not adam_w_mode:
@@ -52,6 +55,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
             # One count per parameter, which the kernel increments.
             list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
             fused=True,
+            grad_scale=None if self.grad_scale == 1 else torch.full((), self.grad_scale, device=params[0].device),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -68,27 +72,17 @@ def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
     return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float32).reshape(1), None
 
 
-def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
-    """Write each tensor of `tensor_lists[0]`, times `scale`, to the tensor at the same place of `tensor_lists[1]`."""
-    source, target = tensor_lists
-    if target is not source:
-        torch._foreach_copy_(target, source)
-    torch._foreach_mul_(target, scale)
-
-
 def install() -> None:
-    """Make megatron-core use our AdamW, scaling and, off the CPU, norm, unless it has apex or Transformer Engine."""
+    """Make megatron-core keep checkpoints of our optimizers and, off the CPU, use our norm, unless it has apex or TE."""
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     if not optimizer.USING_PYTORCH_OPTIMIZER:
         return
-    optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
     if clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm:  # on a CPU it is replaced already
         clip_grads.l2_norm_impl = multi_tensor_l2norm
-    clip_grads.multi_tensor_scale_impl = multi_tensor_scale
 
 
 @contextlib.contextmanager

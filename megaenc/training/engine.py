@@ -96,7 +96,7 @@ class Engine:
         self._encoders = encoders = build_model_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
         self.fused_kernels = dataclasses.asdict(encoders[0].fused)  # by name, whether the kernel is used; equal in all chunks
         self.config = encoders[0].config  # read by megatron-core's schedules
-        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.finalize_model_grads_func = finalize_summed_grads
         self.step_timers = StepTimers()  # of one step
         # On a CPU a prefetching thread would only take cores from the computation.
         self._build_micro_batch = partial(MicroBatchSpec.build, device=backend.device)
@@ -154,7 +154,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         with self.step_timers.measure(OPTIMIZER):
-            return TrainStepResult(metrics, *self._optimizer_step(metrics.loss_sum))
+            return TrainStepResult(metrics, *self._optimizer_step(metrics))
 
     def _micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
         """Return the specs of this rank's micro-batches of `step`."""
@@ -179,12 +179,19 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _optimizer_step(self, loss_sum: float) -> tuple[float, bool]:
-        """Clip the gradient and, if it is finite, update the weights; return its norm and whether they were updated."""
+    def _optimizer_step(self, metrics: StepMetrics) -> tuple[float, bool]:
+        """Clip the gradient and, if it is finite, update the weights; return its norm and whether they were updated.
+
+        Gradients are sums over the global batch: the optimizer divides them, while it reads them, by the number of tokens and by
+        what clipping asks for.
+        """
         self.optimizer.prepare_grads()
         [optimizer] = self.optimizer.chained_optimizers
-        grad_norm = float(optimizer.clip_grad_norm(optimizer.config.clip_grad))
-        finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
+        divisor = max(metrics.loss_count, 1)
+        grad_norm = float(optimizer.get_grad_norm()) / divisor
+        # As megatron-core clips, with its epsilon.
+        optimizer.optimizer.grad_scale = divisor * max(1.0, (grad_norm + 1e-6) / optimizer.config.clip_grad)
+        finite = math.isfinite(metrics.loss_sum) and math.isfinite(grad_norm)
         if self.sampler.size > 1 and not self.layout.use_distributed_optimizer:
             # Each model replica computes its own norm: a fault in one of them would make the replicas diverge.
             all_finite = torch.full((), finite, dtype=torch.int32, device=self.device)
@@ -328,6 +335,14 @@ class Engine:
             return loss, torch.full((), batch.loss_count, dtype=torch.int, device=self.device), sums
 
         return output, compute_loss
+
+
+def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options) -> None:
+    """Reduce all gradients over the ranks that share weights, as megatron-core does, but leave them undivided sums.
+
+    The number of tokens is known to all ranks without a reduction of its own (see Engine._optimizer_step).
+    """
+    finalize_model_grads(model, None, **options)
 
 
 def repeat_iterator(items: Iterator, count: int) -> list[Iterator]:

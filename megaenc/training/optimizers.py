@@ -48,6 +48,13 @@ class _ShardAwareOptimizer(GroupStepAdamW):
     tensor_group: dist.ProcessGroup | None = None
     device = torch.device("cpu")
 
+    def begin_step(self, group: dict) -> None:
+        """Count a step as GroupStepAdamW does, and divide the gradients by `grad_scale`, since not only AdamW reads them."""
+        super().begin_step(group)
+        if self.grad_scale != 1:
+            torch._foreach_div_([p.grad for p in group["params"] if p.grad is not None], self.grad_scale)
+            self.grad_scale = 1.0
+
     def _split_group(self, shard: WeightShard) -> dist.ProcessGroup | None:
         """Return the process group over which the rows or columns of a weight are divided; None if they are not."""
         return self.tensor_group if shard.split_dim >= 0 else None
@@ -185,6 +192,9 @@ def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return x.mT if matrix.size(0) > matrix.size(1) else x
 
 
+_CLASSES = {"adamw": GroupStepAdamW, "stable_adamw": StableAdamW, "muon": Muon}
+
+
 def build_optimizer(
     settings: PretrainConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel], timers: Timers | None
 ) -> MegatronOptimizer:
@@ -197,7 +207,7 @@ def build_optimizer(
         adam_beta1=flags.adam_beta1,
         adam_beta2=flags.adam_beta2,
         adam_eps=flags.adam_eps,
-        clip_grad=flags.clip_grad or float("inf"),  # inf: the norm is computed without clipping
+        clip_grad=flags.clip_grad or float("inf"),  # read by the training engine, which folds clipping into `grad_scale`
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
         bf16=settings.bf16,
@@ -205,12 +215,12 @@ def build_optimizer(
         timers=timers,
     )
     overrides: dict = {}  # weight decay applies to all parameters, as in the study
-    if flags.optimizer == "adamw":
-        return get_megatron_optimizer(config, chunks, config_overrides=overrides)
-    with replace_adam(StableAdamW if flags.optimizer == "stable_adamw" else Muon):
+    with replace_adam(_CLASSES[flags.optimizer]):
         result = get_megatron_optimizer(config, chunks, config_overrides=overrides)
     [part] = result.chained_optimizers
     optimizer = part.optimizer
+    if not isinstance(optimizer, _ShardAwareOptimizer):
+        return result
     optimizer.shards, optimizer.device = list_shards(chunks, part), next(chunks[0].parameters()).device
     replicas, tensor = parallel_state.get_data_parallel_group(), parallel_state.get_tensor_model_parallel_group()
     optimizer.range_group = replicas if layout.use_distributed_optimizer and replicas.size() > 1 else None

@@ -38,10 +38,14 @@ def test_installing_again_changes_nothing():
     from megatron.core import optimizer
     from megatron.core.tensor_parallel import layers
 
-    before = (layers.torch, torch.Tensor.type, torch.Tensor.cuda, optimizer.Adam)
-    cpu_patches.install()
-    optimizer_patches.install()
-    assert before == (layers.torch, torch.Tensor.type, torch.Tensor.cuda, optimizer.Adam)
+    def installed():
+        patched = layers.torch, torch.Tensor.type, torch.Tensor.cuda
+        return *patched, optimizer.USING_PYTORCH_OPTIMIZER
+
+    before = installed()
+    for patches in (cpu_patches, optimizer_patches):
+        patches.install()
+    assert before == installed()
     assert layers.torch is not torch
     assert layers.torch.cuda.current_device() == torch.device("cpu")
 
@@ -84,7 +88,7 @@ def test_gradient_norm_is_exact_for_large_matrices():
     assert norm == pytest.approx(exact, rel=1e-6)
 
 
-def test_norm_and_scale_of_all_gradients_are_those_of_each():
+def test_the_norm_of_all_gradients_is_that_of_each():
     generator = torch.Generator().manual_seed(0)
     lists = [
         [torch.randn(7, 5, generator=generator), torch.randn(3, generator=generator)],
@@ -93,8 +97,25 @@ def test_norm_and_scale_of_all_gradients_are_those_of_each():
     whole = torch.cat([tensor.flatten() for tensors in lists for tensor in tensors])
     norm, _ = optimizer_patches.multi_tensor_l2norm(65536, None, lists, False)
     torch.testing.assert_close(norm, whole.norm().reshape(1))
-    before = [tensor.clone() for tensor in lists[0]]
-    others = [torch.empty_like(tensor) for tensor in before]
-    for target in (others, lists[0]):
-        optimizer_patches.multi_tensor_scale(65536, None, [lists[0], target], 0.25)
-        assert all(torch.equal(tensor, old * 0.25) for tensor, old in zip(target, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "StableAdamW", "Muon"])
+def test_gradients_are_divided_in_the_step(kind, one_process):
+    """A sum over 1,000 tokens with the divisor 1,000 is their mean, and each step has its own divisor."""
+    from megaenc.training import optimizers
+
+    def train(sums: bool) -> list[torch.Tensor]:
+        start = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+        parameter = torch.nn.Parameter(start.clone())
+        class_ = {"AdamW": GroupStepAdamW, "StableAdamW": optimizers.StableAdamW, "Muon": optimizers.Muon}[kind]
+        optimizer = class_([parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+        if kind != "AdamW":
+            optimizer.shards = [optimizers.WeightShard(start.shape, parameter, parts=(6,) if kind == "Muon" else ())]
+        for step in range(3):
+            divisor = 1000.0 + step
+            parameter.grad = torch.sin(parameter.detach() * (step + 1)) * (divisor if sums else 1.0)
+            optimizer.grad_scale = divisor if sums else 1.0
+            optimizer.step()
+        return [parameter.detach(), *optimizer.state[parameter].values()]
+
+    torch.testing.assert_close(train(sums=True), train(sums=False), rtol=1e-5, atol=1e-7)
