@@ -70,8 +70,9 @@ def prepare_megatron() -> None:
     import_megatron()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as above
-        from megaenc.backend import cpu_patches, optimizer_patches
+        from megaenc.backend import cpu_patches, main_grad, optimizer_patches
 
         if detect_backend().is_cpu:
             cpu_patches.install()
         optimizer_patches.install()
+        main_grad.install()

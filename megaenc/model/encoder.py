@@ -91,7 +91,7 @@ class Encoder(LanguageModule):
         )
         if self.post_process:
             # `head` gathers the sequence before it selects positions, so that these layers are not sequence parallel.
-            whole = dataclasses.replace(config, sequence_parallel=False)
+            whole = dataclasses.replace(config, sequence_parallel=False, gradient_accumulation_fusion=False)
             self.prediction_head = None
             if model.prediction_head:
                 self.prediction_head = PredictionHead(whole, ACTIVATIONS[model.activation], norm(config=whole))
@@ -243,6 +243,8 @@ class OutputLayer(ColumnParallelLinear):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return (loss, number correct), or without `labels` logits [N, V]; `weight`: the embedding's if tied."""
         if labels is not None:
+            # A tied weight also gets the embedding's gradient, which must not be mixed with an empty one.
+            is_own = self.gradient_accumulation_fusion and weight is None
             weight = self.weight if weight is None else weight
             return linear_cross_entropy(
                 hidden_NH,
@@ -255,6 +257,7 @@ class OutputLayer(ColumnParallelLinear):
                 per_token=per_token,
                 weights_N=loss_weights,
                 soft_labels=soft_labels,
+                main_grad_VH=weight.main_grad if is_own else None,
             )
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.vocab_columns :] = float("-inf")  # exclude padding from the softmax

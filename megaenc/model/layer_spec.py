@@ -5,7 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, _grad_accum_fusion_available
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -96,8 +96,9 @@ def build_transformer_config(
         # Only for Transformer Engine; our own layers get their format from the spec below.
         fp8=kernels.fp8_format if kernels.transformer_impl == "transformer_engine" else None,
         fp8_recipe="tensorwise",
+        # Of Transformer Engine's layers; megatron-core's own add to gradient buffers once they have them (see main_grad).
+        gradient_accumulation_fusion=kernels.transformer_impl == "transformer_engine",
         # These need apex, Transformer Engine or torch.compile, which needs a C++ compiler on CPU.
-        gradient_accumulation_fusion=_grad_accum_fusion_available,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

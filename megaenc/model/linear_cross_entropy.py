@@ -1,5 +1,6 @@
 """Chunked output layer with cross-entropy: the logits of all predictions never exist at the same time."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megaenc.backend.main_grad import accumulate_matmul
 from megaenc.model.functional import row_slices
 from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels
 
@@ -37,6 +39,7 @@ def linear_cross_entropy(
     per_token: bool = False,
     weights_N: Tensor | None = None,
     soft_labels: tuple[Tensor, Tensor] | None = None,
+    main_grad_VH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (summed cross-entropy, number correct) of softmax(hidden weight^T + bias); `columns`: without padding.
 
@@ -46,10 +49,11 @@ def linear_cross_entropy(
     those of `hidden_NH` over `group`. `weights_N`: float32 factors of the cross-entropies (None: 1). `per_token`: return each
     token's cross-entropy, float32[N], instead of the sum; not under autograd. `soft_labels`: (global ids int64[N, K],
     probabilities float32[N, K]) of label distributions q, whose cross-entropies logsumexp(z) - sum_k q_k z[id_k] replace those of
-    `labels_N`; the fused kernel is then not used, as it reads one label.
+    `labels_N`; the fused kernel is then not used, as it reads one label. `main_grad_VH`: float32 buffer to which forward adds the
+    weight's gradient of the summed loss, so that backward, which then accepts no scale but 1, returns an empty one.
     """
     if soft_labels is not None:
-        fused = NO_FUSED_KERNELS
+        fused = dataclasses.replace(fused, loss=False)
     ids_NK, probabilities_NK = soft_labels or (None, None)
     row_size, limit = weight_VH.size(0), chunk_size or CHUNK_LOGITS
     if fused.loss:
@@ -58,7 +62,7 @@ def linear_cross_entropy(
     train = torch.is_grad_enabled()
     if per_token and train:
         raise ValueError("per_token: found gradients enabled, expected torch.no_grad()")
-    options = (columns, group, fused, rows, train, per_token)
+    options = (columns, group, fused, rows, train, per_token, main_grad_VH)
     return _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, weights_N, ids_NK, probabilities_NK, *options)
 
 
@@ -91,6 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows,
         train,
         per_token,
+        main_grad_VH,
     ):
         softmax_statistics, logits_to_gradient_ = _softmax_statistics, _logits_to_gradient_
         if fused.loss:
@@ -100,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         correct = torch.zeros((), dtype=torch.int64, device=hidden_NH.device)
         train = train and any(ctx.needs_input_grad[:3])
         to_hidden_NH = torch.empty_like(hidden_NH) if train else None
-        to_weight_VH = None  # float32: in bfloat16 the sum would be rounded after each chunk
+        to_weight_VH = main_grad_VH  # float32: in bfloat16 the sum would be rounded after each chunk
         to_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for start in range(0, len(labels_N), rows):
             part = slice(start, start + rows)
@@ -118,12 +123,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if weights_N is not None:
                     error_nV *= weights_N[part, None]
                 torch.mm(error_nV, weight_VH, out=to_hidden_NH[part])
-                to_weight_VH = accumulate_matmul(to_weight_VH, error_nV.t(), hidden_nH, in_float32=fused.loss and fused.sum)
+                to_weight_VH = accumulate_matmul(to_weight_VH, error_nV.t(), hidden_nH, in_float32=fused.sum)
                 if bias_V is not None:
                     to_bias_V += error_nV.sum(dim=0, dtype=torch.float32)
         if train and to_weight_VH is None:
             to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        ctx.gradients, ctx.group, ctx.dtype = (to_hidden_NH, to_weight_VH, to_bias_V), group, weight_VH.dtype
+        if train and main_grad_VH is not None:
+            weight_VH.grad_added_to_main_grad = True  # read by megatron-core, which then ignores the empty gradient
+            to_weight_VH = None
+        ctx.gradients, ctx.group, ctx.weight = (to_hidden_NH, to_weight_VH, to_bias_V), group, (weight_VH.shape, weight_VH.dtype)
         ctx.mark_non_differentiable(correct)
         if weights_N is not None:
             losses_N *= weights_N
@@ -137,11 +145,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         to_hidden_NH.mul_(scale)
         if ctx.group.size() > 1:
             dist.all_reduce(to_hidden_NH, group=ctx.group)
-        # Scaled while it is cast to the weight's dtype, which autograd would do anyway.
-        scaled_VH = to_weight_VH if ctx.dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=ctx.dtype)
-        torch.mul(to_weight_VH, scale, out=scaled_VH)
-        to_bias_V = None if to_bias_V is None else to_bias_V.mul_(scale).to(ctx.dtype)
-        return to_hidden_NH, scaled_VH, to_bias_V, *[None] * 10
+        shape, dtype = ctx.weight
+        if to_weight_VH is None:
+            torch._assert_async(scale == 1, "the output layer's gradient is already in main_grad, expected an unscaled loss")
+            scaled_VH = to_hidden_NH.new_empty(shape)
+        else:
+            # Scaled while it is cast to the weight's dtype, which autograd would do anyway.
+            scaled_VH = to_weight_VH if dtype == torch.float32 else torch.empty_like(to_weight_VH, dtype=dtype)
+            torch.mul(to_weight_VH, scale, out=scaled_VH)
+        to_bias_V = None if to_bias_V is None else to_bias_V.mul_(scale).to(dtype)
+        return to_hidden_NH, scaled_VH, to_bias_V, *[None] * 11
 
 
 def _softmax_statistics(
@@ -223,17 +236,3 @@ def combine_statistics(all_R4n: Tensor) -> tuple[Tensor, ...]:
     top_n = highest_Rn.amax(0)
     token_n = torch.where(highest_Rn == top_n, token_Rn, float("inf")).amin(0)
     return top_n, (sum_Rn * (highest_Rn - top_n).exp()).sum(0), target_Rn.sum(0), token_n
-
-
-def accumulate_matmul(sum_VH: Tensor | None, a_Vn: Tensor, b_nH: Tensor, *, in_float32: bool) -> Tensor:
-    """Return `sum_VH` (None: zeros) plus a b in float32, added in place; `in_float32`: without rounding the product.
-
-    Only on accelerators.
-    """
-    if in_float32 and a_Vn.dtype != torch.float32:
-        if sum_VH is None:
-            return torch.mm(a_Vn, b_nH, out_dtype=torch.float32)
-        return torch.addmm(sum_VH, a_Vn, b_nH, out_dtype=torch.float32, out=sum_VH)
-    if sum_VH is None:
-        return torch.mm(a_Vn, b_nH).float()
-    return sum_VH.addmm_(a_Vn, b_nH) if a_Vn.dtype == sum_VH.dtype else sum_VH.add_(torch.mm(a_Vn, b_nH))

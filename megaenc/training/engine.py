@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 
-from megaenc.backend import Backend
+from megaenc.backend import Backend, main_grad
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.model.encoder import build_model_chunks
 from megaenc.model.fp8.linear import check_linear_layers
@@ -117,6 +117,8 @@ class Engine:
             DistributedDataParallel(module.config, data_parallel, module, disable_bucketing=number > 0)
             for number, module in enumerate(modules)
         ]
+        if backend.is_cpu or self.fused_kernels["sum"]:
+            main_grad.enable_in(self.chunks)
         if self.layout.overlap_grad_reduce:
             self.config.no_sync_func = self._chunk_methods("no_sync")
             self.config.grad_sync_func = self._chunk_methods("start_grad_sync")

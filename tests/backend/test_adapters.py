@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaenc.backend import cpu_patches, megatron, optimizer_patches
+from megaenc.backend import cpu_patches, main_grad, megatron, optimizer_patches
 from megaenc.backend.optimizer_patches import GroupStepAdamW
 from megaenc.errors import InputError
 
@@ -39,11 +39,11 @@ def test_installing_again_changes_nothing():
     from megatron.core.tensor_parallel import layers
 
     def installed():
-        patched = layers.torch, torch.Tensor.type, torch.Tensor.cuda
+        patched = layers.torch, torch.Tensor.type, torch.Tensor.cuda, layers.fused_weight_gradient_mlp_cuda
         return *patched, optimizer.USING_PYTORCH_OPTIMIZER
 
     before = installed()
-    for patches in (cpu_patches, optimizer_patches):
+    for patches in (cpu_patches, optimizer_patches, main_grad):
         patches.install()
     assert before == installed()
     assert layers.torch is not torch

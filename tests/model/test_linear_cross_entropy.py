@@ -49,6 +49,32 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, monkeypat
 
 
 @pytest.mark.parametrize("at_once", [PADDED * 7, PADDED * ROWS])
+def test_the_weights_gradient_is_added_to_its_buffer_in_forward(work, at_once):
+    *weights, labels = work
+    here, there = ([tensor.clone().requires_grad_() for tensor in weights] for _ in range(2))
+    buffer = torch.randn(PADDED, HIDDEN)
+    before = buffer.clone()
+    loss, _ = loss_of(*here, labels, chunk_size=at_once, main_grad_VH=buffer)
+    expected, _ = loss_of(*there, labels, chunk_size=at_once)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(buffer - before, there[1].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(here[0].grad, there[0].grad)
+    assert here[1].grad_added_to_main_grad and here[1].grad.shape == there[1].grad.shape
+    with torch.no_grad():
+        loss_of(*here, labels, main_grad_VH=buffer)
+    torch.testing.assert_close(buffer - before, there[1].grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_that_is_in_its_buffer_cannot_be_scaled(work):
+    *weights, labels = work
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in weights)
+    loss, _ = loss_of(hidden, weight, labels, main_grad_VH=torch.zeros(PADDED, HIDDEN))
+    with pytest.raises(RuntimeError, match="expected an unscaled loss"):
+        (loss * 0.5).backward()
+
+
+@pytest.mark.parametrize("at_once", [PADDED * 7, PADDED * ROWS])
 def test_weights_scale_losses_and_gradients(work, at_once):
     *tensors, labels = work
     weights = torch.rand(ROWS) * 5

@@ -107,6 +107,14 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
         assert all(torch.equal(parameter, theirs[name]) for name, parameter in loaded.named_parameters())
 
 
+def test_its_layers_add_to_gradient_buffers_without_apex_and_the_output_layer_waits_for_them(stand_ins):
+    encoder = build(ENGINE)
+    assert encoder.config.gradient_accumulation_fusion
+    assert all(module.gradient_accumulation_fusion for name, module in encoder.decoder.named_modules() if ".linear_" in name)
+    assert not encoder.output_layer.gradient_accumulation_fusion  # it is megatron-core's own, and needs a buffer to add to
+    assert not build(KernelConfig()).config.gradient_accumulation_fusion
+
+
 @pytest.mark.parametrize("fp8_format", [None, "hybrid"])
 def test_float8_is_left_to_it(stand_ins, fp8_format):
     """megatron-core's configuration tells its classes; without it, the configuration stays as it was and layers are our own."""

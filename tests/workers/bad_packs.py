@@ -16,6 +16,8 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
+    import torch
+
     from megaenc.model import encoder
     from megaenc.training import micro_batches
 
@@ -27,13 +29,12 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
         return batch
 
     def spoiled(hidden_NH, weight_VH, labels, *others, **options):
-        loss, correct = loss_of(hidden_NH, weight_VH, labels, *others, **options)
-        how = labels.spoiled if loss.requires_grad else 1  # held-out packs have the same numbers
+        how = labels.spoiled if torch.is_grad_enabled() else 1  # held-out packs have the same numbers
         if how == "gradient":
-            loss = loss * 1
-            loss.register_hook(lambda gradient: gradient * float("inf"))
-            return loss, correct
-        return loss * (float("nan") if how == "loss" else how), correct
+            hidden_NH.register_hook(lambda gradient: gradient * float("inf"))
+        elif how != 1:
+            options["weights_N"] = torch.full(labels.shape, float("nan" if how == "loss" else how))
+        return loss_of(hidden_NH, weight_VH, labels, *others, **options)
 
     put(micro_batches, "build_micro_batch", marked)
     put(encoder, "linear_cross_entropy", spoiled)

@@ -212,7 +212,7 @@ def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compariso
 
 def _check_sum(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
     """Yield comparisons of the float32 accumulation of matrix products with float64."""
-    from megaenc.model.linear_cross_entropy import accumulate_matmul
+    from megaenc.backend.main_grad import accumulate_matmul
 
     for rows, columns, width in ((128, 256, widths.hidden), (40, 130, 72)):
         (a, b), (c, d) = ((draw(rows, columns).detach(), draw(rows, width).detach()) for _ in range(2))
@@ -231,7 +231,7 @@ CHECKS: dict[str, Callable[[_RandomTensors, LayerWidths], Iterator[Comparison]]]
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Flags that enable the Triton kernels of norm, rotary positions, SwiGLU and loss, and the loss's float32 sum."""
+    """Flags that enable the Triton kernels of norm, rotary positions, SwiGLU and loss, and float32 sums of weight gradients."""
 
     norm: bool = False
     rotary: bool = False
