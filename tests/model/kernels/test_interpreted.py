@@ -17,7 +17,7 @@ INTERPRETER = {"TRITON_INTERPRET": "1"}
 
 @pytest.mark.slow
 def test_by_the_interpreter():
-    assert len(FILES) == 3
+    assert len(FILES) == 4
     runs.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES], environment=INTERPRETER, timeout=480)
 
 
