@@ -173,17 +173,16 @@ def train_with_transformers(job: TrainingJob) -> dict[str, Any]:
     return results
 
 
-def load_hf_model(job: TrainingJob) -> Any:
-    """Return transformers' model with the job's initial weights: EuroBERT for bidirectional attention, else Llama."""
+def build_hf_config(job: TrainingJob) -> tuple[Any, Any]:
+    """Return transformers' (model class, config) of the job: EuroBERT for bidirectional attention, else Llama."""
     import torch
-    from safetensors.torch import load_file
     from transformers import EuroBertForMaskedLM, LlamaForCausalLM
 
     from megaenc.convert.architectures import FAMILIES, build_export_config
 
     attention = job.parse_objective(job.objective).attention
     family, kind = ("eurobert", EuroBertForMaskedLM) if attention == Attention.BIDIRECTIONAL else ("llama", LlamaForCausalLM)
-    config = build_export_config(
+    return kind, build_export_config(
         FAMILIES[family],
         attention,
         job.shape,
@@ -192,7 +191,15 @@ def load_hf_model(job: TrainingJob) -> Any:
         tokenizer=SimpleNamespace(mask_token_id=MASK, pad_token_id=None, eos_token_id=EOS, bos_token_id=None),
         dtype=torch.float32,
     )
-    # With a state dict, transformers skips the initialization of weights.
+
+
+def load_hf_model(job: TrainingJob) -> Any:
+    """Return transformers' model of `build_hf_config` with the job's initial weights, on the accelerator if any."""
+    import torch
+    from safetensors.torch import load_file
+
+    kind, config = build_hf_config(job)
+    # With a state dict, transformers builds on the meta device and assigns the mapped file's tensors without a copy.
     model, loaded = kind.from_pretrained(
         None,
         config=config,

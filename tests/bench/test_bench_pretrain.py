@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import runs
 import torch
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megaenc.bench import pretrain, train_worker
 from megaenc.bench.synthetic_docs import SyntheticDocuments
@@ -52,6 +55,37 @@ def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
         assert np.array_equal(labels[requested], tokens[requested])
         assert not causal or np.array_equal(requested, np.arange(1, len(tokens))), "every token but the first has one before it"
     assert predicted == int((inputs["labels"] != train_worker.IGNORED).sum()) > 0
+
+
+class Computed(TorchDispatchMode):
+    """Elements of the tensors that operations filled or allocated, without views and maps of a file."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = operation(*args, **(kwargs or {}))
+        if not operation.is_view and operation is not torch.ops.aten.set_.source_Storage:
+            tensors = [each for each in tree_leaves(results) if isinstance(each, torch.Tensor)]
+            self.elements += sum(tensor.numel() for tensor in tensors if tensor.device.type != "meta")
+        return results
+
+
+@pytest.mark.parametrize("objective", ["mlm(mask=0.4)", "clm"])
+def test_the_peer_is_built_without_filling_or_copying_its_weights(objective, tmp_path):
+    work = dataclasses.replace(SMALL, objective=objective).build_job(str(tmp_path / "weights.safetensors"))
+    kind, config = train_worker.build_hf_config(work)
+    torch.manual_seed(3)
+    with Computed() as usual:
+        expected = kind(config).eval()
+    save_file(expected.state_dict(), work.weights)
+    with Computed() as computed:
+        model = train_worker.load_hf_model(work).eval()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert computed.elements < count / 1000 and usual.elements > count
+    buffers = dict(model.named_buffers())
+    assert buffers and all(torch.equal(buffers[name], value) for name, value in expected.named_buffers())
+    ids = torch.arange(2, 66).view(2, 32)
+    assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
 @pytest.mark.slow
