@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megaenc.bench.synthetic_docs import BenchSetup
 from megaenc.model.config import PRESETS, ModelConfig
 
-TARGETS = {"1b": 0.55, "610m": 0.50, "210m": 0.40}  # model FLOPs utilization of the dense bf16 peak
+TARGETS = {"1b": 0.60, "610m": 0.55, "210m": 0.48}  # model FLOPs utilization of the H100's dense bf16 peak
 HF_TARGET = 3.0  # speedup over padded transformers
 CLM, MLM = "clm", "mlm(mask=0.4)"
 
