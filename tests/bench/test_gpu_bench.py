@@ -55,6 +55,7 @@ def test_every_phase_is_done_in_miniature(full_run):
         "Breakdown of a step",
         "Host synchronizations",
         "Comparison with transformers",
+        "Comparison of kernels",
     ):
         assert f"## {section}" in full_run.table
     assert "these speeds are meaningless" in full_run.table
@@ -86,8 +87,7 @@ def test_the_short_run_is_the_hosts(full_run):
 @pytest.mark.slow
 def test_speed_is_of_what_was_read(full_run):
     models = full_run.found["speed"]
-    assert set(models) == {"miniature", "miniature defaults", "miniature attention_backend=sdpa"}
-    assert {each["mlm(mask=0.4)"]["packs"] for name, each in models.items() if name != "miniature"} == {1}, "like for like"
+    assert set(models) == {"miniature"}
     small = presets.SMALL
     for objective, row in models["miniature"].items():
         assert row["updates"] >= 3 and row["finite"] and row["packs"] == small.packs
@@ -119,6 +119,17 @@ def test_the_peer_does_the_same_work(full_run):
     padded = peer["rows"]["transformers, padded"]["tokens_per_second"]
     ours = full_run.found["speed"]["miniature"]["mlm(mask=0.4)"]["tokens_per_second"]
     assert peer["ratios"]["megaenc, card filled / transformers, padded"] == pytest.approx(ours / padded)
+
+
+@pytest.mark.slow
+def test_kernels_are_compared_on_the_same_work(full_run):
+    part = full_run.found["compare"]
+    assert part["rows"].keys() == part["ratios"].keys() == {"defaults", "attention_backend=sdpa"}
+    assert {row["packs"] for row in part["rows"].values()} == {part["packs"]} == {1}
+    rates = [row["tokens_per_second"] for row in part["rows"].values()]
+    assert list(part["ratios"].values()) == pytest.approx([1.0, rates[1] / rates[0]])
+    losses = [row["loss"] for row in part["rows"].values()]  # of as many steps as there was time for
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
 class Told:

@@ -81,7 +81,7 @@ def test_a_wrong_gradient_of_one_parameter_is_found():
 
 
 def test_parity_is_of_the_worst_update():
-    from megaenc.bench.gpu.command import compare_runs
+    from megaenc.bench.gpu.verdicts import compare_runs
 
     host = [7.0, 6.0, 5.0]
     rows = compare_runs({"host float32": host, "device float32": [7.0, 6.0, 5.02], "device bfloat16": [7.0, 6.0, 5.02]})

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import tempfile
 import time
@@ -14,9 +13,10 @@ from typing import Any, Literal
 from megaenc import flags
 from megaenc.atomic_io import atomic_write, exit_on_sigterm
 from megaenc.bench import report
-from megaenc.bench.gpu import variants
+from megaenc.bench.gpu import variants, verdicts
 from megaenc.bench.gpu.presets import CLM, FULL, HF_TARGET, MLM, SMALL, TARGETS, BenchPreset
 from megaenc.bench.gpu.table import format_table
+from megaenc.bench.gpu.verdicts import TOLERANCE
 from megaenc.bench.gpu.worker import JobFailed
 from megaenc.bench.gpu.worker_pool import WorkerPool
 from megaenc.bench.synthetic_docs import BenchSetup
@@ -30,14 +30,12 @@ DESCRIPTION = """Check the correctness and measure the speed of one accelerator,
 correctness: loss and gradients against float32 on the host, for both masks and head dimensions 64 and 96. parity: a short run
 against the same run on the host. speed: the 1b, 610m and 210m models, MLM 40 % and CLM, documents of 12 to 2,048 tokens,
 micro-batches that fill the memory, with a breakdown of the step time and of host synchronizations. peer: transformers on the 610m
-MLM work. compare: other kernels on the same work.
+MLM work. compare: other kernels on the same work, in micro-batches that fit with all of them.
 
 Jobs for which no time is left are skipped and reported. JSON and a Markdown table are written after each phase."""
 PHASES = ("correctness", "parity", "speed", "peer", "compare")
 # Expandable segments reduce fragmentation by micro-batches of varying sizes. The second name is for older torch.
 DEVICE_ENVIRONMENT = {name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
-# Relative tolerance of each loss in a short run; wrong gradients exceed the accumulated rounding.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
 HOST_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
@@ -110,6 +108,7 @@ class Benchmark:
                     self.results_at(*path)[key] = value
             except JobFailed as failure:
                 status = f"cut short: {failure}"
+        verdicts.derive_results(self.results, self.full_batch_row)
         seconds = time.monotonic() - clock
         self.results["phases"][name] = {"seconds": round(seconds, 1), "ended": status or "done"}
         self.write()
@@ -150,8 +149,8 @@ class Benchmark:
             )
 
     def run_parity(self) -> None:
-        """Train a few steps on host and device; store the losses and, under "rows", how far they differ."""
-        preset, results = self.preset, self.results_at("parity")
+        """Train a few steps on host and device; store the losses."""
+        preset = self.preset
         # Without bfloat16 instructions the host takes minutes; then float32 is the reference of both.
         has_fast_bf16 = self.config.small or self.results["device"]["host_bf16"]
         for name, pool, kernels, kinds in (
@@ -162,8 +161,6 @@ class Benchmark:
             arguments |= {"packs": preset.parity_packs, "steps": preset.steps}
             if not self.run_phase(f"parity, {name}", pool, "correctness.run_losses", 15, 40, **arguments):
                 break
-        results["rows"] = compare_runs(results)
-        self.write()
 
     def run_speed(self) -> None:
         """Measure and store the training speed of each of --models (or the preset's) with MLM and CLM."""
@@ -178,8 +175,8 @@ class Benchmark:
         return {"setup": setup, "packs": preset.packs, "micro_batches": preset.micro_batches, "seconds": preset.seconds}
 
     def run_peer(self) -> None:
-        """Measure transformers and megaenc on the same documents; store their speeds and megaenc's ratios."""
-        preset, results = self.preset, self.results_at("peer")
+        """Measure transformers and megaenc on the same documents; store their speeds."""
+        preset = self.preset
         job = TrainingJob(
             **vars(self._speed_arguments(preset.compared_model, self.kernels)["setup"]),
             objective=MLM,
@@ -189,24 +186,31 @@ class Benchmark:
             weights=str(self.folder / "weights.safetensors"),
         )
         self.run_phase("peer", self.device, "hf_baseline.compare_with_hf", 40, 130, job=job)
-        results["ratios"] = compute_ratios(results.get("rows", {}), self.full_batch_row)
-        self.write()
 
     def run_compare(self) -> None:
-        """Store the speed of the chosen kernels and of each variant, all with half of the full micro-batch."""
-        model, base, full_row = self.preset.compared_model, self.kernels, self.full_batch_row
+        """Store the speed of the chosen kernels and of each variant, in micro-batches that also fit with torch's own."""
+        part, base = self.results_at("compare"), self.kernels
+        part["base"] = variants.format_kernels(base)
+        # Torch's own operations keep more activations than the kernels that replace them.
+        setup = self._speed_arguments(self.preset.compared_model, base | variants.reference_kernels())["setup"]
+        if not self.run_phase("compare, packs", self.device, "speed.find_common_packs", 40, 90, setup=setup, objective=MLM):
+            return
+        self._measure_variant(base, 45.0)
+        base_row = part.get("rows", {}).get(part["base"]) or self.full_batch_row
         candidates = self.compared_kernels
         if not candidates:
             missing = self.results["device"]["lacking"]
-            candidates, self.results_at("compare")["left out"] = variants.candidate_variants(
-                base, full_row and full_row["kernels"], missing
-            )
-        packs = max(1, full_row["packs"] // 2) if full_row else self.preset.packs
-        arguments = {"objectives": (MLM,), "packs": packs, "seconds": self.preset.seconds / 2, "is_profiled": False}
-        for remaining, kernels in zip(range(len(candidates) + 1, 0, -1), [base, *candidates], strict=True):
-            title, max_seconds = variants.format_kernels(kernels), min(max(25.0, self.seconds_left / remaining), 45.0)
-            all_arguments = self._speed_arguments(model, kernels) | arguments | {"name": f"{model} {title}"}
-            self.run_phase(f"compare, {title}", self.device, "speed.measure_speed", 20, max_seconds, **all_arguments)
+            candidates, part["left out"] = variants.candidate_variants(base, base_row and base_row["kernels"], missing)
+        for remaining, kernels in zip(range(len(candidates), 0, -1), candidates, strict=True):
+            self._measure_variant(kernels, min(max(25.0, self.seconds_left / remaining), 45.0))
+
+    def _measure_variant(self, kernels: dict[str, Any], max_seconds: float) -> None:
+        """Store a variant's speed, in micro-batches of as many packs as the base's, and the ratios of all so far."""
+        part, title = self.results_at("compare"), variants.format_kernels(kernels)
+        arguments = self._speed_arguments(self.preset.compared_model, kernels)
+        arguments |= {"name": title, "objective": MLM, "seconds": self.preset.seconds / 2}
+        arguments["packs"] = part.get("rows", {}).get(part["base"], part)["packs"]
+        self.run_phase(f"compare, {title}", self.device, "speed.measure_variant", 20, max_seconds, **arguments)
 
 
 def _configure_setup(setup: BenchSetup, numbers: str, kernels: dict[str, Any]) -> BenchSetup:
@@ -214,27 +218,6 @@ def _configure_setup(setup: BenchSetup, numbers: str, kernels: dict[str, Any]) -
     if numbers == "float32":
         kernels = {name: value for name, value in kernels.items() if isinstance(value, bool) or value == "sdpa"}
     return replace(setup, bf16=numbers == "bfloat16", kernels=kernels)
-
-
-def compare_runs(losses: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Return a row per dtype with the worst relative error of the device's losses against the host's, and its verdict."""
-    rows = []
-    for kind, allowed in TOLERANCE.items():
-        own = losses.get(f"device {kind}")
-        reference = next((name for name in (f"host {kind}", "host float32") if losses.get(name)), None)
-        if own and reference:
-            errors = [abs(actual - expected) / abs(expected) for actual, expected in zip(own, losses[reference], strict=True)]
-            worst = max(errors, key=lambda value: (math.isnan(value), value))
-            rows.append({"numbers": kind, "beside": reference, "worst": worst, "allowed": allowed, "passed": worst <= allowed})
-    return rows
-
-
-def compute_ratios(rows: dict[str, dict[str, Any]], full_row: dict[str, Any] | None) -> dict[str, float]:
-    """Return megaenc's speed relative to each peer, keyed "OURS / PEER", with equal batches and with full micro-batches."""
-    sides = rows | ({"megaenc, card filled": full_row} if full_row else {})
-    rates = {name: row["tokens_per_second"] for name, row in sides.items()}
-    ours = [name for name in rates if name.startswith("megaenc")]
-    return {f"{mine} / {name}": rates[mine] / rates[name] for name in rates if name not in ours for mine in ours}
 
 
 def defaults_unless_set(environment: dict[str, str]) -> dict[str, str]:

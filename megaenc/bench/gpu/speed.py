@@ -101,15 +101,13 @@ def measure_speed(
     micro_batches: int,
     seconds: float,
     deadline: float,
-    is_profiled: bool = True,
 ) -> Iterator[JobResult]:
-    """Yield a speed row per objective; if `is_profiled`, also its time by kernel group, and host synchronizations.
+    """Yield a speed row and the time by kernel group for each objective, then the host synchronizations.
 
     `packs` per micro-batch; 0 fills the device memory. Nothing starts after `deadline`.
     """
-    backend = synthetic.init_process()
-    engine = synthetic.build_random_engine(synthetic.build_plan(setup, *objectives), backend, ProfiledEngine)
-    measurement = SpeedMeasurement(engine, setup, backend, packs, micro_batches, seconds, deadline)
+    measurement = _start_measurement(setup, objectives, packs, micro_batches, seconds, deadline)
+    engine = measurement.engine
     measurement.packs = packs or find_largest_batch(engine, setup, objectives, measurement.steps)
     for objective in objectives:
         if time.monotonic() > deadline:
@@ -117,12 +115,39 @@ def measure_speed(
             continue
         row = measurement.measure(objective)
         yield ["speed", name, objective], row
-        if is_profiled and time.monotonic() < deadline:
+        if time.monotonic() < deadline:
             yield ["breakdown", name, objective], profile_steps(engine, measurement.steps, row)
-    if is_profiled and time.monotonic() < deadline:
+    if time.monotonic() < deadline:
         yield ["synchronisations", name], count_synchronizations(engine, setup.parse_objective(objectives[0]))
     del engine, measurement
     synthetic.destroy_process()
+
+
+def find_common_packs(setup: BenchSetup, objective: str, deadline: float) -> Iterator[JobResult]:
+    """Yield the most packs of a micro-batch that fit with the kernels of `setup`, for all kernels that need no more memory."""
+    measurement = _start_measurement(setup, [objective], 1, 1, 0.0, deadline)
+    yield ["compare", "packs"], find_largest_batch(measurement.engine, setup, [objective], measurement.steps)
+    del measurement
+    synthetic.destroy_process()
+
+
+def measure_variant(
+    setup: BenchSetup, name: str, objective: str, packs: int, micro_batches: int, seconds: float, deadline: float
+) -> Iterator[JobResult]:
+    """Yield the speed row of one variant of the compare phase; its `packs` are fewer if the given ones do not fit."""
+    measurement = _start_measurement(setup, [objective], packs, micro_batches, seconds, deadline)
+    yield ["compare", "rows", name], measurement.measure(objective)
+    del measurement
+    synthetic.destroy_process()
+
+
+def _start_measurement(
+    setup: BenchSetup, objectives: Sequence[str], packs: int, micro_batches: int, seconds: float, deadline: float
+) -> SpeedMeasurement:
+    """Return the SpeedMeasurement of a new engine with random weights; initialize this process."""
+    backend = synthetic.init_process()
+    engine = synthetic.build_random_engine(synthetic.build_plan(setup, *objectives), backend, ProfiledEngine)
+    return SpeedMeasurement(engine, setup, backend, packs, micro_batches, seconds, deadline)
 
 
 def _allocation_retries() -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaenc.bench.gpu.kernel_groups import GROUPS
 from megaenc.bench.gpu.variants import format_kernels
+from megaenc.bench.gpu.verdicts import format_ratio
 
 GIB = 2**30
 Results = dict[str, Any]
@@ -24,6 +25,10 @@ SPEED = (
 PEER = (
     "|  | tokens/s | peak memory | documents an update | loss at the start |",
     "| {name} | {tokens_per_second:,.0f} | {gib:.1f} GiB | {batch} | {loss:.5f} |",
+)
+COMPARE = (
+    "| kernels | tokens/s | relative to {base} | packs | peak memory | loss |",
+    "| {name} | {tokens_per_second:,.0f} | {ratio} | {packs} | {gib:.1f} GiB | {loss:.3f}{warning} |",
 )
 PHASES = ("| phase | seconds |  |", "| {name} | {seconds:.0f} | {ended} |")
 
@@ -98,6 +103,11 @@ def _format_verdict(row: Results, target: float | None) -> str:
     return "hit" if row["mfu"] >= target else f"**missed by {100 * (target - row['mfu']):.1f}**"
 
 
+def _format_warning(row: Results) -> str:
+    """Return a mark for a speed row with steps that were not applied."""
+    return "" if row["finite"] else " **not finite**"
+
+
 def _speed_section(results: Results, part: Results) -> Iterator[str]:
     """Yield the lines about training speed."""
     rows = {}
@@ -111,7 +121,7 @@ def _speed_section(results: Results, part: Results) -> Iterator[str]:
             "of_peak": "unknown peak" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
             "target": f"{100 * target:.0f} %" if target else "",
             "verdict": _format_verdict(row, target),
-            "warning": "" if row["finite"] else " **not finite**",
+            "warning": _format_warning(row),
         }
     yield from _iter_table_lines(*SPEED, rows.values())
     if rows:
@@ -170,6 +180,21 @@ def _hf_section(results: Results, part: Results) -> Iterator[str]:
         yield f"\n{name}: {ratio:.2f} times{verdict}"
 
 
+def _compare_section(results: Results, part: Results) -> Iterator[str]:
+    """Yield the lines about kernel variants."""
+    rows = part.get("rows", {})
+    if not rows:
+        return
+    titles, form = COMPARE
+    columns = (
+        row | {"name": name, "ratio": format_ratio(part, name), "gib": row["peak_memory"] / GIB, "warning": _format_warning(row)}
+        for name, row in rows.items()
+    )
+    yield from _iter_table_lines(titles.format_map(part), form, columns)
+    count = next(iter(rows.values()))["micro_batches"]
+    yield f"\n{count} micro-batches per step, of at most {part['packs']} packs, which fit with torch's own operations."
+
+
 def _phases_section(results: Results, part: Results) -> Iterator[str]:
     """Yield the lines about phases, messages of libraries and skipped measurements."""
     yield from _iter_table_lines(*PHASES, ({"name": name, **phase} for name, phase in part.items()))
@@ -193,5 +218,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Results, Results], Iterator[str]]]] = {
     "breakdown": ("Breakdown of a step, in percent of its time", _breakdown_section),
     "synchronisations": ("Host synchronizations", _synchronization_section),
     "peer": ("Comparison with transformers", _hf_section),
+    "compare": ("Comparison of kernels", _compare_section),
     "phases": ("Phases", _phases_section),
 }
