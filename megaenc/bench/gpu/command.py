@@ -27,13 +27,14 @@ from megaenc.output_paths import check_output_file, create_parent_dir
 
 DESCRIPTION = """Check the correctness and measure the speed of one accelerator, in under nine minutes.
 
-correctness: loss and gradients against float32 on the host, for both masks and head dimensions 64 and 96. parity: a short run
-against the same run on the host. speed: the 1b, 610m and 210m models, MLM 40 % and CLM, documents of 12 to 2,048 tokens,
-micro-batches that fill the memory, with a breakdown of the step time and of host synchronizations. peer: transformers on the 610m
-MLM work. compare: other kernels on the same work, in micro-batches that fit with all of them.
+correctness: loss and gradients against float32 on the host, for both masks and head dimensions 64 and 96. speed: the 1b, 610m and
+210m models, MLM 40 % and CLM, documents of 12 to 2,048 tokens, micro-batches that fill the memory, with a breakdown of the step
+time and of host synchronizations. parity: a short run against the same run on the host. peer: transformers on the 610m MLM work.
+compare: other kernels on the same work, in micro-batches that fit with all of them.
 
-Jobs for which no time is left are skipped and reported. JSON and a Markdown table are written after each phase."""
-PHASES = ("correctness", "parity", "speed", "peer", "compare")
+Phases run in this order, and each job prints its figures. Jobs for which no time is left are skipped and
+reported. JSON and a Markdown table are written after each phase."""
+PHASES = ("correctness", "speed", "parity", "peer", "compare")
 # Expandable segments reduce fragmentation by micro-batches of varying sizes. The second name is for older torch.
 DEVICE_ENVIRONMENT = {name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
 HOST_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
@@ -49,7 +50,7 @@ class GpuBenchConfig:
     """auto: the first accelerator; cpu: this machine's CPU"""
     small: bool = False
     """run everything in miniature, as a test of the benchmark; its speeds are meaningless"""
-    phases: tuple[Literal["correctness", "parity", "speed", "peer", "compare"], ...] = PHASES
+    phases: tuple[Literal["correctness", "speed", "parity", "peer", "compare"], ...] = PHASES
     """phases to run"""
     seconds: float = 510.0
     """time limit of all phases together"""
@@ -112,7 +113,8 @@ class Benchmark:
         seconds = time.monotonic() - clock
         self.results["phases"][name] = {"seconds": round(seconds, 1), "ended": status or "done"}
         self.write()
-        print_rank_0(f"{name}: {status or 'done'}, {seconds:.0f} s; {max(0.0, self.seconds_left):.0f} s left")
+        lines = list(filter(None, (status, verdicts.format_headline(name, self.results)))) or ["done"]
+        print_rank_0(f"{name}: {'; '.join(lines)} ({seconds:.0f} s, {max(0.0, self.seconds_left):.0f} s left)")
         return not status
 
     @property
@@ -133,6 +135,12 @@ class Benchmark:
         report.write_report(self.config.output, json.loads(json.dumps(self.results), parse_constant=lambda _: None))
         atomic_write(Path(self.config.output).with_suffix(".md"), format_table(self.results) + "\n")
 
+    def run_phases(self) -> None:
+        """Run the selected phases in the order of PHASES."""
+        for name in PHASES:
+            if name in self.config.phases:
+                getattr(self, f"run_{name}")()
+
     def run_correctness(self) -> None:
         """Compare loss and gradients of a micro-batch on the device with float32 on the host; store the rows."""
         models, arguments = self.preset.correctness.items(), {"packs": 2, "folder": self.folder}
@@ -148,6 +156,18 @@ class Benchmark:
                 "correctness", self.device, "correctness.compare_with_reference", 15, 120, setups=configured, **arguments
             )
 
+    def run_speed(self) -> None:
+        """Measure and store the training speed of each of --models (or the preset's) with MLM and CLM."""
+        for model in self.config.models or self.preset.speed:
+            arguments = self._speed_arguments(model, self.kernels) | {"name": model, "objectives": (MLM, CLM)}
+            self.run_phase(f"speed, {model}", self.device, "speed.measure_speed", 30, 90, **arguments)
+
+    def _speed_arguments(self, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
+        """Return the job arguments that all speed measurements of `model` share; float32 if the device lacks bfloat16."""
+        preset = self.preset
+        setup = replace(preset.speed[model], bf16=self.results["device"]["bf16"], kernels=kernels)
+        return {"setup": setup, "packs": preset.packs, "micro_batches": preset.micro_batches, "seconds": preset.seconds}
+
     def run_parity(self) -> None:
         """Train a few steps on host and device; store the losses."""
         preset = self.preset
@@ -161,18 +181,6 @@ class Benchmark:
             arguments |= {"packs": preset.parity_packs, "steps": preset.steps}
             if not self.run_phase(f"parity, {name}", pool, "correctness.run_losses", 15, 40, **arguments):
                 break
-
-    def run_speed(self) -> None:
-        """Measure and store the training speed of each of --models (or the preset's) with MLM and CLM."""
-        for model in self.config.models or self.preset.speed:
-            arguments = self._speed_arguments(model, self.kernels) | {"name": model, "objectives": (MLM, CLM)}
-            self.run_phase(f"speed, {model}", self.device, "speed.measure_speed", 30, 90, **arguments)
-
-    def _speed_arguments(self, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
-        """Return the job arguments that all speed measurements of `model` share; float32 if the device lacks bfloat16."""
-        preset = self.preset
-        setup = replace(preset.speed[model], bf16=self.results["device"]["bf16"], kernels=kernels)
-        return {"setup": setup, "packs": preset.packs, "micro_batches": preset.micro_batches, "seconds": preset.seconds}
 
     def run_peer(self) -> None:
         """Measure transformers and megaenc on the same documents; store their speeds."""
@@ -254,9 +262,7 @@ def run_benchmark(config: GpuBenchConfig) -> dict[str, Any]:
         if not is_host and device_results["backend"] == "cpu":
             raise InputError("no accelerator found; test the benchmark without one with --device cpu --small")
         print_rank_0(f"{device_results['name']}, torch {device_results['torch']}; {config.seconds:.0f} s for all phases")
-        for name in PHASES:
-            if name in config.phases:
-                getattr(benchmark, f"run_{name}")()
+        benchmark.run_phases()
     return benchmark.results
 
 

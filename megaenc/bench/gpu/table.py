@@ -213,10 +213,10 @@ def _phases_section(results: Results, part: Results) -> Iterator[str]:
 
 SECTIONS: dict[str, tuple[str, Callable[[Results, Results], Iterator[str]]]] = {
     "correctness": ("Correctness: one micro-batch against float32 on the host", _correctness_section),
-    "parity": ("Parity: losses of a short run, CLM then MLM, on device and host", _parity_section),
     "speed": ("Speed", _speed_section),
     "breakdown": ("Breakdown of a step, in percent of its time", _breakdown_section),
     "synchronisations": ("Host synchronizations", _synchronization_section),
+    "parity": ("Parity: losses of a short run, CLM then MLM, on device and host", _parity_section),
     "peer": ("Comparison with transformers", _hf_section),
     "compare": ("Comparison of kernels", _compare_section),
     "phases": ("Phases", _phases_section),

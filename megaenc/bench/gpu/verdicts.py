@@ -1,7 +1,7 @@
-"""Comparisons that follow from measured rows: errors of short runs, and speeds relative to peers and other kernels."""
+"""Comparisons that follow from measured rows, and headlines of jobs for the console."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Relative tolerance of each loss in a short run; wrong gradients exceed the accumulated rounding.
@@ -55,3 +55,77 @@ def format_ratio(part: dict[str, Any], name: str) -> str:
     if name not in part["ratios"]:
         return f"not like for like, {part['rows'][name]['packs']} packs"
     return f"{part['ratios'][name]:.2f}"
+
+
+def format_headline(name: str, results: dict[str, Any]) -> str:
+    """Return the figures of the job `name`, such as "speed, 1b", in one line; empty if it has none."""
+    phase, _, part = name.partition(", ")
+    return HEADLINES[phase](results, part) if phase in HEADLINES and results.get(phase) else ""
+
+
+def _correctness_headline(results: dict[str, Any], part: str) -> str:
+    """Return the number of passed comparisons, and those that failed."""
+    rows = results["correctness"].get("rows", [])
+    if part or not rows:
+        return ""
+    failed = [
+        f"{row['numbers']} {row['attention']} with heads of {row['head_dim']} (loss off by {row['loss_error']:.1e}, "
+        f"gradient by {row['gradient_error']:.1e})"
+        for row in rows
+        if not row["passed"]
+    ]
+    return f"{len(rows) - len(failed)} of {len(rows)} passed" + (f"; FAILED: {', '.join(failed)}" if failed else "")
+
+
+def _speed_headline(results: dict[str, Any], model: str) -> str:
+    """Return a model's utilization of the peak and tokens/s by objective."""
+    target = results["targets"]["mfu"].get(model)
+    goal = f" (goal {100 * target:.0f} %)" if target else ""
+    lines = []
+    for objective, row in results["speed"].get(model, {}).items():
+        if "tokens_per_second" in row:
+            share = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} % of the peak{goal}, "
+            lines.append(f"{objective} {share}{row['tokens_per_second']:,.0f} tokens/s{'' if row['finite'] else ', NOT FINITE'}")
+    return "; ".join(lines)
+
+
+def _parity_headline(results: dict[str, Any], part: str) -> str:
+    """Return the largest error of the device's short run by dtype, and its verdict."""
+    if part != "device":
+        return ""
+    rows = [(row, "passed" if row["passed"] else "FAILED") for row in results["parity"]["rows"]]
+    return "; ".join(
+        f"{row['numbers']} {verdict}, largest error {row['worst']:.1e} (allowed {row['allowed']:.0e})" for row, verdict in rows
+    )
+
+
+def _peer_headline(results: dict[str, Any], part: str) -> str:
+    """Return megaenc's speed relative to padded transformers, and whether initial losses agree."""
+    peer, goal = results["peer"], results["targets"]["peer"]
+    if isinstance(peer.get("left out"), str):
+        return peer["left out"]
+    lines = [f"{name}: {ratio:.2f} times (goal {goal:g})" for name, ratio in peer["ratios"].items() if name.endswith("padded")]
+    if "same_loss" in peer:
+        lines.append("initial losses agree" if peer["same_loss"] else "initial losses DIFFER")
+    return "; ".join(lines)
+
+
+def _compare_headline(results: dict[str, Any], part: str) -> str:
+    """Return the relative speed of a variant, or the packs of a micro-batch that all variants can take."""
+    compare = results["compare"]
+    if part == "packs":
+        return f"{compare['packs']} in a micro-batch" if "packs" in compare else ""
+    if not (row := compare.get("rows", {}).get(part)):
+        return ""
+    ratio = format_ratio(compare, part)
+    relation = f"{ratio} times {compare['base']}" if part in compare["ratios"] else ratio
+    return f"{relation}, {row['tokens_per_second']:,.0f} tokens/s"
+
+
+HEADLINES: dict[str, Callable[[dict[str, Any], str], str]] = {
+    "correctness": _correctness_headline,
+    "speed": _speed_headline,
+    "parity": _parity_headline,
+    "peer": _peer_headline,
+    "compare": _compare_headline,
+}
