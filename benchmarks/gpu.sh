@@ -24,7 +24,7 @@ benchmarks/gpu.sh: correctness and speed on one GPU, NVIDIA's or AMD's, in under
     benchmarks/gpu.sh --device cpu --small                 tests the benchmark without a GPU, about a minute
 
 megaenc need not be installed, but its dependencies must be, with Python 3.11 or 3.12: torch 2.11 or later for the GPU, and
-    pip install megatron-core==0.16.1 numpy psutil tyro docstring-parser typeguard PyYAML rich
+    pip install megatron-core==0.16.1 numpy psutil tyro docstring-parser typeguard PyYAML rich packaging
 and a C compiler with Python's headers (such as gcc and python3-dev), which triton needs to launch kernels; without them, fused
 kernels are replaced by torch's operations and a message is printed.
 Optional, for the phase `peer`:

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import runs
 import torch
+from bare_machine import bare_python
 
 from megaenc.backend.parallel_config import KernelConfig
 from megaenc.bench.gpu import command, presets, variants
@@ -25,17 +27,20 @@ from megaenc.model.config import PRESETS
 DOOR = runs.ROOT / "benchmarks" / "gpu.sh"
 
 
-def through_the_door(flags: list[str], seconds: float = 420) -> subprocess.CompletedProcess:
-    environment = runs.surroundings() | {"PYTHON": sys.executable, "PYTHONPATH": ""}
+def through_the_door(flags: list[str], seconds: float = 420, python: str | Path = sys.executable) -> subprocess.CompletedProcess:
+    environment = runs.surroundings() | {"PYTHON": str(python), "PYTHONPATH": ""}
     words = [str(DOOR), *map(str, flags)]
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=seconds, cwd="/")
 
 
 @pytest.fixture(scope="module")
 def full_run(tmp_path_factory) -> SimpleNamespace:
-    """All phases in miniature, as anyone without an accelerator would start them."""
-    output = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    done = through_the_door(["--device", "cpu", "--small", "--output", output, "--compare", "attention_backend=sdpa"])
+    """All phases in miniature, as anyone without an accelerator would start them, with what the help names and no more."""
+    folder = tmp_path_factory.mktemp("gpu")
+    output, python = folder / "gpu.json", bare_python(folder / "venv", "transformers", "safetensors")
+    done = through_the_door(
+        ["--device", "cpu", "--small", "--output", output, "--compare", "attention_backend=sdpa"], python=python
+    )
     log = output.with_suffix(".log")
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text()[-3000:] if log.exists() else "")
     results = json.loads(output.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
@@ -267,6 +272,14 @@ def test_what_fills_the_card_is_what_gpus_are_given():
 )
 def test_wrong_settings_are_one_line(flags, complaint, refusal):
     assert complaint in refusal(command.main, flags)
+
+
+def test_nothing_is_imported_that_the_help_does_not_name(tmp_path):
+    flags = ["--device", "cpu", "--small", "--output", tmp_path / "gpu.json", "--phases", "speed", "peer"]
+    done = through_the_door(flags, python=bare_python(tmp_path / "venv"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^speed, miniature: mlm\(mask=0.4\) [\d.]+ % of the peak", done.stdout, re.MULTILINE), done.stdout
+    assert "peer: transformers or safetensors is not installed" in done.stdout
 
 
 def test_help_says_what_must_be_installed():

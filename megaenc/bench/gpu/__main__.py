@@ -12,6 +12,7 @@ NEEDED = {
     "docstring_parser": "docstring-parser",
     "typeguard": "typeguard",
     "rich": "rich",
+    "packaging": "packaging",
     "megatron": "megatron-core==0.16.1",
 }
 
