@@ -7,7 +7,6 @@ its inputs and writes its outputs once; attention, the same in all versions, is 
 import os
 from collections import Counter
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
