@@ -80,14 +80,14 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     """
     shape, w, t = case.shape, case.value_bytes, case.tensor_parallel_size
     queries, keys, heads = shape.query_size, case.kv_size, 4 * (shape.num_attention_heads + shape.num_query_groups)
-    # With grouped queries, QK layernorm copies the queries out of the projection.
-    normalised = w * queries * (shape.num_attention_heads > shape.num_query_groups) + heads
+    # QK layernorm keeps the projection for its gradient and, with grouped queries, copies the queries out of it.
+    normalised = w * (queries + keys + queries * (shape.num_attention_heads > shape.num_query_groups)) + heads
     # Input and 1 / rms of each; LayerNorm also saves the mean. The outputs of two are saved as the inputs of matrix products.
     norm = w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)
     parts = {
         "norms": (shape.norms_per_layer * norm + 2 * w * shape.hidden_size) / case.sequence_shards,
-        "projections": w * (3 * queries + 3 * keys) / t
-        + shape.qk_layernorm * normalised / t,  # q, k; q k v; the input of the output projection
+        # q, k, v; the input of the output projection
+        "projections": (w * (2 * queries + 2 * keys) + shape.qk_layernorm * normalised) / t,
         "attention": (w * queries * host + 4 * shape.num_attention_heads) / t,
         "mlp": 3 * w * shape.ffn_hidden_size / t,  # gate, up and their product
     }
@@ -96,7 +96,7 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
 
 def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool) -> tuple[float, str]:
     """Return (bytes a stage saves for backward per micro-batch, less the recomputed; formula text); `host`: on a CPU."""
-    layout, shape, parts = case.layout, case.shape, layer_activation_bytes(case, host)
+    layout, parts = case.layout, layer_activation_bytes(case, host)
     layer_total, entering = sum(parts.values()), case.hidden_bytes / case.sequence_shards
     listed = ", ".join(f"{name} {value / case.micro_batch_tokens:,.0f}" for name, value in parts.items())
     per_token = f"{layer_total / case.micro_batch_tokens:,.0f} bytes a token and layer ({listed})"
@@ -110,11 +110,12 @@ def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool) -
             stage.layers - recomputed_layers
         ), f"{recomputed_layers} layers recomputed, others {per_token}"
     if layout.recompute_granularity == "selective":
-        modules = layout.recompute_modules or ("core_attn",)
+        modules = layout.selected_recompute_modules
         recomputed_parts = [part for part, module in (("attention", "core_attn"), ("mlp", "mlp")) if module in modules]
         layer_total -= sum(parts[part] for part in recomputed_parts)
-        if "core_attn" in modules and not shape.qk_layernorm:  # the keys are a view of the projection's output
-            layer_total -= case.micro_batch_tokens * case.value_bytes * case.kv_size / case.tensor_parallel_size
+        if "activation" in modules and "mlp" not in modules:
+            recomputed_parts.append("a third of mlp")
+            layer_total -= parts["mlp"] / 3
         per_token += f" without {' and '.join(recomputed_parts)}"
     return stage.layers * layer_total, per_token
 
@@ -136,12 +137,13 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
     # Of this rank's vocabulary shard; on an accelerator with the fused kernels.
     logits = min(predictions * case.vocab_rows, max(LOGITS_AT_ONCE if host else LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
     norm = 2 * case.hidden_bytes / case.sequence_shards + (case.hidden_bytes if case.sequence_shards > 1 else 0)
-    gradient = 6 if case.bf16 else 4  # overwrites the logits
+    # A tied matrix's gradient has a tensor of its own; an untied one's is in the buffer, and what autograd gets instead is empty.
+    gradient = (6 if case.bf16 else 4) if not shape.untie_embeddings_and_output_weights else 0 if host else w
     states = 2 + 3 * shape.prediction_head  # the outputs of its dense layer, activation and norm
     head = norm + states * w * predictions * shape.hidden_size + w * logits + gradient * matrix
     if head < layer or not stage.has_head:
         return layer, formula
     return head, (
-        f"head: {w} x {logits:,.0f} logits at once, of N = {predictions:,.0f} predictions; {gradient} V H / t of its gradient; "
+        f"head: {w} x {logits:,.0f} logits at once, of N = {predictions:,.0f} predictions; {gradient} V H / t for its gradient; "
         "2 w N H; the norm's w S H"
     )
