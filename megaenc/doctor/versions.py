@@ -11,10 +11,11 @@ import megaenc
 from megaenc.doctor.result import Finding, Probe, ProbeContext, note, ok, problem
 
 _REQUIRED = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
-_OPTIONAL = ("triton", "flash-attn", "flash-attn-3", "transformer-engine", "apex", "amdsmi")
+_OPTIONAL = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "apex", "amdsmi")
 _MODULES = {
     "flash-attn": "flash_attn",
     "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute",
     "transformer-engine": "transformer_engine.pytorch",
 }
 """Modules to import, for packages whose module has another name."""

@@ -1,6 +1,7 @@
 """Selection of an attention backend that computes correct results on every rank."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -8,7 +9,7 @@ from megaenc.backend import Backend, ParallelConfig
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
-from megaenc.model.attention.backends import BACKENDS
+from megaenc.model.attention.backends import BACKENDS, exclude_flash_attn, flash_attn_versions
 from megaenc.model.attention.selftest import check_backend
 from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.objectives import Attention
@@ -39,14 +40,14 @@ def select_attention(
     """Return `requested`, or for "auto" the first backend, that passes self-tests on all ranks together; else InputError.
 
     All ranks call it together. `batch_shape`: `seq_length` and `packs` of a micro-batch, without which long documents are not
-    tested. With "auto", backends whose test fails are reported on the console.
+    tested. With "auto", backends whose test fails are reported on the console, as are versions of flash-attn.
     """
     tensor, failures = layout.tensor_model_parallel_size, []
     sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
     sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **batch_shape}
     sizes["windows"] = tuple(dict.fromkeys(shape.layer_windows))
     for name in BACKENDS if requested == "auto" else (requested,):
-        results = all_gather_call(lambda name=name: check_backend(name, **sizes))
+        results = _check_on_all_ranks(name, sizes, failures)
         if all(result.passed for result in results):
             for line in failures:
                 print_rank_0(f"attention by {line}")
@@ -58,6 +59,24 @@ def select_attention(
         if any(result.available for result in results):
             failures.append(f"{name} is not used: {_describe_failure(results)}")
     raise InputError(f"--attention-backend auto: no attention backend works here: {'; '.join(failures)}")
+
+
+def _check_on_all_ranks(name: str, sizes: dict[str, Any], failures: list[str]) -> list[SelfTestResult]:
+    """Return each rank's result of testing backend `name`, which on no rank computes by a version of flash-attn that failed.
+
+    A version that fails on any rank is excluded on all, with a line in `failures`, as long as each rank has another one.
+    """
+    while True:
+        results = all_gather_call(lambda: check_backend(name, **sizes))
+        if name != "flash" or all(result.passed for result in results) or not any(result.available for result in results):
+            return results
+        versions = all_gather_call(lambda: flash_attn_versions(sizes["device"]))
+        failed = {own[0] for own, result in zip(versions, results, strict=True) if own and not result.passed}
+        if not failed or not all(set(own) - failed for own in versions):
+            return results
+        failures.append(f"flash-attn {', '.join(map(str, sorted(failed)))} is not used: {_describe_failure(results)}")
+        for version in failed:
+            exclude_flash_attn(version)
 
 
 def _describe_failure(results: Sequence[SelfTestResult]) -> str:

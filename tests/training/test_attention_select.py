@@ -60,6 +60,36 @@ def test_the_first_that_is_right_and_no_word_of_what_is_missing(kinds, expected,
     ]
 
 
+@pytest.mark.parametrize("requested", ["auto", "flash"])
+@pytest.mark.parametrize(("wrong", "tried"), [((), [3]), ((3,), [3, 4]), ((3, 4), [3, 4, 2]), ((3, 4, 2), [3, 4, 2])], ids=str)
+def test_another_flash_attn_takes_the_place_of_one_that_fails(wrong, tried, requested, one_process, monkeypatch, capsys):
+    """Which may be an import or a compilation: the next backend is tried when the last version has failed, too."""
+    from megaenc.model.attention import backends
+    from megaenc.model.kernels.selftest import SelfTestResult
+    from megaenc.training import attention_select
+
+    seen = []
+
+    def check(name, device, **others):
+        if name != "flash":
+            return SelfTestResult(name, True, 0.0, 0.06, "")
+        seen.append(backends.flash_attn_versions(device)[0])
+        return SelfTestResult(name, True, None, 0.06, WRONG if seen[-1] in wrong else "")
+
+    monkeypatch.setattr(backends, "_excluded_versions", set())
+    monkeypatch.setattr(backends, "_installed_flash_versions", lambda: [3, 4, 2])
+    monkeypatch.setattr(backends, "_unsupported_reason", lambda version, device: "")
+    monkeypatch.setattr(attention_select, "check_backend", check)
+    if len(wrong) == 3 and requested == "flash":
+        with pytest.raises(InputError, match=WRONG):
+            choose(requested, one_process)
+    else:
+        assert choose(requested, one_process) == ("varlen" if len(wrong) == 3 else "flash")
+        names = [f"flash-attn {version}" if version in tried[:-1] else "flash" for version in wrong]
+        assert capsys.readouterr().out.splitlines() == [f"attention by {name} is not used: {WRONG}" for name in names]
+    assert seen == tried
+
+
 def test_the_one_that_is_asked_for_and_no_other(machine, one_process, capsys):
     checks = machine(flash="right", varlen="right", sdpa="right")
     assert choose("varlen", one_process) == "varlen"

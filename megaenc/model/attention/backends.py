@@ -3,12 +3,13 @@
 Letters of shapes: S tokens of the pack, H query heads, G key/value heads (H is a multiple of G), D width of a head.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
 import math
 from collections.abc import Callable
-from importlib import util
+from importlib import metadata, util
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,10 @@ BACKENDS = ("flash", "varlen", "cudnn", "sdpa")
 # torch 2.11 detects grouped heads itself and lacks the keyword that later versions require.
 _GQA_OPTION = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-_HOPPER, _FLASH_ATTN_3 = (9, 0), "flash_attn_interface"  # the device that flash-attn 3 supports, and its module
+_FLASH_MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute", 2: "flash_attn"}
+"""Modules of flash-attn's versions, from the fastest on Hopper to the slowest."""
+_HOPPER = (9, 0)
+_excluded_versions: set[int] = set()  # of flash-attn, in this process
 
 
 def compute_attention(
@@ -67,9 +71,10 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
         return "needs an accelerator"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16-bit numbers and not in {str(dtype).removeprefix('torch.')}"
-    if name == "flash" and not flash_attn_module(device):
-        hint = ", and version 3, which is, needs a Hopper GPU" if util.find_spec(_FLASH_ATTN_3) else ""
-        return f"flash-attn{' 2' if hint else ''} is not installed{hint}"
+    if name == "flash" and not flash_attn_versions(device):
+        versions = _installed_flash_versions()
+        hints = [f"version {version} {reason}" for version in versions if (reason := _unsupported_reason(version, device))]
+        return "; ".join([f"flash-attn{' 2' if hints else ''} is not installed", *hints])
     if name == "cudnn" and (torch.version.hip or not torch.backends.cudnn.is_available()):
         return "this torch has no cuDNN"
     return ""
@@ -88,25 +93,50 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window)
     return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=sides, **_GQA_OPTION)
 
 
-def flash_attn_module(device: torch.device) -> str:
-    """Return the flash-attn module for `device`: version 3 if on Hopper and installed, else 2 if installed, else empty."""
+def flash_attn_versions(device: torch.device) -> list[int]:
+    """Return the versions of flash-attn that are installed, support `device` and are not excluded, the fastest first."""
+    versions = _installed_flash_versions()
+    return [number for number in versions if number not in _excluded_versions and not _unsupported_reason(number, device)]
+
+
+def exclude_flash_attn(version: int) -> None:
+    """Leave a version of flash-attn unused in this process, because it cannot be imported, compiled or trusted here."""
+    _excluded_versions.add(version)
+    load_flash_kernel.cache_clear()
+
+
+def _installed_flash_versions() -> list[int]:
+    """Return the installed versions of flash-attn, the fastest first, without an import of any."""
+    installed = {3: util.find_spec(_FLASH_MODULES[3]) is not None}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        installed[4] = bool(metadata.version("flash-attn-4"))  # later releases of version 2 hold a `flash_attn.cute`, too
+    spec = util.find_spec(_FLASH_MODULES[2])
+    installed[2] = spec is not None and spec.origin is not None  # version 4 installs a folder of that name and no module
+    return [version for version in _FLASH_MODULES if installed.get(version)]
+
+
+def _unsupported_reason(version: int, device: torch.device) -> str:
+    """Return the reason why a version of flash-attn cannot train on `device`; an empty string if it can."""
+    if version == 2:
+        return ""
     # AMD GPUs have other capabilities under the same numbers.
-    if util.find_spec(_FLASH_ATTN_3) and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER:
-        return _FLASH_ATTN_3
-    spec = util.find_spec("flash_attn")
-    return "flash_attn" if spec and spec.origin else ""  # version 4 installs only `flash_attn.cute`, without this module
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    if version == 3:
+        return "" if capability == _HOPPER else "needs a Hopper GPU"
+    return "" if capability >= _HOPPER else "needs a Hopper or Blackwell GPU"  # on older ones it has no backward
 
 
 @functools.cache
 def load_flash_kernel(device: torch.device) -> Kernel:
-    """Return flash-attn's attention function for `device` as a `Kernel`; flash-attn must be installed."""
-    function = importlib.import_module(flash_attn_module(device)).flash_attn_varlen_func
+    """Return the attention function of the first of flash-attn's versions for `device` as a `Kernel`."""
+    function = importlib.import_module(_FLASH_MODULES[flash_attn_versions(device)[0]]).flash_attn_varlen_func
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window):
+        # The default window hides nothing: (-1, -1), in version 4 (None, None).
         mask = {"causal": causal} | ({} if window < 0 else {"window_size": (window, 0 if causal else window)})
         lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-        out = function(q, k, v, **lengths, softmax_scale=scale, **mask)  # by keyword: versions differ in the order
-        return out[0] if isinstance(out, tuple) else out  # early releases of version 3 also return the log-sum-exp
+        out = function(q=q, k=k, v=v, **lengths, softmax_scale=scale, **mask)  # by keyword: versions differ in the order
+        return out[0] if isinstance(out, tuple) else out  # version 4 and early releases of 3 also return the log-sum-exp
 
     return kernel
 

@@ -1,5 +1,6 @@
 """Stand-ins for the attention kernels of accelerators: their signatures, and slowly what they document."""
 
+import importlib.metadata
 import importlib.util
 import itertools
 import sys
@@ -58,6 +59,32 @@ def flash_attn_3(
     assert seqused_q is None and seqused_k is None
     out = flash_attn_2(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size)
     return out, torch.zeros(q.size(1), q.size(0))
+
+
+def flash_attn_4(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
+    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None,
+    score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False,
+    scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
+    gather_bwd_token_chunk=None,
+):  # fmt: skip
+    """flash_attn.cute.flash_attn_varlen_func of flash-attn-4 4.0.0b36, which gives the sums of the scores as well."""
+    others = (qv, min_seqlen_k, seqused_q, seqused_k, gather_kv_indices, page_table, learnable_sink, score_mod, mask_mod)
+    assert all(other is None for other in others)
+    assert all(edges.dtype == torch.int32 and edges.is_contiguous() for edges in (cu_seqlens_q, cu_seqlens_k))
+    assert all(side is None or side >= 0 for side in window_size), "a side of which all is seen is None"
+    mask = dict(causal=causal, window=[-1 if side is None else side for side in window_size])
+    scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
+    out = slow_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale, **mask)
+    return out, torch.zeros(q.size(1), q.size(0))
+
+
+def install_4(monkeypatch, function):
+    """The package flash-attn-4, with its module."""
+    version, module = importlib.metadata.version, "flash_attn.cute"
+    install(monkeypatch, module, function)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0b36" if name == "flash-attn-4" else version(name))
 
 
 def install(monkeypatch, name, function):

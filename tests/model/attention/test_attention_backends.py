@@ -13,7 +13,7 @@ from megaenc.objectives import Attention
 HOST = torch.device("cpu")
 LENGTHS = [5, 1, 14, 150, 12]
 PREFIXES = [2, 0, 13, 40, 0]  # in the middle, none, all but one, in the middle, none
-WAYS = ("sdpa", "varlen, torch 2.11", "varlen, torch 2.13", "flash-attn 2", "flash-attn 3", "cudnn")
+WAYS = ("sdpa", "varlen, torch 2.11", "varlen, torch 2.13", "flash-attn 2", "flash-attn 3", "flash-attn 4", "cudnn")
 SHAPES = [(4, 4, 64), (6, 2, 96), (4, 1, 80), (4, 2, 10)]  # heads, groups, width
 
 
@@ -56,6 +56,9 @@ def plug(monkeypatch):
             kernels.install(monkeypatch, "flash_attn", kernels.flash_attn_2)
             if name.endswith("3"):
                 kernels.install(monkeypatch, "flash_attn_interface", kernels.flash_attn_3)
+            if name.endswith("4"):
+                kernels.install_4(monkeypatch, kernels.flash_attn_4)
+            if not name.endswith("2"):
                 monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
             return "flash"
         elif name == "cudnn":
@@ -133,18 +136,27 @@ def test_a_scale_of_its_own(way, plug):
     )
 
 
-def test_flash_attn_3_is_for_a_hopper_alone(plug, monkeypatch):
-    from megaenc.model.attention.backends import load_flash_kernel
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [((9, 0), None, "342"), ((8, 0), None, "2"), ((10, 0), None, "42"), ((12, 0), None, "42"), ((9, 0), "7.0", "2")],
+)
+def test_each_device_has_its_versions_of_flash_attn(capability, hip, expected, plug, monkeypatch):
+    """Those that are excluded one after the other, and then none."""
+    from megaenc.model.attention import backends
 
     plug("flash-attn 3")
     called = []
-    kernels.install(monkeypatch, "flash_attn", lambda *_, **__: called.append("2"))
-    kernels.install(monkeypatch, "flash_attn_interface", lambda *_, **__: called.append("3"))
-    for capability in ((9, 0), (8, 0), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        load_flash_kernel.cache_clear()
-        load_flash_kernel(HOST)(*"qkv", None, None, 1, 1, scale=1.0, causal=True, window=-1)
-    assert called == ["3", "2", "2"]
+    kernels.install(monkeypatch, "flash_attn", lambda **_: called.append("2"))
+    kernels.install(monkeypatch, "flash_attn_interface", lambda **_: called.append("3"))
+    kernels.install_4(monkeypatch, lambda **_: called.append("4"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(backends, "_excluded_versions", set())
+    for version in expected:
+        backends.load_flash_kernel(HOST)(*"qkv", None, None, 1, 1, scale=1.0, causal=True, window=-1)
+        backends.exclude_flash_attn(int(version))
+    assert "".join(called) == expected
+    assert backends.flash_attn_versions(HOST) == []
 
 
 @pytest.fixture
@@ -195,35 +207,45 @@ def test_what_is_lacking():
 
 
 def test_the_folder_of_flash_attn_4_only_is_not_version_2(tmp_path, monkeypatch):
-    """It installs flash_attn/cute and no flash_attn/__init__.py."""
+    """It installs flash_attn/cute and no flash_attn/__init__.py; without its metadata it may be a part of version 2."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     from megaenc.model.attention import backends
 
-    assert backends.flash_attn_module(HOST) == ""
+    assert backends.flash_attn_versions(HOST) == []
     assert backends.missing_requirement("flash", torch.device("cuda", 0), torch.bfloat16) == "flash-attn is not installed"
+    (tmp_path / "flash_attn_4-4.0.0b36.dist-info").mkdir()
+    (tmp_path / "flash_attn_4-4.0.0b36.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4\n"
+    )
+    assert backends.flash_attn_versions(HOST) == [4]
+    assert backends.missing_requirement("flash", torch.device("cuda", 0), torch.bfloat16) == ""
 
 
-NONE, ALONE = "flash-attn is not installed", "flash-attn 2 is not installed, and version 3, which is, needs a Hopper GPU"
-SECOND, THIRD = "flash_attn", "flash_attn_interface"
+HINTS = {3: "version 3 needs a Hopper GPU", 4: "version 4 needs a Hopper or Blackwell GPU"}
 
 
-@pytest.mark.parametrize("modules", [(), (SECOND,), (THIRD,), (SECOND, THIRD)], ids=" and ".join)
-@pytest.mark.parametrize(("capability", "hip"), [((9, 0), None), ((8, 0), None), ((9, 0), "7.0")])
-def test_flash_attn_is_there_or_not(modules, capability, hip, monkeypatch):
-    """What is tried is what there is: version 3 on AMD's or on an older device is none."""
+@pytest.mark.parametrize("installed", [(), (2,), (3,), (4,), (2, 3), (3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize(("capability", "hip"), [((9, 0), None), ((8, 0), None), ((10, 0), None), ((9, 0), "7.0")])
+def test_flash_attn_is_there_or_not(installed, capability, hip, monkeypatch):
+    """What is tried is what there is: versions 3 and 4 on AMD's or on an older device are none."""
     from megaenc.model.attention import backends
 
     accelerator = torch.device("cuda", 0)
+    modules = [backends._FLASH_MODULES[version] for version in installed if version != 4]
     monkeypatch.setattr(backends.util, "find_spec", lambda name: SimpleNamespace(origin="here") if name in modules else None)
+    if 4 in installed:
+        kernels.install_4(monkeypatch, kernels.flash_attn_4)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    third = THIRD in modules and capability == (9, 0) and not hip
-    module = THIRD if third else SECOND if SECOND in modules else ""
-    assert backends.flash_attn_module(accelerator) == module
-    found = backends.missing_requirement("flash", accelerator, torch.bfloat16)
-    assert found == ("" if module else ALONE if modules else NONE)
+    usable = {(9, 0): [3, 4, 2], (8, 0): [2], (10, 0): [4, 2]}[capability] if not hip else [2]
+    expected = [version for version in usable if version in installed]
+    assert backends.flash_attn_versions(accelerator) == expected
+    hints = [HINTS[version] for version in (3, 4) if version in installed]
+    lacking = "; ".join(["flash-attn 2 is not installed", *hints]) if hints else "flash-attn is not installed"
+    assert backends.missing_requirement("flash", accelerator, torch.bfloat16) == ("" if expected else lacking)
 
 
 def test_cudnn_is_there_or_not(monkeypatch):
