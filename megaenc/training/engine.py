@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -69,10 +69,17 @@ class TrainStepResult:
     """Norm of the gradient before clipping."""
     is_applied: bool
     """False if loss or gradient are not finite; weights and optimizer are then unchanged."""
+    votes: tuple[float, ...] = ()
+    """Sums over all ranks of the engine's `local_votes`."""
 
 
 class Engine:
-    """Model chunks and optimizer shard that one rank holds under megatron-core, to train steps of `plan` and evaluate."""
+    """Model chunks and optimizer shard that one rank holds under megatron-core, to train steps of `plan` and evaluate.
+
+    `local_votes` returns numbers, as many on each rank, that a training step sums over the ranks together with its losses.
+    """
+
+    local_votes: Callable[[], Sequence[int]] = tuple
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
         """Build both; `init_weights=False` leaves the weights uninitialized, to be filled by the caller."""
@@ -152,11 +159,11 @@ class Engine:
         self.enter_phase(step)
         with self.step_timers.measure(FORWARD_BACKWARD):
             following = self._micro_batch_specs(step + 1) if self._prefetcher and step < self.plan.settings.total_iters else ()
-            metrics = self._run_batch(self._micro_batch_specs(step), following, train=True)
+            metrics, votes = self._run_batch(self._micro_batch_specs(step), following, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         with self.step_timers.measure(OPTIMIZER):
-            return TrainStepResult(metrics, *self._optimizer_step(metrics))
+            return TrainStepResult(metrics, *self._optimizer_step(metrics), votes)
 
     def _micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
         """Return the specs of this rank's micro-batches of `step`."""
@@ -258,24 +265,32 @@ class Engine:
         ]
         with self._gathered_parameters():
             metrics = [
-                self._run_batch(batch, following, train=False) for batch, following in zip(specs, [*specs[1:], []], strict=True)
+                self._run_batch(batch, following, train=False)[0]
+                for batch, following in zip(specs, [*specs[1:], []], strict=True)
             ]
         for chunk in self.chunks:
             chunk.train()
         return sum(metrics, StepMetrics())
 
-    def _run_batch(self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> StepMetrics:
-        """Run this rank's micro-batches `specs` forward and, if `train`, backward; return the metrics summed over all ranks.
+    def _run_batch(
+        self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool
+    ) -> tuple[StepMetrics, tuple[float, ...]]:
+        """Run this rank's micro-batches `specs` forward and, if `train`, backward; return metrics and votes of all ranks.
 
-        `following`: the next batch's micro-batches, to prefetch.
+        `following`: the next batch's micro-batches, to prefetch. Without `train` there are no votes.
         """
-        sums = self._run_micro_batches(specs, following, train)
+        sums, local_votes = self._run_micro_batches(specs, following, train), ()
         if train:
             self.local_loss_sum = sums[0].clone()
-        dist.all_reduce(sums)
-        loss_sum, correct, predicted, loss_count, flops, *group_sums = sums.tolist()
+            local_votes = self.local_votes()
+            sums = torch.cat([sums, sums.new_zeros(len(local_votes))])
+            for number in np.flatnonzero(local_votes):
+                sums[number - len(local_votes)].fill_(local_votes[number])  # a copy from the host would synchronize
+        dist.all_reduce(sums)  # of all at once: each collective and each synchronization costs the device a wait
+        loss_sum, correct, predicted, loss_count, flops, *others = sums.tolist()
+        group_sums, votes = (others, ()) if not train else ((), tuple(others))
         groups = np.reshape(group_sums, (2, -1)) if group_sums else 0.0
-        return StepMetrics(loss_sum, int(predicted), int(correct), flops, int(loss_count), groups)
+        return StepMetrics(loss_sum, int(predicted), int(correct), flops, int(loss_count), groups), votes
 
     def _run_micro_batches(
         self, specs: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool

@@ -60,7 +60,7 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
             run_dir = stack.enter_context(_open_run_dir(plan))
             stack.enter_context(watchdog)
             # Entered last: waiting for the run directory does not count towards the run's duration.
-            signals = stack.enter_context(SignalHandler(output.exit_duration_in_mins, backend.device, checkpoints is not None))
+            signals = stack.enter_context(SignalHandler(output.exit_duration_in_mins, checkpoints is not None))
             while True:
                 try:
                     return _train_until_exit(plan, backend, run_dir, checkpoints, signals, watchdog)
@@ -97,7 +97,7 @@ def _train_until_exit(
     if saved_state and saved_state["step"] == total:
         print_rank_0(f"{output.save} is complete: step {total} of {total}")
         return True
-    trainer = _Trainer(plan, backend, run_dir, checkpoints, watchdog, saved_state)
+    trainer = _Trainer(plan, backend, run_dir, checkpoints, watchdog, saved_state, signals.votes)
     with trainer.logger, checkpoints.drain_saves() if checkpoints else contextlib.nullcontext():
         for step in range(trainer.start_step + 1, total + 1):
             if rewound_plan := trainer.train_step(step):
@@ -105,7 +105,7 @@ def _train_until_exit(
             is_last = step == total
             if is_last or _is_due(step, settings.eval_every):
                 trainer.validate(step)
-            stop_reason = signals.stop_reason()
+            stop_reason = signals.stop_reason(trainer.votes)
             must_exit = stop_reason or _is_due(step, output.exit_interval)
             if checkpoints and checkpoints.is_saving:
                 with trainer.logger.measure_pause("save"):
@@ -141,13 +141,15 @@ class _Trainer:
         checkpoints: CheckpointManager | None,
         watchdog: Watchdog,
         saved_state: dict[str, Any] | None,
+        local_votes: Callable[[], Sequence[int]],
     ):
         """Build the engine and load the checkpoint with the JSON `saved_state`, or, without one, the plan's initial weights."""
         self.plan, self.start_step = plan, saved_state["step"] if saved_state else plan.start.step
-        self.metrics = StepMetrics()
+        self.metrics, self.votes = StepMetrics(), ()
         self._run_dir, self._checkpoints, self._watchdog = run_dir, checkpoints, watchdog
         self._progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
         self._engine = Engine(plan, backend)
+        self._engine.local_votes = local_votes
         kernels, fused_kernels = self._engine.kernels, self._engine.fused_kernels
         if plan.settings.output.save:
             broadcast_call(lambda: run_dir.write_plan(plan, kernels, fused_kernels))
@@ -172,7 +174,8 @@ class _Trainer:
         self._watchdog.beat("step", step)
         with self.logger.measure_step(step):
             result = self._engine.train_step(step)
-        self.metrics = metrics = result.metrics
+        self.metrics, self.votes = result.metrics, result.votes
+        metrics = result.metrics
         deviations = self._losses.add(step, plan.schedule.text_at(step), metrics.loss)
         is_spike = plan.settings.health.is_spike(deviations)
         progress["tokens"] += plan.step_tokens(step)

@@ -2,26 +2,25 @@
 
 import signal
 import time
+from collections.abc import Sequence
 from typing import Self
-
-import torch
-import torch.distributed as dist
 
 EXIT_STOPPED = 75  # sysexits.h: EX_TEMPFAIL, try again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _TIME_LIMIT = 1000  # above every signal number
+_REQUESTS = (*_SIGNALS, _TIME_LIMIT)
 
 
 class SignalHandler:
-    """Context that records SIGTERM, SIGINT, SIGUSR1 or `minutes` passed, for `stop_reason`; a second SIGINT kills at once.
+    """Context that records SIGTERM, SIGINT, SIGUSR1 or `minutes` passed, for `votes`; a second SIGINT kills at once.
 
     After a request, other signals are ignored, also after the context. For the main thread.
     """
 
-    def __init__(self, minutes: float | None, device: torch.device, handle_signals: bool = True) -> None:
+    def __init__(self, minutes: float | None, handle_signals: bool = True) -> None:
         """Request the end after `minutes` too, if given; `handle_signals=False` does not change signal handlers."""
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        self._minutes, self._device = minutes, device
+        self._minutes = minutes
         self._signals = _SIGNALS if handle_signals else ()
         self._requested_signal = 0
         self._ending = False
@@ -43,14 +42,20 @@ class SignalHandler:
             elif signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN)  # unlike a Python handler, this lasts until the end of the process
 
-    def stop_reason(self) -> str | None:
-        """Return the signal or `--exit-duration-in-mins N` that ends the run on any rank, else None; all ranks call it."""
-        if not self._signals and self._deadline is None:  # the same on all ranks
-            return None
+    def votes(self) -> list[int]:
+        """Return 1 for each reason, a signal or the time limit, for which this rank requests the end, 0 for the others.
+
+        The list is empty, on all ranks, if there can be no request.
+        """
+        if not self._signals and self._deadline is None:
+            return []
         is_late = self._deadline is not None and time.monotonic() >= self._deadline
-        request = torch.tensor([self._requested_signal or (_TIME_LIMIT if is_late else 0)], device=self._device)
-        dist.all_reduce(request, dist.ReduceOp.MAX)
-        number = int(request)
+        request = self._requested_signal or (_TIME_LIMIT if is_late else 0)
+        return [int(request == reason) for reason in _REQUESTS]
+
+    def stop_reason(self, votes: Sequence[float]) -> str | None:
+        """Return the signal or `--exit-duration-in-mins N` that ends the run, by the sum of all ranks' `votes`, else None."""
+        number = max((reason for reason, count in zip(_REQUESTS, votes, strict=False) if count), default=0)
         self._ending |= bool(number)
         if number == _TIME_LIMIT:
             return f"--exit-duration-in-mins {self._minutes:g}"

@@ -113,9 +113,9 @@ def test_a_signal_to_one_rank_stops_both_at_one_step(small_corpus, tmp_path):
 
 
 SECOND = """
-import os, signal, torch
+import os, signal
 from megaenc.training.distributed.signals import SignalHandler
-with SignalHandler(None, torch.device("cpu")):
+with SignalHandler(None):
     os.kill(os.getpid(), signal.SIGINT)
     print("once", flush=True)
     os.kill(os.getpid(), signal.SIGINT)
@@ -124,12 +124,12 @@ with SignalHandler(None, torch.device("cpu")):
 
 
 AFTERWARDS = """
-import atexit, os, signal, sys, torch
+import atexit, os, signal, sys
 from megaenc.training.distributed.signals import SignalHandler
 def repeat():
     for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         os.kill(os.getpid(), name)
-with SignalHandler(None, torch.device("cpu")):
+with SignalHandler(None):
     os.kill(os.getpid(), signal.SIGTERM)
 repeat()
 atexit.register(repeat)
