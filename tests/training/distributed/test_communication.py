@@ -1,0 +1,131 @@
+"""What each rank sends in a step, layout by layout, is what shapes say must be sent, and nothing else."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import runs
+
+pytestmark = pytest.mark.multiprocess
+
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+SP, SHARED, REDUCE, GATHER = (
+    "--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+)  # fmt: skip
+STEP = 2
+RUN = [
+    *runs.SHORT_RUN, "--objective-schedule", "mlm", "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
+    "--eval-interval", "0", "--log-interval", "4",
+]  # fmt: skip
+# Of SHORT_RUN: layers, hidden and inner size, queries and keys of a layer, tokens of a micro-batch, packs of a batch and of a
+# micro-batch; rows of embedding and head (400 tokens, to a multiple of 256), bytes of a bfloat16.
+L, H, F, Q, K, S, BATCH, MICRO, V, W = 2, 64, 160, 64, 32, 128, 8, 2, 512, 2
+
+# megatron-core's, which is told how many tokens there are and sends the number round; to go with the division in the optimizer.
+COUNTS_ITS_TOKENS = True
+
+
+@dataclass(frozen=True)
+class Layout:
+    tensor: int = 1
+    stages: int = 1
+    data: int = 1
+    sequence: bool = False
+    shared: bool = False
+    overlaps: tuple[str, ...] = ()
+
+    @property
+    def processes(self):
+        return self.tensor * self.stages * self.data
+
+    @property
+    def flags(self):
+        sizes = [TP, str(self.tensor), PP, str(self.stages)]
+        return [*sizes, *[SP] * self.sequence, *[SHARED] * self.shared, *self.overlaps]
+
+
+LAYOUTS = {
+    "TP2": Layout(tensor=2),
+    "TP2 SP": Layout(tensor=2, sequence=True),
+    "PP2": Layout(stages=2),
+    "DP2": Layout(data=2),
+    "DP2, overlapped": Layout(data=2, overlaps=(REDUCE,)),
+    "DP2, shared optimizer": Layout(data=2, shared=True),
+    "DP2, shared optimizer, overlapped": Layout(data=2, shared=True, overlaps=(REDUCE, GATHER)),
+    "TP2 PP2": Layout(tensor=2, stages=2),
+    "TP2 PP2 SP": Layout(tensor=2, stages=2, sequence=True),
+    "PP2 DP2, shared optimizer": Layout(stages=2, data=2, shared=True),
+}
+
+
+def necessary(layout: Layout, stage: int, predicted: int) -> dict:
+    """(kind, group): (times, bytes) of a step of one rank; the bytes of a collective are those of the whole tensor.
+
+    They count once: a ring of n ranks sends (n - 1) / n of an all-gather or a reduce-scatter, and twice that of an all-reduce.
+    """
+    t, first, last = layout.tensor, stage == 0, stage == layout.stages - 1
+    layers, micro_batches = L // layout.stages, BATCH // MICRO // layout.data
+    hidden = S * H * W
+    sums = Counter()
+    times = Counter()
+
+    def send(kind, group, ranks, size, number=1):
+        if ranks > 1:
+            times[kind, group] += number
+            sums[kind, group] += number * size
+
+    if layout.sequence:
+        # Forward the rows are gathered before each pair of products and scattered after it; the embedding scatters, the head
+        # gathers. Backward the same the other way round, but that each first product gathers its rows, which it has not kept,
+        # once more for its weight's gradient: memory for communication. The head's backward is a split.
+        gathers = layers * (2 + 2 + 2) + first + last
+        send("all-gather", "tensor", t, hidden, micro_batches * gathers)
+        send("reduce-scatter", "tensor", t, hidden, micro_batches * (layers * (2 + 2) + first))
+        send("all-reduce", "tensor", t, 4 * H * (2 * layers + last))  # norms, whose gradients are of a part of the rows
+    else:
+        send("all-reduce", "tensor", t, hidden, micro_batches * (layers * (2 + 2) + first))
+    if last:  # four float32 of the softmax from each rank for each prediction, and the gradient of its hidden state
+        times["all-gather", "tensor"] += micro_batches * (t > 1)
+        times["all-reduce", "tensor"] += micro_batches * (t > 1)
+        sums["all-gather", "tensor"] += (t > 1) * predicted * 4 * 4 * t
+        sums["all-reduce", "tensor"] += (t > 1) * predicted * H * W
+    ways = (not last) + (not first)  # forward and backward
+    send("send", "pipeline", layout.stages, hidden // (t if layout.sequence else 1), ways * micro_batches)
+
+    matrices = layers * (H * (Q + 2 * K) + Q * H + 3 * H * F) + (first + last) * V * H
+    parameters = matrices // t + H * (2 * layers + last)
+    if layout.shared:
+        padded = -(-parameters // 128) * 128
+        send("reduce-scatter", "data", layout.data, 4 * padded)
+        send("all-gather", "data", layout.data, W * padded)
+        send("all-reduce", "optimizer", layout.processes, 4)  # the gradient's norm
+    else:
+        send("all-reduce", "data", layout.data, 4 * parameters)
+        send("all-reduce", "data", layout.data, 4)  # whether all replicas have a finite norm
+        send("all-reduce", "model", t * layout.stages, 4)  # the gradient's norm
+    # Loss, right predictions, predictions, divisor, operations; whether one of three signals or the time ends the run.
+    send("all-reduce", "world", layout.processes, 8 * (5 + 4))
+    if COUNTS_ITS_TOKENS:
+        send("broadcast", "pipeline", layout.stages, 4)
+        send("all-reduce", "data", layout.data, 4)
+    return {key: (number, sums[key]) for key, number in times.items() if number}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
+    layout = LAYOUTS[name]
+    arguments = [str(STEP), str(tmp_path), *small_corpus.flags, *RUN, *layout.flags, "--save", str(tmp_path / "run")]
+    runs.script(runs.WORKERS / "communication.py", arguments, processes=layout.processes)
+    for rank in range(layout.processes):
+        record = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        times, sums, callers = Counter(), Counter(), {}
+        for call in record["calls"]:
+            key = call["kind"], call["group"]
+            if call["ranks"] > 1:
+                times[key] += 1
+                sums[key] += call["bytes"]
+                callers.setdefault(key, Counter())[call["caller"]] += 1
+        stage = rank // (layout.tensor * layout.data)
+        sent = {key: (times[key], sums[key]) for key in times}
+        assert sent == necessary(layout, stage, record["predicted"]), f"rank {rank}: {callers}"
