@@ -42,6 +42,7 @@ def compute_step_time(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> St
         *((name, count * seconds, f"{count_text} x {formula}") for name, seconds, formula in terms),
         ("pipeline fills and drains", idle, fills),
         _pipeline_term(case, rates),
+        _tied_embedding_term(case, rates),
         *_data_parallel_terms(case, stage, rates, compute_seconds),
         (
             "update",
@@ -118,30 +119,66 @@ def micro_batch_terms(case: LayoutCase, work: ObjectiveWork, stage: PipelineStag
 
 def _recompute_seconds(case: LayoutCase, stage: PipelineStage, gemm: float, core: float, rest: float) -> float:
     """Return the seconds of recomputed forward passes: a third of matrix products, two sevenths of attention."""
-    layout, shape = case.layout, case.shape
-    if layout.recompute_granularity == "full":
-        method, number = layout.full_recompute
-        fraction = 1.0 if method == "uniform" else min(1.0, number * case.virtual_stages / max(stage.layers, 1))
-        return fraction * (gemm / 3 + core * 2 / 7 + rest / 3)
-    modules = layout.recompute_modules or ("core_attn",) if layout.recompute_granularity else ()
+    shape = case.shape
+    if case.layout.recompute_granularity == "full":
+        return _recomputed_fraction(case, stage) * (gemm / 3 + core * 2 / 7 + rest / 3)
+    modules = _recomputed_modules(case)
     inner = 3 * shape.ffn_hidden_size
     mlp = inner / (2 * shape.query_size + 2 * case.kv_size + inner)
     return ("core_attn" in modules) * core * 2 / 7 + ("mlp" in modules) * (gemm * mlp / 3 + rest / 4)
 
 
+def _recomputed_fraction(case: LayoutCase, stage: PipelineStage) -> float:
+    """Return the fraction of a stage's layers of which full recomputation repeats the forward pass."""
+    method, number = case.layout.full_recompute
+    return 1.0 if method == "uniform" else min(1.0, number * case.virtual_stages / max(stage.layers, 1))
+
+
+def _recomputed_modules(case: LayoutCase) -> tuple[str, ...]:
+    """Return the parts of a layer that selective recomputation repeats."""
+    layout = case.layout
+    return (layout.recompute_modules or ("core_attn",)) if layout.recompute_granularity == "selective" else ()
+
+
+def count_hidden_exchanges(case: LayoutCase, stage: PipelineStage) -> tuple[float, float]:
+    """Return how often tensor-parallel ranks exchange hidden states in a micro-batch, and how often while others compute.
+
+    In units of an all-reduce, of which an all-gather or a reduce-scatter is half. A layer has two forward and two backward; with
+    sequence parallelism also two all-gathers backward, because inputs of products are not kept whole. Those, and the ones of
+    gradients, overlap with a product on accelerators; with sequence parallelism the all-gathers of gradients do not.
+    """
+    forward = 2.0 * stage.layers
+    again = 0.0
+    if case.layout.recompute_granularity == "full":
+        again = forward * _recomputed_fraction(case, stage)
+    elif "mlp" in _recomputed_modules(case):
+        again = float(stage.layers)
+    backward = (3.0 if case.sequence_shards > 1 else 2.0) * stage.layers
+    ends = stage.has_embedding + stage.has_head * (case.sequence_shards > 1) / 2  # the head gathers, its backward is a split
+    return forward + again + backward + ends, 2.0 * stage.layers
+
+
+def _head_bytes(case: LayoutCase, work: ObjectiveWork) -> tuple[float, float]:
+    """Return the bytes that the loss of a micro-batch all-reduces, gradients of hidden states, and all-gathers, statistics.
+
+    The statistics are four float32 for each prediction from each tensor-parallel rank.
+    """
+    predicted = case.micro_batch_size * work.predicted
+    return predicted * case.shape.hidden_size * case.value_bytes, predicted * 16 * case.tensor_parallel_size
+
+
 def _tensor_parallel_term(case: LayoutCase, stage: PipelineStage, work: ObjectiveWork, rates: Rates, gemm: float) -> _Seconds:
     """Return the exposed tensor-parallel communication of a micro-batch as (name, seconds, formula).
 
-    A layer has two all-reduces forward and two backward; with sequence parallelism each is an all-gather and a reduce-scatter,
-    with two more all-gathers backward. On accelerators the backward ones overlap the weight gradients (a third of all products).
+    On accelerators what can overlap (`count_hidden_exchanges`) does so with the weight gradients, a third of all products.
     """
-    link = group_link(rates, 1, case.tensor_parallel_size)
-    one = link.all_reduce(case.hidden_bytes, case.tensor_parallel_size)
-    forward, backward = 2.0 * stage.layers, (3.0 if case.sequence_shards > 1 else 2.0) * stage.layers
-    forward += stage.has_embedding + case.layout.sequence_parallel * stage.has_head / 2
-    times = forward + (forward if case.layout.recompute_granularity == "full" else 0.0) + backward
-    head = link.all_reduce(work.predicted / case.seq_length * case.hidden_bytes, case.tensor_parallel_size) * stage.has_head
-    hidden = 0.0 if rates.host else min(backward * one, gemm / 3)
+    ranks = case.tensor_parallel_size
+    link = group_link(rates, 1, ranks)
+    one = link.all_reduce(case.hidden_bytes, ranks)
+    times, overlapping = count_hidden_exchanges(case, stage)
+    gradients, statistics = _head_bytes(case, work)
+    head = (link.all_reduce(gradients, ranks) + link.gather(statistics, ranks)) * stage.has_head
+    hidden = 0.0 if rates.host else min(overlapping * one, gemm / 3)
     text = f"{times:g} x {one:.3g} s, each 2 (t - 1) / t of {case.micro_batch_tokens:,} rows of H"
     text += "" if rates.host else f", {hidden:.3g} s overlapped"
     return ("tensor-parallel all-reduce", times * one + head - hidden, text)
@@ -154,6 +191,18 @@ def _pipeline_term(case: LayoutCase, rates: Rates) -> _Seconds:
     between = case.num_stages > 1 and case.virtual_stages == 1
     waited = 2 * (case.num_stages - 1) * case.virtual_stages + between * 2 * (case.micro_batches - 1)
     return ("stage to stage", waited * one, f"{waited} messages x {one:.3g} s of {case.micro_batch_tokens:,} rows of H")
+
+
+def _tied_embedding_bytes(case: LayoutCase) -> int:
+    """Return the bytes of the gradient of a tied embedding that the first and the last stage all-reduce; 0 if there is none."""
+    is_copied = case.num_stages > 1 and not case.shape.untie_embeddings_and_output_weights
+    return 4 * is_copied * case.vocab_rows * case.shape.hidden_size
+
+
+def _tied_embedding_term(case: LayoutCase, rates: Rates) -> _Seconds:
+    """Return the all-reduce of a tied embedding's gradient between the first and the last stage, which all others wait for."""
+    size, link = _tied_embedding_bytes(case), rates.inside if case.gpus <= rates.devices else rates.between
+    return ("tied embedding's all-reduce", link.all_reduce(size, 2) if size else 0.0, f"{_format_si(size)}B, 2 ranks")
 
 
 def _data_parallel_terms(case: LayoutCase, stage: PipelineStage, rates: Rates, micro_batch: float) -> list[_Seconds]:
@@ -228,17 +277,23 @@ def communication_terms(case: LayoutCase, stage: PipelineStage, work: ObjectiveW
         case.data_parallel_size,
         stage.parameters,
     )
-    a_layer = (5 if case.sequence_shards > 1 else 4) + 2 * (case.layout.recompute_granularity == "full")
-    times = a_layer * stage.layers + stage.has_embedding
-    all_rows = count * (times + work.predicted / case.seq_length * stage.has_head)
-    ways = (not stage.has_embedding) + (not stage.has_head)
+    times, _ = count_hidden_exchanges(case, stage)
+    gradients, statistics = _head_bytes(case, work)
+    tensor = count * (2 * times * row + stage.has_head * (2 * gradients + statistics))
+    if case.sequence_shards > 1:
+        tensor += (
+            2 * 4 * (stage.layers * case.shape.norms_per_layer + stage.has_head) * case.shape.norm_size(case.shape.hidden_size)
+        )
+    ways = (2 * case.virtual_stages - stage.has_embedding - stage.has_head) * (case.num_stages > 1)
+    tied = (stage.has_embedding or stage.has_head) * _tied_embedding_bytes(case)
     bytes_per_parameter, text = 8.0, f"2 (d - 1) / d x 4 x {parameters:,}"
     if case.layout.use_distributed_optimizer:
         bytes_per_parameter, text = 4 + case.value_bytes, f"(d - 1) / d x (4 + w) x {parameters:,}"
     m, rows = f"m {count:,}", f"S H w = {_format_si(row)}B"
     quantities = [
-        ("tensor parallel", all_rows * 2 * (n - 1) / n * row, f"{m} x {times} x 2 (t - 1) / t x {rows}, and the head"),
-        ("pipeline", count * ways * case.virtual_stages * row / case.sequence_shards, f"{m} x {ways} neighbours x {rows}"),
+        ("tensor parallel", (n - 1) / n * tensor, f"{m} x {times:g} x 2 (t - 1) / t x {rows}, the head, norms under SP"),
+        ("pipeline", count * ways * row / case.sequence_shards, f"{m} x {ways} messages x {rows}"),
+        ("tied embedding", float(tied), f"float32 gradient of {case.vocab_rows:,} rows, between first and last stage"),
         ("data parallel", (d - 1) / d * bytes_per_parameter * parameters, text),
     ]
     return [CostTerm(name, value, "bytes", formula) for name, value, formula in quantities if value]

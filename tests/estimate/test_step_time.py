@@ -87,7 +87,37 @@ def test_tensor_parallel_ranks_send_four_rows_a_layer():
     laid = case(gpus=2, batch=1, tensor_model_parallel_size=2)
     [term] = communication_terms(laid, laid.build_stage(0), WORK)
     row = 64 * 32 * 2
-    assert term.value == pytest.approx((4 * 2 + 1) * row + 25.6 * 32 * 2)  # 2 layers, the embedding; the head's gradient
+    # Two layers, the embedding; the head's gradient, and four float32 of the softmax, of which each rank sends its own.
+    assert term.value == pytest.approx((4 * 2 + 1) * row + 25.6 * (32 * 2 + 4 * 4))
+
+
+@pytest.mark.parametrize(
+    ("flags", "exchanges", "overlapping"),
+    [
+        ({}, 4 * 2 + 1, 2 * 2),
+        ({"sequence_parallel": True}, 5 * 2 + 1.5, 2 * 2),  # the head's gather is half an exchange
+        ({"recompute_granularity": "full"}, 6 * 2 + 1, 2 * 2),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, 4 * 2 + 2 + 1, 2 * 2),
+        ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, 5 * 2 + 1, 2 * 2),
+        ({"recompute_granularity": "selective"}, 4 * 2 + 1, 2 * 2),
+    ],
+)
+def test_what_overlaps_with_products_is_two_exchanges_a_layer(flags, exchanges, overlapping):
+    laid = case(gpus=2, batch=1, tensor_model_parallel_size=2, **flags)
+    one, name = 64 * 32 * 2 / 1e10, "tensor-parallel all-reduce"
+    head = 25.6 * (32 * 2 + 4 * 4) / 1e10
+    on_host, on_device = (seconds(compute_step_time(laid, WORK, rates(gemm=1e9, host=host)))[name] for host in (True, False))
+    assert on_host == pytest.approx(exchanges * one + head)
+    assert on_host - on_device == pytest.approx(overlapping * one)
+
+
+def test_a_tied_embedding_is_summed_over_first_and_last_stage():
+    shape = dataclasses.replace(SHAPE, untie_embeddings_and_output_weights=False)
+    name = "tied embedding's all-reduce"
+    laid = case(shape, gpus=2, batch=2, pipeline_model_parallel_size=2)
+    assert seconds(compute_step_time(laid, WORK, rates()))[name] == pytest.approx(4 * 1024 * 32 / 1e10)
+    assert name not in seconds(compute_step_time(case(gpus=2, batch=2, pipeline_model_parallel_size=2), WORK, rates()))
+    assert name not in seconds(compute_step_time(case(shape), WORK, rates()))
 
 
 def test_what_overlaps_is_hidden_but_for_the_last_bucket_and_never_on_a_host():

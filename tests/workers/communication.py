@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):
         called = next((f for f in reversed(frames) if "/megatron/" in f.filename or "/megaenc/" in f.filename), frames[-1])
         self.rows.append({
             "kind": kind,
-            "group": group_names().get(group.group_name, "another"),
+            "group": "pipeline" if kind == "send" else group_names().get(group.group_name, "another"),
             "ranks": group.size(),
             "bytes": sum(x.numel() * x.element_size() for x in tensors),
             "caller": f"{Path(called.filename).name}: {called.name}",

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import pytest
 import runs
 
+from megaenc.estimate.layout_case import LayoutCase, ObjectiveWork
+from megaenc.estimate.step_time import communication_terms
+from megaenc.training.config import parse_config
+
 pytestmark = pytest.mark.multiprocess
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -18,9 +22,9 @@ RUN = [
     *runs.SHORT_RUN, "--objective-schedule", "mlm", "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1",
     "--eval-interval", "0", "--log-interval", "4",
 ]  # fmt: skip
-# Of SHORT_RUN: layers, hidden and inner size, queries and keys of a layer, tokens of a micro-batch, packs of a batch and of a
+# Of SHORT_RUN: hidden and inner size, queries and keys of a layer, tokens of a micro-batch, packs of a batch and of a
 # micro-batch; rows of embedding and head (400 tokens, to a multiple of 256), bytes of a bfloat16.
-L, H, F, Q, K, S, BATCH, MICRO, V, W = 2, 64, 160, 64, 32, 128, 8, 2, 512, 2
+H, F, Q, K, S, BATCH, MICRO, V, W = 64, 160, 64, 32, 128, 8, 2, 512, 2
 
 # megatron-core's, which is told how many tokens there are and sends the number round; to go with the division in the optimizer.
 COUNTS_ITS_TOKENS = True
@@ -33,7 +37,10 @@ class Layout:
     data: int = 1
     sequence: bool = False
     shared: bool = False
-    overlaps: tuple[str, ...] = ()
+    tied: bool = False
+    layers: int = 2
+    turns: int = 1
+    more: tuple[str, ...] = ()
 
     @property
     def processes(self):
@@ -42,7 +49,10 @@ class Layout:
     @property
     def flags(self):
         sizes = [TP, str(self.tensor), PP, str(self.stages)]
-        return [*sizes, *[SP] * self.sequence, *[SHARED] * self.shared, *self.overlaps]
+        switches = [*[SP] * self.sequence, *[SHARED] * self.shared, *["--no-untie-embeddings-and-output-weights"] * self.tied]
+        each = str(self.layers // self.stages // self.turns)
+        turns = ["--num-layers-per-virtual-pipeline-stage", each] if self.turns > 1 else []
+        return [*sizes, *switches, *turns, "--num-layers", str(self.layers), *self.more]
 
 
 LAYOUTS = {
@@ -50,9 +60,13 @@ LAYOUTS = {
     "TP2 SP": Layout(tensor=2, sequence=True),
     "PP2": Layout(stages=2),
     "DP2": Layout(data=2),
-    "DP2, overlapped": Layout(data=2, overlaps=(REDUCE,)),
+    "DP2, overlapped": Layout(data=2, more=(REDUCE,)),
     "DP2, shared optimizer": Layout(data=2, shared=True),
-    "DP2, shared optimizer, overlapped": Layout(data=2, shared=True, overlaps=(REDUCE, GATHER)),
+    "DP2, shared optimizer, overlapped": Layout(data=2, shared=True, more=(REDUCE, GATHER)),
+    "PP2, tied": Layout(stages=2, tied=True),
+    "PP2, interleaved": Layout(stages=2, layers=4, turns=2),
+    "TP2, the MLP is recomputed": Layout(tensor=2, more=("--recompute-granularity", "selective", "--recompute-modules", "mlp")),
+    "TP2 SP, all is recomputed": Layout(tensor=2, sequence=True, more=("--recompute-granularity", "full")),
     "TP2 PP2": Layout(tensor=2, stages=2),
     "TP2 PP2 SP": Layout(tensor=2, stages=2, sequence=True),
     "PP2 DP2, shared optimizer": Layout(stages=2, data=2, shared=True),
@@ -65,10 +79,10 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
     They count once: a ring of n ranks sends (n - 1) / n of an all-gather or a reduce-scatter, and twice that of an all-reduce.
     """
     t, first, last = layout.tensor, stage == 0, stage == layout.stages - 1
-    layers, micro_batches = L // layout.stages, BATCH // MICRO // layout.data
+    layers, micro_batches = layout.layers // layout.stages, BATCH // MICRO // layout.data
     hidden = S * H * W
-    sums = Counter()
-    times = Counter()
+    again = 2 * ("full" in layout.more) + ("mlp" in layout.more)
+    sums, times = Counter(), Counter()
 
     def send(kind, group, ranks, size, number=1):
         if ranks > 1:
@@ -79,21 +93,22 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
         # Forward the rows are gathered before each pair of products and scattered after it; the embedding scatters, the head
         # gathers. Backward the same the other way round, but that each first product gathers its rows, which it has not kept,
         # once more for its weight's gradient: memory for communication. The head's backward is a split.
-        gathers = layers * (2 + 2 + 2) + first + last
+        gathers = layers * (2 + again + 2 + 2) + first + last
         send("all-gather", "tensor", t, hidden, micro_batches * gathers)
-        send("reduce-scatter", "tensor", t, hidden, micro_batches * (layers * (2 + 2) + first))
+        send("reduce-scatter", "tensor", t, hidden, micro_batches * (layers * (2 + again + 2) + first))
         send("all-reduce", "tensor", t, 4 * H * (2 * layers + last))  # norms, whose gradients are of a part of the rows
     else:
-        send("all-reduce", "tensor", t, hidden, micro_batches * (layers * (2 + 2) + first))
+        send("all-reduce", "tensor", t, hidden, micro_batches * (layers * (2 + again + 2) + first))
     if last:  # four float32 of the softmax from each rank for each prediction, and the gradient of its hidden state
         times["all-gather", "tensor"] += micro_batches * (t > 1)
         times["all-reduce", "tensor"] += micro_batches * (t > 1)
         sums["all-gather", "tensor"] += (t > 1) * predicted * 4 * 4 * t
         sums["all-reduce", "tensor"] += (t > 1) * predicted * H * W
-    ways = (not last) + (not first)  # forward and backward
+    ways = 2 * layout.turns - first - last  # forward and backward
     send("send", "pipeline", layout.stages, hidden // (t if layout.sequence else 1), ways * micro_batches)
 
     matrices = layers * (H * (Q + 2 * K) + Q * H + 3 * H * F) + (first + last) * V * H
+    send("all-reduce", "embedding", layout.stages, 4 * V * H, int(layout.tied and (first or last)))
     parameters = matrices // t + H * (2 * layers + last)
     if layout.shared:
         padded = -(-parameters // 128) * 128
@@ -129,3 +144,25 @@ def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
         stage = rank // (layout.tensor * layout.data)
         sent = {key: (times[key], sums[key]) for key in times}
         assert sent == necessary(layout, stage, record["predicted"]), f"rank {rank}: {callers}"
+
+
+def test_all_that_is_sent_counts_in_the_estimate():
+    """By the share that a rank of a ring sends of each; the few bytes a step of norms, votes and sums are left out."""
+    for name, layout in LAYOUTS.items():
+        flags = [flag for flag in layout.flags if flag not in (REDUCE, GATHER)]  # refused on a CPU
+        config = parse_config([*RUN, *flags], "test")
+        case = LayoutCase.from_config(config, 400, layout.processes)
+        for stage in case.build_stages():
+            predicted = 20.0
+            work = ObjectiveWork("mlm", S // MICRO, predicted, 1.0, 1.0)
+            expected = Counter()
+            for (kind, group), (_, size) in necessary(layout, stage.index, int(predicted * BATCH // layout.data)).items():
+                share = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}.get(kind)
+                ranks = {"tensor": layout.tensor, "data": layout.data, "embedding": 2}.get(group)
+                if kind == "send":
+                    expected["pipeline"] += size
+                elif ranks:
+                    expected[group] += share * (ranks - 1) / ranks * size
+            terms = {term.name: term.value for term in communication_terms(case, stage, work)}
+            names = {"tensor": "tensor parallel", "data": "data parallel", "embedding": "tied embedding", "pipeline": "pipeline"}
+            assert terms == pytest.approx({names[group]: size for group, size in expected.items()}, rel=1e-3), (name, stage)
