@@ -254,10 +254,21 @@ def _muon_terms(case: LayoutCase, stage: PipelineStage, rates: Rates) -> list[_S
     terms = [("orthogonalization", flops / rates.gemm, f"{_format_si(flops)}FLOP / {_format_si(rates.gemm)}FLOP/s")]
     if replicas == 1:
         return terms
-    link, times = group_link(rates, case.tensor_parallel_size, replicas), 1 + case.layout.use_distributed_optimizer
-    size = case.value_bytes * stage.layers * sum(map(math.prod, sides)) / case.tensor_parallel_size
-    text = f"{'2 x ' * (times - 1)}{_format_si(size)}B, {replicas} ranks at {_format_si(link.bandwidth)}B/s"
-    return [*terms, ("Muon's matrices", times * link.gather(size, replicas), text)]
+    link, size = group_link(rates, case.tensor_parallel_size, replicas), _muon_bytes(case, stage)
+    text = f"{_format_si(size)}B, {replicas} ranks at {_format_si(link.bandwidth)}B/s"
+    return [*terms, ("Muon's matrices", link.gather(size, replicas), text)]
+
+
+def _muon_bytes(case: LayoutCase, stage: PipelineStage) -> float:
+    """Return the bytes of Muon's matrices that replicas exchange, of which each rank sends (d - 1) / d; 0 without Muon.
+
+    Each rank gets all updates; with a distributed optimizer momenta and updates only go from range to matrix and back.
+    """
+    shape = case.shape
+    widths = 2 * shape.query_size + 2 * case.kv_size + 3 * shape.ffn_hidden_size
+    size = case.value_bytes * stage.layers * shape.hidden_size * widths / case.tensor_parallel_size
+    size = size * 2 / case.data_parallel_size if case.layout.use_distributed_optimizer else size
+    return size if case.newton_schulz_steps else 0.0
 
 
 def group_link(rates: Rates, stride: int, ranks: int) -> Link:
@@ -295,6 +306,7 @@ def communication_terms(case: LayoutCase, stage: PipelineStage, work: ObjectiveW
         ("pipeline", count * ways * row / case.sequence_shards, f"{m} x {ways} messages x {rows}"),
         ("tied embedding", float(tied), f"float32 gradient of {case.vocab_rows:,} rows, between first and last stage"),
         ("data parallel", (d - 1) / d * bytes_per_parameter * parameters, text),
+        ("Muon's matrices", (d - 1) / d * _muon_bytes(case, stage), "momenta and updates"),
     ]
     return [CostTerm(name, value, "bytes", formula) for name, value, formula in quantities if value]
 

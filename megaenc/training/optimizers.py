@@ -125,37 +125,64 @@ class Muon(_ShardAwareOptimizer):
         [group] = self.param_groups
         self.begin_step(group)
         self.update_adamw([s.param for s in self.shards if s.param is not None and not s.parts], group, group["lr"])
-        # By size, so that the ranks have about equal work in each round.
-        matrices = sorted((s for s in self.shards if s.parts), key=lambda shard: -shard.shape.numel())
         replicas, rank = (self.replica_group.size(), self.replica_group.rank()) if self.replica_group else (1, 0)
+        matrices = self._order_matrices(replicas)
         for first in range(0, len(matrices), replicas):
-            batch = matrices[first : first + replicas]
-            updates = [self._collect_momentum(shard, owner) for owner, shard in enumerate(batch)]
+            numbers = matrices[first : first + replicas]
+            batch = [self.shards[number] for number in numbers]
+            momenta = [self._update_momentum(shard) for shard in batch]
+            exchange = _RangeExchange(self._ranges, numbers, self.range_group) if self.range_group else None
+            own = exchange.to_owner(momenta, self.dtype, self.device) if exchange else momenta[min(rank, len(batch) - 1)]
             if rank < len(batch):
-                updates[rank] = self._orthogonalize(batch[rank], updates[rank])
-            for owner, shard in enumerate(batch):
-                update = updates[owner]
-                if replicas > 1:
-                    update = torch.empty(shard.shape, dtype=self.dtype, device=self.device) if update is None else update
-                    dist.broadcast(update, dist.get_global_rank(self.replica_group, owner), self.replica_group)
+                own = self._orthogonalize(batch[rank], own.view(batch[rank].shape))
+            updates = exchange.from_owner(own) if exchange else self._broadcast_updates(batch, own)
+            for shard, update in zip(batch, updates, strict=True):
                 if shard.param is not None:
-                    part = update.view(-1)[shard.start : shard.start + shard.param.numel()].view_as(shard.param)
-                    shard.param.mul_(1 - group["lr"] * group["weight_decay"]).add_(part, alpha=-group["lr"])
+                    shard.param.mul_(1 - group["lr"] * group["weight_decay"])
+                    shard.param.add_(update.view_as(shard.param), alpha=-group["lr"])
 
-    def _collect_momentum(self, shard: WeightShard, owner: int) -> torch.Tensor | None:
-        """Update the momentum of `shard`; return the Nesterov momentum [shard.shape] on the data-parallel rank `owner`."""
-        if shard.param is not None:
-            momentum, grad = self.state[shard.param]["exp_avg"], shard.param.grad
-            momentum.lerp_(grad, 1 - self.momentum)
-            nesterov = grad.lerp(momentum, self.momentum).to(self.dtype)
-        is_owner = self.replica_group is None or self.replica_group.rank() == owner
-        if self.range_group is None:
-            return nesterov if is_owner else None
-        whole = torch.zeros(shard.shape.numel(), dtype=self.dtype, device=self.device)
-        if shard.param is not None:
-            whole[shard.start : shard.start + shard.param.numel()] = nesterov.view(-1)
-        dist.reduce(whole, dist.get_global_rank(self.range_group, owner), group=self.range_group)  # sums with zeros are exact
-        return whole.view(shard.shape) if is_owner else None
+    def _order_matrices(self, replicas: int) -> list[int]:
+        """Return the numbers of the matrices among the weights, in the order of rounds of `replicas`.
+
+        They are in order of size, so that ranks have about equal work in a round, and those of a size far apart in the model, so
+        that not all of a round are in the range of one rank.
+        """
+        by_size: dict[int, list[int]] = {}
+        for number, shard in enumerate(self.shards):
+            if shard.parts:
+                by_size.setdefault(shard.shape.numel(), []).append(number)
+        order = []
+        for size in sorted(by_size, reverse=True):
+            rounds = -(-len(by_size[size]) // replicas)
+            order += [number for first in range(rounds) for number in by_size[size][first::rounds]]
+        return order
+
+    def _update_momentum(self, shard: WeightShard) -> torch.Tensor | None:
+        """Update the momentum of this rank's part of `shard`; return its Nesterov momentum, None without a part."""
+        if shard.param is None:
+            return None
+        momentum, grad = self.state[shard.param]["exp_avg"], shard.param.grad
+        momentum.lerp_(grad, 1 - self.momentum)
+        return grad.lerp(momentum, self.momentum).to(self.dtype)
+
+    def _broadcast_updates(self, batch: Sequence[WeightShard], own: torch.Tensor) -> list[torch.Tensor]:
+        """Return the updates of all matrices of `batch`, number i of which rank i of the replicas has computed as `own`."""
+        if self.replica_group is None:
+            return [own]
+        updates = []
+        for owner, shard in enumerate(batch):
+            is_owner = self.replica_group.rank() == owner
+            updates.append(own if is_owner else torch.empty(shard.shape, dtype=self.dtype, device=self.device))
+            dist.broadcast(updates[-1], dist.get_global_rank(self.replica_group, owner), self.replica_group)
+        return updates
+
+    @functools.cached_property
+    def _ranges(self) -> list[list[int]]:
+        """Return the number of elements of each weight that each rank of `range_group` updates, [ranks][weights]."""
+        own = [0 if shard.param is None else shard.param.numel() for shard in self.shards]
+        sizes: list = [None] * self.range_group.size()
+        dist.all_gather_object(sizes, own, group=self.range_group)
+        return sizes
 
     def _orthogonalize(self, shard: WeightShard, update: torch.Tensor) -> torch.Tensor:
         """Return `update` [shard.shape] with its matrices, as parts of those of all tensor-parallel ranks, orthogonalized.
@@ -176,6 +203,34 @@ class Muon(_ShardAwareOptimizer):
                 matrix = whole = orthogonalize(matrix, self.newton_schulz_steps)
             results.append((matrix * (_MUON_RMS * max(whole.shape) ** 0.5)).reshape(part.shape))
         return torch.cat(results, dim=1).reshape(shard.shape).contiguous()
+
+
+class _RangeExchange:
+    """Exchange of a round of matrices between ranks that update ranges of each and ranks that own a whole one each.
+
+    Rank i owns the matrix `numbers[i]`. Ranges follow each other by rank, as megatron-core divides its buffers. Each element is
+    sent to one rank only, unlike in a reduction and a broadcast. `ranges`: elements by rank and weight.
+    """
+
+    def __init__(self, ranges: Sequence[Sequence[int]], numbers: Sequence[int], group: dist.ProcessGroup):
+        rank, idle = group.rank(), group.size() - len(numbers)
+        self._group = group
+        self._updated = [ranges[rank][number] for number in numbers] + [0] * idle  # by owner
+        self._owned = [sizes[numbers[rank]] if rank < len(numbers) else 0 for sizes in ranges]  # by rank that updates them
+        self._count = len(numbers)
+
+    def to_owner(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the matrix that this rank owns, flat, of which each rank has one of its `parts`; empty if it owns none."""
+        sent = [torch.empty(0, dtype=dtype, device=device)] + [part.flatten() for part in parts if part is not None]
+        whole = torch.empty(sum(self._owned), dtype=dtype, device=device)
+        dist.all_to_all_single(whole, torch.cat(sent), self._owned, self._updated, group=self._group)
+        return whole
+
+    def from_owner(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's part of each matrix, flat, of which each owner has the `whole`."""
+        parts = whole.new_empty(sum(self._updated))
+        dist.all_to_all_single(parts, whole.flatten(), self._updated, self._owned, group=self._group)
+        return list(parts.split(self._updated))[: self._count]
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ KINDS = {
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
     "reduce_scatter_": ("reduce-scatter", 1),
     "broadcast_": ("broadcast", 0),
+    "alltoall_base_": ("all-to-all", 0),
     "send": ("send", 0),
 }
 RECEIVED = {"recv_"}  # the other end of a message that counts where it is sent

@@ -38,6 +38,7 @@ class Layout:
     sequence: bool = False
     shared: bool = False
     tied: bool = False
+    muon: bool = False
     layers: int = 2
     turns: int = 1
     more: tuple[str, ...] = ()
@@ -49,7 +50,12 @@ class Layout:
     @property
     def flags(self):
         sizes = [TP, str(self.tensor), PP, str(self.stages)]
-        switches = [*[SP] * self.sequence, *[SHARED] * self.shared, *["--no-untie-embeddings-and-output-weights"] * self.tied]
+        switches = [
+            *["--optimizer", "muon"] * self.muon,
+            *[SP] * self.sequence,
+            *[SHARED] * self.shared,
+            *["--no-untie-embeddings-and-output-weights"] * self.tied,
+        ]
         each = str(self.layers // self.stages // self.turns)
         turns = ["--num-layers-per-virtual-pipeline-stage", each] if self.turns > 1 else []
         return [*sizes, *switches, *turns, "--num-layers", str(self.layers), *self.more]
@@ -67,6 +73,8 @@ LAYOUTS = {
     "PP2, interleaved": Layout(stages=2, layers=4, turns=2),
     "TP2, the MLP is recomputed": Layout(tensor=2, more=("--recompute-granularity", "selective", "--recompute-modules", "mlp")),
     "TP2 SP, all is recomputed": Layout(tensor=2, sequence=True, more=("--recompute-granularity", "full")),
+    "DP2, Muon": Layout(data=2, muon=True),
+    "DP2, shared optimizer, Muon": Layout(data=2, muon=True, shared=True),
     "TP2 PP2": Layout(tensor=2, stages=2),
     "TP2 PP2 SP": Layout(tensor=2, stages=2, sequence=True),
     "PP2 DP2, shared optimizer": Layout(stages=2, data=2, shared=True),
@@ -119,6 +127,15 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
         send("all-reduce", "data", layout.data, 4 * parameters)
         send("all-reduce", "data", layout.data, 4)  # whether all replicas have a finite norm
         send("all-reduce", "model", t * layout.stages, 4)  # the gradient's norm
+    if layout.muon:
+        layer = H * (Q + 2 * K) + Q * H + 3 * H * F  # four matrices
+        if layout.shared:  # momenta to the rank that computes with a matrix, updates back: of all matrices on all ranks
+            send("all-to-all", "data", layout.data, W * layers * layer, 1)
+            send("all-to-all", "data", layout.data, W * layers * layer, 1)
+            times["all-to-all", "data"] = 2 * 4 * layers // layout.data
+        else:
+            send("broadcast", "data", layout.data, 0, 4 * layers)
+            sums["broadcast", "data"] += W * layers * layer
     # Loss, right predictions, predictions, divisor, operations; whether one of three signals or the time ends the run.
     send("all-reduce", "world", layout.processes, 8 * (5 + 4))
     if COUNTS_ITS_TOKENS:
@@ -132,8 +149,8 @@ def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
     layout = LAYOUTS[name]
     arguments = [str(STEP), str(tmp_path), *small_corpus.flags, *RUN, *layout.flags, "--save", str(tmp_path / "run")]
     runs.script(runs.WORKERS / "communication.py", arguments, processes=layout.processes)
-    for rank in range(layout.processes):
-        record = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+    records = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(layout.processes)]
+    for rank, record in enumerate(records):
         times, sums, callers = Counter(), Counter(), {}
         for call in record["calls"]:
             key = call["kind"], call["group"]
@@ -141,6 +158,9 @@ def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
                 times[key] += 1
                 sums[key] += call["bytes"]
                 callers.setdefault(key, Counter())[call["caller"]] += 1
+        key = "all-to-all", "data"  # of which each rank has another share
+        if key in sums:
+            sums[key] = sum(call["bytes"] for each in records for call in each["calls"] if call["kind"] == key[0])
         stage = rank // (layout.tensor * layout.data)
         sent = {key: (times[key], sums[key]) for key in times}
         assert sent == necessary(layout, stage, record["predicted"]), f"rank {rank}: {callers}"
@@ -157,12 +177,20 @@ def test_all_that_is_sent_counts_in_the_estimate():
             work = ObjectiveWork("mlm", S // MICRO, predicted, 1.0, 1.0)
             expected = Counter()
             for (kind, group), (_, size) in necessary(layout, stage.index, int(predicted * BATCH // layout.data)).items():
-                share = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}.get(kind)
+                share = {"all-reduce": 2, "broadcast": 1, "all-to-all": 1 / layout.data}.get(kind, 1)
                 ranks = {"tensor": layout.tensor, "data": layout.data, "embedding": 2}.get(group)
                 if kind == "send":
                     expected["pipeline"] += size
+                elif kind == "all-to-all" or (kind == "broadcast" and group == "data"):
+                    expected["muon"] += share * (layout.data - 1) / layout.data * size
                 elif ranks:
                     expected[group] += share * (ranks - 1) / ranks * size
             terms = {term.name: term.value for term in communication_terms(case, stage, work)}
-            names = {"tensor": "tensor parallel", "data": "data parallel", "embedding": "tied embedding", "pipeline": "pipeline"}
+            names = {
+                "muon": "Muon's matrices",
+                "tensor": "tensor parallel",
+                "data": "data parallel",
+                "embedding": "tied embedding",
+                "pipeline": "pipeline",
+            }
             assert terms == pytest.approx({names[group]: size for group, size in expected.items()}, rel=1e-3), (name, stage)
