@@ -26,9 +26,6 @@ RUN = [
 # micro-batch; rows of embedding and head (400 tokens, to a multiple of 256), bytes of a bfloat16.
 H, F, Q, K, S, BATCH, MICRO, V, W = 64, 160, 64, 32, 128, 8, 2, 512, 2
 
-# megatron-core's, which is told how many tokens there are and sends the number round; to go with the division in the optimizer.
-COUNTS_ITS_TOKENS = True
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -138,9 +135,6 @@ def necessary(layout: Layout, stage: int, predicted: int) -> dict:
             sums["broadcast", "data"] += W * layers * layer
     # Loss, right predictions, predictions, divisor, operations; whether one of three signals or the time ends the run.
     send("all-reduce", "world", layout.processes, 8 * (5 + 4))
-    if COUNTS_ITS_TOKENS:
-        send("broadcast", "pipeline", layout.stages, 4)
-        send("all-reduce", "data", layout.data, 4)
     return {key: (number, sums[key]) for key, number in times.items() if number}
 
 
