@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megaenc.estimate.hardware import Link, Rates
 from megaenc.estimate.layout_case import CostTerm, LayoutCase, ObjectiveWork, PipelineStage
-from megaenc.estimate.memory import LOGITS_AT_ONCE
+from megaenc.estimate.memory import LOGIT_BYTES_AT_ONCE, LOGITS_AT_ONCE
 
 BUCKET_SIZE = 40_000_000  # megatron-core's minimum bucket in parameters for overlapped gradient reduction; also 1,000,000 x ranks
 _Seconds = tuple[str, float, str]  # name, value and formula of a term
@@ -57,33 +57,40 @@ def compute_step_time(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> St
     return StepTime(sum(term.value for term in terms), flops, bubble, terms, tuple(communication_terms(case, stage, work)))
 
 
-def layer_bytes_moved(case: LayoutCase) -> float:
+def layer_bytes_moved(case: LayoutCase, host: bool) -> float:
     """Return the bytes that one layer's elementwise kernels read and write for a micro-batch, forward and backward.
 
-    In values of w bytes per token: norms and residuals 24 H, rotary embeddings 10 (q + k), concatenated heads 4 q, SwiGLU 16 F.
-    Adding the gradient to the float32 buffer: 8 + 2 w bytes per parameter.
+    In values of w bytes per token: norms with their residual additions 16 H (LayerNorm: 24 H), split and rotation of the joint
+    projection 4 (q + 2 k) (with norms of heads 14 q + 10 k), SwiGLU 8 F. Weight gradients are added to the float32 buffer by the
+    product, 8 bytes per parameter. `host`: a CPU, where SwiGLU takes 16 F, and in bfloat16 the addition 8 + 2 w.
     """
-    shape = case.shape
-    hidden = 24 * shape.hidden_size / case.sequence_shards
-    inner = (14 * shape.query_size + 10 * case.kv_size + 16 * shape.ffn_hidden_size) / case.tensor_parallel_size
-    return case.value_bytes * case.micro_batch_tokens * (hidden + inner) + (8 + 2 * case.value_bytes) * case.layer_parameters
+    shape, w = case.shape, case.value_bytes
+    hidden = (16 if shape.normalization == "RMSNorm" else 24) * shape.hidden_size / case.sequence_shards
+    heads = 14 * shape.query_size + 10 * case.kv_size if shape.qk_layernorm else 4 * (shape.query_size + 2 * case.kv_size)
+    inner = (heads + (16 if host else 8) * shape.ffn_hidden_size) / case.tensor_parallel_size
+    adding = 8 + 2 * w if host and case.bf16 else 8
+    return w * case.micro_batch_tokens * (hidden + inner) + adding * case.layer_parameters
 
 
-def embedding_loss_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage) -> float:
+def embedding_loss_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: bool) -> float:
     """Return the bytes that a stage's embedding and loss read and write for a micro-batch, with weight gradients.
 
-    Embedding: 8 + 3 w per parameter and 12 w H per token. Loss: 46 per logit in bfloat16, 36 in float32. Each chunk of logits
-    adds to the output matrix's gradient, 12 or 8 per parameter, which is then scaled and cast.
+    Embedding: 8 + 3 w per parameter and 12 w H per token. Loss: 4 w per logit; `host`, a CPU: 46 in bfloat16, 36 in float32. Each
+    chunk of logits adds to the output matrix's gradient, 8 per parameter (CPU in bfloat16: 12). A tied matrix's is then scaled,
+    cast and added to the embedding's.
     """
-    matrix = case.vocab_rows * case.shape.hidden_size
+    matrix, w = case.vocab_rows * case.shape.hidden_size, case.value_bytes
     each, adding, scaling = (46, 12, 14) if case.bf16 else (36, 8, 8)
+    if not host:
+        each, adding = 4 * w, 8
     moved = 0.0
     if stage.has_embedding:
-        moved += (8 + 3 * case.value_bytes) * matrix + 12 * case.hidden_bytes
+        moved += (8 + 3 * w) * matrix + 12 * case.hidden_bytes
     if stage.has_head:
         logits = case.micro_batch_size * work.predicted * case.vocab_rows
-        parts = math.ceil(logits / max(LOGITS_AT_ONCE, case.vocab_rows))
-        moved += (8 + 2 * case.value_bytes + scaling + adding * parts) * matrix + each * logits
+        parts = math.ceil(logits / max(LOGITS_AT_ONCE if host else LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
+        tied = 0 if case.shape.untie_embeddings_and_output_weights else 8 + 2 * w + scaling
+        moved += (tied + adding * parts) * matrix + each * logits
     return moved
 
 
@@ -93,17 +100,17 @@ def micro_batch_terms(case: LayoutCase, work: ObjectiveWork, stage: PipelineStag
     part = layers / case.shape.num_layers / case.tensor_parallel_size
     products = part * packs * work.body_flops(case.shape)
     attention = part * packs * work.attention_flops(case.shape)
-    moved = layers * layer_bytes_moved(case)
+    moved = layers * layer_bytes_moved(case, rates.host)
     rate = rates.causal_attention if work.is_causal else rates.attention
     gemm, core, rest = products / rates.gemm, attention / rate, moved / rates.elementwise
-    again = _recompute_seconds(case, stage, gemm, core, rest)
+    again = _recompute_seconds(case, stage, gemm, core, rest, rates.host)
     launches = max(0.0, layers * rates.layer_floor - gemm - core - rest)
     head = (
         packs * work.head_flops(case.shape, case.vocab_rows * case.tensor_parallel_size) / case.tensor_parallel_size
         if stage.has_head
         else 0.0
     )
-    ends = embedding_loss_bytes_moved(case, work, stage)
+    ends = embedding_loss_bytes_moved(case, work, stage, rates.host)
     return [
         ("matrix products", gemm, f"{_format_si(products)}FLOP / {_format_si(rates.gemm)}FLOP/s"),
         ("attention", core, f"{_format_si(attention)}FLOP / {_format_si(rate)}FLOP/s"),
@@ -117,27 +124,26 @@ def micro_batch_terms(case: LayoutCase, work: ObjectiveWork, stage: PipelineStag
     ]
 
 
-def _recompute_seconds(case: LayoutCase, stage: PipelineStage, gemm: float, core: float, rest: float) -> float:
+def _recompute_seconds(case: LayoutCase, stage: PipelineStage, gemm: float, core: float, rest: float, host: bool) -> float:
     """Return the seconds of recomputed forward passes: a third of matrix products, two sevenths of attention."""
     shape = case.shape
     if case.layout.recompute_granularity == "full":
         return _recomputed_fraction(case, stage) * (gemm / 3 + core * 2 / 7 + rest / 3)
-    modules = _recomputed_modules(case)
+    modules = case.layout.selected_recompute_modules
     inner = 3 * shape.ffn_hidden_size
     mlp = inner / (2 * shape.query_size + 2 * case.kv_size + inner)
-    return ("core_attn" in modules) * core * 2 / 7 + ("mlp" in modules) * (gemm * mlp / 3 + rest / 4)
+    seconds = ("core_attn" in modules) * core * 2 / 7 + ("mlp" in modules) * (gemm * mlp / 3 + rest / 4)
+    if "activation" in modules and "mlp" not in modules:  # 3 F of the elementwise work are done twice
+        moved = layer_bytes_moved(case, host)
+        again = 3 * shape.ffn_hidden_size * case.value_bytes * case.micro_batch_tokens / case.tensor_parallel_size
+        seconds += rest * again / moved
+    return seconds
 
 
 def _recomputed_fraction(case: LayoutCase, stage: PipelineStage) -> float:
     """Return the fraction of a stage's layers of which full recomputation repeats the forward pass."""
     method, number = case.layout.full_recompute
     return 1.0 if method == "uniform" else min(1.0, number * case.virtual_stages / max(stage.layers, 1))
-
-
-def _recomputed_modules(case: LayoutCase) -> tuple[str, ...]:
-    """Return the parts of a layer that selective recomputation repeats."""
-    layout = case.layout
-    return (layout.recompute_modules or ("core_attn",)) if layout.recompute_granularity == "selective" else ()
 
 
 def count_hidden_exchanges(case: LayoutCase, stage: PipelineStage) -> tuple[float, float]:
@@ -151,7 +157,7 @@ def count_hidden_exchanges(case: LayoutCase, stage: PipelineStage) -> tuple[floa
     again = 0.0
     if case.layout.recompute_granularity == "full":
         again = forward * _recomputed_fraction(case, stage)
-    elif "mlp" in _recomputed_modules(case):
+    elif "mlp" in case.layout.selected_recompute_modules:
         again = float(stage.layers)
     backward = (3.0 if case.sequence_shards > 1 else 2.0) * stage.layers
     ends = stage.has_embedding + stage.has_head * (case.sequence_shards > 1) / 2  # the head gathers, its backward is a split
@@ -233,10 +239,10 @@ def _data_parallel_terms(case: LayoutCase, stage: PipelineStage, rates: Rates, m
 def optimizer_bytes_moved(case: LayoutCase, stage: PipelineStage) -> float:
     """Return the bytes that an optimizer step reads and writes on one rank of a stage.
 
-    Per parameter: zeroing gradients 4, scaling 8; per parameter of the optimizer's shard: norm 4, clip 8, AdamW 28, cast 6.
+    Per parameter: zeroing gradients 4; per parameter of the optimizer's shard: norm 4, AdamW with the division 32, cast 6.
     """
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
-    return stage.parameters * (12 + (46 if case.bf16 else 40) / shared)
+    return stage.parameters * (4 + (42 if case.bf16 else 36) / shared)
 
 
 def _muon_terms(case: LayoutCase, stage: PipelineStage, rates: Rates) -> list[_Seconds]:
