@@ -26,7 +26,8 @@ from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
 from megaenc.counter_rng import normal_rows
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.functional import Rotation
-from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels, LayerWidths, select_fused_kernels
+from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
+from megaenc.model.kernels.selftest import LayerWidths, select_fused_kernels
 from megaenc.model.layer_spec import ACTIVATIONS, build_block_spec, build_transformer_config, select_norm
 from megaenc.model.linear_cross_entropy import linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences

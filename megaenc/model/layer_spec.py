@@ -21,7 +21,7 @@ from megaenc.model.config import ModelConfig
 from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
 from megaenc.model.fp8.tensor import select_float8_recipe
 from megaenc.model.functional import GeGLU, SwiGLU
-from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels
+from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 from megaenc.model.layer import EncoderLayer, PackedAttention, PackedSelfAttention
 from megaenc.model.norms import LayerNorm, PostNorm, RMSNorm
 

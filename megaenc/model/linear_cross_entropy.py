@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megaenc.backend.main_grad import accumulate_matmul
 from megaenc.model.functional import row_slices
-from megaenc.model.kernels.selftest import NO_FUSED_KERNELS, FusedKernels
+from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 
 CHUNK_LOGITS = 2**26
 """Logits per chunk (256 MiB in float32): enough rows for the matrix products to reach full speed."""

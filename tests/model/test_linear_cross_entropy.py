@@ -108,7 +108,7 @@ def dense(ids, probabilities):
 @pytest.mark.parametrize("at_once", [1, PADDED * 7, PADDED * ROWS])
 def test_soft_labels_are_the_cross_entropy_with_a_distribution(work, at_once):
     """With weights and a bias, and of a kernel that reads one label no use is made."""
-    from megaenc.model.kernels.selftest import FusedKernels
+    from megaenc.model.kernels import FusedKernels
 
     *tensors, labels = work
     tensors.append(torch.randn(PADDED))

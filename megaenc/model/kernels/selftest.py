@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaenc.console import print_rank_0
+from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 
 TOLERANCE = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
 """Tolerance of results by dtype, relative to their own magnitude plus the root mean square of all. Kernels compute in float32 and
@@ -227,20 +228,6 @@ CHECKS: dict[str, Callable[[_RandomTensors, LayerWidths], Iterator[Comparison]]]
     "loss": _check_loss,
     "sum": _check_sum,
 }
-
-
-@dataclass(frozen=True)
-class FusedKernels:
-    """Flags that enable the Triton kernels of norm, rotary positions, SwiGLU and loss, and float32 sums of weight gradients."""
-
-    norm: bool = False
-    rotary: bool = False
-    swiglu: bool = False
-    loss: bool = False
-    sum: bool = False
-
-
-NO_FUSED_KERNELS = FusedKernels()
 
 
 def select_fused_kernels(enabled: bool, device: torch.device, dtype: torch.dtype, widths: LayerWidths) -> FusedKernels:

@@ -166,6 +166,17 @@ def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
         assert sent == necessary(layout, stage, record["predicted"]), f"rank {rank}: {callers}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared optimizer"])
+def test_overlapped_communication_trains_the_same(shared, small_corpus, tmp_path):
+    """Products add weight gradients to the buffers that are reduced while others are computed: none may be sent too early."""
+    plain = Layout(data=2, shared=shared)
+    for name, more in (("plain", ()), ("overlapped", (REDUCE, GATHER) if shared else (REDUCE,))):
+        flags = [*small_corpus.flags, *RUN, *plain.flags, *more, "--log-interval", "1", "--save", str(tmp_path / name)]
+        runs.script(runs.WORKERS / "communication.py", ["5", str(tmp_path), *flags], processes=2)
+    runs.assert_same_curve(tmp_path / "overlapped", tmp_path / "plain", tolerance=1e-6)
+
+
 def test_all_that_is_sent_counts_in_the_estimate():
     """By the share that a rank of a ring sends of each; the few bytes a step of norms, votes and sums are left out."""
     for name, layout in LAYOUTS.items():

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from megaenc.model.functional import Rotation
+from megaenc.model.kernels import FusedKernels
 from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
 from megaenc.model.kernels.norm import rms_norm
-from megaenc.model.kernels.selftest import FusedKernels
 from megaenc.model.kernels.swiglu import swiglu
 from megaenc.model.linear_cross_entropy import combine_statistics, linear_cross_entropy, rows_per_chunk
 
