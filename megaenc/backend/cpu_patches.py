@@ -1,7 +1,8 @@
 """Patches that run megatron-core on a machine without an accelerator.
 
 megatron-core allocates on `torch.cuda.current_device()` or `device="cuda"`, calls `.cuda()` and compares `.type()` with CUDA's
-names. Each megatron.core module gets a proxy of `torch` that uses the CPU; two patched tensor methods check their caller.
+names. Each megatron.core module gets a proxy of `torch` that uses the CPU; two patched tensor methods check their caller. Where
+torch's arithmetic is too coarse on a CPU, megatron-core gets another: the gradient norm, and the embedding's gradient.
 """
 
 import contextlib
@@ -82,6 +83,7 @@ def install() -> None:
         importlib.import_module("megatron.core." + name)
     _replace_torch()
     _replace_norm()
+    _replace_embedding()
     _replace_tensor_methods()
     _installed = True
 
@@ -132,6 +134,32 @@ def _sum_of_squares(tensor: torch.Tensor, width: int = 4096) -> torch.Tensor:
     end = flat.numel() // width * width
     parts = (flat[:end].view(-1, width), flat[end:].view(1, -1))
     return sum(torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double().square().sum() for part in parts)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a 16-bit matrix by number, whose gradients are summed in float32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx, numbers, weight):
+        ctx.save_for_backward(numbers)
+        ctx.rows = len(weight)
+        return torch.nn.functional.embedding(numbers, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (numbers,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), numbers, ctx.rows, -1, False).to(gradient.dtype)
+
+
+def _replace_embedding() -> None:
+    """Replace megatron-core's embedding: torch sums its bfloat16 gradients in bfloat16, 27 % off for a token seen 2,000 times."""
+    from megatron.core.tensor_parallel import layers
+
+    def embedding(numbers, weight):
+        plain = weight.dtype == torch.float32
+        return torch.nn.functional.embedding(numbers, weight) if plain else _Embedding.apply(numbers, weight)
+
+    layers.F = _ModuleProxy(torch.nn.functional, embedding=embedding)
 
 
 def _replace_tensor_methods() -> None:
