@@ -159,6 +159,10 @@ class ParallelConfig:
         """Return the parts of a layer that are recomputed, by default core_attn; none unless recomputation is selective."""
         return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
 
+    def selects_rows(self, num_layers: int) -> bool:
+        """Return whether the last layer computes only the predicted positions: if the output layer's stage has it, without SP."""
+        return not self.sequence_parallel and self.layers_per_chunk(num_layers)[-1] > 0
+
     @property
     def full_recompute(self) -> tuple[str | None, int | None]:
         """Return (method, number of layers) of full recomputation, by default (uniform, 1); (None, None) without it."""

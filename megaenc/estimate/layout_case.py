@@ -204,6 +204,8 @@ class ObjectiveWork:
     """ordered pairs of tokens in a document within the window of local layers; 0 without such layers"""
     visible_local_pairs: float = 0.0
     """those in bidirectional parts"""
+    selects_rows: bool = True
+    """whether the last layer computes only the predicted positions after its attention"""
 
     @property
     def is_causal(self) -> bool:
@@ -211,8 +213,17 @@ class ObjectiveWork:
         return self.visible_squares < self.squares / 2
 
     def body_flops(self, shape: ModelConfig) -> float:
-        """Return the FLOPs of the layers' matrix products in a pack, forward and backward."""
+        """Return the FLOPs of the layers' matrix products in a pack, forward and backward, with all positions in all layers."""
         return float(shape.layer_flops_per_token() * self.tokens)
+
+    @property
+    def unneeded_tokens(self) -> float:
+        """Return the tokens of a pack that the last layer leaves out after its attention."""
+        return self.tokens - self.predicted if self.selects_rows and self.predicted else 0.0
+
+    def unneeded_flops(self, shape: ModelConfig) -> float:
+        """Return the FLOPs of a pack that the last layer saves by leaving out tokens, both passes."""
+        return self.unneeded_tokens * shape.unselected_flops_per_token()
 
     def attention_flops(self, shape: ModelConfig) -> float:
         """Return all layers' attention FLOPs of a pack, both passes, by squared document and bidirectional lengths."""
@@ -226,7 +237,8 @@ class ObjectiveWork:
 
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return a pack's forward and backward FLOPs: layers, attention, output layer; no recomputation or padding."""
-        return self.body_flops(shape) + self.attention_flops(shape) + self.head_flops(shape, vocab_size)
+        body = self.body_flops(shape) - self.unneeded_flops(shape)
+        return body + self.attention_flops(shape) + self.head_flops(shape, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -286,7 +298,8 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
         visible_local = docs.local_pairs * (low + high) / 2  # exact if documents are much longer than the window
     pairs = docs.squares, visible_squares, docs.local_pairs, visible_local
-    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs)
+    selects_rows = config.layout.selects_rows(config.shape.num_layers)
+    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs, selects_rows)
 
 
 def _count_batch_sizes(config: PretrainConfig, first: int, last: int) -> tuple[tuple[int, int], ...]:

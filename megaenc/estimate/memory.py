@@ -37,7 +37,7 @@ def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineS
     weights, width, layers, in_flight = stage.parameters, case.value_bytes, stage.layers, micro_batches_in_flight(case, stage)
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
     share = f" / {shared} data-parallel ranks" if shared > 1 else ""
-    micro_batch_bytes, per_layer = stage_activation_bytes(case, stage, rates.host)
+    micro_batch_bytes, per_layer = stage_activation_bytes(case, stage, rates.host, work)
     temporary, temporary_formula = _peak_temporary_bytes(case, work, stage, rates.host)
     border_bytes = 2 * case.hidden_bytes / case.sequence_shards if case.num_stages > 1 else 0.0
     activations = in_flight * micro_batch_bytes
@@ -94,8 +94,13 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     return {name: case.micro_batch_tokens * value for name, value in parts.items()}
 
 
-def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool) -> tuple[float, str]:
-    """Return (bytes a stage saves for backward per micro-batch, less the recomputed; formula text); `host`: on a CPU."""
+def stage_activation_bytes(
+    case: LayoutCase, stage: PipelineStage, host: bool, work: ObjectiveWork | None = None
+) -> tuple[float, str]:
+    """Return (bytes a stage saves for backward per micro-batch, less the recomputed; formula text); `host`: on a CPU.
+
+    `work`: None if the last layer computes all positions.
+    """
     layout, parts = case.layout, layer_activation_bytes(case, host)
     layer_total, entering = sum(parts.values()), case.hidden_bytes / case.sequence_shards
     listed = ", ".join(f"{name} {value / case.micro_batch_tokens:,.0f}" for name, value in parts.items())
@@ -117,7 +122,25 @@ def stage_activation_bytes(case: LayoutCase, stage: PipelineStage, host: bool) -
             recomputed_parts.append("a third of mlp")
             layer_total -= parts["mlp"] / 3
         per_token += f" without {' and '.join(recomputed_parts)}"
-    return stage.layers * layer_total, per_token
+    total = stage.layers * layer_total
+    if work and work.unneeded_tokens and stage.has_head and stage.layers:
+        total -= _unneeded_activation_bytes(case, work, host)
+        per_token += f", the last layer {work.predicted / work.tokens:.0%} of what follows its attention"
+    return total, per_token
+
+
+def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool) -> float:
+    """Return the bytes that the last layer saves less per micro-batch, as after its attention it leaves out tokens.
+
+    On an accelerator its attention saves its whole output, and the output projection the selected rows of it.
+    """
+    shape, w, t = case.shape, case.value_bytes, case.tensor_parallel_size
+    modules = case.layout.selected_recompute_modules
+    norm = w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)
+    norms = (shape.norms_per_layer - 1) * norm + w * shape.hidden_size
+    mlp = w * shape.ffn_hidden_size / t * (0 if "mlp" in modules else 2 if "activation" in modules else 3)
+    projection = work.unneeded_tokens if host or "core_attn" in modules else -work.predicted
+    return case.micro_batch_size * (work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t)
 
 
 def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: bool) -> tuple[float, str]:

@@ -34,7 +34,12 @@ from megaenc.estimate.hardware import Link, Rates, count_messages
 from megaenc.estimate.layout_case import LayoutCase
 from megaenc.estimate.length_model import LengthModel
 from megaenc.estimate.memory import compute_stage_memory, stage_activation_bytes
-from megaenc.estimate.step_time import embedding_loss_bytes_moved, layer_bytes_moved, optimizer_bytes_moved
+from megaenc.estimate.step_time import (
+    embedding_loss_bytes_moved,
+    layer_bytes_moved,
+    optimizer_bytes_moved,
+    unneeded_bytes_moved,
+)
 from megaenc.estimate.total import Workload
 from megaenc.objectives import Attention, Schedule
 from megaenc.processes import ProcessPool, peak_resident_bytes, usable_core_count
@@ -151,7 +156,10 @@ def fit_rates(
         _MIN_FRACTION * measurements["products"],
     )
     head = packs * work.head_flops(one.shape, one.vocab_rows) / gemm
-    ends = max(shallow_seconds - measurements["products"] - core - rest - head, _MIN_FRACTION * head)
+    saved = packs * work.unneeded_flops(one.shape) / gemm + rest * unneeded_bytes_moved(one, work, host) / layer_bytes_moved(
+        one, host
+    )
+    ends = max(shallow_seconds - measurements["products"] + saved - core - rest - head, _MIN_FRACTION * head)
     update = max(measurements[f"whole {deep_depth}"] - MICRO_BATCHES * (deep_seconds + measurements[f"data {deep_depth}"]), 1e-6)
     if devices > 1:
         passed = 2 * (devices - 1) / devices * measurements["bytes activations"]
@@ -182,11 +190,9 @@ def fit_rates(
         max(0.0, measurements[f"taken {depth}"] + context - compute_stage_memory(each, work, each.build_stage(0), plain).total)
         for depth, each in ((shallow_depth, one), (deep_depth, deep))
     ]
-    activation_bytes = stage_activation_bytes(one, stage, host)[0]
-    proportional = min(max(0.0, (fragments[1] - fragments[0]) / ((deep_depth - shallow_depth) * activation_bytes)), 1.0)
-    return dataclasses.replace(
-        plain, pieces=max(0.0, fragments[1] - proportional * deep_depth * activation_bytes), pieces_of_kept=proportional
-    )
+    kept = [stage_activation_bytes(each, each.build_stage(0), host, work)[0] for each in (one, deep)]
+    proportional = min(max(0.0, (fragments[1] - fragments[0]) / (kept[1] - kept[0])), 1.0)
+    return dataclasses.replace(plain, pieces=max(0.0, fragments[1] - proportional * kept[1]), pieces_of_kept=proportional)
 
 
 def measure_rank(job: MicrobenchJob) -> dict[str, float]:

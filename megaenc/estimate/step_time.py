@@ -72,6 +72,12 @@ def layer_bytes_moved(case: LayoutCase, host: bool) -> float:
     return w * case.micro_batch_tokens * (hidden + inner) + adding * case.layer_parameters
 
 
+def unneeded_bytes_moved(case: LayoutCase, work: ObjectiveWork, host: bool) -> float:
+    """Return the bytes of `layer_bytes_moved` that the last layer saves by leaving out tokens: of a norm, 8 H, and SwiGLU."""
+    inner = (16 if host else 8) * case.shape.ffn_hidden_size / case.tensor_parallel_size
+    return case.value_bytes * case.micro_batch_size * work.unneeded_tokens * (8 * case.shape.hidden_size + inner)
+
+
 def embedding_loss_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: bool) -> float:
     """Return the bytes that a stage's embedding and loss read and write for a micro-batch, with weight gradients.
 
@@ -101,6 +107,9 @@ def micro_batch_terms(case: LayoutCase, work: ObjectiveWork, stage: PipelineStag
     products = part * packs * work.body_flops(case.shape)
     attention = part * packs * work.attention_flops(case.shape)
     moved = layers * layer_bytes_moved(case, rates.host)
+    if stage.has_head and layers:
+        products -= packs * work.unneeded_flops(case.shape) / case.tensor_parallel_size
+        moved -= unneeded_bytes_moved(case, work, rates.host)
     rate = rates.causal_attention if work.is_causal else rates.attention
     gemm, core, rest = products / rates.gemm, attention / rate, moved / rates.elementwise
     again = _recompute_seconds(case, stage, gemm, core, rest, rates.host)

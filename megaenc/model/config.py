@@ -178,16 +178,26 @@ class ModelConfig:
         """Return both passes' FLOPs of the output layer, and of the prediction head, at `predicted` positions."""
         return 6 * self.hidden_size * (vocab_size + self.prediction_head * self.hidden_size) * predicted
 
-    def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
+    def training_flops(
+        self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]], *, selects_rows: bool = True
+    ) -> int:
         """Return both passes' FLOPs of documents `spans` (start, prefix end, stop), with output at `predicted` positions.
 
-        `spans`: (start, prefix end, stop) of each document. Recomputation and vocabulary padding are not counted.
+        `selects_rows`: after its attention the last layer computes only the predicted positions. Recomputation and vocabulary
+        padding are not counted.
         """
+        spans = list(spans)
         documents = sum(
             self.layer_flops_per_token() * (stop - start) + self.attention_flops(stop - start, prefix=prefix - start)
             for start, prefix, stop in spans
         )
-        return self.head_flops(vocab_size, predicted) + documents
+        tokens = sum(stop - start for start, _, stop in spans)
+        unneeded = self.unselected_flops_per_token() * (tokens - predicted) if selects_rows and predicted else 0
+        return self.head_flops(vocab_size, predicted) + documents - unneeded
+
+    def unselected_flops_per_token(self) -> int:
+        """Return both passes' FLOPs of the last layer's products after attention for one token: output projection and MLP."""
+        return 6 * self.hidden_size * (self.query_size + 3 * self.ffn_hidden_size)
 
     def check(self, tensor_parallel: int = 1) -> None:
         """Raise InputError, naming the flag, if the shape is invalid or cannot be split over `tensor_parallel` ranks."""

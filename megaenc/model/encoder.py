@@ -85,11 +85,12 @@ class Encoder(LanguageModule):
             self.embedding_norm = norm(config=config) if model.embedding_norm else None
         self.decoder = TransformerBlock(
             config,
-            build_block_spec(model, config, chunk, kernels, self.fused, "activation" in layout.selected_recompute_modules),
+            build_block_spec(model, config, chunk, kernels, self.fused, layout, self.post_process),
             pre_process=self.pre_process,
             post_process=self.post_process,
             vp_stage=chunk,
         )
+        self.selects_rows = any(layer.selects_rows for layer in self.decoder.layers)
         if self.post_process:
             # `head` gathers the sequence before it selects positions, so that these layers are not sequence parallel.
             whole = dataclasses.replace(config, sequence_parallel=False, gradient_accumulation_fusion=False)
@@ -149,6 +150,8 @@ class Encoder(LanguageModule):
         if self.local_angles is not None:
             local_rotation = Rotation.from_angles(self.local_angles[positions], *options)
         packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
+        if self.selects_rows and predict_at is not None and predict_at.numel():  # accelerators' products of no rows are untested
+            packing, predict_at = dataclasses.replace(packing, output_rows=predict_at), None
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels, per_token, weights, soft_labels) if self.post_process else hidden
 

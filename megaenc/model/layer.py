@@ -19,13 +19,14 @@ from megaenc.model.packed_sequences import PackedSequences
 class EncoderLayer(TransformerLayer):
     """Pre-norm layer that leaves the residual addition to the norm after it, also to that of the next layer.
 
-    `is_last`: of its model chunk; what follows takes no PendingSum. `recompute_activation`: compute the MLP's activation again in
-    backward instead of saving it.
+    `is_last`: of its model chunk; what follows takes no PendingSum. `selects_rows`: compute only the `output_rows` of the pack
+    after attention. `recompute_activation`: compute the MLP's activation again in backward instead of saving it.
     """
 
-    def __init__(self, *args: Any, is_last: bool, recompute_activation: bool, **options: Any):
+    def __init__(self, *args: Any, is_last: bool, selects_rows: bool, recompute_activation: bool, **options: Any):
         super().__init__(*args, **options)
         self.is_last = is_last
+        self.selects_rows = selects_rows
         self.recompute_activation = recompute_activation
 
     def forward(
@@ -34,6 +35,8 @@ class EncoderLayer(TransformerLayer):
         """Return (hidden states [S, 1, H], or their PendingSum if another layer follows; None), as megatron-core's layers do."""
         residual, normed = add_and_norm(self.input_layernorm, hidden_states)
         output, _ = self.self_attention(normed, attention_mask, packed_seq_params=packed_seq_params)
+        if self.selects_rows:  # as the core attention has done
+            residual = select_rows(residual, packed_seq_params)
         residual, normed = add_and_norm(self.pre_mlp_layernorm, self._pending_sum(residual, output, self.self_attn_bda))
         output = checkpoint(self._compute_mlp, False, normed) if self.recompute_mlp else self._compute_mlp(normed)
         result = self._pending_sum(residual, output, self.mlp_bda)
@@ -91,15 +94,26 @@ class PackedAttention(MegatronModule):
     """Core attention for PackedSelfAttention: softmax(q k^T / sqrt(dim)) v within each document, q and k rotated.
 
     The backend "auto" is sdpa, which works on every device. `window`: tokens to each side that are attended to; None: all.
+    `selects_rows`: return only the `output_rows` of the pack.
     """
 
     def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", window=None, **_
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        softmax_scale=None,
+        backend="auto",
+        window=None,
+        selects_rows=False,
+        **_,
     ):
         super().__init__(config=config)
         self.backend = "sdpa" if backend == "auto" else backend
         self.softmax_scale = softmax_scale
         self.window = window
+        self.selects_rows = selects_rows
 
     def forward(
         self,
@@ -123,4 +137,10 @@ class PackedAttention(MegatronModule):
             query, key = (x if rotation is None else rotation(x) for x in (query, key))
             inputs = (x.squeeze(1) for x in (query, key, value))
         out = compute_attention(self.backend, *inputs, packing, self.softmax_scale, window=self.window)
-        return out.reshape(query.size(0), 1, -1)
+        out = out.reshape(query.size(0), 1, -1)
+        return select_rows(out, packing) if self.selects_rows else out
+
+
+def select_rows(hidden: Tensor, packing: PackedSequences) -> Tensor:
+    """Return the `output_rows` of hidden states [S, 1, H] of a pack: [N, 1, H], or all of them if they are None."""
+    return hidden if packing.output_rows is None else hidden.index_select(0, packing.output_rows)

@@ -21,7 +21,7 @@ from megaenc.model.config import ModelConfig
 from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
 from megaenc.model.fp8.tensor import select_float8_recipe
 from megaenc.model.functional import GeGLU, SwiGLU
-from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
+from megaenc.model.kernels import FusedKernels
 from megaenc.model.layer import EncoderLayer, PackedAttention, PackedSelfAttention
 from megaenc.model.norms import LayerNorm, PostNorm, RMSNorm
 
@@ -126,26 +126,23 @@ def build_block_spec(
     config: TransformerConfig,
     chunk: int | None,
     kernels: KernelConfig,
-    fused: FusedKernels = NO_FUSED_KERNELS,
-    recompute_activation: bool = False,
+    fused: FusedKernels,
+    layout: ParallelConfig,
+    has_head: bool,
 ) -> TransformerBlockSubmodules:
     """Return the layer specs of this pipeline stage, or of its model chunk `chunk`; `fused`: the enabled Triton kernels.
 
-    `recompute_activation`: see EncoderLayer.
+    `has_head`: the output layer follows, for which the last layer computes only the predicted positions, unless ranks share them.
     """
     first = get_transformer_layer_offset(config, chunk)
     numbers = range(first, first + get_num_layers_to_build(config, chunk))
-    layers = [
-        _build_layer_spec(
-            model,
-            config,
-            number,
-            kernels,
-            fused,
-            {"is_last": number == numbers[-1], "recompute_activation": recompute_activation},
-        )
-        for number in numbers
-    ]
+    recompute_activation = "activation" in layout.selected_recompute_modules
+    layers = []
+    for number in numbers:
+        is_last = number == numbers[-1]
+        options = {"is_last": is_last, "selects_rows": is_last and has_head and not layout.sequence_parallel}
+        options["recompute_activation"] = recompute_activation
+        layers.append(_build_layer_spec(model, config, number, kernels, fused, options))
     return TransformerBlockSubmodules(layers, layer_norm=select_norm(model, kernels, fused))
 
 
@@ -162,6 +159,7 @@ def _build_layer_spec(
     head_norm = norm if config.qk_layernorm else None
     column_parallel, row_parallel = _select_linear_layers(kernels)
     attention = {"backend": kernels.attention_backend, "window": model.layer_windows[number]}
+    attention["selects_rows"] = options["selects_rows"]
     add = ModuleSpec(module=PostNorm, params={"norm": norm, "config": config}) if model.post_norms else get_bias_dropout_add
     activations = {
         "silu": ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu}),

@@ -342,7 +342,8 @@ class Engine:
             counts["predicted"] += predicted
             counts["loss_count"] += batch.loss_count
             shape, rows = self.plan.settings.shape, self.plan.vocab_size
-            counts["flops"] += shape.training_flops(rows, predicted, batch.packing.spans())
+            selects_rows = self._encoders[-1].selects_rows
+            counts["flops"] += shape.training_flops(rows, predicted, batch.packing.spans(), selects_rows=selects_rows)
             if batch.members is not None:  # the losses of single tokens
                 losses_NG = torch.where(batch.members, loss[:, None].double(), 0.0)
                 sizes_NG = batch.members if batch.weights is None else torch.where(batch.members, batch.weights[:, None], 0.0)

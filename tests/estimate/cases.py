@@ -9,7 +9,7 @@ from megaenc.model.config import ModelConfig
 
 # Two layers of 4 x 8 wide heads: the products of a layer have 32 x (32 + 2 x 16 + 32 + 3 x 80) = 10,752 weights.
 SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
-WORK = ObjectiveWork("mlm", tokens=64, predicted=25.6, squares=64.0 * 64, visible_squares=64.0 * 64)
+WORK = ObjectiveWork("mlm", tokens=64, predicted=25.6, squares=64.0 * 64, visible_squares=64.0 * 64, selects_rows=False)
 
 RATES = Rates(
     peak=1e12, gemm=5e11, attention=2e11, causal_attention=2e11, elementwise=1e11, loss=1e11, optimizer=1e11,

@@ -110,12 +110,15 @@ HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernor
     "modules", [(), ("core_attn",), ("mlp",), ("activation",)], ids=lambda modules: " ".join(modules) or "all"
 )
 def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
-    """The second layer's own storages, on the host; what it shares with others or with the weights is not counted."""
+    """The second layer's own storages, on the host, and those of the third, the last, which computes 9 positions.
+
+    What they share with others or with the weights is not counted.
+    """
     from megaenc.model.encoder import build_encoder
     from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
 
-    rows = 256
+    rows, shape = 256, dataclasses.replace(shape, num_layers=3)
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
     encoder = build_encoder(shape, 512, rows, ParallelConfig(**recompute), dtype, seed=3)
     saved, keeping = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}, []
@@ -133,7 +136,11 @@ def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
-    assert results[1] - results[0] == pytest.approx(stage_activation_bytes(one, one.build_stage(0), host=True)[0] / 2, rel=0.03)
+    stage, work = one.build_stage(0), dataclasses.replace(WORK, predicted=9 / 4, selects_rows=True)
+    a_layer = stage_activation_bytes(one, stage, host=True)[0] / 3
+    assert results[1] - results[0] == pytest.approx(a_layer, rel=0.03)
+    last = stage_activation_bytes(one, stage, host=True, work=work)[0] - 2 * a_layer
+    assert results[2] - results[1] == pytest.approx(last, rel=0.05)
 
 
 def test_recomputation_keeps_less():

@@ -191,6 +191,30 @@ def test_recomputed_layers_have_the_same_gradients(attention, how):
         assert torch.equal(here.grad, there.grad)
 
 
+@pytest.mark.parametrize("post_norms", [False, True])
+@pytest.mark.parametrize("attention", Attention)
+def test_the_last_layer_leaves_out_what_predicts_nothing(attention, post_norms):
+    """Losses and gradients are those of a last layer that computes every position."""
+    shape = replace(TINY, window_size=3, global_attn_every_n_layers=2, post_norms=post_norms)
+    selecting, complete = build(shape=shape), build(shape=shape)
+    choices = [layer.selects_rows for layer in selecting.decoder.layers]
+    assert selecting.selects_rows and choices == [False] * (TINY.num_layers - 1) + [True]
+    complete.selects_rows = False
+    predict_at, labels = torch.tensor([0, 3, 7, 8, 30, 31]), torch.arange(6)
+    sizes = []
+    selecting.decoder.layers[-1].mlp.linear_fc2.register_forward_hook(lambda layer, inputs, output: sizes.append(len(inputs[0])))
+    tokens = torch.arange(32) + 2
+    losses = [forward(encoder, tokens, attention, predict_at, labels)[0] for encoder in (selecting, complete)]
+    assert sizes == [6]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, here), there in zip(selecting.named_parameters(), complete.parameters(), strict=True):
+        torch.testing.assert_close(here.grad, there.grad, rtol=1e-5, atol=1e-6, msg=name)
+    nothing = torch.tensor([], dtype=torch.int64)
+    assert float(forward(selecting, tokens, attention, nothing, nothing)[0]) == 0
+
+
 def test_prefixes_that_no_attention_can_use():
     for attention, prefixes in (
         (Attention.PREFIX, None),
