@@ -167,10 +167,15 @@ class PretrainConfig:
             )
 
     def _check_float8(self) -> None:
-        """Raise InputError if `--fp8-format` is given and a matrix has a size that FP8 products do not support."""
+        """Raise InputError if `--fp8-format` is given with a matrix whose size FP8 products do not support, or without effect."""
         if not self.kernels.fp8_format:
             return
         flag, tensor = f"--fp8-format {self.kernels.fp8_format}", self.layout.tensor_model_parallel_size
+        if "activation" in self.layout.recompute_modules:
+            raise InputError(
+                f"--recompute-modules activation: has no effect with {flag}, which saves the activation's output in 8 bits; "
+                "leave one of them out"
+            )
         row = self.micro_batch_size * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
         if self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_ALIGNMENT:
             raise InputError(

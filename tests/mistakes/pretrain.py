@@ -143,6 +143,7 @@ ROWS = [
     (f"{TRAIN} --attention-backend flash", "--attention-backend"),
     (f"{TRAIN} --transformer-impl transformer_engine", "--transformer-impl"),
     (f"{TRAIN} --fp8-format e9", "--fp8-format"),
+    (f"{TRAIN} --recompute-granularity selective --recompute-modules activation --fp8-format e4m3", "--recompute-modules"),
     (f"{TRAIN} --max-skipped-updates -1", "--max-skipped-updates"),
     (f"{TRAIN} --loss-spike-sigmas nan", "--loss-spike-sigmas"),
     (f"{TRAIN} --save-interval 0", "--save-interval"),

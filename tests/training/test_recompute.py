@@ -87,6 +87,10 @@ def test_fewer_activations_are_kept(way, one_process):
             "found 5, expected at most the 4 layers of a stage",
         ),
         (["--recompute-granularity", "half"], "--recompute-granularity"),
+        (
+            ["--recompute-granularity", "selective", "--recompute-modules", "activation", "--fp8-format", "hybrid"],
+            "--recompute-modules activation: has no effect with --fp8-format hybrid",
+        ),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused(flags, complaint, small_corpus, refusal):
