@@ -12,10 +12,10 @@ SUGGESTIONS = {
     MATMUL: "larger micro-batches (recompute attention to make room), --fp8-format where the chip has 8-bit products",
     FORWARD: (faster := "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper"),
     BACKWARD: faster,
-    ELEMENTWISE: "one kernel for the addition to the residual and the norm that follows",
+    ELEMENTWISE: "the activation inside the matrix product before it",
     LOSS: "a larger part of the predictions at a time: fewer and larger matrix products",
-    OPTIMIZER: "more micro-batches an update, as a real run has; apex's or Transformer Engine's fused Adam",
-    BUFFERS: "gradients added up inside the matrix products (gradient accumulation fusion: apex or Transformer Engine)",
+    OPTIMIZER: "more micro-batches an update, as a real run has",
+    BUFFERS: "whether `sum` is among the fused kernels, without which gradients are added up after the matrix products",
     COMMUNICATION: "--overlap-grad-reduce and --overlap-param-gather",
     IDLE: "the host synchronisations that are listed; larger micro-batches, whose kernels take longer to run than to start",
 }
