@@ -166,15 +166,15 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
 def test_a_micro_batch_asks_for_nothing_that_would_wait(way, small_corpus, monkeypatch):
     """By the kernel that accelerators take, a stand-in for it; and by the other, which has the same gradient."""
     with engine_of([*small_corpus.flags, *runs.SHORT_RUN, *WAYS[way]]) as engine:
-        from megaenc.model import layer_spec
         from megaenc.model.attention import backends
+        from megaenc.model.layer import PackedAttention
 
         monkeypatch.setattr(backends, "varlen_attn", in_documents)
         for objective in OBJECTIVES:
             norms = []
             for backend in ("varlen", "sdpa"):
                 for module in engine.chunks[0].modules():
-                    if isinstance(module, layer_spec.PackedAttention):
+                    if isinstance(module, PackedAttention):
                         module.backend = backend
                 waits = Waits()
                 norms.append(forward_and_backward(engine, objective, waits))

@@ -9,7 +9,7 @@ from megaenc.dist_env import get_rank, get_world_size
 if __name__ == "__main__":
     silence_libraries()
     prepare_megatron()
-    from megaenc.model import layer_spec
+    from megaenc.model import layer
     from megaenc.model.attention import backends, selftest
     from megaenc.objectives import Attention
     from megaenc.training.command import main
@@ -22,6 +22,6 @@ if __name__ == "__main__":
             packing = type(packing).from_edges(packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device)
         return real_attention("sdpa", q, k, v, packing, scale, window=window)
 
-    layer_spec.compute_attention = selftest.compute_attention = compute_attention
+    layer.compute_attention = selftest.compute_attention = compute_attention
     selftest.missing_requirement = lambda name, *others: "" if name in ("flash", "varlen") else real_requirement(name, *others)
     main(sys.argv[1:])
