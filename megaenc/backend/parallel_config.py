@@ -161,7 +161,8 @@ class ParallelConfig:
 
     def selects_rows(self, num_layers: int) -> bool:
         """Return whether the last layer computes only the predicted positions: if the output layer's stage has it, without SP."""
-        return not self.sequence_parallel and self.layers_per_chunk(num_layers)[-1] > 0
+        split = self.layers_per_chunk(num_layers)
+        return not self.sequence_parallel and bool(split) and split[-1] > 0  # a layout that is not checked yet may be empty
 
     @property
     def full_recompute(self) -> tuple[str | None, int | None]:
