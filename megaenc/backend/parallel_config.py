@@ -159,10 +159,11 @@ class ParallelConfig:
         """Return the parts of a layer that are recomputed, by default core_attn; none unless recomputation is selective."""
         return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
 
-    def selects_rows(self, num_layers: int) -> bool:
+    @property
+    def selects_rows(self) -> bool:
         """Return whether the last layer computes only the predicted positions: if the output layer's stage has it, without SP."""
-        split = self.layers_per_chunk(num_layers)
-        return not self.sequence_parallel and bool(split) and split[-1] > 0  # a layout that is not checked yet may be empty
+        last_stage = self.pipeline_model_parallel_layout.rsplit("|", 1)[-1] or "t"
+        return not self.sequence_parallel and "t" in last_stage
 
     @property
     def full_recompute(self) -> tuple[str | None, int | None]:

@@ -298,8 +298,7 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
         visible_local = docs.local_pairs * (low + high) / 2  # exact if documents are much longer than the window
     pairs = docs.squares, visible_squares, docs.local_pairs, visible_local
-    selects_rows = config.layout.selects_rows(config.shape.num_layers)
-    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs, selects_rows)
+    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), *pairs, config.layout.selects_rows)
 
 
 def _count_batch_sizes(config: PretrainConfig, first: int, last: int) -> tuple[tuple[int, int], ...]:

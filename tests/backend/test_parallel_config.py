@@ -1,5 +1,7 @@
 """Which layers are where, by arithmetic alone."""
 
+import dataclasses
+
 import pytest
 
 from megaenc.backend import ParallelConfig
@@ -68,3 +70,12 @@ def test_interleaved_parts_are_dealt_out_in_turns():
 def test_what_cannot_be_cut_is_refused(layers, stages, options, complaint):
     with pytest.raises(InputError, match=complaint):
         ParallelConfig(1, stages, **options).layers_per_chunk(layers)
+
+
+@pytest.mark.parametrize(
+    ("layout", "has_layers"), [("", True), ("Et*2|t*2L", True), ("E|t*4|L", False), ("E|(t|)*3L", False), ("Et|(t|t)*2L", True)]
+)
+def test_the_last_layer_selects_rows_if_the_output_layer_follows_on_its_stage(layout, has_layers):
+    config = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
+    assert config.selects_rows is has_layers
+    assert not dataclasses.replace(config, sequence_parallel=True).selects_rows
