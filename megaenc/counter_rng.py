@@ -8,11 +8,14 @@ import hashlib
 import math
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 _THREAD = threading.local()
 _CHUNK = 1 << 24  # words that are processed together, so that intermediates are small
+_ROUNDS = 12  # of the Feistel network; four make it pseudorandom (Luby and Rackoff 1988), more help in small ranges
+_WALKED = 1 << 10  # places of a KeyedPermutation that are computed together
 
 
 def random_words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0) -> np.ndarray:
@@ -51,6 +54,64 @@ def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counte
 def permutation(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
     """Return int64[count], range(count) in a random order determined by (seed, purpose, counters)."""
     return _stable_argsort(random_words(seed, purpose, count, counters=counters))
+
+
+class KeyedPermutation:
+    """Random permutation of range(count) in constant memory, determined by (seed, purpose, counters): `permutation[place]`.
+
+    It is a Feistel network over the bits of count - 1, repeated for results outside the range until they are inside (cycle
+    walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+
+    def __init__(self, seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()):
+        """Draw the keys of the permutation of range(`count`), from 1 to 2**62 numbers."""
+        if not 1 <= count <= 1 << 62:
+            raise ValueError(f"count: found {count}, expected 1 to 2**62")
+        self._count = count
+        bits = max(2, (count - 1).bit_length())
+        self._low_bits = np.uint64(bits // 2)
+        self._shifts = np.uint64(64 - bits // 2), np.uint64(64 - (bits - bits // 2))  # keep the bits of a low or high half
+        self._keys = random_words(seed, purpose, _ROUNDS, counters=counters)
+        self._chunk = lru_cache(maxsize=4)(self._compute_chunk)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> int:
+        """Return the number at `place` of the permutation, both in range(count)."""
+        if not 0 <= place < self._count:
+            raise IndexError(f"places are 0 to {self._count - 1}, found {place}")
+        chunk, offset = divmod(place, _WALKED)
+        return int(self._chunk(chunk)[offset])
+
+    def apply(self, places: np.ndarray) -> np.ndarray:
+        """Return int64[n], the numbers at `places`, int[n] in range(count)."""
+        numbers = self._encrypt(places.astype(np.uint64))
+        while len(outside := np.flatnonzero(numbers >= np.uint64(self._count))):
+            numbers[outside] = self._encrypt(numbers[outside])
+        return numbers.view(np.int64)
+
+    def _compute_chunk(self, chunk: int) -> np.ndarray:
+        """Return the numbers at the `chunk`-th _WALKED places."""
+        return self.apply(np.arange(chunk * _WALKED, min((chunk + 1) * _WALKED, self._count)))
+
+    def _encrypt(self, values: np.ndarray) -> np.ndarray:
+        """Return uint64[n], `values` permuted within the next power of two by rounds that each change one half."""
+        low_shift, high_shift = self._shifts
+        high, low = values >> self._low_bits, values & ((np.uint64(1) << self._low_bits) - np.uint64(1))
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                low = low ^ (_mix(high ^ key) >> low_shift)
+            else:
+                high = high ^ (_mix(low ^ key) >> high_shift)
+        return (high << self._low_bits) | low
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """Return uint64 words of which each bit depends on all bits of `words` (finalizer of SplitMix64, Steele et al. 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def _stable_argsort(words: np.ndarray) -> np.ndarray:

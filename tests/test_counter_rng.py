@@ -136,3 +136,47 @@ def test_a_permutation_of_more_than_is_looked_at_together(monkeypatch, count):
     words = counter_rng.random_words(1, "order", count) >> np.uint64(50)  # so that some are alike across the parts
     monkeypatch.setattr(counter_rng, "random_words", lambda *_, **__: words)
     assert np.array_equal(counter_rng.permutation(1, "order", count), np.argsort(words, kind="stable"))
+
+
+@pytest.mark.parametrize("count", [*range(1, 40), 1023, 1024, 1025, 4097, 100_000])
+def test_a_keyed_permutation_holds_every_number_once(count):
+    permutation = counter_rng.KeyedPermutation(7, "packs", count, counters=(2,))
+    numbers = permutation.apply(np.arange(count))
+    assert numbers.dtype == np.int64 and len(permutation) == count
+    assert np.array_equal(np.sort(numbers), np.arange(count))
+    for place in {0, count // 2, count - 1}:
+        assert permutation[place] == numbers[place]
+    for place in (-1, count):
+        with pytest.raises(IndexError, match=f"found {place}"):
+            permutation[place]
+
+
+def test_a_keyed_permutation_of_a_huge_range_is_read_anywhere():
+    """Any 20,000 of 2**40 + 7 numbers: none twice, and each is where one place says."""
+    count = (1 << 40) + 7
+    permutation = counter_rng.KeyedPermutation(1, "packs", count)
+    places = np.unique(np.random.default_rng(0).integers(0, count, 20_000))
+    numbers = permutation.apply(places)
+    assert len(np.unique(numbers)) == len(places) and numbers.min() >= 0 and numbers.max() < count
+    assert [permutation[place] for place in places[:3].tolist()] == numbers[:3].tolist()
+    assert permutation.apply(np.arange(3)).tolist() == [1033814572889, 879123664114, 406839846283]
+
+
+def test_places_of_a_keyed_permutation_are_uniform_and_independent():
+    """Chi-square over (place, number) of all keys, and over the distance between the numbers of neighbouring places."""
+    count, keys, bins = 5003, 400, 20  # 8,192 is the next power of two: a third of the numbers are walked
+    numbers = np.stack([counter_rng.KeyedPermutation(key, "packs", count).apply(np.arange(count)) for key in range(keys)])
+    binned = np.stack([np.bincount(column, minlength=bins) for column in (numbers * bins // count)[:, :50].T])
+    expected = keys / bins
+    assert ((binned - expected) ** 2 / expected).sum() < 950 + 4 * np.sqrt(2 * 950)  # 50 places of 19 degrees of freedom
+    distances = np.bincount((np.diff(numbers, axis=1) % count * bins // count).ravel(), minlength=bins)
+    expected = distances.sum() / bins
+    assert ((distances - expected) ** 2 / expected).sum() < 43.8  # 19 degrees of freedom: by chance once in a thousand
+    fixed = (numbers == np.arange(count)).sum()
+    assert abs(fixed - keys) < 4 * np.sqrt(keys)  # one in each permutation
+
+
+@pytest.mark.parametrize("count", [0, (1 << 62) + 1])
+def test_a_range_that_cannot_be_permuted_is_refused(count):
+    with pytest.raises(ValueError, match="expected 1 to"):
+        counter_rng.KeyedPermutation(1, "packs", count)
