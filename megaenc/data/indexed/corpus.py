@@ -4,20 +4,24 @@ import glob
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from fractions import Fraction
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays
+from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, read_entries
 from megaenc.data.indexed.metadata import CorpusMetadata, metadata_path, read_corpus_metadata
 from megaenc.data.packing.shared_memory import share_arrays
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
 
 _CHECKED_TOKENS = 1 << 22  # read by `check_vocabulary`: milliseconds, and enough to detect a wrong tokenizer
+_CHECKED_SEQUENCES = 1 << 24  # an .idx with more sequences or documents is checked only where it is read
+_DOCUMENTS_PER_SEARCH = 1 << 16
 _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per token
 
 
@@ -30,51 +34,104 @@ class Corpus:
     """
 
     def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], metadata: CorpusMetadata | None):
-        """Build a corpus from its checked index and metadata."""
+        """Build a corpus from its index, with checked ends, and metadata."""
         self.prefix = prefix
         self.metadata = metadata
+        self._index = index
         self.first_sequences = np.asarray(index.documents)  # memory-mapped, as are the lengths
         self.sequence_lengths = np.asarray(index.lengths)
+        self._pointers = np.asarray(index.pointers)
         status = os.stat(f"{prefix}.idx")
         self.key = (os.path.realpath(prefix), status.st_size, status.st_mtime_ns)
         """Key prefix of arrays derived from this corpus that processes share."""
-        self._starts: np.ndarray  # int64[D + 1]: document offsets in the .bin, in tokens
-        self.document_lengths: np.ndarray
-        self._starts, self.document_lengths = share_arrays((*self.key, "documents"), self._compute_document_bounds)
         # Memory-mapped, so that all ranks of a machine share one copy.
         self._tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype=token_type, mode="r"))
         self._id_limit: int | None = None
 
+    @cached_property
+    def _document_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return int64[D + 1] document offsets in the .bin and int64[D] document lengths, both in tokens, shared."""
+        starts, lengths = share_arrays((*self.key, "documents"), self._compute_document_bounds)
+        return starts, lengths
+
     def _compute_document_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Compute int64[D + 1] document offsets in the .bin and int64[D] document lengths, both in tokens."""
+        """Compute the bounds of all documents. Raises LocalInputError for a damaged index that was too large to check."""
+        if not _is_checked_at_once(self._index):
+            check_index_arrays(self.prefix, self._index, self._tokens.dtype.type)
         ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
         np.cumsum(self.sequence_lengths, out=ends[1:])
         starts = ends[self.first_sequences]
         return starts, np.diff(starts)
 
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """Return int64[D], the lengths of all documents in tokens; the first call reads the whole index."""
+        return self._document_bounds[1]
+
+    def document_offsets(self, documents: np.ndarray) -> np.ndarray:
+        """Return int64, the offsets in the .bin, in tokens, of consecutive `documents` in the last axis; D is the end.
+
+        Only these entries of the index are read. Raises LocalInputError if the offsets decrease.
+        """
+        sequences = self.first_sequences[documents]
+        return self._check_offsets(sequences, lambda inside: self._pointers[inside], LocalInputError)
+
+    def block_offsets(self, size: int) -> np.ndarray:
+        """Return int64[blocks + 1], the offset in the .bin, in tokens, of each block of `size` documents, then the end.
+
+        Reads only the index entries of the blocks' first documents, once per machine. Raises InputError if the offsets decrease.
+        """
+        return share_arrays((*self.key, "blocks", size), partial(self._compute_block_offsets, size))[0]
+
+    def _compute_block_offsets(self, size: int) -> tuple[np.ndarray]:
+        """Compute the offsets of the blocks of `size` documents."""
+        path, index = f"{self.prefix}.idx", self._index
+        sequences = np.append(read_entries(path, index.documents, np.arange(0, len(self), size)), self.sequences)
+        return (self._check_offsets(sequences, lambda inside: read_entries(path, index.pointers, inside), InputError),)
+
+    def _check_offsets(
+        self, sequences: np.ndarray, read_pointers: Callable[[np.ndarray], np.ndarray], error: type[InputError]
+    ) -> np.ndarray:
+        """Return int64, the offsets in tokens of `sequences`, numbers up to S; `error` if they decrease in the last axis."""
+        count = self.sequences
+        offsets = read_pointers(np.clip(sequences, 0, count - 1)) // self._tokens.itemsize
+        offsets[sequences == count] = len(self._tokens)
+        is_within = (
+            sequences.min() >= 0 and sequences.max() <= count and offsets.min() >= 0 and offsets.max() <= len(self._tokens)
+        )
+        if not is_within or np.diff(offsets).min(initial=0) < 0:
+            raise error(
+                f"{self.prefix}.idx: found documents that do not lie end to end in .bin; the file is damaged, "
+                "check it with `megaenc data verify`"
+            )
+        return offsets
+
     @classmethod
     def open(cls, prefix: str | Path) -> "Corpus":
         """Open PREFIX.bin, .idx and, if present, .json; return the checked Corpus without reading its tokens.
 
-        Raises InputError for a missing, foreign or truncated file, and for a PREFIX.json that does not match the two.
+        An index of more than 16,777,216 documents or sequences is checked at its ends, and elsewhere where it is read. Raises
+        InputError for a missing, foreign or truncated file, and for a PREFIX.json that does not match the two.
         """
         prefix = str(prefix)
         token_type = check_index(prefix)
         index = IndexArrays.map(f"{prefix}.idx")
-        check_index_arrays(prefix, index, token_type)
+        check_ends = check_index_arrays if _is_checked_at_once(index) else check_index_ends
+        check_ends(prefix, index, token_type)
         metadata = read_corpus_metadata(prefix) if metadata_path(prefix).exists() else None
         if metadata is not None:
             counts = {"documents": len(index.documents) - 1, "sequences": len(index.lengths)}
-            tokens = int(index.lengths.sum(dtype=np.int64))
+            tokens = os.stat(f"{prefix}.bin").st_size // np.dtype(token_type).itemsize
             check_metadata(prefix, metadata, **counts, tokens=tokens, token_type=token_type)
         return cls(prefix, index, token_type, metadata)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Return the .bin's sha256 from the metadata; without, a hash of the .idx and first and last megabyte of tokens."""
         if self.metadata is not None:
             return self.metadata.sha256["bin"]
-        digest = hashlib.sha256(Path(f"{self.prefix}.idx").read_bytes())
+        with open(f"{self.prefix}.idx", "rb") as index:
+            digest = hashlib.file_digest(index, "sha256")
         with open(f"{self.prefix}.bin", "rb") as tokens:
             digest.update(tokens.read(1 << 20))
             tokens.seek(max(0, tokens.seek(0, 2) - (1 << 20)))
@@ -83,7 +140,7 @@ class Corpus:
 
     def __len__(self) -> int:
         """Return the number of documents."""
-        return len(self.document_lengths)
+        return len(self.first_sequences) - 1
 
     @property
     def sequences(self) -> int:
@@ -99,8 +156,11 @@ class Corpus:
         """Return whether EOS ends the documents: by the metadata, or without, whether `eos_id` ends the first one with tokens."""
         if self.metadata is not None:
             return self.metadata.append_eod
-        first = int(np.argmax(self.document_lengths > 0))
-        return int(self._tokens[self._starts[first + 1] - 1]) == eos_id
+        for first in range(0, len(self), _DOCUMENTS_PER_SEARCH):
+            ends = self.document_offsets(np.arange(first, min(first + _DOCUMENTS_PER_SEARCH, len(self))) + 1)
+            if ends[-1]:
+                return int(self._tokens[ends[np.argmax(ends > 0)] - 1]) == eos_id
+        raise AssertionError("a corpus has tokens")
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return a copy of tokens start..stop-1 of a document, int64; InputError for an id beyond the checked vocabulary.
@@ -117,7 +177,13 @@ class Corpus:
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
         # The sequences of a document are contiguous in the .bin: one read may cross them.
-        begins, counts = self._starts[documents] + starts, stops - starts
+        return self.read_ranges(documents, self._document_bounds[0][documents] + starts, stops - starts)
+
+    def read_ranges(self, documents: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return counts[i] tokens from offset begins[i] of the .bin, joined, as int64; `documents` are named in errors.
+
+        Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
+        """
         if len(documents) <= _MAX_SLICED_DOCUMENTS:
             slices = zip(begins.tolist(), (begins + counts).tolist(), strict=True)
             tokens = np.concatenate([self._tokens[begin:end] for begin, end in slices], dtype=np.int64)
@@ -135,7 +201,7 @@ class Corpus:
         if self.metadata is not None:
             check_tokenizer(self.prefix, self.metadata, vocabulary)
         self._id_limit = vocabulary.size
-        count = min(_CHECKED_TOKENS, int(self.document_lengths.sum()))
+        count = min(_CHECKED_TOKENS, len(self._tokens))
         self._check_ids(self._tokens[:count].astype(np.int64), "the start")
 
     def _check_ids(self, tokens: np.ndarray, where: str, error: type[InputError] = InputError) -> None:
@@ -194,17 +260,30 @@ def refuse_raw_text(prefix: str) -> None:
 
 def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
     """Raise InputError if documents or sequences in the checked .idx are inconsistent or do not fill the .bin."""
-    size = np.dtype(token_type).itemsize
-    lengths, indices, pointers = index.lengths, index.documents, index.pointers
+    lengths, indices = index.lengths, index.documents
     # Differences of non-negative numbers cannot overflow.
     if lengths.min() < 0 or indices[0] != 0 or indices.min() < 0 or np.diff(indices).min() < 0:
         raise InputError(f"{prefix}.idx: found sequences or documents of negative length; the file is damaged")
-    if indices[-1] != len(lengths):
+    check_index_ends(prefix, index, token_type, int(lengths.sum(dtype=np.int64)) * np.dtype(token_type).itemsize)
+
+
+def check_index_ends(prefix: str, index: IndexArrays, token_type: type[np.number], expected_bytes: int | None = None) -> None:
+    """Raise InputError if first and last documents and sequences do not fit the .bin, of `expected_bytes` if given.
+
+    Without `expected_bytes` the last sequence decides.
+    """
+    lengths, pointers = index.lengths, index.pointers
+    if index.documents[0] != 0 or index.documents[-1] != len(lengths):
         raise InputError(f"{prefix}.idx: its document indices do not end at its last sequence; the file is damaged")
-    expected_bytes = int(lengths.sum(dtype=np.int64)) * size
-    check_bin_size(prefix, expected_bytes)
-    if pointers[0] != 0 or int(pointers[-1]) + int(lengths[-1]) * size != expected_bytes:
+    end = int(pointers[-1]) + int(lengths[-1]) * np.dtype(token_type).itemsize
+    check_bin_size(prefix, end if expected_bytes is None else expected_bytes)
+    if pointers[0] != 0 or expected_bytes not in (None, end):
         raise InputError(f"{prefix}.idx: its sequences do not lie end to end in .bin; the file is damaged")
+
+
+def _is_checked_at_once(index: IndexArrays) -> bool:
+    """Return whether an index is small enough to be checked as a whole when it is opened."""
+    return max(len(index.lengths), len(index.documents)) <= _CHECKED_SEQUENCES
 
 
 def check_bin_size(prefix: str, expected_bytes: int) -> None:

@@ -6,8 +6,10 @@ torch. This one uses arrays; the tests open its files with megatron-core.
 
 import contextlib
 import hashlib
+import os
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from megaenc.errors import InputError
 # The .idx: this header, int32 lengths and int64 byte pointers of the sequences, int64 document indices.
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
+_READERS = 32  # threads of `read_entries`, which hide the latency of a network file system
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # by megatron-core's code
 
 
@@ -51,6 +54,25 @@ class IndexArrays:
             arrays.append(np.memmap(path, dtype=kind, mode="r", offset=offset, shape=(count,)))
             offset += arrays[-1].nbytes
         return cls(*arrays)
+
+
+def read_entries(path: str | Path, array: np.memmap, numbers: np.ndarray) -> np.ndarray:
+    """Return int64[n], entries `numbers` of a memory-mapped int64 `array` of the file at `path`, read without mapping pages.
+
+    For few entries far apart, of which a mapping would read the pages in between.
+    """
+    starts = np.array_split(array.offset + 8 * numbers, _READERS)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(part: np.ndarray) -> bytes:
+        return b"".join([os.pread(descriptor, 8, start) for start in part.tolist()])
+
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        with ThreadPoolExecutor(_READERS) as pool:
+            return np.frombuffer(b"".join(pool.map(read, starts)), np.int64)
+    finally:
+        os.close(descriptor)
 
 
 class IndexedWriter:

@@ -213,3 +213,58 @@ def test_parse_split():
     for wrong in ("", "99", "99,1", "99,1,x", "-1,1,1", "0,0,0", "1,1,1,1", "1/0,1,1"):
         with pytest.raises(InputError, match=f"--split: found `{wrong}`"):
             parse_split(wrong)
+
+
+@pytest.mark.parametrize("checked", [1 << 24, 2], ids=["checked", "too large to check"])
+def test_offsets_are_read_for_some_documents(tmp_path, monkeypatch, checked):
+    monkeypatch.setattr("megaenc.data.indexed.corpus._CHECKED_SEQUENCES", checked)
+    draw = np.random.default_rng(0)
+    texts = [[[1] * draw.integers(1, 9) for _ in range(draw.integers(0, 4))] for _ in range(100)] + [[]]
+    corpus = Corpus.open(write_corpus(tmp_path / "corpus", texts, np.int32))
+    expected = np.cumsum([0, *(sum(map(len, text)) for text in texts)])
+    numbers = np.arange(102)
+    assert corpus.document_offsets(numbers).tolist() == expected.tolist()
+    pairs = np.stack([numbers[40:60], numbers[41:61]], axis=1)
+    assert np.array_equal(corpus.document_offsets(pairs), expected[pairs])
+    for size in (1, 2, 7, 64, 101, 128):
+        assert corpus.block_offsets(size).tolist() == [*expected[:101:size], expected[-1]]
+    assert "_document_bounds" not in vars(corpus)  # nothing has read the whole index
+    assert np.array_equal(corpus.document_lengths, np.diff(expected))
+    spans = [50, 3], [0, 0], [1, 1]
+    assert corpus.read_ranges(numbers[spans[0]], expected[spans[0]], np.array([1, 1])).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(34 + 5 * 4 + 8, struct.pack("<q", 20)), (34 + 5 * 12 + 8, struct.pack("<q", 9)), (34 + 5 * 12 + 8, struct.pack("<q", -1))],
+    ids=["pointer", "document", "negative"],
+)
+def test_damage_inside_a_large_index_is_found_where_it_is_read(prefix, monkeypatch, offset, value):
+    monkeypatch.setattr("megaenc.data.indexed.corpus._CHECKED_SEQUENCES", 2)
+    path = Path(prefix + ".idx")
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(value)] = value
+    path.write_bytes(content)
+    corpus = Corpus.open(prefix)
+    for read in (lambda: corpus.block_offsets(1), lambda: corpus.document_offsets(np.arange(5))):
+        with pytest.raises(InputError, match=r"end to end in .bin; the file is damaged, check it with `megaenc data verify`"):
+            read()
+    assert corpus.document_offsets(np.array([3, 4])).tolist() == [9, 11]
+
+
+def test_all_of_a_large_index_is_checked_when_all_of_it_is_read(prefix, monkeypatch):
+    monkeypatch.setattr("megaenc.data.indexed.corpus._CHECKED_SEQUENCES", 2)
+    path = Path(prefix + ".idx")
+    content = bytearray(path.read_bytes())
+    content[38:42] = struct.pack("<i", -1)
+    path.write_bytes(content)
+    corpus = Corpus.open(prefix)
+    with pytest.raises(InputError, match="negative length"):
+        corpus.document_lengths  # noqa: B018
+
+
+def test_the_first_text_of_a_foreign_corpus_decides_whether_eos_ends_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("megaenc.data.indexed.corpus._DOCUMENTS_PER_SEARCH", 2)
+    for last in (9, 5):
+        corpus = Corpus.open(write_corpus(tmp_path / f"corpus{last}", [[], [], [], [[3, last]], [[9]]]))
+        assert corpus.has_eos(9) == (last == 9)
