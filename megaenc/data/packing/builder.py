@@ -10,6 +10,7 @@ import numpy as np
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
 from megaenc.data.packing.blended_dataset import BlendedDataset, parse_data_path
+from megaenc.data.packing.block_stream import MOST_SHUFFLED, BlockStream, DocumentBlocks, choose_block_size
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, CorpusPackedDataset, RandomLengthPackedDataset
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
 from megaenc.data.packing.shared_memory import share_arrays
@@ -54,12 +55,20 @@ class RunData:
 
     @classmethod
     def open(
-        cls, data_path: Sequence[str], vocabulary: Vocabulary, *, split: str, packing: str, seq_length: int, seed: int
+        cls,
+        data_path: Sequence[str],
+        vocabulary: Vocabulary,
+        *,
+        split: str,
+        packing: str,
+        seq_length: int,
+        seed: int,
+        order: str = "documents",
     ) -> "RunData":
         """Open --data-path's corpora, weighted by tokens by default; cut training packs by `packing`, held-out by concat.
 
         Held-out packs are always `concat` and in one order, so that runs of different packing or seed are measured on the same
-        text. Raises InputError for a corpus that cannot be used.
+        text. `order`: see `split_corpus`. Raises InputError for a corpus that cannot be used.
         """
         pairs = parse_data_path(data_path)
         fractions, dataset_class = parse_split(split), PACKINGS[packing]
@@ -67,7 +76,7 @@ class RunData:
         for _, prefix in pairs:
             corpus = Corpus.open(prefix)
             corpus.check_vocabulary(vocabulary)
-            train, held_out, _ = split_corpus(corpus, fractions)
+            train, held_out, _ = split_corpus(corpus, fractions, order)
             if not _has_tokens(corpus, train):
                 raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
             corpora.append(corpus)
@@ -92,6 +101,11 @@ class RunData:
         if len(self.corpora) == 1:
             return self.corpora[0].fingerprint
         return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Return whether a corpus is so large that it is shuffled by blocks of documents."""
+        return any(isinstance(part.stream, BlockStream) for part in self.train_datasets)
 
     def corpus_usage(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[CorpusUsage]:
         """Return each corpus's CorpusUsage by samples first..end-1 without the (first, last) sample ranges `without`."""
@@ -126,14 +140,25 @@ def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
     return chained
 
 
-def split_corpus(corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a corpus's (training, validation, test) document numbers by weight, computed once per machine and shared."""
+def split_corpus(
+    corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction], order: str = "documents"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | tuple[DocumentBlocks, DocumentBlocks, DocumentBlocks]:
+    """Return a corpus's (training, validation, test) documents by weight, computed once per machine and shared.
+
+    They are document numbers or, with `order` "blocks" for a corpus of more than 1,048,576 documents, blocks of documents.
+    """
+    if order == "blocks" and len(corpus) > MOST_SHUFFLED:
+        size = choose_block_size(len(corpus))
+        train, held_out, test = (DocumentBlocks(size, numbers) for numbers in split_documents(-(-len(corpus) // size), fractions))
+        return train, held_out, test
     key = (*corpus.key, "split", [str(fraction) for fraction in fractions])
     train, held_out, test = share_arrays(key, partial(split_documents, len(corpus), fractions))
     return train, held_out, test
 
 
-def _has_tokens(corpus: Corpus, documents: np.ndarray) -> bool:
+def _has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:
     """Return whether any of `documents` holds a token."""
+    if isinstance(documents, DocumentBlocks):
+        return bool(np.diff(corpus.block_offsets(documents.size))[documents.numbers].any())
     chunks = (documents[start : start + _DOCUMENTS_PER_CHECK] for start in range(0, len(documents), _DOCUMENTS_PER_CHECK))
     return any(corpus.document_lengths[numbers].any() for numbers in chunks)

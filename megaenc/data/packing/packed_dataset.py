@@ -4,14 +4,16 @@ The contents of a pack are a pure function of the data, the seed, seq_length and
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.packing.token_stream import DocumentSource, TokenStream, narrow_to_int32
+from megaenc.data.packing.block_stream import BlockSource, BlockStream, DocumentBlocks
+from megaenc.data.packing.token_stream import DocumentSource, DocumentStream, TokenStream
 from megaenc.errors import InputError
 
 LONGEST_PACK = 1 << 24
@@ -61,9 +63,13 @@ class CorpusPackedDataset(ABC):
     Without that order the pieces of one long document would meet in one batch.
     """
 
-    def __init__(self, corpus: DocumentSource, documents: np.ndarray, seq_length: int, seed: int):
-        """Cut packs from `documents`, int64[D] document numbers. Raises InputError if they hold no token."""
-        self.stream = TokenStream(corpus, documents, seed)
+    def __init__(self, corpus: DocumentSource | BlockSource, documents: np.ndarray | DocumentBlocks, seq_length: int, seed: int):
+        """Cut packs from `documents`, int64[D] numbers or blocks of documents. Raises InputError if they hold no token.
+
+        All documents are shuffled, or all blocks and documents within groups of them.
+        """
+        kind = BlockStream if isinstance(documents, DocumentBlocks) else DocumentStream
+        self.stream: TokenStream = kind(corpus, documents, seed)
         self.seq_length = seq_length
         self.seed = seed
         self._pack_order = lru_cache(maxsize=1)(self._compute_pack_order)
@@ -109,11 +115,9 @@ class CorpusPackedDataset(ABC):
         first, end = self.first_sample_of_epoch(epoch), self.first_sample_of_epoch(epoch + 1)
         return epoch + (samples - first) / (end - first)
 
-    def _compute_pack_order(self, epoch: int) -> np.ndarray:
+    def _compute_pack_order(self, epoch: int) -> Sequence[int] | np.ndarray:
         """Compute the random order of the packs that start in `epoch`, numbered from the first of them."""
-        count = self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch)
-        make = partial(counter_rng.permutation, self.seed, "packs", count, counters=(epoch,))
-        return self.stream.share_arrays(("visits", count, epoch), lambda: (narrow_to_int32(make()),))[0]
+        return self.stream.permute_packs(self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch), epoch)
 
 
 class ConcatPackedDataset(CorpusPackedDataset):
@@ -159,7 +163,7 @@ class RandomLengthPackedDataset(ConcatPackedDataset):
     As in arXiv 2507.00994. A chunk may span documents: attention crosses their ends.
     """
 
-    def __init__(self, corpus: DocumentSource, documents: np.ndarray, seq_length: int, seed: int):
+    def __init__(self, corpus: DocumentSource | BlockSource, documents: np.ndarray | DocumentBlocks, seq_length: int, seed: int):
         """Cut packs as CorpusPackedDataset. Raises InputError if a pack has no room for two chunks."""
         check_two_chunks_fit(seq_length)
         super().__init__(corpus, documents, seq_length, seed)

@@ -8,6 +8,7 @@ import numpy as np
 
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.metadata import CorpusMetadata
+from megaenc.data.packing.block_stream import DocumentBlocks
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError
 
@@ -29,13 +30,13 @@ class SentencePackedDataset(CorpusPackedDataset):
     Attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one pack.
     """
 
-    def __init__(self, corpus: Corpus, documents: np.ndarray, seq_length: int, seed: int):
+    def __init__(self, corpus: Corpus, documents: np.ndarray | DocumentBlocks, seq_length: int, seed: int):
         """Cut packs as CorpusPackedDataset. Raises InputError if every document of the corpus is one sequence."""
         check_has_sentences(
             getattr(corpus, "prefix", "the corpus"),
             getattr(corpus, "metadata", None),
             sequences=len(corpus.sequence_lengths),
-            documents=len(corpus.document_lengths),
+            documents=len(corpus.first_sequences) - 1,
         )
         super().__init__(corpus, documents, seq_length, seed)
         # The packs of an epoch start where those of the previous one end, so epochs are computed in order. Index e: the number of
@@ -94,8 +95,7 @@ class SentencePackedDataset(CorpusPackedDataset):
 
     def _compute_sentence_starts(self, epoch: int) -> np.ndarray:
         """Compute int64[sentences], the starts of the sentences of `epoch` in tokens from the epoch's start."""
-        order, _ = self.stream.epoch_order(epoch)
-        documents = self.stream.documents[order]
+        documents = self.stream.epoch_documents(epoch)
         corpus = self.stream.corpus
         firsts, counts = corpus.first_sequences[documents], np.diff(corpus.first_sequences)[documents]
         del documents  # with 100 million sentences each array takes nearly a gigabyte

@@ -1,6 +1,7 @@
-"""Endless stream of tokens from which packs are cut: all documents concatenated, in a new random order each epoch."""
+"""Endless streams of tokens from which packs are cut: all documents concatenated, in a new random order each epoch."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from megaenc.errors import InputError
 
 
 class DocumentSource(Protocol):
-    """Interface of a corpus for TokenStream: `document_lengths`, and `read_spans`, which reads tokens of documents."""
+    """Interface of a corpus for DocumentStream: `document_lengths`, and `read_spans`, which reads tokens of documents."""
 
     document_lengths: np.ndarray
     """int64[D], length of each document in tokens."""
@@ -21,17 +22,64 @@ class DocumentSource(Protocol):
         """Return tokens starts[i]..stops[i]-1, one or more, of each documents[i], concatenated as int64."""
 
 
-class TokenStream:
+class TokenStream(ABC):
     """Endless token sequence of a corpus: its documents joined in a new random order each epoch; readable at any position.
 
     Documents without tokens are left out. A position is a number of tokens from the start of the stream.
     """
 
-    def __init__(self, corpus: DocumentSource, documents: np.ndarray, seed: int):
-        """Build the stream of `documents`, int64[D] document numbers. Raises InputError if they hold no token."""
+    def __init__(self, corpus: object, seed: int, key: Callable[[], tuple[object, ...]]):
+        """Keep `corpus` and `seed`; `key()` identifies the documents among those of the corpus in shared memory."""
         self.corpus = corpus
         self.seed = seed
-        self._key = (*corpus.key, hash_array(documents), seed) if has_local_peers() and hasattr(corpus, "key") else None
+        self._key = (*corpus.key, *key(), seed) if has_local_peers() and hasattr(corpus, "key") else None
+        self.tokens_per_epoch: int
+
+    def share_arrays(self, key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
+        """Return `compute()`, run once for all processes of a machine under `key`, or here if nothing is shared."""
+        return compute() if self._key is None else share_arrays((*self._key, *key), compute)
+
+    def check_has_tokens(self, documents: int) -> None:
+        """Raise InputError if the stream's `documents` hold no token."""
+        if self.tokens_per_epoch == 0:
+            raise InputError(
+                f"{getattr(self.corpus, 'prefix', 'corpus')}: found no tokens in {documents} documents, expected at least one"
+            )
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return `count` tokens from position `start`, int64, and their document edges, int32[D + 1] from 0 to `count`."""
+        tokens, edges, done = [], [np.zeros(1, dtype=np.int64)], 0
+        while done < count:
+            epoch, begin = divmod(start + done, self.tokens_per_epoch)
+            piece, lengths = self._read_piece(epoch, begin, count - done)
+            tokens.append(piece)
+            edges.append(done + np.cumsum(lengths))
+            done += len(piece)
+        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(edges, dtype=np.int32)
+
+    @abstractmethod
+    def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return 1 to `count` tokens from token `begin` of `epoch`, int64, and the number of them in each document."""
+
+    @abstractmethod
+    def epoch_documents(self, epoch: int) -> np.ndarray:
+        """Return int64 or int32[D], the numbers of all documents in the order of `epoch`."""
+
+    def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
+        """Return a random order of the `count` packs of `epoch`, a permutation of range(count)."""
+
+        def compute() -> tuple[np.ndarray]:
+            return (narrow_to_int32(counter_rng.permutation(self.seed, "packs", count, counters=(epoch,))),)
+
+        return self.share_arrays(("visits", count, epoch), compute)[0]
+
+
+class DocumentStream(TokenStream):
+    """Stream in which all documents of an epoch are shuffled; it holds some 20 bytes of each in memory."""
+
+    def __init__(self, corpus: DocumentSource, documents: np.ndarray, seed: int):
+        """Build the stream of `documents`, int64[D] document numbers. Raises InputError if they hold no token."""
+        super().__init__(corpus, seed, lambda: (hash_array(documents),))
 
         def drop_empty() -> tuple[np.ndarray, np.ndarray]:
             lengths = corpus.document_lengths[documents]
@@ -39,32 +87,23 @@ class TokenStream:
 
         self.documents, self._lengths = self.share_arrays(("documents",), drop_empty)
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
-        if self.tokens_per_epoch == 0:
-            raise InputError(
-                f"{getattr(corpus, 'prefix', 'corpus')}: found no tokens in {len(documents)} documents, expected at least one"
-            )
+        self.check_has_tokens(len(documents))
         # Two epochs: the last pack of one reaches into the next and may be read at any time.
         self.epoch_order = lru_cache(maxsize=2)(self._epoch_order)
 
-    def share_arrays(self, key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
-        """Return `compute()`, run once for all processes of a machine under `key`, or here if nothing is shared."""
-        return compute() if self._key is None else share_arrays((*self._key, *key), compute)
+    def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return up to `count` tokens from token `begin` of `epoch`, and the number of them in each document."""
+        order, ends = self.epoch_order(epoch)
+        end = min(begin + count, self.tokens_per_epoch)
+        first, last = np.searchsorted(ends, (begin, end - 1), side="right")  # documents of tokens begin and end - 1
+        numbers, document_ends = order[first : last + 1], ends[first : last + 1]
+        offsets = document_ends - self._lengths[numbers]  # of the first tokens, within the epoch
+        starts, stops = np.maximum(begin - offsets, 0), np.minimum(end, document_ends) - offsets
+        return self.corpus.read_spans(self.documents[numbers], starts, stops), stops - starts
 
-    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `count` tokens from position `start`, int64, and their document edges, int32[D + 1] from 0 to `count`."""
-        tokens, edges, done = [], [np.zeros(1, dtype=np.int64)], 0
-        while done < count:
-            epoch, begin = divmod(start + done, self.tokens_per_epoch)
-            order, ends = self.epoch_order(epoch)
-            end = min(begin + count - done, self.tokens_per_epoch)
-            first, last = np.searchsorted(ends, (begin, end - 1), side="right")  # documents of tokens begin and end - 1
-            numbers, document_ends = order[first : last + 1], ends[first : last + 1]
-            offsets = document_ends - self._lengths[numbers]  # of the first tokens, within the epoch
-            starts, stops = np.maximum(begin - offsets, 0), np.minimum(end, document_ends) - offsets
-            tokens.append(self.corpus.read_spans(self.documents[numbers], starts, stops))
-            edges.append(done + np.cumsum(stops - starts))
-            done += end - begin
-        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(edges, dtype=np.int32)
+    def epoch_documents(self, epoch: int) -> np.ndarray:
+        """Return the numbers of all documents in the order of `epoch`."""
+        return self.documents[self.epoch_order(epoch)[0]]
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Compute the order of `documents` in `epoch` and int64[D], their ends in tokens from the epoch's start."""
