@@ -8,7 +8,7 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Flags of the training data: corpora, tokenizer, split, tokens of a pack, method of packing, and packs to skip."""
+    """Flags of the training data: corpora, tokenizer, split, packs, order, and packs to skip."""
 
     data_path: tuple[str, ...] = ()
     """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size; without it the
@@ -24,6 +24,11 @@ class DataConfig:
     """how documents are cut into packs. concat: end to end, without loss; random-length: as in the study, two chunks of random
     length a pack, which may span documents; sentences: every pack starts at a sentence (needs data preprocessed with
     --split-sentences)"""
+    data_order: Literal["blocks", "documents"] | None = None
+    """how each epoch shuffles a corpus of more than 1,048,576 documents. blocks: at random in blocks of consecutive documents,
+    and in groups of blocks by document, so that start-up and memory do not grow with the corpus; documents: all documents at
+    once. Without the flag: as in the run of --save, --branch-from or --init-from (documents before there was a choice), else
+    blocks"""
     skip_packs: tuple[str, ...] = ()
     """packs to skip, by their position in the data order: 1200-1215 1300, or none; the packs after them move up. A resumed run
     keeps its list without the flag"""

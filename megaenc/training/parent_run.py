@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_json_object, read_regular_file
+from megaenc.json_files import parse_json, read_json_object, read_json_or_empty, read_regular_file
 from megaenc.model.config import ADDED_OPTIONS
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
@@ -29,7 +29,7 @@ WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_siz
 # Fields of WEIGHT_FIELDS that training can adapt the weights to, as for a longer context.
 _ROTARY_FIELDS = ("rotary_base", "local_rotary_base", "use_rope_scaling", "rope_scaling_factor")
 _ROTARY_FIELDS += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
-_SAMPLE_FIELDS = ("data", "split", "packing", "seq_length", "seed", "phases")
+_SAMPLE_FIELDS = ("data", "split", "packing", "data_order", "seq_length", "seed", "phases")
 
 
 def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunInit:
@@ -49,6 +49,21 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
     else:
         start = NEW_WEIGHTS
     return dataclasses.replace(start, skip_samples=config.skip_samples) if isinstance(config.skip_samples, int) else start
+
+
+def resolve_data_order(settings: PretrainConfig) -> PretrainConfig:
+    """Return `settings` with a --data-order: as given, or that of the run in --save or of the parent, or of a new run.
+
+    Runs of versions that recorded none shuffled documents. An unreadable run.json is reported later, on opening the run.
+    """
+    order, start = settings.data.data_order, settings.start
+    runs = [run for run in (settings.output.save, start.branch_from, start.init_from) if run]
+    for run in runs if order is None else ():
+        metadata = read_json_or_empty(Path(run) / RUN_FILE)
+        if metadata and "source" not in metadata:  # converted weights have no data
+            order = "blocks" if metadata.get("data_order") == "blocks" else "documents"
+            break
+    return dataclasses.replace(settings, data=dataclasses.replace(settings.data, data_order=order or "blocks"))
 
 
 def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:

@@ -150,7 +150,17 @@ class Plan:
         """
         phases = self.settings.phase_configs
         settings = phases[-1].settings
-        free = {"phases", "train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
+        free = {
+            "phases",
+            "train_tokens",
+            "config",
+            "model",
+            "data_path",
+            "data_order",
+            "skip_packs",
+            "tokenizer",
+            "micro_batch_size",
+        }
         free |= {"objective_schedule", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
         free |= {"lr_decay_style", "lr_wsd_decay_style", "min_lr"}
         optimizer = settings.optimizer.optimizer  # absent if it is the default, as in runs of earlier versions
@@ -167,6 +177,8 @@ class Plan:
         }
         rows = self._phase_rows()
         values |= {"phases": rows} if len(rows) > 1 else {}
+        # Absent if all documents are shuffled, as in runs of earlier versions.
+        values |= {"data_order": "blocks"} if any(data.has_blocks for data in (*self.earlier_data, self.data)) else {}
         return values | {
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
@@ -195,11 +207,12 @@ class Plan:
 
     @property
     def run_metadata(self) -> dict[str, Any]:
-        """Return the content of run.json: version, model size, corpus usage, start, skipped packs, rewinds, identity."""
+        """Return the content of run.json: version, model size, order, corpus usage, start, skipped packs, rewinds, identity."""
         return {
             "megaenc": __version__,
             "vocab_size": self.vocab_size,
             "parameters": self.settings.shape.parameter_count(self.vocab_size),
+            "data_order": self.settings.data.data_order,
             "reading": [dataclasses.asdict(row) for row in self.corpus_usage],
             "start": dataclasses.asdict(self.start),
             "skip_packs": list(self.skipped.texts),

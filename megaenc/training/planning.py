@@ -13,7 +13,7 @@ from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
 from megaenc.training.config_groups import DataConfig
-from megaenc.training.parent_run import record_run_init, resolve_run_init
+from megaenc.training.parent_run import record_run_init, resolve_data_order, resolve_run_init
 from megaenc.training.phases import build_learning_rate
 from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import resolve_skip_ranges
@@ -25,6 +25,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     `given`: the fields whose values were given and are no defaults (None: all), which may change rotary positions of --init-from.
     """
     settings.check(get_world_size())
+    settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
     _check_pseudo_perplexity(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
@@ -43,7 +44,13 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     schedule = Schedule.build(settings.schedule_text, settings.total_iters, vocabulary, settings.seed)
     opened = {
         data: RunData.open(
-            data.data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed
+            data.data_path,
+            vocabulary,
+            split=data.split,
+            packing=data.packing,
+            seq_length=data.seq_length,
+            seed=settings.seed,
+            order=data.data_order,
         )
         for data in dict.fromkeys(data_configs)
     }

@@ -10,6 +10,7 @@ from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
 from megaenc.training.config import parse_config
 from megaenc.training.micro_batches import DataParallelSampler
+from megaenc.training.parent_run import resolve_data_order
 from megaenc.training.planning import build_plan
 
 
@@ -94,3 +95,65 @@ def test_tokens_on_the_command_line_overrule_steps_in_yaml(tmp_path, small_corpu
     assert parse_config(["--config", str(tmp_path / "run.yaml"), "--train_tokens=2048"], "test") == settings
     both = [*small_corpus.flags, "--train-tokens", "5", "--train-iters", "6"]
     assert "--train-tokens: found 5 together with --train-iters 6, expected one of them" in refusal(main, both)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Every corpus of more than eight documents is a large one."""
+    for module in ("builder", "block_stream"):
+        monkeypatch.setattr(f"megaenc.data.packing.{module}.MOST_SHUFFLED", 8)
+    monkeypatch.setattr("megaenc.data.packing.block_stream._MOST_BLOCKS", 50)
+
+
+def forget_order(folder):
+    """Make `folder` a run of a version that recorded no order."""
+    metadata = json.loads((folder / "run.json").read_text())
+    assert metadata.pop("data_order") == "documents" and "data_order" not in metadata["identity"]
+    (folder / "run.json").write_text(json.dumps(metadata))
+    config = (folder / "config.yaml").read_text()
+    assert "data_order: documents\n" in config
+    (folder / "config.yaml").write_text(config.replace("data_order: documents\n", ""))
+
+
+@pytest.mark.parametrize("order", ["blocks", "documents"])
+def test_a_run_keeps_its_order_of_documents(order, small_corpus, tmp_path, large, refusal):
+    """Bitwise, resumed and branched without the flag; a run without a record shuffles documents, as it always did."""
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "12"]
+    given = [] if order == "blocks" else ["--data-order", "documents"]
+    main([*flags, *given, "--save", str(tmp_path / "whole")])
+    main([*flags, *given, "--save", str(tmp_path / "run"), "--exit-interval", "6"])
+    if order == "documents":
+        forget_order(tmp_path / "run")
+    else:
+        assert json.loads((tmp_path / "run" / "run.json").read_text())["identity"]["data_order"] == "blocks"
+    other = {"blocks": "documents", "documents": "blocks"}[order]
+    message = refusal(main, [*flags, "--save", tmp_path / "run", "--data-order", other])
+    assert "holds a different run: data_order is" in message
+    main([*flags, "--save", str(tmp_path / "run")])
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
+    assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "whole")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["data_order"] == order
+
+    if order == "documents":
+        forget_order(tmp_path / "run")
+    branch = [*flags, "--branch-from", tmp_path / "run", "--branch-at", 6]
+    weights = [*flags, "--init-from", tmp_path / "run", "--skip-samples", "parent"]
+    for plan in (plan_of(*branch), plan_of(*weights)):
+        assert plan.settings.data.data_order == order and plan.data.has_blocks == (order == "blocks")
+    assert "data_order is" in refusal(main, [*branch, "--data-order", other])
+    assert "data_order is" in refusal(main, [*weights, "--data-order", other])
+    assert plan_of(*weights[:-2], "--data-order", other).data.has_blocks == (order == "documents")
+
+
+def test_both_orders_of_a_small_corpus_are_one_run(small_corpus, tmp_path):
+    plans = [plan_of(*small_corpus.flags, *flags) for flags in ([], ["--data-order", "blocks"], ["--data-order", "documents"])]
+    assert [plan.settings.data.data_order for plan in plans] == ["blocks", "blocks", "documents"]
+    assert plans[0].identity == plans[1].identity == plans[2].identity and "data_order" not in plans[0].identity
+
+
+def test_converted_weights_bring_no_order(small_corpus, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"source": {}, "identity": {}}))
+    settings = parse_config([*small_corpus.flags, "--init-from", str(tmp_path)], "test")
+    assert resolve_data_order(settings).data.data_order == "blocks"
+    (tmp_path / "run.json").write_text("no JSON")
+    assert resolve_data_order(settings).data.data_order == "blocks"

@@ -11,8 +11,8 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.console import build_rich_console, format_number, silence_libraries
-from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packing.builder import PACKINGS
+from megaenc.data.indexed.corpus import Corpus, parse_split
+from megaenc.data.packing.builder import PACKINGS, split_corpus
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, handle_command_errors
@@ -43,6 +43,8 @@ class InspectConfig:
     """Tokens per pack."""
     packing: Literal["concat", "random-length", "sentences"] = "concat"
     """Way of cutting documents into packs; see the flag of `megaenc pretrain`."""
+    data_order: Literal["blocks", "documents"] = "blocks"
+    """Shuffling of a corpus of more than 1,048,576 documents; see the flag of `megaenc pretrain`."""
     seed: int = 1
     """Seed of the order of packs and of the hidden tokens."""
     split: str = "99,1,0"
@@ -113,7 +115,7 @@ def inspect_corpus(settings: InspectConfig) -> list[Any]:
         if value >= limit:
             raise InputError(f"{flag}: found {str(value)[:40]}, expected less than {limit:,}")
     corpus = Corpus.open(settings.prefix)
-    training, _, _ = split_documents(len(corpus), parse_split(settings.split))
+    training, _, _ = split_corpus(corpus, parse_split(settings.split), settings.data_order)
     packs = PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
     lengths = compute_length_stats(corpus.document_lengths)
     pack_view = ["Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and predicts."]
