@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import mmap
 import os
 import re
 from collections.abc import Callable
@@ -45,7 +46,8 @@ class Corpus:
         self.key = (os.path.realpath(prefix), status.st_size, status.st_mtime_ns)
         """Key prefix of arrays derived from this corpus that processes share."""
         # Memory-mapped, so that all ranks of a machine share one copy.
-        self._tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype=token_type, mode="r"))
+        self._token_map = np.memmap(f"{prefix}.bin", dtype=token_type, mode="r")
+        self._tokens = np.asarray(self._token_map)
         self._id_limit: int | None = None
 
     @cached_property
@@ -124,6 +126,11 @@ class Corpus:
             tokens = os.stat(f"{prefix}.bin").st_size // np.dtype(token_type).itemsize
             check_metadata(prefix, metadata, **counts, tokens=tokens, token_type=token_type)
         return cls(prefix, index, token_type, metadata)
+
+    def expect_random_reads(self) -> None:
+        """Tell the kernel that few documents are read, anywhere in the files, so that it reads no pages around them."""
+        for array in (self._token_map, self._index.documents, self._index.pointers):
+            array._mmap.madvise(mmap.MADV_RANDOM)
 
     @cached_property
     def fingerprint(self) -> str:

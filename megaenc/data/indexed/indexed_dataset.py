@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,13 +45,16 @@ class IndexArrays:
     """int64[D + 1], first sequence of each document, then S."""
 
     @classmethod
-    def map(cls, path: str | Path) -> "IndexArrays":
-        """Return the memory-mapped arrays of the .idx at `path`, whose header and size must have been checked."""
+    def map(cls, path: str | Path, mode: Literal["r", "r+"] = "r") -> "IndexArrays":
+        """Return the memory-mapped arrays of the .idx at `path`, whose header and size must have been checked.
+
+        With `mode` "r+" they may be written.
+        """
         with open(path, "rb") as stream:
             *_, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
         arrays, offset = [], HEADER.size
         for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, indices)):
-            arrays.append(np.memmap(path, dtype=kind, mode="r", offset=offset, shape=(count,)))
+            arrays.append(np.memmap(path, dtype=kind, mode=mode, offset=offset, shape=(count,)))
             offset += arrays[-1].nbytes
         return cls(*arrays)
 

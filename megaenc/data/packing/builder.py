@@ -148,6 +148,7 @@ def split_corpus(
     They are document numbers or, with `order` "blocks" for a corpus of more than 1,048,576 documents, blocks of documents.
     """
     if order == "blocks" and len(corpus) > MOST_SHUFFLED:
+        corpus.expect_random_reads()
         size = choose_block_size(len(corpus))
         train, held_out, test = (DocumentBlocks(size, numbers) for numbers in split_documents(-(-len(corpus) // size), fractions))
         return train, held_out, test

@@ -115,9 +115,9 @@ def inspect_corpus(settings: InspectConfig) -> list[Any]:
         if value >= limit:
             raise InputError(f"{flag}: found {str(value)[:40]}, expected less than {limit:,}")
     corpus = Corpus.open(settings.prefix)
+    lengths = compute_length_stats(corpus.document_lengths)
     training, _, _ = split_corpus(corpus, parse_split(settings.split), settings.data_order)
     packs = PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
-    lengths = compute_length_stats(corpus.document_lengths)
     pack_view = ["Add --tokenizer DIR to see a decoded pack with the tokens that --objective hides and predicts."]
     if settings.tokenizer:
         # Imported here, because transformers takes seconds and the statistics do not need it.

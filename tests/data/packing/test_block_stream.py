@@ -1,5 +1,6 @@
 """Streams of shuffled blocks against a walk, document by document; their order counted; and packs of them."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -268,3 +269,29 @@ def test_memory_does_not_grow_with_the_corpus():
     held = [value.nbytes for value in vars(packs.stream).values() if isinstance(value, np.ndarray)]
     assert sum(held) < 10_000_000
     assert len(packs[packs.samples_before_repeat - 1].tokens) == len(packs[0].tokens) == 2048
+
+
+def test_batches_of_a_sorted_corpus_vary_little_more_than_random_ones():
+    """Share of the first half of the documents in batches of 64 packs of four documents, of 16 blocks a group.
+
+    Documents of one block are alike, so that the variance is 1 + 3 / 16 times that of independent documents: two documents of a
+    pack share their block once in 16 times. Neighbours in the corpus meet in a pack three times in 4,096.
+    """
+    documents, batch = 1 << 18, 64
+    packs = ConcatPackedDataset(Identity(np.full(documents, 8)), DocumentBlocks(256, np.arange(documents // 256)), 32, seed=1)
+    tokens = np.stack([packs[sample].tokens[::8] for sample in range(batch * 150)])
+    shares = (tokens < documents // 2).reshape(150, -1).mean(1)
+    ratio = shares.var() / (0.25 / (4 * batch))
+    assert ratio == pytest.approx(1 + 3 / 16, abs=4 * np.sqrt(2 / 150))
+    ordered = np.sort(tokens, axis=1)
+    assert (np.diff(ordered, axis=1) == 1).sum() == pytest.approx(tokens.size * 3 / 4096, rel=0.6)
+    assert abs(np.corrcoef(tokens[:-1, 0], tokens[1:, 0])[0, 1]) < 0.05  # one pack and the next
+
+
+def test_the_kernel_reads_no_pages_around_those_of_a_large_corpus(prefix, small_groups):
+    for order, expected in (("documents", {False}), ("blocks", {True})):
+        data = open_data(prefix, order=order)
+        text = Path("/proc/self/smaps").read_text().split(f"{prefix}.bin")[1:]
+        flags = [part.split("VmFlags:")[1].splitlines()[0].split() for part in text]
+        assert {"rr" in words for words in flags[:1]} == expected, flags
+        del data
