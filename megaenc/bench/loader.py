@@ -1,8 +1,8 @@
 """Measure data loading: startup on the index of a large corpus, and tokens per second of one loader process.
 
 The index belongs to a synthetic corpus with log-normal document lengths and a sparse .bin file. First one process, then several
-that share memory open it, split it, shuffle its documents and build the first pack. Tokens per second are measured on a smaller
-corpus of random ids in the page cache, for each packing: as packs, and as micro-batches with MLM targets.
+that share memory open it, split it, shuffle its documents and build the first pack, then more. Tokens per second are measured
+on a smaller corpus of random ids in the page cache, for each packing: as packs, and as micro-batches with MLM targets.
 
 megaenc bench loader --output loader.json
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -23,7 +23,7 @@ import psutil
 from megaenc import flags
 from megaenc.bench import report
 from megaenc.console import ProgressLine, silence_libraries
-from megaenc.data.indexed.indexed_dataset import IndexedWriter
+from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, IndexedWriter
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError, format_error, handle_command_errors
 from megaenc.output_paths import check_output_file
@@ -32,6 +32,8 @@ from megaenc.processes import WorkerDied, check_process_count, python_environmen
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE_LENGTH = 25  # tokens
 _VOCAB_SIZE = 30_000
+_CHUNK = 1 << 22  # documents whose index entries are written at once
+_PACKS = 200  # read after the first one from the large index
 _NO_TOKENS = np.empty(0, np.uint16)
 _OPEN_PACKS: list[CorpusPackedDataset] = []
 
@@ -58,13 +60,15 @@ class LoaderBenchConfig:
     """Duration of reading in each repeat."""
     packings: tuple[str, ...] = PACKINGS
     """Values of --packing to measure."""
+    data_order: Literal["blocks", "documents"] = "blocks"
+    """Shuffling of a corpus of more than 1,048,576 documents; see the flag of `megaenc pretrain`."""
     processes: int = 4
     """Processes that open the index together, in addition to a single one; 1 measures only the single one."""
 
 
-def draw_lengths(documents: int, mean: int) -> np.ndarray:
+def draw_lengths(documents: int, mean: int, seed: int = 0) -> np.ndarray:
     """Return log-normal document lengths in tokens, int32[documents] of at least 1; 5 % exceed 3 x `mean`."""
-    drawn = np.random.default_rng(0).standard_normal(documents, dtype=np.float32)
+    drawn = np.random.default_rng(seed).standard_normal(documents, dtype=np.float32)
     np.exp(drawn, out=drawn)
     drawn *= mean / np.exp(0.5)
     return np.maximum(drawn, 1, out=drawn).astype(np.int32)
@@ -77,6 +81,25 @@ def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: 
     writer.add_documents(tokens, lengths, counts)
     writer.finish()
     os.truncate(files[0], 2 * writer.tokens)
+
+
+def write_index(prefix: Path, documents: int, mean: int) -> None:
+    """Write PREFIX.idx of `documents` of one sequence, about `mean` tokens each, in constant memory, and a sparse PREFIX.bin."""
+    code = next(code for code, dtype in TOKEN_TYPES.items() if dtype == np.uint16)
+    with open(f"{prefix}.idx", "wb") as stream:
+        stream.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
+        stream.truncate(HEADER.size + 20 * documents + 8)
+    index, tokens = IndexArrays.map(f"{prefix}.idx", mode="r+"), 0
+    for first in range(0, documents, _CHUNK):
+        numbers = np.arange(first, min(first + _CHUNK, documents))
+        lengths = draw_lengths(len(numbers), mean, seed=first // _CHUNK)
+        ends = tokens + np.cumsum(lengths, dtype=np.int64)
+        place = slice(first, first + len(numbers))
+        index.lengths[place], index.pointers[place], index.documents[place] = lengths, 2 * (ends - lengths), numbers
+        tokens = int(ends[-1])
+    index.documents[documents] = documents
+    with open(f"{prefix}.bin", "wb") as stream:
+        stream.truncate(2 * tokens)
 
 
 def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
@@ -112,8 +135,7 @@ def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
 def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
     """Write the corpora of both measurements and return their prefixes by measurement."""
     prefixes = {name: folder / name for name in MEASURES}
-    lengths = draw_lengths(config.documents, config.mean_length)
-    write_corpus(prefixes["index"], lengths, np.ones(len(lengths), np.int32))
+    write_index(prefixes["index"], config.documents, config.mean_length)
     lengths = draw_lengths(max(1, config.tokens // config.mean_length), config.mean_length)
     counts = -(-lengths // _SENTENCE_LENGTH)
     sequences = np.full(int(counts.sum()), _SENTENCE_LENGTH, np.int32)
@@ -143,22 +165,25 @@ def _run_turn(measure: str, prefix: Path, packing: str, config: LoaderBenchConfi
     return {"seconds": max(seconds), "processor_seconds": sum(cpu_seconds), "gib": sum(memory)}
 
 
-def _open_packs(prefix: str, packing: str, seq_length: int) -> CorpusPackedDataset:
+def _open_packs(prefix: str, packing: str, config: LoaderBenchConfig) -> CorpusPackedDataset:
     """Return the training packs of a corpus."""
     from megaenc.data.indexed.corpus import Corpus, parse_split
     from megaenc.data.packing.builder import PACKINGS as kinds
     from megaenc.data.packing.builder import split_corpus
 
     corpus = Corpus.open(prefix)
-    train, *_ = split_corpus(corpus, parse_split("99,1,0"))
+    train, *_ = split_corpus(corpus, parse_split("99,1,0"), config.data_order)
     corpus.metadata = SimpleNamespace(sentences="made up")  # each document of the index is one sentence
-    packs = kinds[packing](corpus, train, seq_length, seed=1)
+    packs = kinds[packing](corpus, train, config.seq_length, seed=1)
     corpus.metadata = None
     return packs
 
 
 def measure_index(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
-    """Open a corpus and its first pack; return seconds, CPU seconds and GiB by name. Arguments: prefix, packing, config."""
+    """Open a corpus and read packs; return seconds and CPU seconds to the first, packs per CPU second and GiB by name.
+
+    Arguments: prefix, packing, config.
+    """
     import torch  # noqa: F401 - keeps the import out of the timing
 
     from megaenc.backend.megatron import import_megatron
@@ -166,13 +191,17 @@ def measure_index(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, fl
     import_megatron()
     start, cpu_seconds = time.perf_counter(), time.process_time()
     prefix, packing, config = arguments
-    _OPEN_PACKS.append(_open_packs(prefix, packing, config.seq_length))
+    _OPEN_PACKS.append(_open_packs(prefix, packing, config))
     _OPEN_PACKS[0][0]
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_seconds
+    reading_start = time.process_time()
+    for sample in range(1, _PACKS + 1):
+        _OPEN_PACKS[0][sample]
+    packs_per_second = _PACKS / (time.process_time() - reading_start)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    fields = {"peak_gib": "VmHWM", "after_gib": "VmRSS", "mapped_gib": "RssFile"}
+    fields = {"peak_gib": "VmHWM", "after_gib": "VmRSS", "mapped_gib": "RssFile", "anonymous_gib": "RssAnon"}
     gib = {name: int(status[field].split()[0]) / 2**20 for name, field in fields.items()}
-    return {"seconds": seconds, "processor_seconds": cpu_seconds} | gib
+    return {"seconds": seconds, "processor_seconds": cpu_seconds, "packs_per_processor_second": packs_per_second} | gib
 
 
 def measure_reading(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
@@ -185,7 +214,7 @@ def measure_reading(arguments: tuple[str, str, LoaderBenchConfig]) -> dict[str, 
 
     torch.set_num_threads(1)
     prefix, packing, config = arguments
-    packs = _open_packs(prefix, packing, config.seq_length)
+    packs = _open_packs(prefix, packing, config)
     vocabulary = Vocabulary(_VOCAB_SIZE, 0, 1, (0, 1), "")
     packs.stream.corpus.check_vocabulary(vocabulary)
     objective = MaskedLanguageModeling(vocabulary)
@@ -214,15 +243,17 @@ def format_table(results: dict[str, Any]) -> str:
     documents = results["settings"]["documents"]
     lines = [f"{documents:,} documents, from opening to the first pack; millions of tokens per second of one process"]
     processes = f"of {results['settings']['processes']} processes"
-    lines.append(f"{'':16}{'s':>8}{'GiB':>8}{processes + ', s':>20}{'GiB':>8}{'packs':>10}{'with MLM':>10}")
+    lines.append(f"{'':16}{'s':>8}{'GiB':>8}{'packs/CPU s':>13}{processes + ', s':>20}{'GiB':>8}{'packs':>10}{'with MLM':>10}")
     for packing, row in results["index"].items():
         read = results["reading"][packing]
         packs, batches = (read[f"{name}_tokens_per_second"]["median"] / 1e6 for name in ("packs", "micro_batches"))
         seconds, gib = row["seconds"]["median"], row["peak_gib"]["median"]
+        rate = row["packs_per_processor_second"]["median"]
         shared = results["index_together"][packing] or {"seconds": row["seconds"], "gib": row["peak_gib"]}
         together = (shared[name]["median"] for name in ("seconds", "gib"))
         lines.append(
-            "{:16}{:8.1f}{:8.2f}{:20.1f}{:8.2f}{:10.1f}{:10.1f}".format(packing, seconds, gib, *together, packs, batches)
+            f"{packing:16}{seconds:8.1f}{gib:8.2f}{rate:13,.0f}"
+            + "{:20.1f}{:8.2f}{:10.1f}{:10.1f}".format(*together, packs, batches)
         )
     return "\n".join(lines)
 

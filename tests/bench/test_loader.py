@@ -18,6 +18,15 @@ def test_the_made_up_index_is_one_that_opens(tmp_path):
     assert np.array_equal(Corpus.open(tmp_path / "a").document_lengths, lengths[::2] + lengths[1::2])
 
 
+def test_an_index_is_written_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "_CHUNK", 1000)
+    loader.write_index(tmp_path / "a", 2500, 100)
+    corpus = Corpus.open(tmp_path / "a")
+    assert len(corpus) == 2500 and 80 < corpus.document_lengths.mean() < 120 and corpus.document_lengths.min() >= 1
+    assert np.array_equal(corpus.document_offsets(np.arange(2501)), np.cumsum([0, *corpus.document_lengths]))
+    assert not np.array_equal(corpus.document_lengths[:1000], corpus.document_lengths[1000:2000])
+
+
 SMALL = ["--documents", "3000", "--tokens", "200000", "--seq-length", "128", "--micro-batch-size", "2", "--rounds", "1"]
 SMALL += ["--seconds", "0.05"]
 
