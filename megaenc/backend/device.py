@@ -94,14 +94,18 @@ def detect_backend() -> Backend:
     return Backend("cpu", torch.device("cpu"), "gloo", cpu_has_bf16())
 
 
-def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Return whether the file `cpuinfo` lists bfloat16 instructions (AVX512-BF16, AMX, Arm's); False if it is unreadable."""
+def read_cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
+    """Return the instruction sets that the file `cpuinfo` lists; none if it is unreadable."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
-            flags = next((line for line in file if line.startswith(("flags", "Features"))), "").split()
+            return frozenset(next((line for line in file if line.startswith(("flags", "Features"))), "").split())
     except OSError:
-        return False
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
+        return frozenset()
+
+
+def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Return whether the file `cpuinfo` lists bfloat16 instructions (AVX512-BF16, AMX, Arm's); False if it is unreadable."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & read_cpu_flags(cpuinfo))
 
 
 def uses_tf32(device: torch.device) -> bool:

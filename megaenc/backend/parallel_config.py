@@ -13,11 +13,11 @@ FLOAT8_ALIGNMENT = 16
 class KernelConfig:
     """Flags that choose the layers' kernels: attention backend, fused kernels, Transformer Engine or not, and float8."""
 
-    attention_backend: Literal["auto", "flash", "varlen", "cudnn", "sdpa"] = "auto"
+    attention_backend: Literal["auto", "flash", "varlen", "cudnn", "onednn", "sdpa"] = "auto"
     """attention within documents. flash: flash-attn 2, 3 or 4, if installed; varlen: torch's kernel over all documents of a
-    pack; cudnn: cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); sdpa: torch's scaled
-    dot product, document by document, on every device; auto: the first of them that passes a self-test on every rank at the
-    start"""
+    pack; cudnn: cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); onednn: matrix products
+    on a CPU with AVX512-BF16 and without AMX, in bfloat16; sdpa: torch's scaled dot product, document by document, on every
+    device; auto: the first of them that passes a self-test on every rank at the start"""
     fused_kernels: bool = True
     """on an accelerator with Triton, compute norms, rotary positions, SwiGLU and the loss by a kernel each, if it passes a
     self-test at the start; torch's operations replace those that fail, which are printed, and all of them on a CPU"""

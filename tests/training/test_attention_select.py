@@ -48,7 +48,8 @@ def machine(monkeypatch, one_process):
         ({"flash": "right", "varlen": "right", "sdpa": "right"}, "flash", ["flash"]),
         ({"varlen": "right", "cudnn": "right", "sdpa": "right"}, "varlen", ["flash", "varlen"]),
         ({"varlen": "wrong", "cudnn": "right", "sdpa": "right"}, "cudnn", ["flash", "varlen", "cudnn"]),
-        ({"flash": "wrong", "varlen": "wrong", "sdpa": "right"}, "sdpa", ["flash", "varlen", "cudnn", "sdpa"]),
+        ({"flash": "wrong", "varlen": "wrong", "sdpa": "right"}, "sdpa", ["flash", "varlen", "cudnn", "onednn", "sdpa"]),
+        ({"onednn": "right", "sdpa": "right"}, "onednn", ["flash", "varlen", "cudnn", "onednn"]),
     ],
 )
 def test_the_first_that_is_right_and_no_word_of_what_is_missing(kinds, expected, tried, machine, one_process, capsys):

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from megaenc.backend.device import read_cpu_flags
 from megaenc.model.attention.blocks import attend_in_blocks, sdpa_kernels
+from megaenc.model.attention.onednn import attend_by_products
 from megaenc.model.attention.padded import attend_padded
 from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention
 
-BACKENDS = ("flash", "varlen", "cudnn", "sdpa")
+BACKENDS = ("flash", "varlen", "cudnn", "onednn", "sdpa")
 """Backends from the fastest to the slowest; the last one works everywhere."""
 
 # torch 2.11 detects grouped heads itself and lacks the keyword that later versions require.
@@ -55,6 +57,8 @@ def compute_attention(
         if window is not None:
             return attend_in_blocks(q, k, v, packing, scale, window)
         return _attend_per_document(q, k, v, packing, scale)
+    if name == "onednn":
+        return attend_by_products(q, k, v, packing, scale, window)
     if width % 8:  # accelerator kernels need a multiple of 8
         q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
         return compute_attention(name, q, k, v, packing, scale, window=window)[..., :width]
@@ -67,6 +71,8 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
     """Return the reason why attention backend `name` cannot run on `device` in `dtype`; an empty string if it can."""
     if name == "sdpa":
         return ""
+    if name == "onednn":
+        return _onednn_requirement(device, dtype)
     if device.type != "cuda":
         return "needs an accelerator"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -77,6 +83,20 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
         return "; ".join([f"flash-attn{' 2' if hints else ''} is not installed", *hints])
     if name == "cudnn" and (torch.version.hip or not torch.backends.cudnn.is_available()):
         return "this torch has no cuDNN"
+    return ""
+
+
+def _onednn_requirement(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the reason why oneDNN's products cannot compute attention, or not faster than sdpa; an empty string if they can."""
+    if device.type != "cpu":
+        return "needs a CPU"
+    if dtype != torch.bfloat16:
+        return f"computes in bfloat16 and not in {str(dtype).removeprefix('torch.')}"
+    flags = read_cpu_flags()
+    if "avx512_bf16" not in flags or "amx_bf16" in flags:
+        return "needs a processor with AVX512-BF16 and without AMX, which sdpa uses"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch has no oneDNN"
     return ""
 
 

@@ -1,6 +1,7 @@
 """Every way to compute attention inside documents, against its formula: masks, widths of heads, groups, what kernels are told."""
 
 import contextlib
+import threading
 from types import SimpleNamespace
 
 import attention_helpers as kernels
@@ -13,7 +14,7 @@ from megaenc.objectives import Attention
 HOST = torch.device("cpu")
 LENGTHS = [5, 1, 14, 150, 12]
 PREFIXES = [2, 0, 13, 40, 0]  # in the middle, none, all but one, in the middle, none
-WAYS = ("sdpa", "varlen, torch 2.11", "varlen, torch 2.13", "flash-attn 2", "flash-attn 3", "flash-attn 4", "cudnn")
+WAYS = ("sdpa", "varlen, torch 2.11", "varlen, torch 2.13", "flash-attn 2", "flash-attn 3", "flash-attn 4", "cudnn", "onednn")
 SHAPES = [(4, 4, 64), (6, 2, 96), (4, 1, 80), (4, 2, 10)]  # heads, groups, width
 
 
@@ -204,6 +205,141 @@ def test_what_is_lacking():
         assert missing_requirement(name, HOST, torch.bfloat16) == "needs an accelerator"
         assert missing_requirement(name, accelerator, torch.float32) == "computes in 16-bit numbers and not in float32"
     assert missing_requirement("varlen", accelerator, torch.bfloat16) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("avx512_bf16", ""),
+        ("avx512_bf16 amx_bf16", "needs a processor with AVX512-BF16 and without AMX, which sdpa uses"),
+        ("bf16 asimd", "needs a processor with AVX512-BF16 and without AMX, which sdpa uses"),
+        ("avx512f", "needs a processor with AVX512-BF16 and without AMX, which sdpa uses"),
+    ],
+)
+def test_what_onednn_lacks(flags, reason, monkeypatch):
+    from megaenc.model.attention import backends
+
+    monkeypatch.setattr(backends, "read_cpu_flags", lambda: frozenset(flags.split()))
+    assert backends.missing_requirement("onednn", HOST, torch.bfloat16) == reason
+    assert backends.missing_requirement("onednn", HOST, torch.float32) == "computes in bfloat16 and not in float32"
+    assert backends.missing_requirement("onednn", torch.device("cuda", 0), torch.bfloat16) == "needs a CPU"
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert backends.missing_requirement("onednn", HOST, torch.bfloat16) == (reason or "this torch has no oneDNN")
+
+
+LONG, LONG_PREFIXES = [300, 1, 33, 700, 31, 32], [100, 0, 33, 650, 1, 0]
+BLOCKS = [{}, {"_QUERY_BLOCK": 64, "KEPT_KEYS": 128}, {"_SCORES_AT_ONCE": 2**14, "KEPT_KEYS": 0}]
+
+
+@pytest.mark.parametrize("sizes", BLOCKS, ids=["default", "some probabilities again", "all again"])
+@pytest.mark.parametrize("window", [None, 20, 200])
+@pytest.mark.parametrize("shape", [(4, 4, 16), (6, 2, 10), (3, 1, 7)], ids=str)
+@pytest.mark.parametrize("attention", Attention)
+def test_onednn_in_blocks_is_the_formula(attention, shape, window, sizes, monkeypatch):
+    """Documents of several blocks of queries, with probabilities saved for backward, computed again, and both."""
+    from megaenc.model.attention import onednn
+    from megaenc.model.attention.selftest import reference_attention
+
+    for name, value in sizes.items():
+        monkeypatch.setattr(onednn, name, value)
+    inputs, packed = numbers(*shape, LONG), packing(attention, LONG, LONG_PREFIXES)
+    found = computed("onednn", *inputs, packed, window)
+    for here, there in zip(found, reference_attention(*inputs, packed.spans(), window), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=5e-5)
+
+
+def in_float64(q, k, v, upstream, spans):
+    """Values and gradients of bidirectional attention."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    queries, keys, values = (x.repeat_interleave(q.size(1) // x.size(1), dim=1).transpose(0, 1) for x in leaves)
+    parts = []
+    for start, _, stop in spans:
+        scores = queries[:, start:stop] @ keys[:, start:stop].mT * q.size(-1) ** -0.5
+        parts.append(scores.softmax(-1) @ values[:, start:stop])
+    out = torch.cat(parts, dim=1).transpose(0, 1)
+    return out.detach(), *torch.autograd.grad(out, leaves, upstream.double())
+
+
+@pytest.mark.parametrize("kept", [1024, 0])
+@pytest.mark.parametrize("size", [1.0, 4.0])
+def test_onednn_is_as_near_as_torch_in_bfloat16(size, kept, monkeypatch):
+    """To float64, with scores of 1 and of 16: scores rounded to bfloat16 would be five times as far."""
+    from megaenc.model.attention import onednn
+
+    monkeypatch.setattr(onednn, "KEPT_KEYS", kept)
+    q, k, v, upstream = numbers(4, 2, 64, LONG)
+    inputs, packed = [x.bfloat16() for x in (q * size, k * size, v, upstream)], packing(Attention.BIDIRECTIONAL, LONG)
+    exact = in_float64(*inputs, packed.spans())
+    error, torchs = (
+        [float((here - there).norm() / there.norm()) for here, there in zip(computed(name, *inputs, packed), exact, strict=True)]
+        for name in ("onednn", "sdpa")
+    )
+    assert all(here <= 1.8 * there for here, there in zip(error, torchs, strict=True)), (error, torchs)
+
+
+def test_onednn_keeps_documents_apart_and_repeats_itself():
+    """Bit by bit, also if a neighbour is NaN: padding holds no number of another document."""
+    inputs, packed = [x.bfloat16() for x in numbers(4, 2, 16, LONG)], packing(Attention.CAUSAL, LONG)
+    first, again = computed("onednn", *inputs, packed), computed("onednn", *inputs, packing(Attention.CAUSAL, LONG))
+    start, _, stop = packed.spans()[2]
+    broken = [x.index_fill(0, torch.arange(start, stop), float("nan")) for x in inputs]
+    for one, two, three in zip(first, again, computed("onednn", *broken, packed), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one[:start], three[:start]) and torch.equal(one[stop:], three[stop:])
+        assert three[start:stop].isnan().all()
+
+
+@pytest.mark.parametrize("attention", Attention)
+def test_onednn_saves_a_bounded_number_of_bytes(attention):
+    """Probabilities for at most KEPT_KEYS keys a token, and nothing without a gradient."""
+    from megaenc.model.attention import onednn
+    from megaenc.model.attention.backends import compute_attention
+
+    lengths = [2500, 1000, 60]
+    packed, tokens, saved = packing(attention, lengths, [1300, 1000, 0]), sum(lengths), []
+    q, k, v, _ = (x.bfloat16().requires_grad_() for x in numbers(4, 2, 8, lengths))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        compute_attention("onednn", q, k, v, packed)
+        others = q.nbytes + k.nbytes + v.nbytes + 4 * 4 * (tokens + 64)
+        assert sum(x.nbytes for x in saved) <= others + 2 * 4 * (tokens + 64) * onednn.KEPT_KEYS / 2
+        saved.clear()
+        with torch.no_grad():
+            compute_attention("onednn", q, k, v, packed)
+    assert not saved
+
+
+def test_float32_products_are_as_before():
+    """After an exception, with threads that end in another order, and under another precision, which stays."""
+    from megaenc.model.attention.onednn import float32_by_onednn
+
+    matmul = torch.backends.mkldnn.matmul
+    assert matmul.fp32_precision == "none"
+    with pytest.raises(RuntimeError, match="inside"), float32_by_onednn():
+        assert matmul.fp32_precision == "bf16"
+        raise RuntimeError("inside")
+    assert matmul.fp32_precision == "none"
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with float32_by_onednn():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with float32_by_onednn():
+        thread.start()
+        entered.wait()
+    assert matmul.fp32_precision == "bf16"
+    leave.set()
+    thread.join()
+    assert matmul.fp32_precision == "none"
+    matmul.fp32_precision = "ieee"
+    try:
+        with float32_by_onednn():
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "ieee"
+    finally:
+        matmul.fp32_precision = "none"
 
 
 def test_the_folder_of_flash_attn_4_only_is_not_version_2(tmp_path, monkeypatch):

@@ -1,0 +1,303 @@
+"""Attention on a CPU in bfloat16 by oneDNN's matrix products.
+
+torch's scaled dot product multiplies bfloat16 no faster than float32 on processors without AMX. Here scores and their softmax are
+float32, because scores rounded to bfloat16 are too coarse, and the five other products of both passes are bfloat16.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megaenc.model.packed_sequences import PackedSequences
+from megaenc.objectives import Attention
+
+KEPT_KEYS = 1024
+"""Probabilities of queries with at most this many keys are saved for backward; others are computed again."""
+_ALIGNMENT, _SHORT, _SHORT_ALIGNMENT = 32, 16, 8  # tokens; few shapes need few compiled products
+_QUERY_BLOCK = 256  # queries that share keys under a causal mask or a window
+_SCORES_AT_ONCE = 2**21
+_precision_lock, _precision_users = threading.Lock(), [0]
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """Queries of a padded document, all their keys, and the mask of the keys that only some of them attend to."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    masked_from: int  # the first key with a mask, counted from the first key
+    hidden: Tensor | None  # bool[queries, 1, masked keys]; None: hidden from all queries
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the block's probabilities are saved for backward."""
+        return self.keys[1] - self.keys[0] <= KEPT_KEYS
+
+
+@dataclass(frozen=True)
+class PaddedDocument:
+    """Span of a document with its padding in the layout of a pack, and its blocks of queries."""
+
+    start: int
+    size: int
+    blocks: list[QueryBlock]
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Layout of a pack for batched products: documents one after the other, each as [groups, padded tokens, width].
+
+    The query heads of a group are `repeats` rows for each token, so that keys and values are not copied.
+    """
+
+    groups: int
+    repeats: int
+    source_rows: Tensor  # int64[rows of the layout], in [tokens * groups]
+    layout_rows: Tensor  # int64[tokens * groups], the inverse
+    padding_rows: Tensor  # int64, in the layout
+    documents: list[PaddedDocument]
+
+    @classmethod
+    def from_packed(cls, packing: PackedSequences, heads: int, groups: int, window: int | None) -> "PackLayout":
+        """Return the PackLayout of a pack for a number of query heads and key/value groups."""
+        source_rows, layout_rows, padding_rows, documents, end = [], [], [], [], 0
+        build_mask = functools.cache(_build_mask)  # most blocks have the same one
+        for start, prefix, stop in packing.spans():
+            length, tokens = stop - start, np.arange(stop - start)
+            size = _pad_length(length)
+            # Padding repeats the document's last token, so that it holds no number of another document.
+            padded = start + np.minimum(np.arange(size), length - 1)
+            group = np.arange(groups)[:, None]
+            rows = end * groups + group * size
+            source_rows.append((padded * groups + group).ravel())
+            layout_rows.append((rows + tokens).T.ravel())
+            padding_rows.append((rows + np.arange(length, size)).ravel())
+            blocks = list(_split_queries(length, prefix - start, size, heads // groups, packing.attention, window, build_mask))
+            documents.append(PaddedDocument(end, size, blocks))
+            end += size
+        rows = (torch.from_numpy(np.concatenate(parts)) for parts in (source_rows, layout_rows, padding_rows))
+        return cls(groups, heads // groups, *rows, documents)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return x [S, heads, D] in this layout, padded with copies of tokens: [tokens, groups, heads / groups * D]."""
+        rows = x.reshape(len(self.layout_rows), -1)
+        return _select_rows(rows, self.source_rows).view(-1, self.groups, rows.size(1))
+
+    def scatter(self, x: Tensor, width: int) -> Tensor:
+        """Return x of this layout as [S, heads, width]."""
+        rows = _select_rows(x.view(-1, x.size(-1)), self.layout_rows)
+        return rows.view(len(self.layout_rows) // self.groups, -1, width)
+
+    def clear_padding(self, x: Tensor) -> Tensor:
+        """Return x of this layout after zeros are written to its padding."""
+        x.view(-1, x.size(-1)).index_fill_(0, self.padding_rows, 0)
+        return x
+
+
+def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a contiguous x."""
+    if x.size(1) * x.itemsize % 4:
+        return x.index_select(0, rows)
+    return x.view(torch.int32).index_select(0, rows).view(x.dtype)  # four times as fast as in bfloat16
+
+
+def _pad_length(length: int) -> int:
+    """Return the number of tokens to which a document is padded."""
+    alignment = _ALIGNMENT if length > _SHORT else _SHORT_ALIGNMENT
+    return -(-length // alignment) * alignment
+
+
+def _split_queries(
+    length: int, prefix: int, size: int, repeats: int, attention: Attention, window: int | None, build_mask: Any
+) -> Iterator[QueryBlock]:
+    """Yield the QueryBlocks of a document of `length` tokens padded to `size`, the first `prefix` of them bidirectional."""
+    rows = max(_ALIGNMENT, _SCORES_AT_ONCE // (repeats * size) // _ALIGNMENT * _ALIGNMENT)
+    if prefix < length or window is not None:
+        rows = min(rows, _QUERY_BLOCK)
+    for begin in range(0, size, rows):
+        end = min(begin + rows, size)
+        first, last = 0, (prefix if begin < prefix else 0)  # the keys
+        last = max(last, min(end, length) if end > prefix else 0)
+        masked_from = min([prefix] * (begin < prefix) + [max(begin, prefix) + 1] * (end > prefix))
+        if window is not None:
+            first = max(0, min(begin, length - 1) - window) // _ALIGNMENT * _ALIGNMENT
+            last, masked_from = min(last, end + window), first
+        stop = min(size, -(-last // _ALIGNMENT) * _ALIGNMENT)
+        hidden = None
+        if prefix == length and window is None:
+            masked_from = length
+        elif masked_from < stop:
+            limits = (limit - masked_from for limit in (begin, end, length, prefix, stop))
+            hidden = build_mask(*limits, window)
+        yield QueryBlock((begin, end), (first, stop), masked_from - first, hidden)
+
+
+def _build_mask(begin: int, end: int, length: int, prefix: int, keys: int, window: int | None) -> Tensor:
+    """Return bool[end - begin, 1, keys], whether a key is hidden from a query; positions are counted from the first key.
+
+    Queries in the padding attend to keys as the document's last token does: a softmax over nothing would be NaN.
+    """
+    query, key = np.minimum(np.arange(begin, end), length - 1)[:, None], np.arange(keys)
+    is_visible = ((key <= query) | ((key < prefix) & (query < prefix))) & (key < length)
+    if window is not None:
+        is_visible &= np.abs(key - query) <= window
+    return torch.from_numpy(~is_visible)[:, None]
+
+
+@contextlib.contextmanager
+def float32_by_onednn() -> Iterator[None]:
+    """Return a context in which torch computes float32 products by oneDNN and not by MKL, which is slower on AMD's processors.
+
+    The setting counts for the whole process. It allows bfloat16 products of float32 numbers, which oneDNN makes only with AMX,
+    and which are exact for the bfloat16 numbers here. Any other precision that is set stays as it is.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    with _precision_lock:
+        is_changed = _precision_users[0] > 0 or matmul.fp32_precision == "none"
+        if is_changed:
+            matmul.fp32_precision = "bf16"
+            _precision_users[0] += 1
+    try:
+        yield
+    finally:
+        if is_changed:
+            with _precision_lock:
+                _precision_users[0] -= 1
+                if not _precision_users[0]:
+                    matmul.fp32_precision = "none"
+
+
+def attend_by_products(
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None = None
+) -> Tensor:
+    """Return attention [S, H, D] of q [S, H, D], k and v [S, G, D] within documents and `window` tokens to each side."""
+    key = ("onednn", q.size(1), k.size(1), window)
+    if key not in packing.cache:  # once for all layers
+        packing.cache[key] = PackLayout.from_packed(packing, q.size(1), k.size(1), window)
+    is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return _Attention.apply(q, k, v, packing.cache[key], scale, is_training)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products of one block of queries for some of the groups."""
+
+    block: QueryBlock
+    groups: slice
+    queries: slice  # rows of these in their document
+    keys: slice
+
+    @classmethod
+    def of_document(cls, layout: PackLayout, document: PaddedDocument) -> Iterator["_Products"]:
+        """Yield the products of a document, about _SCORES_AT_ONCE scores each."""
+        for block in document.blocks:
+            queries, keys = slice(*(layout.repeats * end for end in block.queries)), slice(*block.keys)
+            step = max(1, _SCORES_AT_ONCE // ((queries.stop - queries.start) * (keys.stop - keys.start)))
+            for group in range(0, layout.groups, step):
+                yield cls(block, slice(group, group + step), queries, keys)
+
+    def compute_probabilities(self, q: Tensor, k: Tensor, scale: float, is_training: bool) -> tuple[Tensor, Tensor | None]:
+        """Return (probabilities [groups, queries, keys] of a document's q [G, rows, D] and k [G, keys, D], the tensor to save).
+
+        The tensor to save for backward is the probabilities, or of blocks with many keys the largest score of each query.
+        """
+        q, k = q[self.groups, self.queries], k[self.groups, self.keys]
+        q_float, k_float = q.float(), k.float()
+        with float32_by_onednn():
+            scores = self._compute_scores(q_float, k_float, scale)
+        largest = scores.amax(-1, keepdim=True) if is_training and not self.block.is_kept else None
+        probabilities = torch.softmax(scores, -1, out=scores).to(q.dtype)
+        return probabilities, probabilities if largest is None else largest
+
+    def restore_probabilities(self, saved: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """Return the probabilities again, from the tensor that `compute_probabilities` saved and its arguments.
+
+        The product subtracts the largest score of each query, by another column, before it rounds scores to bfloat16: those that
+        matter are then near zero.
+        """
+        if self.block.is_kept:
+            return saved
+        q, k = q[self.groups, self.queries], k[self.groups, self.keys]
+        scores = self._compute_scores(torch.cat([q, (saved / -scale).to(q.dtype)], -1), F.pad(k, (0, 1), value=1.0), scale)
+        return torch.softmax(scores, -1, out=scores)
+
+    def _compute_scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """Return scale q k^T in the dtype of q, -inf for hidden keys."""
+        scores = q.new_empty(q.size(0), q.size(1), k.size(1))
+        torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
+        if self.block.masked_from < k.size(1):
+            by_token = scores.view(len(scores), self.block.queries[1] - self.block.queries[0], -1, k.size(1))
+            masked = by_token[..., self.block.masked_from :]
+            if self.block.hidden is None:
+                masked.fill_(float("-inf"))
+            else:
+                masked.masked_fill_(self.block.hidden, float("-inf"))
+        return scores
+
+
+class _Attention(torch.autograd.Function):
+    """Attention in a PackLayout; probabilities are saved in the dtype of its inputs, if KEPT_KEYS allows."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, layout, scale, is_training):
+        width, kept = q.size(2), []
+        queries, keys, values = (layout.gather(x) for x in (q, k, v))
+        out = torch.empty_like(queries)
+        for document in layout.documents:
+            q_rows, k_rows, v_rows, out_rows = (_view_document(x, document, width) for x in (queries, keys, values, out))
+            for part in _Products.of_document(layout, document):
+                probabilities, saved = part.compute_probabilities(q_rows, k_rows, scale, is_training)
+                torch.bmm(probabilities, v_rows[part.groups, part.keys], out=out_rows[part.groups, part.queries])
+                if is_training:
+                    kept.append(saved)
+        if is_training:
+            ctx.save_for_backward(q, k, v, *kept)
+            ctx.layout, ctx.scale = layout, scale
+        return layout.scatter(out, width)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        layout, scale = ctx.layout, ctx.scale
+        q, k, v, *kept = ctx.saved_tensors
+        kept, width, dtype = iter(kept), q.size(2), q.dtype
+        queries, keys, values = (layout.gather(x) for x in (q, k, v))
+        upstream = layout.clear_padding(layout.gather(gradient))
+        to_q, to_k, to_v = (torch.empty_like(x) for x in (queries, keys, values))
+        for document in layout.documents:
+            tensors = (queries, keys, values, upstream, to_q, to_k, to_v)
+            q_rows, k_rows, v_rows, g_rows, dq_rows, dk_rows, dv_rows = (_view_document(x, document, width) for x in tensors)
+            is_single = len(document.blocks) == 1
+            # Keys of several blocks sum their gradients in float32.
+            dk, dv = (x if is_single else torch.zeros(x.shape) for x in (dk_rows, dv_rows))
+            for part in _Products.of_document(layout, document):
+                probabilities = part.restore_probabilities(next(kept), q_rows, k_rows, scale)
+                q_part, g_part, dq_part = (x[part.groups, part.queries] for x in (q_rows, g_rows, dq_rows))
+                k_part, v_part, dk_part, dv_part = (x[part.groups, part.keys] for x in (k_rows, v_rows, dk, dv))
+                scores = torch.bmm(g_part, v_part.mT)
+                torch._softmax_backward_data(scores, probabilities, -1, dtype, grad_input=scores)
+                torch.baddbmm(dq_part, scores, k_part, beta=0, alpha=scale, out=dq_part)
+                if is_single:
+                    torch.bmm(probabilities.mT, g_part, out=dv_part)
+                    torch.baddbmm(dk_part, scores.mT, q_part, beta=0, alpha=scale, out=dk_part)
+                else:
+                    dv_part += torch.bmm(probabilities.mT, g_part)
+                    dk_part.add_(torch.bmm(scores.mT, q_part), alpha=scale)
+            if not is_single:
+                dk_rows.copy_(dk)
+                dv_rows.copy_(dv)
+        return *(layout.scatter(x, width) for x in (to_q, to_k, to_v)), None, None, None
+
+
+def _view_document(x: Tensor, document: PaddedDocument, width: int) -> Tensor:
+    """Return the rows [groups, rows, width] of a document in x of a PackLayout."""
+    return x[document.start : document.start + document.size].view(x.size(1), -1, width)
