@@ -90,6 +90,8 @@ class Rates:
     """bytes lost to fragmentation, independent of activations"""
     pieces_of_kept: float = 0.0
     """bytes lost to fragmentation per byte of activations"""
+    saves_probabilities: bool = False
+    """whether attention is by onednn, which saves probabilities for backward"""
 
 
 def _from_data_sheet(name, tflops, gib, tb_s, devices, inside_gb_s, between_gb_s, gemm, attention) -> Rates:

@@ -11,6 +11,7 @@ from megaenc.estimate.layout_case import CostTerm, LayoutCase, ObjectiveWork, Pi
 
 LOGITS_AT_ONCE = 2**26  # as in megaenc.model.linear_cross_entropy
 LOGIT_BYTES_AT_ONCE = 2**30  # the same for its kernels on accelerators
+KEPT_KEYS, QUERY_BLOCK, ALIGNMENT = 1024, 256, 32  # as in megaenc.model.attention.onednn
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,11 @@ def compute_max_memory(case: LayoutCase, works: list[ObjectiveWork], rates: Rate
 def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, rates: Rates) -> RankMemory:
     """Return the peak memory of a rank of `stage` by term under one objective; `rates` has base and fragmentation."""
     weights, width, layers, in_flight = stage.parameters, case.value_bytes, stage.layers, micro_batches_in_flight(case, stage)
+    keys = saved_keys_per_token(case, work) if rates.saves_probabilities else None
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
     share = f" / {shared} data-parallel ranks" if shared > 1 else ""
-    micro_batch_bytes, per_layer = stage_activation_bytes(case, stage, rates.host, work)
-    temporary, temporary_formula = _peak_temporary_bytes(case, work, stage, rates.host)
+    micro_batch_bytes, per_layer = stage_activation_bytes(case, stage, rates.host, work, keys)
+    temporary, temporary_formula = _peak_temporary_bytes(case, work, stage, rates.host, keys)
     border_bytes = 2 * case.hidden_bytes / case.sequence_shards if case.num_stages > 1 else 0.0
     activations = in_flight * micro_batch_bytes
     embedding = case.vocab_rows * case.shape.hidden_size * width if stage.has_embedding else 0.0
@@ -73,10 +75,22 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
     return min(case.micro_batches, (2 * (after - 1) + (case.virtual_stages - 1) * case.num_stages + 1) / case.virtual_stages)
 
 
-def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
+def saved_keys_per_token(case: LayoutCase, work: ObjectiveWork) -> float:
+    """Return about how many probabilities attention by onednn saves per token, head and layer: up to KEPT_KEYS.
+
+    Documents are padded, causal blocks of queries also have the keys of later ones, and queries with more keys save nothing.
+    """
+    length, bidirectional = work.squares / work.tokens + ALIGNMENT, work.visible_squares / max(work.squares, 1.0)
+    everywhere = bidirectional * length + (1 - bidirectional) * min(length, (length + QUERY_BLOCK) / 2)
+    near = min(everywhere, QUERY_BLOCK + 2 * (case.shape.window_size or 0))
+    local = case.shape.local_layers / case.shape.num_layers
+    return sum(share * min(keys, KEPT_KEYS**2 / keys) for share, keys in ((1 - local, everywhere), (local, near)))
+
+
+def layer_activation_bytes(case: LayoutCase, host: bool, saved_keys: float | None = None) -> dict[str, float]:
     """Return the bytes one layer saves for backward per micro-batch, by part, without recomputation; `host`: on a CPU.
 
-    On the host, attention per document saves its output twice.
+    `saved_keys`: of `saved_keys_per_token` if attention is by onednn. By sdpa on the host, it saves its output twice.
     """
     shape, w, t = case.shape, case.value_bytes, case.tensor_parallel_size
     queries, keys, heads = shape.query_size, case.kv_size, 4 * (shape.num_attention_heads + shape.num_query_groups)
@@ -84,24 +98,31 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     normalised = w * (queries + keys + queries * (shape.num_attention_heads > shape.num_query_groups)) + heads
     # Input and 1 / rms of each; LayerNorm also saves the mean. The outputs of two are saved as the inputs of matrix products.
     norm = w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)
+    attention = w * queries * host + 4 * shape.num_attention_heads
+    if saved_keys is not None:
+        attention = w * saved_keys * shape.num_attention_heads
     parts = {
         "norms": (shape.norms_per_layer * norm + 2 * w * shape.hidden_size) / case.sequence_shards,
         # q, k, v; the input of the output projection
         "projections": (w * (2 * queries + 2 * keys) + shape.qk_layernorm * normalised) / t,
-        "attention": (w * queries * host + 4 * shape.num_attention_heads) / t,
+        "attention": attention / t,
         "mlp": 3 * w * shape.ffn_hidden_size / t,  # gate, up and their product
     }
     return {name: case.micro_batch_tokens * value for name, value in parts.items()}
 
 
 def stage_activation_bytes(
-    case: LayoutCase, stage: PipelineStage, host: bool, work: ObjectiveWork | None = None
+    case: LayoutCase,
+    stage: PipelineStage,
+    host: bool,
+    work: ObjectiveWork | None = None,
+    saved_keys: float | None = None,
 ) -> tuple[float, str]:
     """Return (bytes a stage saves for backward per micro-batch, less the recomputed; formula text); `host`: on a CPU.
 
-    `work`: None if the last layer computes all positions.
+    `work`: None if the last layer computes all positions. `saved_keys`: as for `layer_activation_bytes`.
     """
-    layout, parts = case.layout, layer_activation_bytes(case, host)
+    layout, parts = case.layout, layer_activation_bytes(case, host, saved_keys)
     layer_total, entering = sum(parts.values()), case.hidden_bytes / case.sequence_shards
     listed = ", ".join(f"{name} {value / case.micro_batch_tokens:,.0f}" for name, value in parts.items())
     per_token = f"{layer_total / case.micro_batch_tokens:,.0f} bytes a token and layer ({listed})"
@@ -143,9 +164,11 @@ def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool
     return case.micro_batch_size * (work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t)
 
 
-def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: bool) -> tuple[float, str]:
+def _peak_temporary_bytes(
+    case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: bool, saved_keys: float | None
+) -> tuple[float, str]:
     """Return the larger of the head's and one layer's temporary bytes in the backward pass, and its formula text."""
-    shape, w, layout, parts = case.shape, case.value_bytes, case.layout, layer_activation_bytes(case, host)
+    shape, w, layout, parts = case.shape, case.value_bytes, case.layout, layer_activation_bytes(case, host, saved_keys)
     layer = (
         case.micro_batch_tokens * w * (4 * shape.ffn_hidden_size + shape.query_size) / case.tensor_parallel_size
         + 2 * case.hidden_bytes

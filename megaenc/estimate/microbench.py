@@ -33,7 +33,7 @@ from megaenc.errors import InputError
 from megaenc.estimate.hardware import Link, Rates, count_messages
 from megaenc.estimate.layout_case import LayoutCase
 from megaenc.estimate.length_model import LengthModel
-from megaenc.estimate.memory import compute_stage_memory, stage_activation_bytes
+from megaenc.estimate.memory import compute_stage_memory, saved_keys_per_token, stage_activation_bytes
 from megaenc.estimate.step_time import (
     embedding_loss_bytes_moved,
     layer_bytes_moved,
@@ -184,13 +184,15 @@ def fit_rates(
         base=measurements["base"],
         host=host,
         source=source,
+        saves_probabilities=bool(measurements.get("onednn")),
     )
     context = 0.0 if host else measurements["base"]  # not counted by the device's allocator
     fragments = [
         max(0.0, measurements[f"taken {depth}"] + context - compute_stage_memory(each, work, each.build_stage(0), plain).total)
         for depth, each in ((shallow_depth, one), (deep_depth, deep))
     ]
-    kept = [stage_activation_bytes(each, each.build_stage(0), host, work)[0] for each in (one, deep)]
+    keys = saved_keys_per_token(one, work) if plain.saves_probabilities else None
+    kept = [stage_activation_bytes(each, each.build_stage(0), host, work, keys)[0] for each in (one, deep)]
     proportional = min(max(0.0, (fragments[1] - fragments[0]) / (kept[1] - kept[0])), 1.0)
     return dataclasses.replace(plain, pieces=max(0.0, fragments[1] - proportional * kept[1]), pieces_of_kept=proportional)
 
@@ -304,7 +306,10 @@ def _measure_steps(backend: Backend, job: MicrobenchJob, depth: int, synchronize
 def _measure_attention(
     backend: Backend, engine: Any, schedule: Schedule, packs: ConcatPackedDataset, seconds: float
 ) -> dict[str, float]:
-    """Return the FLOP/s of attention over a micro-batch, forward and backward, keyed by "attention" or "causal attention"."""
+    """Return the FLOP/s of attention over a micro-batch, forward and backward, keyed by "attention" or "causal attention".
+
+    "onednn" is 1 if it is computed by that backend, else 0.
+    """
     from megaenc.model.layer import PackedAttention
     from megaenc.model.layer_spec import build_transformer_config
     from megaenc.training.attention_select import select_attention
@@ -326,7 +331,8 @@ def _measure_attention(
     elapsed = _median_seconds(call, seconds)
     layer = dataclasses.replace(shape, num_layers=1, window_size=None)  # `core` has no window
     flops = sum(layer.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in packing.spans())
-    return {("causal " if objective.attention is Attention.CAUSAL else "") + "attention": flops / elapsed}
+    name = ("causal " if objective.attention is Attention.CAUSAL else "") + "attention"
+    return {name: flops / elapsed, "onednn": float(attention_backend == "onednn")}
 
 
 def _used_bytes(backend: Backend) -> float:

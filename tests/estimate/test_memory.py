@@ -6,14 +6,19 @@ import pytest
 import torch
 from cases import SHAPE, WORK, case, rates
 
-from megaenc.backend import ParallelConfig
+from megaenc.backend import KernelConfig, ParallelConfig
+from megaenc.estimate.layout_case import ObjectiveWork
 from megaenc.estimate.memory import (
+    ALIGNMENT,
+    KEPT_KEYS,
     LOGIT_BYTES_AT_ONCE,
     LOGITS_AT_ONCE,
+    QUERY_BLOCK,
     compute_max_memory,
     compute_stage_memory,
     layer_activation_bytes,
     micro_batches_in_flight,
+    saved_keys_per_token,
     stage_activation_bytes,
 )
 from megaenc.model.config import ModelConfig
@@ -109,7 +114,8 @@ HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernor
 @pytest.mark.parametrize(
     "modules", [(), ("core_attn",), ("mlp",), ("activation",)], ids=lambda modules: " ".join(modules) or "all"
 )
-def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
+@pytest.mark.parametrize("attention", ["sdpa", "onednn"])
+def test_layers_keep_what_autograd_saves_of_them(attention, dtype, shape, modules):
     """The second layer's own storages, on the host, and those of the third, the last, which computes 9 positions.
 
     What they share with others or with the weights is not counted.
@@ -120,7 +126,8 @@ def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
 
     rows, shape = 256, dataclasses.replace(shape, num_layers=3)
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
-    encoder = build_encoder(shape, 512, rows, ParallelConfig(**recompute), dtype, seed=3)
+    kernels = KernelConfig(attention_backend=attention)
+    encoder = build_encoder(shape, 512, rows, ParallelConfig(**recompute), dtype, seed=3, kernels=kernels)
     saved, keeping = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}, []
 
     def pack(tensor):
@@ -136,11 +143,36 @@ def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
-    stage, work = one.build_stage(0), dataclasses.replace(WORK, predicted=9 / 4, selects_rows=True)
-    a_layer = stage_activation_bytes(one, stage, host=True)[0] / 3
+    squares, stage = 100**2 + 156**2, one.build_stage(0)
+    work = ObjectiveWork("mlm", 256, 9, squares, squares)
+    keys = saved_keys_per_token(one, work) if attention == "onednn" else None
+    a_layer = stage_activation_bytes(one, stage, host=True, saved_keys=keys)[0] / 3
     assert results[1] - results[0] == pytest.approx(a_layer, rel=0.03)
-    last = stage_activation_bytes(one, stage, host=True, work=work)[0] - 2 * a_layer
+    a_pack = dataclasses.replace(work, tokens=64, predicted=9 / 4)
+    last = stage_activation_bytes(one, stage, host=True, work=a_pack, saved_keys=keys)[0] - 2 * a_layer
     assert results[2] - results[1] == pytest.approx(last, rel=0.05)
+
+
+def test_saved_probabilities_by_hand():
+    """Documents of 480 tokens, padded to 512, bidirectional and causal; long ones; layers with a window."""
+    local = dataclasses.replace(SMALL, window_size=8, global_attn_every_n_layers=2)
+    for shape, visible, length, expected in (
+        (SMALL, 1, 480, 512),
+        (SMALL, 0, 480, (512 + 256) / 2),
+        (SMALL, 1, 2016, 512),
+        (SMALL, 1, 8160, 128),
+        (local, 1, 480, (512 + 256 + 16) / 2),
+    ):
+        squares = float(length * 4800)
+        assert saved_keys_per_token(case(shape), ObjectiveWork("mlm", 4800, 1.0, squares, visible * squares)) == expected
+    from megaenc.model.attention import onednn
+
+    assert (onednn.KEPT_KEYS, onednn._QUERY_BLOCK, onednn._ALIGNMENT) == (KEPT_KEYS, QUERY_BLOCK, ALIGNMENT)
+    kept, others = (
+        terms(compute_stage_memory(case(), WORK, case().build_stage(0), rates(host=True, saves_probabilities=on)))["activations"]
+        for on in (True, False)
+    )
+    assert kept - others == 2 * 64 * (2 * 4 * 96 - 2 * 32 - 4 * 4)  # two layers; documents of 64 tokens
 
 
 def test_recomputation_keeps_less():
