@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaenc.model.packed_sequences import PackedSequences
-from megaenc.objectives import Attention
 
 KEPT_KEYS = 1024
 """Probabilities of queries with at most this many keys are saved for backward; others are computed again."""
@@ -81,7 +80,7 @@ class PackLayout:
             source_rows.append((padded * groups + group).ravel())
             layout_rows.append((rows + tokens).T.ravel())
             padding_rows.append((rows + np.arange(length, size)).ravel())
-            blocks = list(_split_queries(length, prefix - start, size, heads // groups, packing.attention, window, build_mask))
+            blocks = list(_split_queries(length, prefix - start, size, heads // groups, window, build_mask))
             documents.append(PaddedDocument(end, size, blocks))
             end += size
         rows = (torch.from_numpy(np.concatenate(parts)) for parts in (source_rows, layout_rows, padding_rows))
@@ -117,7 +116,7 @@ def _pad_length(length: int) -> int:
 
 
 def _split_queries(
-    length: int, prefix: int, size: int, repeats: int, attention: Attention, window: int | None, build_mask: Any
+    length: int, prefix: int, size: int, repeats: int, window: int | None, build_mask: Any
 ) -> Iterator[QueryBlock]:
     """Yield the QueryBlocks of a document of `length` tokens padded to `size`, the first `prefix` of them bidirectional."""
     rows = max(_ALIGNMENT, _SCORES_AT_ONCE // (repeats * size) // _ALIGNMENT * _ALIGNMENT)
