@@ -155,22 +155,25 @@ def _recomputed_fraction(case: LayoutCase, stage: PipelineStage) -> float:
     return 1.0 if method == "uniform" else min(1.0, number * case.virtual_stages / max(stage.layers, 1))
 
 
-def count_hidden_exchanges(case: LayoutCase, stage: PipelineStage) -> tuple[float, float]:
+def count_hidden_exchanges(case: LayoutCase, stage: PipelineStage, work: ObjectiveWork) -> tuple[float, float]:
     """Return how often tensor-parallel ranks exchange hidden states in a micro-batch, and how often while others compute.
 
     In units of an all-reduce, of which an all-gather or a reduce-scatter is half. A layer has two forward and two backward; with
     sequence parallelism also two all-gathers backward, because inputs of products are not kept whole. Those, and the ones of
-    gradients, overlap with a product on accelerators; with sequence parallelism the all-gathers of gradients do not.
+    gradients, overlap with a product on accelerators; with sequence parallelism the all-gathers of gradients do not. The last
+    layer exchanges only predicted positions after its attention.
     """
     forward = 2.0 * stage.layers
-    again = 0.0
+    of_layer = 0.0
     if case.layout.recompute_granularity == "full":
-        again = forward * _recomputed_fraction(case, stage)
+        of_layer = 2.0 * _recomputed_fraction(case, stage)
     elif "mlp" in case.layout.selected_recompute_modules:
-        again = float(stage.layers)
+        of_layer = 1.0
+    again = of_layer * stage.layers
     backward = (3.0 if case.sequence_shards > 1 else 2.0) * stage.layers
     ends = stage.has_embedding + stage.has_head * (case.sequence_shards > 1) / 2  # the head gathers, its backward is a split
-    return forward + again + backward + ends, 2.0 * stage.layers
+    left_out = work.unneeded_tokens / work.tokens if stage.has_head and stage.layers else 0.0
+    return forward + again + backward + ends - (3.0 + of_layer) * left_out, 2.0 * stage.layers - left_out
 
 
 def _head_bytes(case: LayoutCase, work: ObjectiveWork) -> tuple[float, float]:
@@ -190,7 +193,7 @@ def _tensor_parallel_term(case: LayoutCase, stage: PipelineStage, work: Objectiv
     ranks = case.tensor_parallel_size
     link = group_link(rates, 1, ranks)
     one = link.all_reduce(case.hidden_bytes, ranks)
-    times, overlapping = count_hidden_exchanges(case, stage)
+    times, overlapping = count_hidden_exchanges(case, stage, work)
     gradients, statistics = _head_bytes(case, work)
     head = (link.all_reduce(gradients, ranks) + link.gather(statistics, ranks)) * stage.has_head
     hidden = 0.0 if rates.host else min(overlapping * one, gemm / 3)
@@ -303,7 +306,7 @@ def communication_terms(case: LayoutCase, stage: PipelineStage, work: ObjectiveW
         case.data_parallel_size,
         stage.parameters,
     )
-    times, _ = count_hidden_exchanges(case, stage)
+    times, _ = count_hidden_exchanges(case, stage, work)
     gradients, statistics = _head_bytes(case, work)
     tensor = count * (2 * times * row + stage.has_head * (2 * gradients + statistics))
     if case.sequence_shards > 1:
