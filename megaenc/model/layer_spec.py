@@ -140,7 +140,7 @@ def build_block_spec(
     layers = []
     for number in numbers:
         is_last = number == numbers[-1]
-        options = {"is_last": is_last, "selects_rows": is_last and has_head and not layout.sequence_parallel}
+        options = {"is_last": is_last, "selects_rows": is_last and has_head and layout.selects_rows}
         options["recompute_activation"] = recompute_activation
         layers.append(_build_layer_spec(model, config, number, kernels, fused, options))
     return TransformerBlockSubmodules(layers, layer_norm=select_norm(model, kernels, fused))
