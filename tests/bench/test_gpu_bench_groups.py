@@ -39,6 +39,7 @@ NAMES = {
         "attn_fwd.kd",
         "_ZN7ck_tile6kentryILi256ELi2ENS_13FmhaFwdKernelIN",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "_Attention: aten::bmm",
     ),
     BACKWARD: (
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128>>(params)",
@@ -52,6 +53,7 @@ NAMES = {
         "bwd_kernel_dq.kd",
         "_ZN7ck_tile6kentryILi256ELi1ENS_22FmhaBwdDQDKDVKernelIN",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_AttentionBackward: aten::bmm",
     ),
     OPTIMIZER: (
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata<4>, "
@@ -138,7 +140,7 @@ def test_kernels_of_the_accelerator_are_those_of_its_timeline():
 
     def event(name, kind, began, duration):  # in microseconds
         time = SimpleNamespace(start=began, elapsed_us=lambda: duration)
-        return SimpleNamespace(name=name, device_type=kind, time_range=time, self_cpu_time_total=0)
+        return SimpleNamespace(name=name, device_type=kind, time_range=time, self_cpu_time_total=0, cpu_parent=None)
 
     events = [
         event("cudaLaunchKernel", kinds.CPU, 0.005, 0.1),

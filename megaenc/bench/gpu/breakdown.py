@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from megaenc.bench.gpu import kernel_groups, synthetic
@@ -84,7 +85,18 @@ def iter_kernel_events(host: bool, profiled: profile) -> Iterator[KernelEvent]:
     for event in profiled.events():
         duration = event.self_cpu_time_total if host else event.time_range.elapsed_us()
         if (event.device_type == DeviceType.CPU) == host and duration > 0:
-            yield KernelEvent(event.name, first + int(1000 * event.time_range.start), duration / 1e6)
+            name = ": ".join([*_iter_attention_parents(event), event.name])
+            yield KernelEvent(name, first + int(1000 * event.time_range.start), duration / 1e6)
+
+
+def _iter_attention_parents(event: FunctionEvent) -> Iterator[str]:
+    """Yield the name of the attention that the host's operation is part of, if any: a product within it is not a layer's."""
+    parent = event.cpu_parent
+    while parent is not None:
+        if kernel_groups.classify_kernel(parent.name) in (FORWARD, BACKWARD):
+            yield parent.name
+            return
+        parent = parent.cpu_parent
 
 
 def summarize_events(events: list[KernelEvent], windows: list[TimeWindow], timed: dict[str, Any]) -> dict[str, Any]:

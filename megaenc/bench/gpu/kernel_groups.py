@@ -29,12 +29,12 @@ _NAMES = (
     (
         BACKWARD,
         r"flash_bwd|FlashAttnBwd|flash_bprop|sdpa\w*bprop|fmha_cutlassB|fmha\w*bwd|FmhaBwd|bwd_kernel_(dk|dq|fuse)|bwd_preprocess|"
-        r"attn\w*bwd|dot_do_o|convert_dq|attention\w*_backward",
+        r"attn\w*bwd|dot_do_o|convert_dq|attention\w*_backward|_AttentionBackward",
     ),
     (
         FORWARD,
         r"flash_fwd|FlashAttnFwd|flash_fprop|sdpa\w*fprop|fmha_cutlassF|fmha\w*fwd|FmhaFwd|attn_fwd|attn\w*fwd|"
-        r"scaled_dot_product|varlen_attn",
+        r"scaled_dot_product|varlen_attn|^_Attention\b",
     ),
     (OPTIMIZER, r"[aA]dam|multi_tensor_(apply|l2norm|scale)|LpNormFunctor"),
     (LOSS, r"cross_entropy|SoftMax|softmax|nll_loss|logsumexp|(?<![a-z])loss"),
