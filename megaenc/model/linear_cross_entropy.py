@@ -165,21 +165,30 @@ def _softmax_statistics(
     ids_nK: Tensor | None = None,
     probabilities_nK: Tensor | None = None,
 ) -> Tensor:
-    """Return the same float32[4, n] as `kernels.cross_entropy.softmax_statistics`, in torch; set padding columns to -inf.
+    """Return the same float32[4, n] as `kernels.cross_entropy.softmax_statistics`, in torch; overwrite padding columns.
 
-    The label's score is the mean score of a label distribution if one is given (see `linear_cross_entropy`).
+    The label's score is the mean score of a label distribution if one is given (see `linear_cross_entropy`). Where the label is not
+    the likeliest token, the token may be any other: on a CPU the highest column takes longer to find than the softmax.
     """
-    logits_nV[:, columns:].fill_(float("-inf"))
+    lowest = torch.finfo(logits_nV.dtype).min  # not -inf: a rank may have only padding
+    logits_nV[:, columns:].fill_(lowest)
     at_nK, own_nK = _label_columns(logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns)
     scores_nK = logits_nV.gather(1, at_nK).float()
     scores_nK = scores_nK if probabilities_nK is None else scores_nK * probabilities_nK
     target_n = torch.where(own_nK, scores_nK, 0.0).sum(dim=1)
+    label_n1, _ = _label_columns(logits_nV, labels_n[:, None], first, columns)
     statistics = []
     for piece in _row_chunks(logits_nV):
-        scores = logits_nV[piece].float()
-        highest, token = scores.max(dim=1)
-        highest.clamp_(min=torch.finfo(torch.float32).min)  # a rank may have only padding
-        statistics.append(torch.stack([highest, (scores - highest[:, None]).exp_().sum(dim=1), token.float() + first]))
+        scores, label_p1 = logits_nV[piece].to(torch.float32, copy=True), label_n1[piece]
+        score_p1 = scores.gather(1, label_p1)
+        others_p1 = scores.scatter_(1, label_p1, lowest).amax(1, keepdim=True)
+        scores.scatter_(1, label_p1, score_p1)
+        highest = torch.maximum(score_p1, others_p1).squeeze(1)
+        token = torch.where(score_p1 > others_p1, label_p1, label_p1 == 0).squeeze(1).float()
+        ties = (score_p1 == others_p1).nonzero()[:, 0]
+        token[ties] = scores[ties].argmax(1).float()
+        largest_share = torch.softmax(scores, 1, out=scores).amax(1)  # that of the highest score: 1 / sum
+        statistics.append(torch.stack([highest, 1 / largest_share, token + first]))
     highest_n, sum_n, token_n = torch.cat(statistics, dim=1)
     return torch.stack([highest_n, sum_n, target_n, token_n])
 
@@ -200,9 +209,12 @@ def _logits_to_gradient_(
     """
     at_nK, own_nK = _label_columns(logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns)
     hit_nK = own_nK.float() if probabilities_nK is None else torch.where(own_nK, probabilities_nK, 0.0)
-    shift_n1 = (top_n + sum_n.log())[:, None]
     for piece in _row_chunks(logits_nV):
-        logits_nV[piece] = (logits_nV[piece] - shift_n1[piece]).exp_().scatter_add_(1, at_nK[piece], -hit_nK[piece])
+        scores = logits_nV[piece].to(torch.float32, copy=True)
+        highest_p1 = scores.amax(1, keepdim=True)
+        shares = torch.softmax(scores, 1, out=scores)  # of this rank's vocabulary; faster than exp
+        scale_p1 = (highest_p1 - top_n[piece, None]).exp() / (sum_n[piece, None] * shares.amax(1, keepdim=True))
+        logits_nV[piece] = shares.mul_(scale_p1).scatter_add_(1, at_nK[piece], -hit_nK[piece])
     return logits_nV
 
 
