@@ -167,8 +167,8 @@ def _softmax_statistics(
 ) -> Tensor:
     """Return the same float32[4, n] as `kernels.cross_entropy.softmax_statistics`, in torch; overwrite padding columns.
 
-    The label's score is the mean score of a label distribution if one is given (see `linear_cross_entropy`). Where the label is not
-    the likeliest token, the token may be any other: on a CPU the highest column takes longer to find than the softmax.
+    The label's score is the mean score of a label distribution if one is given (see `linear_cross_entropy`). Where the label is
+    not the likeliest token, the token may be any other: on a CPU the highest column takes longer to find than the softmax.
     """
     lowest = torch.finfo(logits_nV.dtype).min  # not -inf: a rank may have only padding
     logits_nV[:, columns:].fill_(lowest)

@@ -43,17 +43,18 @@ class QueryBlock:
 
 
 @dataclass(frozen=True)
-class PaddedDocument:
-    """Span of a document with its padding in the layout of a pack, and its blocks of queries."""
+class DocumentBatch:
+    """Documents of one length in the layout of a pack: first padded token, padded length, number, and one's blocks of queries."""
 
     start: int
     size: int
+    count: int
     blocks: list[QueryBlock]
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Layout of a pack for batched products: documents one after the other, each as [groups, padded tokens, width].
+    """Layout of a pack for batched products: documents in order of length, each as [groups, padded tokens, width].
 
     The query heads of a group are `repeats` rows for each token, so that keys and values are not copied.
     """
@@ -63,28 +64,34 @@ class PackLayout:
     source_rows: Tensor  # int64[rows of the layout], in [tokens * groups]
     layout_rows: Tensor  # int64[tokens * groups], the inverse
     padding_rows: Tensor  # int64, in the layout
-    documents: list[PaddedDocument]
+    batches: list[DocumentBatch]
 
     @classmethod
     def from_packed(cls, packing: PackedSequences, heads: int, groups: int, window: int | None) -> "PackLayout":
         """Return the PackLayout of a pack for a number of query heads and key/value groups."""
-        source_rows, layout_rows, padding_rows, documents, end = [], [], [], [], 0
+        source_rows, padding_rows, batches, end = [], [], [], 0
+        layout_rows = np.empty((packing.spans()[-1][2], groups), np.int64)
         build_mask = functools.cache(_build_mask)  # most blocks have the same one
+        starts: dict[tuple[int, int], list[int]] = {}
         for start, prefix, stop in packing.spans():
-            length, tokens = stop - start, np.arange(stop - start)
+            starts.setdefault((stop - start, prefix - start), []).append(start)
+        group = np.arange(groups)[:, None]
+        for (length, prefix), firsts in sorted(starts.items()):
             size = _pad_length(length)
-            # Padding repeats the document's last token, so that it holds no number of another document.
-            padded = start + np.minimum(np.arange(size), length - 1)
-            group = np.arange(groups)[:, None]
-            rows = end * groups + group * size
-            source_rows.append((padded * groups + group).ravel())
-            layout_rows.append((rows + tokens).T.ravel())
-            padding_rows.append((rows + np.arange(length, size)).ravel())
-            blocks = list(_split_queries(length, prefix - start, size, heads // groups, window, build_mask))
-            documents.append(PaddedDocument(end, size, blocks))
-            end += size
-        rows = (torch.from_numpy(np.concatenate(parts)) for parts in (source_rows, layout_rows, padding_rows))
-        return cls(groups, heads // groups, *rows, documents)
+            blocks = list(_split_queries(length, prefix, size, heads // groups, window, build_mask))
+            batches.append(DocumentBatch(end, size, len(firsts), blocks))
+            for start in firsts:
+                # Padding repeats the document's last token, so that it holds no number of another document.
+                padded = start + np.minimum(np.arange(size), length - 1)
+                rows = end * groups + group * size
+                source_rows.append((padded * groups + group).ravel())
+                layout_rows[start : start + length] = (rows + np.arange(length)).T
+                padding_rows.append((rows + np.arange(length, size)).ravel())
+                end += size
+        rows = (
+            torch.from_numpy(rows) for rows in (np.concatenate(source_rows), layout_rows.ravel(), np.concatenate(padding_rows))
+        )
+        return cls(groups, heads // groups, *rows, batches)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return x [S, heads, D] in this layout, padded with copies of tokens: [tokens, groups, heads / groups * D]."""
@@ -188,7 +195,7 @@ def attend_by_products(
 
 @dataclass(frozen=True)
 class _Products:
-    """The products of one block of queries for some of the groups."""
+    """The products of one block of queries for some of the groups of a batch's documents."""
 
     block: QueryBlock
     groups: slice
@@ -196,16 +203,16 @@ class _Products:
     keys: slice
 
     @classmethod
-    def of_document(cls, layout: PackLayout, document: PaddedDocument) -> Iterator["_Products"]:
-        """Yield the products of a document, about _SCORES_AT_ONCE scores each."""
-        for block in document.blocks:
+    def of_batch(cls, layout: PackLayout, batch: DocumentBatch) -> Iterator["_Products"]:
+        """Yield the products of a batch of documents, about _SCORES_AT_ONCE scores each."""
+        for block in batch.blocks:
             queries, keys = slice(*(layout.repeats * end for end in block.queries)), slice(*block.keys)
             step = max(1, _SCORES_AT_ONCE // ((queries.stop - queries.start) * (keys.stop - keys.start)))
-            for group in range(0, layout.groups, step):
+            for group in range(0, batch.count * layout.groups, step):
                 yield cls(block, slice(group, group + step), queries, keys)
 
     def compute_probabilities(self, q: Tensor, k: Tensor, scale: float, is_training: bool) -> tuple[Tensor, Tensor | None]:
-        """Return (probabilities [groups, queries, keys] of a document's q [G, rows, D] and k [G, keys, D], the tensor to save).
+        """Return (probabilities [groups, queries, keys] of a batch's q [G, rows, D] and k [G, keys, D], the tensor to save).
 
         The tensor to save for backward is the probabilities, or of blocks with many keys the largest score of each query.
         """
@@ -251,9 +258,9 @@ class _Attention(torch.autograd.Function):
         width, kept = q.size(2), []
         queries, keys, values = (layout.gather(x) for x in (q, k, v))
         out = torch.empty_like(queries)
-        for document in layout.documents:
-            q_rows, k_rows, v_rows, out_rows = (_view_document(x, document, width) for x in (queries, keys, values, out))
-            for part in _Products.of_document(layout, document):
+        for batch in layout.batches:
+            q_rows, k_rows, v_rows, out_rows = (_view_batch(x, batch, width) for x in (queries, keys, values, out))
+            for part in _Products.of_batch(layout, batch):
                 probabilities, saved = part.compute_probabilities(q_rows, k_rows, scale, is_training)
                 torch.bmm(probabilities, v_rows[part.groups, part.keys], out=out_rows[part.groups, part.queries])
                 if is_training:
@@ -272,13 +279,13 @@ class _Attention(torch.autograd.Function):
         queries, keys, values = (layout.gather(x) for x in (q, k, v))
         upstream = layout.clear_padding(layout.gather(gradient))
         to_q, to_k, to_v = (torch.empty_like(x) for x in (queries, keys, values))
-        for document in layout.documents:
+        for batch in layout.batches:
             tensors = (queries, keys, values, upstream, to_q, to_k, to_v)
-            q_rows, k_rows, v_rows, g_rows, dq_rows, dk_rows, dv_rows = (_view_document(x, document, width) for x in tensors)
-            is_single = len(document.blocks) == 1
+            q_rows, k_rows, v_rows, g_rows, dq_rows, dk_rows, dv_rows = (_view_batch(x, batch, width) for x in tensors)
+            is_single = len(batch.blocks) == 1
             # Keys of several blocks sum their gradients in float32.
             dk, dv = (x if is_single else torch.zeros(x.shape) for x in (dk_rows, dv_rows))
-            for part in _Products.of_document(layout, document):
+            for part in _Products.of_batch(layout, batch):
                 probabilities = part.restore_probabilities(next(kept), q_rows, k_rows, scale)
                 q_part, g_part, dq_part = (x[part.groups, part.queries] for x in (q_rows, g_rows, dq_rows))
                 k_part, v_part, dk_part, dv_part = (x[part.groups, part.keys] for x in (k_rows, v_rows, dk, dv))
@@ -297,6 +304,6 @@ class _Attention(torch.autograd.Function):
         return *(layout.scatter(x, width) for x in (to_q, to_k, to_v)), None, None, None
 
 
-def _view_document(x: Tensor, document: PaddedDocument, width: int) -> Tensor:
-    """Return the rows [groups, rows, width] of a document in x of a PackLayout."""
-    return x[document.start : document.start + document.size].view(x.size(1), -1, width)
+def _view_batch(x: Tensor, batch: DocumentBatch, width: int) -> Tensor:
+    """Return the rows [documents * groups, rows, width] of a batch in x of a PackLayout."""
+    return x[batch.start : batch.start + batch.count * batch.size].view(batch.count * x.size(1), -1, width)

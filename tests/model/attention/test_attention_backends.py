@@ -227,7 +227,7 @@ def test_what_onednn_lacks(flags, reason, monkeypatch):
     assert backends.missing_requirement("onednn", HOST, torch.bfloat16) == (reason or "this torch has no oneDNN")
 
 
-LONG, LONG_PREFIXES = [300, 1, 33, 700, 31, 32], [100, 0, 33, 650, 1, 0]
+LONG, LONG_PREFIXES = [300, 33, 1, 33, 700, 31, 300, 33, 32], [100, 33, 0, 33, 650, 1, 100, 20, 0]
 BLOCKS = [{}, {"_QUERY_BLOCK": 64, "KEPT_KEYS": 128}, {"_SCORES_AT_ONCE": 2**14, "KEPT_KEYS": 0}]
 
 
