@@ -100,23 +100,30 @@ class IndexedWriter:
         self._write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
         self._record_lengths(lengths, counts)
 
-    def append_corpus(self, bin_path: Path, idx_path: Path, sha256: dict[str, str]) -> None:
-        """Append all documents of a finished .bin and .idx; InputError unless `sha256` holds the hash of each.
+    def append_corpus(self, bin_path: Path, idx_path: Path, sha256: dict[str, str], keep: np.ndarray | None = None) -> None:
+        """Append the documents of a finished .bin and .idx, those with `keep`, bool[documents] (None: all).
 
-        `sha256` is the return value of `finish` of their writer.
+        `sha256` is the return value of `finish` of their writer. Raises InputError unless it holds the hash of each file.
         """
         index = idx_path.read_bytes()
         _check_sha256(idx_path, hashlib.sha256(index), sha256["idx"])
         _, _, _, sequences, indices = HEADER.unpack_from(index)
         lengths = np.frombuffer(index, np.int32, sequences, HEADER.size).copy()  # a view would keep all of `index` alive
         edges = np.frombuffer(index, np.int64, indices, HEADER.size + 12 * sequences)
-        hashed = hashlib.sha256()
+        keep = np.ones(len(edges) - 1, bool) if keep is None else keep
+        counts = np.diff(edges)
+        keep_sequences = np.repeat(keep, counts)
+        runs = _find_runs(keep_sequences, lengths) * self._dtype.itemsize
+        hashed, start = hashlib.sha256(), 0
         with open(bin_path, "rb") as stream:
             while data := stream.read(1 << 24):
                 hashed.update(data)
-                self._write(data)
+                view, stop = memoryview(data), start + len(data)
+                for low, high in runs[np.searchsorted(runs[:, 1], start, "right") : np.searchsorted(runs[:, 0], stop)].tolist():
+                    self._write(view[max(low - start, 0) : high - start])
+                start = stop
         _check_sha256(bin_path, hashed, sha256["bin"])
-        self._record_lengths(lengths, np.diff(edges))
+        self._record_lengths(lengths[keep_sequences], counts[keep])
 
     def _write(self, data: memoryview | bytes) -> None:
         """Append bytes to the .bin and update its hash."""
@@ -161,6 +168,13 @@ def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWrit
         for writer in writers:
             stack.callback(writer.close)
         yield writers
+
+
+def _find_runs(keep: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return int64[runs, 2], first token and end of each run of sequences with `keep`; `lengths` are those of the sequences."""
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    changes = np.flatnonzero(np.diff(np.concatenate([[False], keep, [False]])))
+    return ends[changes].reshape(-1, 2)
 
 
 def _check_sha256(path: Path, actual: Any, expected: str) -> None:
