@@ -60,6 +60,8 @@ class CorpusMetadata:
     """Version of megaenc that wrote the corpus."""
     sentences: dict[str, Any] | None = None
     """Output of `PunktModel.describe`; None if each sequence is a document."""
+    deduplication: dict[str, Any] | None = None
+    """Output of `Deduplication.describe` with `removed`, the number of documents left out as duplicates; None without."""
 
     def write(self, path: Path) -> None:
         """Write all fields of the metadata to the file `path` as a JSON object."""

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megaenc.data.preprocess.deduplicate import Deduplication
 from megaenc.data.preprocess.sentence_splitter import PunktModel, build_sentence_splitter
 from megaenc.data.sources.text_files import TextBlock
 from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
@@ -20,6 +21,8 @@ class TokenizedBlock:
     """int32[sequences] per key, length of each document or, with sentence splitting, of each sentence."""
     counts: list[np.ndarray]
     """int32[documents] per key, number of sequences of each document."""
+    band_keys: list[np.ndarray]
+    """uint64[bands, words, documents] per key, see `deduplicate`; no list entry without deduplication."""
     documents: int
     skipped: int
     size: int
@@ -30,7 +33,10 @@ class TokenizedBlock:
 
 @dataclass(frozen=True)
 class BlockTokenizer:
-    """Callable from TextBlock to TokenizedBlock: parses, splits by `punkt` if set, encodes, appends `eod` if not None."""
+    """Callable from TextBlock to TokenizedBlock: parses, splits by `punkt` if set, encodes, appends `eod` if not None.
+
+    With `deduplication` it also computes the band keys of each document.
+    """
 
     encoder: FastEncoder
     keys: tuple[str, ...]
@@ -38,21 +44,25 @@ class BlockTokenizer:
     dtype: str
     skip_bad: bool
     punkt: PunktModel | None
+    deduplication: Deduplication | None = None
 
     def __call__(self, block: TextBlock) -> TokenizedBlock:
         """Parse and tokenize a block. Raises InputError for a bad document unless `skip_bad`."""
         documents = block.parse(self.keys, self.skip_bad)
         columns = [self._tokenize_column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
-        tokens, lengths, counts = map(list, zip(*columns, strict=True))
-        return TokenizedBlock(tokens, lengths, counts, len(documents.texts), documents.skipped, block.size, block.position)
+        tokens, lengths, counts, band_keys = map(list, zip(*columns, strict=True))
+        band_keys = [] if self.deduplication is None else band_keys
+        return TokenizedBlock(
+            tokens, lengths, counts, band_keys, len(documents.texts), documents.skipped, block.size, block.position
+        )
 
     @cached_property
     def _split_sentences(self) -> Callable[[str], list[str]]:
         """Return the sentence splitter, built once per worker."""
         return build_sentence_splitter(self.punkt)
 
-    def _tokenize_column(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokenize the texts of one key; return tokens, length of each sequence and sequences of each document."""
+    def _tokenize_column(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Tokenize the texts of one key; return tokens, length of each sequence, sequences and band keys of each document."""
         if self.punkt is None:
             tokens, lengths = self.encoder.encode_concatenated(texts)
             sequence_counts = np.ones(len(texts), np.int64)
@@ -63,10 +73,13 @@ class BlockTokenizer:
         owners = np.repeat(np.arange(len(texts)), sequence_counts)[lengths > 0]
         lengths = lengths[lengths > 0].astype(np.int32)
         counts = np.bincount(owners, minlength=len(texts)).astype(np.int32)
+        band_keys = None
+        if self.deduplication is not None:
+            band_keys = self.deduplication([text for text, count in zip(texts, counts.tolist(), strict=True) if count])
         counts = counts[counts > 0]
         tokens = tokens.astype(self.dtype)
         if self.eod is not None and len(counts):
             last = np.cumsum(counts) - 1  # the eod token belongs to the last sequence
             tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], self.eod)
             lengths[last] += 1
-        return tokens, lengths, counts
+        return tokens, lengths, counts, band_keys
