@@ -64,13 +64,11 @@ def report_stale_files(*paths: Path) -> None:
         )
 
 
-def find_outputs_by_hash(prefixes: Sequence[Path], hashes: dict[str, str]) -> set[Path]:
-    """Return the existing .bin, .json and .idx files of the corpora whose sha256 `hashes` lists under their file name."""
-    files = set()
-    for path in output_files(prefixes):
-        if path.name in hashes and path.is_file() and compute_sha256(path) == hashes[path.name]:
-            files.add(path)
-    return files
+def refuse_foreign_outputs(prefixes: Sequence[Path], hashes: dict[str, str]) -> None:
+    """Raise InputError if a .bin, .json or .idx of the corpora exists, unless `hashes` lists its sha256 under its file name."""
+    for path in reversed(output_files(prefixes)):
+        if not (path.name in hashes and path.is_file() and compute_sha256(path) == hashes[path.name]):
+            refuse_existing(path, "--output-prefix")
 
 
 def compute_sha256(path: Path) -> str:

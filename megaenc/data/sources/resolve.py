@@ -175,6 +175,16 @@ def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRa
     return parts or [full_ranges(inputs)]
 
 
+def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> tuple[float, float]:
+    """Return the bytes on disk before the first of consecutive `ranges` and those in all of them, estimated by split points."""
+    before = [0, *accumulate(source.size for source in inputs.sources)]
+    edges = [
+        before[each.source] + inputs.sources[each.source].size * split_point / max(inputs.sources[each.source].end, 1)
+        for each, split_point in ((ranges[0], ranges[0].start), (ranges[-1], ranges[-1].stop))
+    ]
+    return edges[0], edges[1] - edges[0]
+
+
 def format_paths(paths: Sequence[str]) -> str:
     """Return the first three paths, joined by commas, and the number of others; bytes that are not UTF-8 are replaced."""
     names = ", ".join(os.fsencode(path).decode("utf-8", "replace") for path in paths[:3])

@@ -1,6 +1,5 @@
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from text_helpers import TEXTS, contents, write_jsonl
 
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess.command import PreprocessConfig, preprocess
-from megaenc.data.preprocess.resumable import PartitionStore, open_work_folder
+from megaenc.data.preprocess.resumable import PartitionStore
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError
 
@@ -200,24 +199,14 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, settings, monk
 
 
 def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
-    plan = {"input": "a"}
-    with pytest.raises(KeyboardInterrupt), open_work_folder(tmp_path / "work", plan):
-        PartitionStore(tmp_path / "work", ["text"], "uint16", 123_456).write(123_455, lambda writers: {})
-        raise KeyboardInterrupt
+    store = PartitionStore(tmp_path / "work", {"input": "a"}, ["text"], "uint16", 123_456)
+    store.open()
+    store.write(123_455, lambda writers, band_keys: {})
     assert "part-123456-text.bin" in names(tmp_path / "work")
-    with open_work_folder(tmp_path / "work", plan):
-        pass
+    store.open()
+    assert store.read_progress() == ({123_455}, {})
+    store.remove()
     assert names(tmp_path) == []
-
-
-def test_two_processes_do_not_share_a_folder(tmp_path, settings):
-    (tmp_path / "out_parts").mkdir()
-    with open(tmp_path / "out_parts" / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="out_parts: another process is using this folder"):
-            preprocess(settings)
-    preprocess(settings)
-    assert not (tmp_path / "out_parts").exists()
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings):
@@ -245,9 +234,10 @@ NOTES = ["", "{", "[]", "3", "null", "{}", '{"bytes": 3}', "[" * 100_000, "\udcf
 
 @pytest.mark.parametrize("note", NOTES, ids=lambda note: repr(note)[:40])
 def test_a_part_with_a_damaged_note_is_missing(tmp_path, note):
-    parts = PartitionStore(tmp_path, ["text"], "uint16", 1)
+    parts = PartitionStore(tmp_path, {"input": "a"}, ["text"], "uint16", 1)
+    parts.open()
     tokens, ones = np.array([1, 2], np.uint16), np.array([1], np.int32)
-    parts.write(0, lambda writers: writers[0].add_documents(tokens, 2 * ones, ones) or {"documents": 1})
+    parts.write(0, lambda writers, band_keys: writers[0].add_documents(tokens, 2 * ones, ones) or {"documents": 1})
     assert parts.missing_partitions() == []
     path = tmp_path / "part-00001.json"
     record = json.loads(path.read_text())
@@ -264,8 +254,8 @@ def test_a_damaged_plan_is_one_line(tmp_path, plan):
     folder.mkdir()
     (folder / "part-00001.json").touch()
     os.mkfifo(folder / "plan.json") if plan is None else (folder / "plan.json").write_text(plan, errors="surrogateescape")
-    with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"), open_work_folder(folder, {"keys": ["text"]}):
-        pass
+    with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"):
+        PartitionStore(folder, {"keys": ["text"]}, ["text"], "uint16", 1).open()
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
@@ -331,19 +321,3 @@ def test_fewer_parts_where_the_input_has_no_more_places(tmp_path, settings, caps
     (prefix,) = preprocess(dataclasses.replace(settings, partitions=50))
     assert "--partitions 50: the input can be split into at most 2 partitions" in capsys.readouterr().out
     assert read_corpus_metadata(prefix).documents == 2
-
-
-def test_a_folder_that_vanishes_while_its_lock_is_waited_for_is_made_again(tmp_path, monkeypatch):
-    real = fcntl.flock
-    calls = []
-
-    def flock(lock, how):
-        calls.append(how)
-        if len(calls) == 1:  # the process before has just finished and takes its folder away
-            os.unlink(tmp_path / "work" / "lock")
-        real(lock, how)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with open_work_folder(tmp_path / "work", {"input": "a"}):
-        assert names(tmp_path / "work") == ["lock", "plan.json"]
-    assert len(calls) == 2 and names(tmp_path) == []

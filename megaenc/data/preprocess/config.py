@@ -1,0 +1,77 @@
+"""Flags of `megaenc preprocess` and their checks."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from megaenc.data.preprocess.deduplicate import Deduplication
+from megaenc.data.sources import resolve
+from megaenc.errors import InputError
+from megaenc.processes import check_process_count, usable_core_count
+
+_MAX_PARTITIONS = 100_000  # with a few files each
+_MINHASH = Deduplication("minhash")
+
+
+@dataclass(frozen=True)
+class PreprocessConfig(resolve.InputConfig):
+    """Flags of `megaenc preprocess`: input, output prefix, tokenizer, sentences, workers, partitions, deduplication."""
+
+    output_prefix: str
+    """Prefix of the output files, OUTPUT_PREFIX_KEY_document.bin, .idx and .json for each JSON key."""
+    tokenizer: str
+    """Hugging Face fast tokenizer, a folder or a name on the Hub."""
+    json_keys: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--json-key",))] = ("text",)
+    """Keys of the texts in each JSON object, or columns of a table. Each key gives a corpus of its own."""
+    append_eod: bool = False
+    """Append the tokenizer's end-of-sequence token to every document."""
+    split_sentences: bool = False
+    """Store each sentence, not each document, as a sequence of the .idx; needed for --packing sentences."""
+    punkt_language: str = "english"
+    """Language of nltk's Punkt model for --split-sentences. If it is not installed, a model is trained on the input."""
+    workers: int = field(default_factory=usable_core_count)
+    """Number of worker processes. JSONL and text lines that gigatoken can tokenize use threads up to four."""
+    partitions: int = 1
+    """Number of partitions of the input, shared by all nodes that run the same command; after an interruption, it resumes."""
+    deduplicate: Literal["exact", "minhash"] | None = None
+    """Remove documents with the text of an earlier one (exact), or with most word n-grams in common (minhash; needs rensa)."""
+    minhash_ngram_size: int = _MINHASH.ngram_size
+    """Number of lower-case words of an n-gram for --deduplicate minhash."""
+    minhash_buckets: int = _MINHASH.buckets
+    """Number of buckets. Documents that share one are duplicates; similarity s does so with probability 1 - (1 - s^h)^buckets."""
+    minhash_hashes_per_bucket: int = _MINHASH.hashes_per_bucket
+    """Number h of hashes that agree in a shared bucket. 14 buckets of 8 find 92 % of pairs of similarity 0.8, 5 % at 0.5."""
+    skip_bad_lines: bool = False
+    """Skip and count lines, rows and files without readable text instead of stopping at the first."""
+
+    def deduplication(self) -> Deduplication | None:
+        """Return the method and parameters of --deduplicate; None without it."""
+        if self.deduplicate is None:
+            return None
+        return Deduplication(self.deduplicate, self.minhash_ngram_size, self.minhash_buckets, self.minhash_hashes_per_bucket)
+
+    def check(self) -> None:
+        """Raise InputError, naming the flag, for a number out of range or a flag without effect."""
+        if self.partitions > _MAX_PARTITIONS:
+            raise InputError(f"--partitions {self.partitions}: expected at most {_MAX_PARTITIONS:,}")
+        for name in ("workers", "partitions", *_MINHASH_LIMITS):
+            if getattr(self, name) < 1:
+                raise InputError(f"{_flag(name)} {getattr(self, name)}: expected at least 1")
+        check_process_count("--workers", self.workers)
+        if self.punkt_language != "english" and not self.split_sentences:
+            raise InputError(f"--punkt-language {self.punkt_language}: expected --split-sentences with it")
+        for name, most in _MINHASH_LIMITS.items():
+            value = getattr(self, name)
+            if value > most:
+                raise InputError(f"{_flag(name)} {value}: expected at most {most}")
+            if self.deduplicate != "minhash" and value != getattr(_MINHASH, name.removeprefix("minhash_")):
+                raise InputError(f"{_flag(name)} {value}: expected --deduplicate minhash with it")
+
+
+_MINHASH_LIMITS = {"minhash_ngram_size": 1000, "minhash_buckets": 1000, "minhash_hashes_per_bucket": 100}
+
+
+def _flag(name: str) -> str:
+    """Return the spelling of the flag of a field."""
+    return f"--{name.replace('_', '-')}"
