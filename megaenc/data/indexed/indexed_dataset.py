@@ -21,6 +21,7 @@ from megaenc.errors import InputError
 # The .idx: this header, int32 lengths and int64 byte pointers of the sequences, int64 document indices.
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
+_PIECE_BYTES = 1 << 24  # of a .bin, copied at a time
 _READERS = 32  # threads of `read_entries`, which hide the latency of a network file system
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # by megatron-core's code
 
@@ -116,7 +117,7 @@ class IndexedWriter:
         runs = _find_runs(keep_sequences, lengths) * self._dtype.itemsize
         hashed, start = hashlib.sha256(), 0
         with open(bin_path, "rb") as stream:
-            while data := stream.read(1 << 24):
+            while data := stream.read(_PIECE_BYTES):
                 hashed.update(data)
                 view, stop = memoryview(data), start + len(data)
                 for low, high in runs[np.searchsorted(runs[:, 1], start, "right") : np.searchsorted(runs[:, 0], stop)].tolist():

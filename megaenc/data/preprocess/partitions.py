@@ -67,8 +67,8 @@ class SharedProgress:
             now = time.monotonic()
             self._next_scan = now + max(_SCAN_SECONDS, _SCAN_SHARE * (now - started))
 
-    def update(self, number: int | None = None, done: float = 0.0, **fields: float) -> None:
-        """Show the progress of all, `done` bytes of partition `number` being this process's; None: it is waiting."""
+    def update(self, number: int | None = None, done: float = 0.0, description: str = "tokenizing", **fields: float) -> None:
+        """Show the progress of all, `done` bytes of partition `number` being this process's; None: it writes none."""
         self._scan()
         claimed = {each: amount for each, amount in self._claimed.items() if each is not None and each not in self._complete}
         if number is not None:
@@ -76,7 +76,7 @@ class SharedProgress:
         self._line.update(
             sum(self._sizes[each] for each in self._complete)
             + sum(min(max(amount, 0.0), self._sizes[each]) for each, amount in claimed.items()),
-            description="tokenizing" if number is not None else "waiting for partitions of other processes",
+            description=description,
             partitions=f"{len(self._complete)}/{len(self._sizes)}",
             processes=len(claimed),
             **fields,
@@ -85,6 +85,7 @@ class SharedProgress:
     def complete(self, number: int) -> None:
         """Count partition `number` as done."""
         self._complete.add(number)
+        self.update()
 
 
 def _write_missing(job: PreprocessJob, store: PartitionStore, ranges: list[list[resolve.DocumentRange]]) -> None:
@@ -135,7 +136,7 @@ def take_partitions(
         if missing and is_waiting:
             if store.is_gone():
                 raise FileNotFoundError(store.folder)
-            progress.update()
+            progress.update(description="waiting for partitions of other processes")
             time.sleep(POLL_SECONDS)
 
 
