@@ -1,10 +1,14 @@
-"""Compare the tokenization speed of megaenc, gigatoken, Hugging Face tokenizers and datasets on the same JSONL file.
+"""Compare the tokenization speed of megaenc, gigatoken, Hugging Face tokenizers and datasets, or of numbers of workers.
 
 The backends take turns in new processes; the time excludes startup, imports and loading the tokenizer. megaenc writes .bin, .idx
 and .json files with checksums and fsync; the others keep ids in memory. All ids must be identical. The first turn is a warm-up.
 Without --input, installed documentation is tokenized.
 
+With --compare workers, megaenc alone runs: each stage, 1 and --workers threads and processes, --simulated-workers processes that
+sleep instead of tokenizing while everything else is real, and as many simulated nodes that claim partitions of one folder.
+
 megaenc bench data --output bench.json
+megaenc bench data --compare workers --workers 2 --output workers.json
 megaenc bench data --input corpus.jsonl --tokenizer tokenizer --output bench.json
 """
 
@@ -16,12 +20,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from megaenc import flags
 from megaenc.bench import report, tokenize_backends
+from megaenc.bench.preprocess_scaling import format_table as format_scaling
+from megaenc.bench.preprocess_scaling import measure_scaling
 from megaenc.console import ProgressLine, silence_libraries
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError, format_error, handle_command_errors
@@ -39,7 +45,7 @@ _RATIOS = {
 
 @dataclass(frozen=True)
 class DataBenchConfig:
-    """Flags of `megaenc bench data`: JSON file for results, text, tokenizer, size, rounds and workers."""
+    """Flags of `megaenc bench data`: JSON file for results, text, tokenizer, size, rounds, workers and what to compare."""
 
     output: str = "bench.json"
     """JSON file for the results."""
@@ -55,15 +61,26 @@ class DataBenchConfig:
     """Timed turns of each backend."""
     workers: int = field(default_factory=usable_core_count)
     """Threads or processes of each backend."""
+    compare: Literal["libraries", "workers"] = "libraries"
+    """Compare libraries, or preprocessing with 1, --workers and --simulated-workers workers."""
+    simulated_workers: int = 32
+    """Workers and nodes to simulate with --compare workers."""
 
 
 def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
-    """Run all tokenizers in turns; return speeds, memory and megaenc's ratios; InputError for wrong input, differing ids."""
-    report.check_positive(config, "rounds", "workers", "megabytes")
+    """Run all tokenizers in turns, or preprocessing with several numbers of workers; return speeds and, of the former, ratios.
+
+    Raises InputError for wrong input and for ids that differ.
+    """
+    report.check_positive(config, "rounds", "workers", "megabytes", "simulated_workers")
     check_process_count("--workers", config.workers)
+    check_process_count("--simulated-workers", config.simulated_workers)
     check_output_file(Path(config.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         text, tokenizer = _prepare_inputs(config, Path(folder))
+        if config.compare == "workers":
+            results = measure_scaling(text, tokenizer, config.workers, config.simulated_workers, config.rounds)
+            return {"settings": asdict(config), "machine": report.describe_machine(), **results}
         turns: dict[str, list[dict[str, Any]]] = {backend: [] for backend in tokenize_backends.BACKENDS}
         with ProgressLine("comparing ids", len(tokenize_backends.BACKENDS) * (config.rounds + 1)) as progress:
             for turn in range(config.rounds + 1):
@@ -196,4 +213,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `megaenc bench data`: compare tokenizers, write the results as JSON to --output, print a table."""
     silence_libraries()
     config = flags.parse(DataBenchConfig, argv, prog="megaenc bench data", description=__doc__)
-    report.run_benchmark(measure_tokenization, format_table, config)
+    report.run_benchmark(measure_tokenization, format_table if config.compare == "libraries" else format_scaling, config)

@@ -34,18 +34,27 @@ def preprocess(settings: PreprocessConfig) -> list[Path]:
 
 def prepare_preprocessing(settings: PreprocessConfig) -> Callable[[], list[Path]]:
     """Check flags and input, load the tokenizer; return a function that writes the corpora and returns their prefixes."""
+    return partial(_run_job, prepare_job(settings))
+
+
+def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
+    """Check flags, output and input, load the tokenizer; return the job that `preprocess` runs. Raises InputError."""
     settings.check()
     if (deduplication := settings.deduplication()) is not None:
         deduplication.describe()  # refuses a missing package before the tokenizer is loaded
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
-    folder = Path(f"{settings.output_prefix}_parts")
-    report_stale_files(*output_files(prefixes), folder)
-    _refuse_outputs(settings, prefixes, folder)
+    report_stale_files(*output_files(prefixes), _work_folder(settings))
+    _refuse_outputs(settings, prefixes)
     inputs = resolve.resolve_inputs(settings, settings.json_keys)
     for message in inputs.messages:
         print_rank_0(message)
     check_parent_writable(prefixes[0], "--output-prefix")
-    return partial(_run_job, _build_job(settings, prefixes, inputs), folder)
+    return _build_job(settings, prefixes, inputs)
+
+
+def _work_folder(settings: PreprocessConfig) -> Path:
+    """Return the path of the work folder of --partitions."""
+    return Path(f"{settings.output_prefix}_parts")
 
 
 def _uses_work_folder(settings: PreprocessConfig) -> bool:
@@ -53,10 +62,12 @@ def _uses_work_folder(settings: PreprocessConfig) -> bool:
     return settings.partitions > 1 or settings.deduplicate is not None
 
 
-def _refuse_outputs(settings: PreprocessConfig, prefixes: list[Path], folder: Path) -> None:
-    """Raise InputError for existing output, except files that a merge of `folder` has begun to rename."""
+def _refuse_outputs(settings: PreprocessConfig, prefixes: list[Path]) -> None:
+    """Raise InputError for existing output, except files that a merge of the work folder has begun to rename."""
     existing = [path for path in output_files(prefixes) if os.path.lexists(path)]
-    recorded = read_merge_record(folder) if existing and _uses_work_folder(settings) else {}  # hashes are checked later
+    recorded = (
+        read_merge_record(_work_folder(settings)) if existing and _uses_work_folder(settings) else {}
+    )  # hashes are checked later
     if settings.partitions > 1 and not recorded and len(existing) == len(output_files(prefixes)):
         raise InputError(
             f"--output-prefix {existing[-1]}: exists already; if another process of this command has written it, nothing is left "
@@ -65,14 +76,15 @@ def _refuse_outputs(settings: PreprocessConfig, prefixes: list[Path], folder: Pa
     refuse_existing_outputs(prefixes, allowed=[prefixes[0].with_name(name) for name in recorded])
 
 
-def _run_job(job: PreprocessJob, folder: Path) -> list[Path]:
+def _run_job(job: PreprocessJob) -> list[Path]:
     """Write the corpora of a job, print a summary of each and return their prefixes."""
-    started = time.monotonic()
+    started, folder = time.monotonic(), _work_folder(job.settings)
     with create_parent_with_rollback(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):
         if _uses_work_folder(job.settings):
             corpora = write_in_partitions(job, folder)
         else:
-            corpora = job.write_whole(lambda hashes: refuse_existing_outputs(job.prefixes))
+            with job.start_workers(job.settings.workers) as workers:
+                corpora = job.write_whole(workers, lambda hashes: refuse_existing_outputs(job.prefixes))
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, corpora, strict=True):
         print_rank_0(f"{prefix}: {_format_summary(corpus)}, in {seconds:.1f} s")

@@ -112,7 +112,8 @@ def find_duplicates(
 ) -> np.ndarray:
     """Return bool[documents], True for each document that is to be removed.
 
-    `read_band(band)` yields uint64[words, n], the band's keys of successive documents. Takes 9 bytes a document, and 30 bytes each of up to 134 million.
+    `read_band(band)` yields uint64[words, n], the band's keys of successive documents. Takes 9 bytes a document, and another 30
+    bytes each of up to 134 million.
     """
     parents = np.arange(documents, dtype=np.int64)
     slices = max(1, -(-documents // _SLICE_DOCUMENTS))

@@ -95,12 +95,11 @@ class PreprocessJob:
             raise
         return counts
 
-    def write_whole(self, before_rename: Callable[[dict[str, str]], None]) -> list[CorpusMetadata]:
+    def write_whole(
+        self, workers: ProcessPool | ThreadPool, before_rename: Callable[[dict[str, str]], None] = lambda hashes: None
+    ) -> list[CorpusMetadata]:
         """Tokenize the input in one go, write all corpora and return their metadata; see `write_corpora`."""
-        with (
-            self.start_workers(self.settings.workers) as workers,
-            ProgressLine("tokenizing", self.inputs.known_size) as progress,
-        ):
+        with ProgressLine("tokenizing", self.inputs.known_size) as progress:
 
             def fill(writers: list[IndexedWriter]) -> tuple[Counts, list[int]]:
                 def report(block: TokenizedBlock, counts: Counts, speed: float) -> None:

@@ -35,8 +35,8 @@ def write_in_partitions(job: PreprocessJob, folder: Path) -> list[CorpusMetadata
     while True:
         store.open()
         try:
-            _write_missing(job, store, ranges)
-            return _merge(job, store)
+            write_missing(job, store, ranges)
+            return merge_partitions(job, store)
         except BaseException as error:
             if isinstance(error, InputError | OSError) and store.is_gone():
                 if all(path.exists() for path in output_files(job.prefixes)):
@@ -88,7 +88,7 @@ class SharedProgress:
         self.update()
 
 
-def _write_missing(job: PreprocessJob, store: PartitionStore, ranges: list[list[resolve.DocumentRange]]) -> None:
+def write_missing(job: PreprocessJob, store: PartitionStore, ranges: list[list[resolve.DocumentRange]]) -> None:
     """Write missing partitions that no other process claims, until all are done; FileNotFoundError if the folder is gone."""
     missing = store.missing_partitions()
     # Outputs with the recorded hashes may be overwritten; others may come from a process that has just finished here.
@@ -140,7 +140,7 @@ def take_partitions(
             time.sleep(POLL_SECONDS)
 
 
-def _merge(job: PreprocessJob, store: PartitionStore) -> list[CorpusMetadata]:
+def merge_partitions(job: PreprocessJob, store: PartitionStore) -> list[CorpusMetadata]:
     """Merge the partitions and remove the folder, or wait for another process that does; return the metadata.
 
     Raises FileNotFoundError if that other process has removed the folder.

@@ -1,10 +1,12 @@
 import hashlib
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
 from text_helpers import contents, documents_of
 
+from megaenc.data.indexed import indexed_dataset
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.errors import InputError
@@ -42,6 +44,18 @@ def test_joined_corpora_are_those_of_one_writer(tmp_path):
     assert (writer.documents, writer.sequences, writer.tokens) == (4, 7, 11)
     writer.finish()
     assert contents(tmp_path / "joined") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("piece", [1, 5, 1 << 24])
+def test_a_corpus_is_joined_without_some_of_its_documents(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(indexed_dataset, "_PIECE_BYTES", piece)
+    hashes = write(tmp_path / "part", DOCUMENTS)
+    for number, keep in enumerate(product([False, True], repeat=len(DOCUMENTS))):
+        write(tmp_path / "whole", [document for document, stays in zip(DOCUMENTS, keep, strict=True) if stays])
+        writer = IndexedWriter(tmp_path / f"{number}.bin", tmp_path / f"{number}.idx", "uint16")
+        writer.append_corpus(tmp_path / "part.bin", tmp_path / "part.idx", hashes, np.array(keep))
+        writer.finish()
+        assert contents(tmp_path / f"{number}") == contents(tmp_path / "whole")
 
 
 def test_joining_keeps_lengths_and_not_whole_indices(tmp_path):

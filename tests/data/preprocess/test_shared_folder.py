@@ -24,7 +24,7 @@ from pathlib import Path
 from megaenc.data.preprocess import claims, command, partitions
 from megaenc.data.preprocess.resumable import PartitionStore
 from megaenc.data.sources import resolve, text_files
-import megaenc.data.tokenizer.tokenizer
+from transformers import AutoTokenizer
 name, go = sys.argv.pop(), sys.argv.pop()
 claims.BEAT_SECONDS, claims.DEAD_SECONDS, partitions.POLL_SECONDS = 0.05, 1.0, 0.05
 claims._identify_machine = lambda: name
@@ -130,7 +130,7 @@ def test_a_process_that_was_paused_too_long_corrupts_nothing(tmp_path, settings,
 
 
 def test_other_flags_are_refused_while_a_process_works_before_its_first_partition(tmp_path, settings):
-    other = command.prepare_preprocessing(settings).args[0]
+    other = command.prepare_job(settings)
     store = PartitionStore(tmp_path / "out_parts", other.build_plan(), ["text"], "uint16", 12)
     store.open()
     with store.acquire(0):
@@ -190,7 +190,7 @@ def test_a_folder_that_another_process_removes_is_made_again(tmp_path, settings,
 def test_partitions_of_a_dead_process_elsewhere_are_waited_for(tmp_path, settings, monkeypatch, capsys):
     monkeypatch.setattr(claims, "DEAD_SECONDS", 0.5)
     monkeypatch.setattr(partitions, "POLL_SECONDS", 0.05)
-    job = command.prepare_preprocessing(settings).args[0]
+    job = command.prepare_job(settings)
     store = PartitionStore(tmp_path / "out_parts", job.build_plan(), ["text"], "uint16", 12)
     store.open()
     for name in ("part-00004", "merge"):
