@@ -71,7 +71,7 @@ def measure_scaling(text: Path, tokenizer: str, workers: int, simulated: int, ro
     plain += [(f"processes {count}", (count, False)) for count in sorted({1, workers})]
     plain += [("merge", ())]
     node_counts = sorted({1, 2, simulated})
-    with ProgressLine("measuring", rounds * (len(plain) + 2) + len(node_counts) + 1) as progress:
+    with ProgressLine("measuring", rounds * (len(plain) + 2) + len(node_counts)) as progress:
 
         def run(name: str, *options: Any) -> None:
             progress.update(sum(map(len, stages.values())), description=f"measuring {name}")
@@ -92,7 +92,7 @@ def measure_scaling(text: Path, tokenizer: str, workers: int, simulated: int, ro
         for count in node_counts:
             progress.update(sum(map(len, stages.values())) + len(nodes), description=f"measuring {count} nodes")
             nodes[str(count)] = _measure_nodes(count, text.parent)
-        sorting = _measure_sorting()
+    sorting = _measure_sorting()
     return {
         "bytes": size,
         "documents": stages["tokenize"][0]["documents"],
@@ -277,11 +277,12 @@ def _measure_sorting() -> float:
 def format_table(results: dict[str, Any]) -> str:
     """Return the results as text for the console: stages, measured and simulated workers, nodes."""
     size = f"{results['bytes'] / 1e6:,.1f} MB of JSONL, {results['documents']:,} documents, {results['tokens']:,} tokens"
-    lines = [size, f"{'':20}{'MB/s':>9}{'lowest':>9}{'highest':>9}{'CPU s of the parent':>22}"]
+    lines = [size, f"{'':20}{'MB/s':>9}{'lowest':>9}{'highest':>9}{'MB per CPU s of the parent':>28}"]
     for name, row in results["stages"].items():
         speed = row["megabytes_per_second"]
         lines.append(
-            f"{name:20}{speed['median']:9.1f}{speed['lowest']:9.1f}{speed['highest']:9.1f}{row['processor_seconds']['median']:22.2f}"
+            f"{name:20}{speed['median']:9.1f}{speed['lowest']:9.1f}{speed['highest']:9.1f}"
+            f"{results['bytes'] / 1e6 / max(row['processor_seconds']['median'], 1e-3):28.0f}"
         )
     lines.append(f"simulated nodes that share {_PARTITIONS} partitions of {_PARTITION_SECONDS} s each:")
     for count, row in results["nodes"].items():

@@ -5,7 +5,8 @@ import psutil
 import pytest
 import runs
 
-from megaenc.bench import data, tokenize_backends
+from megaenc.bench import data, preprocess_scaling, tokenize_backends
+from megaenc.data.sources import text_files
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.processes import Worker
 
@@ -42,6 +43,35 @@ def test_figures_follow_from_the_turns(report):
     ) and "times as fast as a loop of encode_batch" in data.format_table(report)
 
 
+def test_simulated_workers_return_as_much_as_real_ones():
+    block = text_files.LineBlock("text.jsonl", 0, 1, b"x" * 4000, 4000)
+    started = time.perf_counter()
+    result = preprocess_scaling.SleepingTokenizer(1e-5, 0.25, 0.01, "uint16")(block)
+    assert time.perf_counter() - started >= 0.04
+    assert (result.documents, len(result.tokens[0]), result.size, result.position) == (40, 1000, 4000, 4000)
+    assert result.lengths[0].tolist() == [25] * 40 and result.counts[0].tolist() == [1] * 40
+
+
+def test_simulated_nodes_write_every_partition_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(preprocess_scaling, "_PARTITIONS", 12)
+    monkeypatch.setattr(preprocess_scaling, "_PARTITION_SECONDS", 0.05)
+    row = preprocess_scaling._measure_nodes(2, tmp_path)
+    assert (row["written"], row["twice"]) == (12, 0) and 12 <= row["claims"] < 24 and row["seconds"] >= 6 * 0.05
+
+
+@pytest.mark.slow
+def test_workers_are_compared(small_corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(preprocess_scaling, "_PARTITIONS", 12)
+    monkeypatch.setattr(preprocess_scaling, "_PARTITION_SECONDS", 0.05)
+    flags = ["--input", small_corpus.text, "--tokenizer", small_corpus.tokenizer, "--output", tmp_path / "bench.json"]
+    flags += ["--compare", "workers", "--megabytes", "0.2", "--rounds", "1", "--workers", "2", "--simulated-workers", "3"]
+    data.main(list(map(str, flags)))
+    results = json.loads((tmp_path / "bench.json").read_text())
+    assert {"read", "tokenize", "threads 1", "processes 2", "merge", "instant 2", "simulated 3"} <= set(results["stages"])
+    assert set(results["nodes"]) == {"1", "2", "3"} and all(row["twice"] == 0 for row in results["nodes"].values())
+    assert "3 nodes: " in capsys.readouterr().out
+
+
 def test_ids_that_differ_end_it_before_anything_is_timed(small_corpus, tmp_path, monkeypatch, refusal):
     def turn(way, *_):
         return {"sha256": "1" * 64 if way == "gigatoken" else "0" * 64, "documents": 5, "tokens": 70}
@@ -57,6 +87,7 @@ def test_ids_that_differ_end_it_before_anything_is_timed(small_corpus, tmp_path,
     ("flags", "message"),
     [
         (["--rounds", "0"], "--rounds 0: expected more than 0"),
+        (["--compare", "workers", "--simulated-workers", "0"], "--simulated-workers 0: expected more than 0"),
         (["--megabytes", "-1"], "--megabytes -1.0: expected more than 0"),
         (["--input", "missing.jsonl"], "missing.jsonl: no such file or folder"),
         (["--input", "TEXT", "--json-key", "title"], "no key `title`"),

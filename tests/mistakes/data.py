@@ -87,6 +87,8 @@ ROWS = [
     (f"{READ} --input text.jsonl --workers 100000", "--workers"),
     (f"{READ} --input text.jsonl --partitions 0", "--partitions"),
     (f"{READ} --input text.jsonl --partitions 100000000", "--partitions"),
+    (f"{READ} --input text.jsonl --deduplicate fuzzy", "--deduplicate"),
+    (f"{READ} --input text.jsonl --minhash-buckets 20", "--minhash-buckets 20: expected --deduplicate minhash"),
     (f"{READ} --input text.jsonl --append-eos", "--append-eos"),
     (f"{READ} --input text.jsonl --append-eod maybe", "maybe"),
     (f"{READ} --input text.jsonl --punkt-language german", "--punkt-language"),

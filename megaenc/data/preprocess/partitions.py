@@ -78,7 +78,7 @@ class SharedProgress:
             + sum(min(max(amount, 0.0), self._sizes[each]) for each, amount in claimed.items()),
             description=description,
             partitions=f"{len(self._complete)}/{len(self._sizes)}",
-            processes=len(claimed),
+            processes=len(claimed) or 1,  # between two claims
             **fields,
         )
 

@@ -168,8 +168,8 @@ class PartitionStore:
         with ProgressLine("merging the partitions", sum(sum(record["bytes"]) for record in records)) as progress:
             for number, record in enumerate(records):
                 files = self._files(number)
-                for place, (writer, hashes, keep) in enumerate(zip(writers, record["sha256"], keeps, strict=True)):
-                    mask = next(keep)
+                for place, (writer, hashes) in enumerate(zip(writers, record["sha256"], strict=True)):
+                    mask = keeps[place][number]
                     with self._name_record_in_errors(number):
                         writer.append_corpus(files[place], files[len(writers) + place], hashes, mask)
                     removed[place] += 0 if mask is None else int((~mask).sum())
@@ -205,11 +205,10 @@ class PartitionStore:
                 _remove_folder(self.folder)
         return self.count - len(self.missing_partitions())
 
-    def _find_kept(self, place: int, records: Sequence[dict[str, Any]]) -> Iterator[np.ndarray | None]:
-        """Yield bool[documents] for each partition: which documents of key number `place` stay; None if all."""
+    def _find_kept(self, place: int, records: Sequence[dict[str, Any]]) -> Sequence[np.ndarray | None]:
+        """Return bool[documents] for each partition: which documents of key number `place` stay; None if all."""
         if self._deduplication is None:
-            yield from [None] * len(records)
-            return
+            return [None] * len(records)
         paths = [self._files(number)[2 * len(self._keys) + place] for number in range(self.count)]
         for number, (path, record) in enumerate(zip(paths, records, strict=True)):
             if compute_sha256(path) != record["sha256"][place]["keys"]:
@@ -219,7 +218,7 @@ class PartitionStore:
         duplicates = find_duplicates(
             sum(sizes), self._deduplication.bands, lambda band: (np.load(path, mmap_mode="r")[band] for path in paths)
         )
-        yield from np.split(~duplicates, np.cumsum(sizes)[:-1])
+        return np.split(~duplicates, np.cumsum(sizes)[:-1])
 
     def _name(self, number: int) -> str:
         """Return the name of a partition, with which all of its files begin."""
