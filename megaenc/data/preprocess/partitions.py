@@ -92,7 +92,10 @@ def write_missing(job: PreprocessJob, store: PartitionStore, ranges: list[list[r
     """Write missing partitions that no other process claims, until all are done; FileNotFoundError if the folder is gone."""
     missing = store.missing_partitions()
     # Outputs with the recorded hashes may be overwritten; others may come from a process that has just finished here.
-    refuse_foreign_outputs(job.prefixes, read_merge_record(store.folder))
+    try:
+        refuse_foreign_outputs(job.prefixes, read_merge_record(store.folder))
+    except InputError:  # a merge may have begun between the reading of the record and the look at the outputs
+        refuse_foreign_outputs(job.prefixes, read_merge_record(store.folder))
     if len(missing) < store.count:
         print_rank_0(f"{store.folder}: {store.count - len(missing)} of {store.count} partitions exist; writing the others")
     if not missing:

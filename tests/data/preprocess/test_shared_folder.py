@@ -1,6 +1,7 @@
 """Several processes with the same command and work folder, as on several nodes; one is killed, one paused."""
 
 import dataclasses
+import os
 import re
 import signal
 import subprocess
@@ -16,18 +17,17 @@ from megaenc.data.preprocess.command import PreprocessConfig, preprocess
 from megaenc.data.preprocess.resumable import PartitionStore
 from megaenc.errors import InputError
 
-# A preprocessing command with slow input, which starts when the file `go` appears and says which partitions it writes. It takes
-# itself to be alone on its machine, so that only silence tells the others of its death.
-NODE = """
-import sys, time
-from pathlib import Path
+# Forks of a process that run the same preprocessing command with slow input; it prints their process ids, then the exit codes.
+# Each takes itself to be alone on its machine, so that only silence tells the others of its death.
+NODES = """
+import os, sys, time
 from megaenc.data.preprocess import claims, command, partitions
 from megaenc.data.preprocess.resumable import PartitionStore
 from megaenc.data.sources import resolve, text_files
 from transformers import AutoTokenizer
-name, go = sys.argv.pop(), sys.argv.pop()
-claims.BEAT_SECONDS, claims.DEAD_SECONDS, partitions.POLL_SECONDS = 0.05, 1.0, 0.05
-claims._identify_machine = lambda: name
+count, pids = int(sys.argv.pop()), []
+claims.BEAT_SECONDS, claims.DEAD_SECONDS, partitions.POLL_SECONDS = 0.05, 2.0, 0.05
+claims._identify_machine = lambda: str(os.getpid())
 text_files.LINES_BYTES = 300
 def read_blocks(inputs, ranges, real=resolve.read_blocks):
     for block in real(inputs, ranges):
@@ -39,10 +39,15 @@ def write(store, number, *more, real=PartitionStore.write):
     real(store, number, *more)
     print("wrote", number, flush=True)
 PartitionStore.write = write
-print("ready", flush=True)
-while not Path(go).exists():
-    time.sleep(0.01)
-command.main(sys.argv[1:])
+for number in range(count):
+    pids.append(os.fork())
+    if not pids[-1]:
+        os.dup2(os.open(f"log{number}", os.O_CREAT | os.O_WRONLY, 0o644), 1)
+        os.dup2(1, 2)
+        command.main(sys.argv[1:])
+        sys.exit()
+print(*pids, flush=True)
+print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
 
 
@@ -62,24 +67,24 @@ def expected_contents(tmp_path, settings):
 
 @pytest.fixture
 def nodes(tmp_path, settings):
-    """Start processes of the same command; return them when all are ready, and let them go on."""
-    started = []
+    """Start processes of the same command; return their process ids and a function that waits for their exit codes."""
+    flags = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
+    flags += ["--append-eod", "--workers", "1", "--partitions", "12", "--deduplicate", "exact"]
+    started, pids = [], []
 
     def start(count):
-        flags = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
-        flags += ["--append-eod", "--workers", "1", "--partitions", "12", "--deduplicate", "exact", str(tmp_path / "go")]
         for number in range(count):
-            log = open(tmp_path / f"log{number}", "w")  # noqa: SIM115 - read while the process writes
-            words = [sys.executable, "-c", NODE, *flags, f"node{number}"]
-            started.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT))
-        wait_until(lambda: all("ready" in read_log(tmp_path, number) for number in range(count)))
-        (tmp_path / "go").touch()
-        return started
+            (tmp_path / f"log{number}").touch()
+        words = [sys.executable, "-c", NODES, *flags, str(count)]
+        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
+        pids.extend(map(int, started[0].stdout.readline().split()))
+        return pids, lambda: list(map(int, started[0].communicate(timeout=120)[0].split()))
 
     yield start
-    for process in started:
-        process.kill()
-        process.wait()
+    for pid in pids if started[0].poll() is None else []:
+        os.kill(pid, signal.SIGKILL)
+    started[0].kill()
+    started[0].wait()
 
 
 def read_log(folder, number):
@@ -100,10 +105,10 @@ def is_writing(folder, number):
 
 
 def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(tmp_path, settings, expected_contents, nodes):
-    processes = nodes(3)
+    pids, exit_codes = nodes(3)
     wait_until(lambda: is_writing(tmp_path, 2))
-    processes[2].send_signal(signal.SIGKILL)
-    assert [process.wait(60) for process in processes] == [0, 0, -9], read_log(tmp_path, 0) + read_log(tmp_path, 1)
+    os.kill(pids[2], signal.SIGKILL)
+    assert exit_codes() == [0, 0, -9], read_log(tmp_path, 0) + read_log(tmp_path, 1)
     logs = [read_log(tmp_path, number) for number in range(3)]
     written = [int(number) for log in logs for number in re.findall(r"wrote (\d+)", log)]
     assert sorted(written) == list(range(12))  # none twice
@@ -117,13 +122,13 @@ def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(tmp
 
 
 def test_a_process_that_was_paused_too_long_corrupts_nothing(tmp_path, settings, expected_contents, nodes):
-    processes = nodes(2)
+    pids, exit_codes = nodes(2)
     wait_until(lambda: is_writing(tmp_path, 1))
-    processes[1].send_signal(signal.SIGSTOP)
-    assert processes[0].wait(60) == 0, read_log(tmp_path, 0)
+    os.kill(pids[1], signal.SIGSTOP)
+    wait_until(lambda: "duplicates removed" in read_log(tmp_path, 0))
     assert contents(tmp_path / "out_text_document") == expected_contents
-    processes[1].send_signal(signal.SIGCONT)
-    assert processes[1].wait(60) == 0, read_log(tmp_path, 1)
+    os.kill(pids[1], signal.SIGCONT)
+    assert exit_codes() == [0, 0], read_log(tmp_path, 0) + read_log(tmp_path, 1)
     assert "another process has merged the partitions" in read_log(tmp_path, 1)
     assert contents(tmp_path / "out_text_document") == expected_contents
     assert not (tmp_path / "out_parts").exists()
