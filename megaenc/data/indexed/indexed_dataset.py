@@ -116,13 +116,14 @@ class IndexedWriter:
         keep_sequences = np.repeat(keep, counts)
         runs = _find_runs(keep_sequences, lengths) * self._dtype.itemsize
         hashed, start = hashlib.sha256(), 0
-        with open(bin_path, "rb") as stream:
+        with open(bin_path, "rb") as stream, ThreadPoolExecutor(1) as pool:  # hashing is most of the work
             while data := stream.read(_PIECE_BYTES):
-                hashed.update(data)
+                check = pool.submit(hashed.update, data)
                 view, stop = memoryview(data), start + len(data)
                 for low, high in runs[np.searchsorted(runs[:, 1], start, "right") : np.searchsorted(runs[:, 0], stop)].tolist():
                     self._write(view[max(low - start, 0) : high - start])
                 start = stop
+                check.result()
         _check_sha256(bin_path, hashed, sha256["bin"])
         self._record_lengths(lengths[keep_sequences], counts[keep])
 
