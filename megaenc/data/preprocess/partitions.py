@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from megaenc.data.sources import resolve
 from megaenc.errors import InputError
 
 POLL_SECONDS = 2.0
-"""Seconds between two looks at the claims of other processes while there is nothing else to do."""
+"""Maximum seconds between two looks at the claims of other processes while there is nothing else to do."""
+_FIRST_POLL_SECONDS = 0.05  # doubled after each look
 _SCAN_SECONDS = 5.0  # between two looks at the progress of others
 _SCAN_SHARE = 50  # and at least so many times as long as a look takes
 
@@ -124,6 +125,7 @@ def take_partitions(
     store: PartitionStore, progress: SharedProgress, missing: list[int], write: Callable[[int, Claim], None]
 ) -> None:
     """Call `write` for each partition of `missing` that this process gets, with its claim, until all are done by anybody."""
+    pauses = _poll_pauses()
     while missing:
         is_waiting = True
         for number in list(missing):
@@ -140,7 +142,7 @@ def take_partitions(
             if store.is_gone():
                 raise FileNotFoundError(store.folder)
             progress.update(description="waiting for partitions of other processes")
-            time.sleep(POLL_SECONDS)
+            time.sleep(next(pauses))
 
 
 def merge_partitions(job: PreprocessJob, store: PartitionStore) -> list[CorpusMetadata]:
@@ -171,7 +173,17 @@ def _wait_for_merge(store: PartitionStore) -> Claim:
     if (claim := store.acquire(None)) is not None:
         return claim
     with ProgressLine("waiting for another process to merge", store.count_bytes(), closing=False) as line:
-        while (claim := store.acquire(None)) is None:
+        for pause in _poll_pauses():
+            if (claim := store.acquire(None)) is not None:
+                break
             line.update(store.read_progress()[1].get(None, 0))
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
     return claim
+
+
+def _poll_pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each further look at the claims."""
+    seconds = _FIRST_POLL_SECONDS
+    while True:
+        yield min(seconds, POLL_SECONDS)
+        seconds = min(2 * seconds, POLL_SECONDS)
