@@ -1,11 +1,14 @@
 """Selection of an attention backend that computes correct results on every rank."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from megaenc.backend import Backend, ParallelConfig
+from megaenc.backend.reductions import gather_lowest, reduce_over_ranks
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
@@ -13,7 +16,7 @@ from megaenc.model.attention.backends import BACKENDS, exclude_flash_attn, flash
 from megaenc.model.attention.selftest import check_backend
 from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.objectives import Attention
-from megaenc.training.distributed.collectives import all_gather_call
+from megaenc.training.distributed.collectives import call_on_all
 from megaenc.training.plan import Plan
 
 
@@ -47,40 +50,45 @@ def select_attention(
     sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **batch_shape}
     sizes["windows"] = tuple(dict.fromkeys(shape.layer_windows))
     for name in BACKENDS if requested == "auto" else (requested,):
-        results = _check_on_all_ranks(name, sizes, failures)
-        if all(result.passed for result in results):
+        available_count, failure = _check_on_all_ranks(name, sizes, failures)
+        if not failure:
             for line in failures:
                 print_rank_0(f"attention by {line}")
             return name
         if requested != "auto":
-            raise InputError(
-                f"--attention-backend {requested}: {_describe_failure(results)}; expected a backend that works here, or auto"
-            )
-        if any(result.available for result in results):
-            failures.append(f"{name} is not used: {_describe_failure(results)}")
+            raise InputError(f"--attention-backend {requested}: {failure}; expected a backend that works here, or auto")
+        if available_count:
+            failures.append(f"{name} is not used: {failure}")
     raise InputError(f"--attention-backend auto: no attention backend works here: {'; '.join(failures)}")
 
 
-def _check_on_all_ranks(name: str, sizes: dict[str, Any], failures: list[str]) -> list[SelfTestResult]:
-    """Return each rank's result of testing backend `name`, which on no rank computes by a version of flash-attn that failed.
+def _check_on_all_ranks(name: str, sizes: dict[str, Any], failures: list[str]) -> tuple[int, str]:
+    """Return on how many ranks backend `name` is available, and the reason why it failed on one; empty if it passes on all.
 
-    A version that fails on any rank is excluded on all, with a line in `failures`, as long as each rank has another one.
+    A version of flash-attn that fails on any rank is excluded on all, with a line in `failures`, as long as each has another one.
     """
     while True:
-        results = all_gather_call(lambda: check_backend(name, **sizes))
-        if name != "flash" or all(result.passed for result in results) or not any(result.available for result in results):
-            return results
-        versions = all_gather_call(lambda: flash_attn_versions(sizes["device"]))
-        failed = {own[0] for own, result in zip(versions, results, strict=True) if own and not result.passed}
-        if not failed or not all(set(own) - failed for own in versions):
-            return results
-        failures.append(f"flash-attn {', '.join(map(str, sorted(failed)))} is not used: {_describe_failure(results)}")
-        for version in failed:
-            exclude_flash_attn(version)
+        result = call_on_all(lambda: check_backend(name, **sizes))
+        counts = reduce_over_ranks([result.available, not result.passed], ReduceOp.SUM)
+        failure = _describe_failure(result, counts[1])
+        if name != "flash" or not all(counts):
+            return counts[0], failure
+        versions = flash_attn_versions(sizes["device"])
+        failed, _ = gather_lowest(versions[0] if versions and not result.passed else None)
+        for version in failed.values():
+            if not any(reduce_over_ranks([not set(versions) - {version}], ReduceOp.SUM)):
+                break
+        else:
+            return counts[0], failure
+        failures.append(f"flash-attn {version} is not used: {failure}")
+        exclude_flash_attn(version)
 
 
-def _describe_failure(results: Sequence[SelfTestResult]) -> str:
-    """Return the reason why a backend failed, and on which rank, from the `results` of all ranks."""
-    failures = [(rank, result) for rank, result in enumerate(results) if not result.passed]
-    rank, result = min(failures, key=lambda pair: not pair[1].available)  # a wrong result explains more than a missing package
-    return result.reason + (f", on rank {rank}" if len(failures) < len(results) else "")
+def _describe_failure(result: SelfTestResult, failed_count: int) -> str:
+    """Return the reason why a backend failed on one of the `failed_count` ranks, and on which, by the `result` of each rank."""
+    reason = result.reason or None
+    # A wrong result explains more than a missing package.
+    wrong, _ = gather_lowest(reason if result.available else None)
+    for rank, text in (wrong or gather_lowest(reason)[0]).items():
+        return text + (f", on rank {rank}" if failed_count < dist.get_world_size() else "")
+    return ""

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     device = backend.init_distributed(
         settings.layout, settings.seed, settings.layout.chunks_per_stage(settings.shape.num_layers), timeout
     )
-    from megaenc.training.distributed.collectives import all_gather_call
+    from megaenc.training.distributed.collectives import call_on_all
     from megaenc.training.distributed.signals import EXIT_STOPPED
     from megaenc.training.trainer import pretrain
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         raise
     if not complete:
         # On every node before any rank exits, because an exit makes torchrun restart the others.
-        all_gather_call(lambda: exit_without_restart(EXIT_STOPPED))
+        call_on_all(lambda: exit_without_restart(EXIT_STOPPED))
     backend.destroy_distributed()
     if not complete:
         sys.exit(EXIT_STOPPED)

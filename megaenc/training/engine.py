@@ -23,7 +23,7 @@ from megaenc.model.encoder import build_model_chunks
 from megaenc.model.fp8.linear import check_linear_layers
 from megaenc.objectives import Objective
 from megaenc.training.attention_select import select_plan_attention
-from megaenc.training.distributed.collectives import all_gather_call
+from megaenc.training.distributed.collectives import call_on_all
 from megaenc.training.micro_batches import DataParallelSampler, MicroBatch, MicroBatchSpec, Prefetcher, TokenGroups
 from megaenc.training.optimizers import build_optimizer
 from megaenc.training.plan import Plan
@@ -97,7 +97,7 @@ class Engine:
         )
         self.kernels = dataclasses.replace(settings.kernels, attention_backend=select_plan_attention(plan, backend))
         widths = settings.shape.linear_shapes(self.layout.tensor_model_parallel_size).values()
-        all_gather_call(lambda: check_linear_layers(settings.kernels, backend, widths, plan.dtype))
+        call_on_all(lambda: check_linear_layers(settings.kernels, backend, widths, plan.dtype))
         longest = max(phase.settings.data.seq_length for phase in settings.phase_configs)
         sizes, seed = (settings.shape, plan.vocab_size, longest), settings.seed if init_weights else None
         self._encoders = encoders = build_model_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)

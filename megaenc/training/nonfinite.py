@@ -2,14 +2,19 @@
 
 import math
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+import numpy as np
+import torch
+from torch.distributed import ReduceOp
+
+from megaenc.backend.reductions import gather_lowest, reduce_over_ranks
 from megaenc.console import print_rank_0
-from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
-from megaenc.training.distributed.collectives import all_gather_call
 from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.skip_ranges import SkippedPacks
+
+_NAMED_RANKS = 8
 
 
 def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
@@ -27,22 +32,20 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
         results = {
             tuple(row): [engine.local_loss_and_grad_norm(row, objective, data.train) for objective in objectives] for row in rows
         }
-    is_finite_by_row = {row: all(math.isfinite(value) for pair in pairs for value in pair) for row, pairs in results.items()}
-    answers = all_gather_call(lambda: (get_rank(), socket.gethostname(), loss_was_finite, is_finite_by_row))
-    samples = [(at, sample, is_finite) for at, _, _, rows in answers for row, is_finite in rows.items() for sample in row]
-    packs = {sample for _, sample, is_finite in samples if not is_finite}
-    pack_count = len({sample for _, sample, _ in samples})
+    faulty_here = {sample for row, pairs in results.items() if not np.isfinite(pairs).all() for sample in row}
+    samples = [plan.sample_at(position) for position in range(plan.samples_read(step - 1), plan.samples_read(step))]
+    is_finite = reduce_over_ranks([sample not in faulty_here for sample in samples], ReduceOp.MIN, torch.uint8)
+    packs, pack_count = {sample for sample, finite in zip(samples, is_finite, strict=True) if not finite}, len(samples)
     if not packs:
-        losses = [answer for answer in answers if not answer[2]]
-        where = f"; in the step itself the loss of {_format_ranks_with_hosts(losses)} was not finite" if losses else ""
+        places = _format_ranks_with_hosts(not loss_was_finite)
+        where = f"; in the step itself the loss of {places} was not finite" if places else ""
         cause = f"from none of its {pack_count} packs when each is run separately, which points to the hardware{where}"
         return cause, "give the same command again, on other machines if it happens again"
     if len(packs) == pack_count > 1:
         remedy = "start over or branch from an earlier checkpoint with a lower --lr or longer --lr-warmup-iters"
         return f"from each of its {pack_count} packs: the weights have diverged", remedy
     corpora = {data.corpora[data.train.corpus_of_sample(sample)].prefix for sample in packs}
-    ranks = {at for at, _, is_finite in samples if not is_finite}
-    places = _format_ranks_with_hosts(answer for answer in answers if answer[0] in ranks)
+    places = _format_ranks_with_hosts(bool(faulty_here))
     faulty = SkippedPacks.from_numbers(packs)
     cause = f"from pack{'s' * (len(packs) > 1)} {faulty.format_short()} of {', '.join(sorted(corpora))} on {places}"
     return cause, f"give the same command with --skip-packs {' '.join((plan.skipped | faulty).texts)}"
@@ -58,7 +61,14 @@ def report_skipped_step(engine: Engine, step: int, metrics: StepMetrics, skipped
     print_rank_0(line)
 
 
-def _format_ranks_with_hosts(answers: Iterable[tuple]) -> str:
-    """Return text such as `rank 3 (node-1)` for `answers`, tuples that begin with rank and host."""
-    ranks, hosts = zip(*(answer[:2] for answer in answers), strict=True)
-    return f"rank{'s' * (len(ranks) > 1)} {SkippedPacks.from_numbers(ranks).format_short()} ({', '.join(sorted(set(hosts)))})"
+def _format_ranks_with_hosts(is_named: bool) -> str:
+    """Return text such as `rank 3 (node-1)` for the ranks that pass True, the lowest if they are many; empty if there are none.
+
+    All ranks call this together.
+    """
+    hosts, count = gather_lowest(socket.gethostname() if is_named else None, limit=_NAMED_RANKS)
+    if not count:
+        return ""
+    more = f" and {count - len(hosts)} more" if count > len(hosts) else ""
+    ranks = f"rank{'s' * (count > 1)} {SkippedPacks.from_numbers(hosts).format_short()}{more}"
+    return f"{ranks} ({', '.join(sorted(set(hosts.values())))})"

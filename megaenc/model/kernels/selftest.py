@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaenc.backend.reductions import gather_lowest
 from megaenc.console import print_rank_0
 from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 
@@ -250,12 +251,11 @@ def _test_all_kernels(device: torch.device, dtype: torch.dtype, widths: LayerWid
 
 def _agree_across_ranks(results: list[SelfTestResult]) -> dict[str, bool]:
     """Return for each kernel whether it passed on all ranks; rank 0 prints those that failed."""
-    own_reasons = {result.name: result.reason for result in results}
-    all_reasons = [own_reasons]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        all_reasons = [None] * dist.get_world_size()
-        dist.all_gather_object(all_reasons, own_reasons)
-    reasons = {name: next((reasons[name] for reasons in all_reasons if reasons[name]), "") for name in own_reasons}
+    reasons = {result.name: result.reason for result in results}
+    if dist.is_initialized():
+        for name, reason in reasons.items():
+            lowest, _ = gather_lowest(reason or None)
+            reasons[name] = next(iter(lowest.values()), "")
     for reason in dict.fromkeys(reasons.values()):  # one line for kernels with the same reason, such as a missing Triton
         if reason:
             names = ", ".join(name for name in reasons if reasons[name] == reason)

@@ -15,12 +15,13 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megaenc.backend.reductions import gather_lowest
 from megaenc.console import print_rank_0
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
 from megaenc.training.checkpoint.safe_pickle import SHARD, rewrite_pickles
 from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, find_content_damage
-from megaenc.training.distributed.collectives import all_gather_call, broadcast_call
+from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
@@ -42,9 +43,9 @@ class CheckpointLoader(CheckpointDir):
         state = broadcast_call(lambda: self.read_state(step))
         path, names = self.path(step), sorted(state["files"])
         mine = names[get_rank() :: dist.get_world_size()]
-        for damage in all_gather_call(lambda: find_content_damage(path, {name: state["files"][name] for name in mine})):
-            if damage:
-                raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
+        damages, _ = gather_lowest(find_content_damage(path, {name: state["files"][name] for name in mine}))
+        for damage in damages.values():
+            raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
         if identity is not None and (mismatch := describe_difference(state["identity"], identity)):
             raise InputError(f"{path} is a checkpoint of a different run: {mismatch}; remove it or give the same value")
         self._verified = step, broadcast_call(lambda: rewrite_pickles(path, state["files"]))
@@ -72,7 +73,7 @@ class CheckpointLoader(CheckpointDir):
                     raise InputError(f"{error.filename}: {error.strerror}; expected room for a few MB in TMPDIR") from None
                 return str(folder)
 
-            yield all_gather_call(create_dir)[get_rank()]
+            yield call_on_all(create_dir)
 
     def verify_newest(self, plan: Plan) -> dict[str, Any] | None:
         """Return state.json of the newest intact checkpoint that `plan` can resume; None without any, InputError if all bad.

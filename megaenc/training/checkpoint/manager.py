@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megaenc.atomic_io import atomic_write, fsync_path, remove_path
+from megaenc.backend.reductions import reduce_over_ranks
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError, LocalInputError, first_error_line
 from megaenc.training.checkpoint.loader import CheckpointLoader, sharded_state_dict
@@ -35,7 +36,7 @@ from megaenc.training.checkpoint_dir import (
     file_digests,
     json_digest,
 )
-from megaenc.training.distributed.collectives import all_gather_call, broadcast_call
+from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import saw_same_data
@@ -172,7 +173,6 @@ class CheckpointManager(CheckpointLoader):
         self.finish_save()
         self._stages = self._save_stages(engine, step, progress, copy=not block)
         self._work = next(self._stages)
-        self._device = engine.device
         if block:
             self.finish_save()
 
@@ -193,9 +193,7 @@ class CheckpointManager(CheckpointLoader):
 
     def _is_done_on_all_ranks(self) -> bool:
         """Return whether the current stage of the save is done on all ranks."""
-        done = torch.tensor([self._work.done()], dtype=torch.int, device=self._device)
-        dist.all_reduce(done, dist.ReduceOp.MIN)  # every step: cheaper than gathering objects
-        return bool(done)
+        return all(reduce_over_ranks([self._work.done()], dist.ReduceOp.MIN))
 
     def _save_stages(self, engine: Engine, step: int, progress: dict[str, Any], copy: bool) -> Iterator[Future]:
         """Run a save in stages; yield the future of each, which must be done on all ranks before the next stage."""
@@ -204,7 +202,9 @@ class CheckpointManager(CheckpointLoader):
         try:
             sharded = ShardedStateWriter(sharded_state_dict(engine, is_loading=False), attempt, copy)
             yield (writing := self._thread.submit(sharded.write_shards))
-            shards = {name: entry for each in all_gather_call(writing.result) for name, entry in each.items()}
+            digests: list = [None] * dist.get_world_size()
+            dist.all_gather_object(digests, call_on_all(writing.result))
+            shards = {name: entry for each in digests for name, entry in each.items()}
             sharded.write_metadata()
             self._attempt = None  # only rank 0 continues
             publish = partial(self._publish, attempt, state, shards, engine.plan) if get_rank() == 0 else lambda: None

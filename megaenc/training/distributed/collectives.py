@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 import threading
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc import flags
+from megaenc.backend.reductions import broadcast_object, gather_lowest, is_same_on_all_ranks
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError, LocalInputError
 from megaenc.torchelastic import exit_without_restart
@@ -24,23 +26,21 @@ _NODE_LOCAL_FIELDS = ("config", "data_path", "tokenizer")  # paths, whose conten
 _INPUT_ERROR_KEY, _FAILED_KEY, _REPORTED_KEY = "megaenc/wrong", "megaenc/failed", "megaenc/told"
 
 
-def all_gather_call(function: Callable[[], Result]) -> list[Result]:
-    """Call `function` on all ranks; return on each the list of results by rank, or raise the first rank's InputError."""
-    outcomes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, _call_catching_input_error(function))
-    for _, error in outcomes:
-        if error is not None:
-            raise error
-    return [result for result, _ in outcomes]
+def call_on_all(function: Callable[[], Result]) -> Result:
+    """Call `function` on all ranks; return its result on this one, or raise on all the lowest failing rank's InputError."""
+    result, error = _call_catching_input_error(function)
+    errors, _ = gather_lowest(error)
+    for lowest in errors.values():
+        raise lowest
+    return result
 
 
 def broadcast_call(function: Callable[[], Result]) -> Result:
     """Call `function` on rank 0 only; return its result, or raise its InputError, on every rank."""
-    outcome = [*_call_catching_input_error(function)] if get_rank() == 0 else [None, None]
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    result, error = broadcast_object(_call_catching_input_error(function) if get_rank() == 0 else None)
+    if error is not None:
+        raise error
+    return result
 
 
 def _call_catching_input_error(function: Callable[[], Result]) -> tuple[Result | None, InputError | None]:
@@ -55,10 +55,12 @@ def check_same_plan(plan: Plan) -> None:
     """Raise InputError on all ranks, naming field and rank, if ranks differ in flags (not paths), identity or start."""
     values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _NODE_LOCAL_FIELDS}
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
-    (_, first), *others = all_gather_call(lambda: (socket.gethostname(), values))
-    for number, (host, rank_values) in enumerate(others, start=1):
-        if mismatch := describe_difference(first, rank_values, names=("on rank 0", f"on rank {number} ({host})")):
-            raise InputError(f"{mismatch}; expected the same command and the same files on every node")
+    if is_same_on_all_ranks(json.dumps(values, sort_keys=True).encode()):
+        return
+    names = ("on rank 0", f"on rank {get_rank()} ({socket.gethostname()})")
+    mismatches, _ = gather_lowest(describe_difference(broadcast_object(values), values, names))
+    for mismatch in mismatches.values():
+        raise InputError(f"{mismatch}; expected the same command and the same files on every node")
 
 
 @contextlib.contextmanager

@@ -10,9 +10,11 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 from torch.profiler import ProfilerActivity, profile
 
 from megaenc.backend import Backend
+from megaenc.backend.reductions import reduce_over_ranks
 from megaenc.console import ProgressLine, print_rank_0
 from megaenc.training.config_groups import MonitoringConfig
 from megaenc.training.engine import Engine, TrainStepResult
@@ -131,14 +133,14 @@ class MetricsLogger:
         self._pause_seconds = dict.fromkeys(self._pause_seconds, 0.0)
         local_values = {f"{name}_seconds": value for name, value in seconds.items()} | memory_usage(self._backend)
         timers = {"timers": max_timer_seconds(self._engine.timers)} if self._engine.timers else {}
-        return max_over_ranks(local_values, self._backend.device) | timers
+        return max_over_ranks(local_values) | timers
 
 
 def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:
     """Return the summed peak FLOP/s of the devices of all ranks; 0 if one is unknown."""
-    peaks = torch.empty(dist.get_world_size(), dtype=torch.float64, device=backend.device)
-    dist.all_gather_into_tensor(peaks, peaks.new_tensor([backend.peak_flops(dtype)]))
-    return float(peaks.sum()) if peaks.all() else 0.0
+    peak = backend.peak_flops(dtype)
+    total, unknown_count = reduce_over_ranks([peak, not peak], ReduceOp.SUM, torch.float64)
+    return 0.0 if unknown_count else total
 
 
 def _progress_fields(row: dict[str, Any]) -> dict[str, str]:

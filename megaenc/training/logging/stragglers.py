@@ -11,22 +11,21 @@ A step takes equally long on all ranks, because they wait for each other. The wo
 import socket
 import time
 from collections import Counter
-from statistics import median_low
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed import ReduceOp
 
 from megaenc.backend import Backend
+from megaenc.backend.reductions import gather_lowest, median_low, reduce_over_ranks
 from megaenc.console import print_rank_0
 from megaenc.training.engine import Engine
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER
 
 SLOW_RATIO, CONSECUTIVE_REPORTS, REPORTED_RANKS = 1.2, 3, 4
 """Ratio to the median from which a rank is slow, consecutive reports that make a straggler, and ranks in a report."""
-
-_MEASURES = ("data_seconds", "compute_seconds", "probe_seconds")
 
 
 class StragglerDetector:
@@ -38,18 +37,16 @@ class StragglerDetector:
     def __init__(self, engine: Engine, backend: Backend, interval: int):
         self._engine, self._backend, self._interval = engine, backend, interval
         self._forward = None if backend.is_cpu else ForwardTimer(engine.chunks)
-        rank_info = {
+        self._rank_info = {
             "rank": dist.get_rank(),
             "host": socket.gethostname(),
             "tensor": parallel_state.get_tensor_model_parallel_rank(),
             "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
             "data": parallel_state.get_data_parallel_rank(),
         }
-        self._rank_infos: list[dict[str, Any]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(self._rank_infos, rank_info)
         self._sums: Counter[str] = Counter()
         self._steps = -1  # the first step, with its setup, is not measured
-        self._slow_reports: Counter[int] = Counter()  # consecutive ones by rank
+        self._slow_reports = 0  # consecutive ones of this rank
 
     def record_step(self, step: int) -> dict[str, Any] | None:
         """Add this rank's times of `step`; every `interval` steps return a report of the 4 slowest ranks, else None.
@@ -64,50 +61,57 @@ class StragglerDetector:
             self._sums.update(data_seconds=timers.wall[DATA], compute_seconds=compute)
         if step % self._interval or not self._steps:
             return None
-        means = [self._sums["data_seconds"] / self._steps, self._sums["compute_seconds"] / self._steps]
-        local_values = torch.tensor([*means, time_matmul(self._backend.device)], dtype=torch.float64, device=self._backend.device)
-        all_values = local_values.new_empty(len(self._rank_infos), len(local_values))
-        dist.all_gather_into_tensor(all_values.flatten(), local_values)
-        ranks = [
-            info | dict(zip(_MEASURES, values, strict=True))
-            for info, values in zip(self._rank_infos, all_values.tolist(), strict=True)
-        ]
-        report = {"step": step, "steps": self._steps, **compare_ranks(ranks)}
+        measures = {name: self._sums[name] / self._steps for name in ("data_seconds", "compute_seconds")}
+        measures["probe_seconds"] = time_matmul(self._backend.device)
+        own = self._rank_info | measures | compare_rank(measures, self._median_measures(measures))
+        ranks = _gather_slowest(own)
+        report = {"step": step, "steps": self._steps, "slowest_rank": ranks[0]["rank"], "slowest_ratio": ranks[0]["ratio"]}
         self._steps, self._sums = 0, Counter()
-        self._print_stragglers(report["ranks"])
-        report["ranks"] = report["ranks"][:REPORTED_RANKS]
-        return report
+        self._print_stragglers(own)
+        return report | {"ranks": ranks}
 
-    def _print_stragglers(self, ranks: list[dict[str, Any]]) -> None:
-        """Print a line for each rank that has just become a straggler, again only after it has recovered."""
-        for each in ranks:
-            slow_reports = self._slow_reports[each["rank"]] + 1 if each["ratio"] > SLOW_RATIO else 0
-            self._slow_reports[each["rank"]] = slow_reports
-            if slow_reports == CONSECUTIVE_REPORTS:
-                print_rank_0(
-                    f"straggler: rank {each['rank']} on {each['host']} (tensor {each['tensor']}, pipeline {each['pipeline']}, "
-                    f"data {each['data']}) took {each['ratio']:.2f} times the median of comparable ranks in "
-                    f"{CONSECUTIVE_REPORTS} consecutive reports, mostly in {each['slow_in']}"
-                )
+    def _median_measures(self, measures: dict[str, float]) -> dict[str, float]:
+        """Return the lower median of each of `measures` over all ranks, of the seconds of computing over those of this stage."""
+        stage, stages = self._rank_info["pipeline"], parallel_state.get_pipeline_model_parallel_world_size()
+        compute = [measures["compute_seconds"] if number == stage else None for number in range(stages)]
+        data, probe, *compute_by_stage = median_low([measures["data_seconds"], measures["probe_seconds"], *compute])
+        return {"data_seconds": data, "compute_seconds": compute_by_stage[stage], "probe_seconds": probe}
+
+    def _print_stragglers(self, own: dict[str, Any]) -> None:
+        """Print a line for each rank that has just become a straggler, again only after it has recovered; at most four."""
+        self._slow_reports = self._slow_reports + 1 if own["ratio"] > SLOW_RATIO else 0
+        rows, count = gather_lowest(own if self._slow_reports == CONSECUTIVE_REPORTS else None, REPORTED_RANKS)
+        for each in rows.values():
+            print_rank_0(
+                f"straggler: rank {each['rank']} on {each['host']} (tensor {each['tensor']}, pipeline {each['pipeline']}, "
+                f"data {each['data']}) took {each['ratio']:.2f} times the median of comparable ranks in "
+                f"{CONSECUTIVE_REPORTS} consecutive reports, mostly in {each['slow_in']}"
+            )
+        if count > len(rows):
+            print_rank_0(f"straggler: {count - len(rows)} more ranks")
 
 
-def compare_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return `slowest_rank`, `slowest_ratio` and `ranks`, slowest first, each with `ratio` to the median and part `slow_in`.
+def compare_rank(measures: dict[str, float], medians: dict[str, float]) -> dict[str, Any]:
+    """Return `ratio`, of a rank's seconds to the median of comparable ranks, and `slow_in`, the part that takes it longest.
 
     Data and probe are the same work for all ranks; compute is compared among the ranks of a pipeline stage. The median of two
     is the faster one.
     """
-    data, _, probed = (median_low(each[measure] for each in ranks) for measure in _MEASURES)
-    compared = []
-    for each in ranks:
-        stage_compute = median_low(other["compute_seconds"] for other in ranks if other["pipeline"] == each["pipeline"])
-        extra = {"data": each["data_seconds"] - data, "compute": each["compute_seconds"] - stage_compute}
-        own = (each["data_seconds"] + each["compute_seconds"]) / max(data + stage_compute, 1e-9)
-        device = each["probe_seconds"] / max(probed, 1e-9)
-        slow_in = "the probe" if device > own else max(extra, key=extra.__getitem__)
-        compared.append(each | {"ratio": max(own, device), "slow_in": slow_in})
-    compared.sort(key=lambda each: -each["ratio"])
-    return {"slowest_rank": compared[0]["rank"], "slowest_ratio": compared[0]["ratio"], "ranks": compared}
+    extra = {part: measures[f"{part}_seconds"] - medians[f"{part}_seconds"] for part in ("data", "compute")}
+    own, median = (each["data_seconds"] + each["compute_seconds"] for each in (measures, medians))
+    ratio, device = own / max(median, 1e-9), measures["probe_seconds"] / max(medians["probe_seconds"], 1e-9)
+    return {"ratio": max(ratio, device), "slow_in": "the probe" if device > ratio else max(extra, key=extra.__getitem__)}
+
+
+def _gather_slowest(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the REPORTED_RANKS ranks with the highest `ratio`, the slowest first; all ranks call it together."""
+    slowest: list[dict[str, Any]] = []
+    while len(slowest) < min(REPORTED_RANKS, dist.get_world_size()):
+        ratio = -1.0 if own in slowest else own["ratio"]
+        [highest] = reduce_over_ranks([ratio], ReduceOp.MAX, torch.float64)
+        row, _ = gather_lowest(own if ratio == highest else None)
+        slowest += row.values()
+    return slowest
 
 
 class ForwardTimer:

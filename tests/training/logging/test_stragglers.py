@@ -1,13 +1,13 @@
 """The rank that holds the others up is named, in whatever layout they wait for it."""
 
 import json
-from statistics import median, mode
+from statistics import median, median_low, mode
 
 import pytest
 import runs
 import torch
 
-from megaenc.training.logging.stragglers import ForwardTimer, compare_ranks, time_matmul
+from megaenc.training.logging.stragglers import ForwardTimer, compare_rank, time_matmul
 
 
 def reports(folder) -> list[dict]:
@@ -55,31 +55,28 @@ def test_reports_beyond_the_checkpoint_are_cut(small_corpus, tmp_path):
     assert "straggler:" not in result.stdout, "one rank has nobody to be slower than"
 
 
-def rank(number, pipeline=0, data=1.0, compute=4.0, probed=0.1):
-    return {
-        "rank": number,
-        "pipeline": pipeline,
-        "data_seconds": data,
-        "compute_seconds": compute,
-        "probe_seconds": probed,
-    }
+MEASURES = ("data_seconds", "compute_seconds", "probe_seconds")
 
 
-def test_stages_may_hold_more_and_are_compared_among_themselves():
-    even = [rank(0), rank(1), rank(2, 1, compute=8.0), rank(3, 1, compute=8.0)]
-    assert {each["ratio"] for each in compare_ranks(even)["ranks"]} == {1.0}
-    slow = compare_ranks([*even[:3], rank(3, 1, compute=13.5)])
-    assert (slow["slowest_rank"], slow["slowest_ratio"], slow["ranks"][0]["slow_in"]) == (3, 14.5 / 9, "compute")
+def compare(*ranks):
+    """Ratio and slowest part of each of `ranks`, numbers of a stage's ranks: data, compute, probe."""
+    medians = dict(zip(MEASURES, map(median_low, zip(*ranks, strict=True)), strict=True))
+    return [tuple(compare_rank(dict(zip(MEASURES, each, strict=True)), medians).values()) for each in ranks]
+
+
+def test_work_is_compared_with_the_median():
+    assert [ratio for ratio, _ in compare((1, 4, 0.1), (1, 4, 0.1))] == [1.0, 1.0]
+    assert compare((1, 8, 0.1), (1, 13.5, 0.1))[1] == (14.5 / 9, "compute")
 
 
 def test_a_slow_device_is_found_by_the_probe_where_all_of_its_group_are_slow():
-    comparison = compare_ranks([rank(0, compute=6.0), rank(1, compute=6.0, probed=0.2), rank(2), rank(3)])
-    assert [each["rank"] for each in comparison["ranks"]][:2] == [1, 0]
-    assert (comparison["slowest_ratio"], comparison["ranks"][0]["slow_in"]) == (2.0, "the probe")
+    comparison = compare((1, 6, 0.1), (1, 6, 0.2), (1, 4, 0.1), (1, 4, 0.1))
+    assert comparison[1] == (2.0, "the probe")
+    assert [ratio for ratio, _ in comparison] == [1.4, 2.0, 1.0, 1.0]
 
 
 def test_twice_as_slow_in_a_small_part_is_not_slow():
-    assert compare_ranks([rank(0, data=0.02), rank(1, data=0.01), rank(2, data=0.01)])["slowest_ratio"] < 1.01
+    assert max(ratio for ratio, _ in compare((0.02, 4, 0.1), (0.01, 4, 0.1), (0.01, 4, 0.1))) < 1.01
 
 
 def test_forward_passes_of_training_alone_are_timed(monkeypatch):
