@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
@@ -20,6 +19,7 @@ from megaenc.console import print_rank_0
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
 from megaenc.training.checkpoint.safe_pickle import SHARD, rewrite_pickles
+from megaenc.training.checkpoint.strategies import load
 from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, find_content_damage
 from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 from megaenc.training.engine import Engine
@@ -31,8 +31,8 @@ from megaenc.training.skip_policy import saw_same_data
 class CheckpointLoader(CheckpointDir):
     """Checkpoint directory of a run, whose checkpoints it verifies (checksums, pickles) and loads into models or engines."""
 
-    _verified: tuple[int, dict[str, bytes]] | None = None
-    """The step that was verified last and its rewritten pickles, by file name."""
+    _verified: tuple[int, list[str], dict[str, bytes]] | None = None
+    """The step that was verified last, the names of its shards, and its rewritten pickles by file name."""
 
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
         """Verify checksums, pickles, any run `identity` of a checkpoint on all ranks; return state.json, or InputError.
@@ -48,7 +48,8 @@ class CheckpointLoader(CheckpointDir):
             raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
         if identity is not None and (mismatch := describe_difference(state["identity"], identity)):
             raise InputError(f"{path} is a checkpoint of a different run: {mismatch}; remove it or give the same value")
-        self._verified = step, broadcast_call(lambda: rewrite_pickles(path, state["files"]))
+        pickles = broadcast_call(lambda: rewrite_pickles(path, state["files"]))
+        self._verified = step, list(filter(SHARD.fullmatch, names)), pickles
         return state
 
     @contextlib.contextmanager
@@ -60,15 +61,16 @@ class CheckpointLoader(CheckpointDir):
         """
         if self._verified is None or self._verified[0] != step:
             self.verify(step)
+        _, shards, pickles = self._verified
         with contextlib.ExitStack() as stack:
 
             def create_dir() -> str:
                 try:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megaenc-")))
-                    for name, content in self._verified[1].items():
+                    for name, content in pickles.items():
                         (folder / name).write_bytes(content)
-                    for shard in filter(lambda file: SHARD.fullmatch(file.name), self.path(step).absolute().iterdir()):
-                        (folder / shard.name).symlink_to(shard)
+                    for name in shards:  # not listed, as the directory is shared by all ranks
+                        (folder / name).symlink_to(self.path(step).absolute() / name)
                 except OSError as error:
                     raise InputError(f"{error.filename}: {error.strerror}; expected room for a few MB in TMPDIR") from None
                 return str(folder)
@@ -105,12 +107,12 @@ class CheckpointLoader(CheckpointDir):
     def load(self, engine: Engine, step: int) -> None:
         """Load model and optimizer state of the checkpoint of `step`, which it verifies, from any layout into `engine`."""
         with self.open_verified(step) as folder:
-            load_into_engine(engine, dist_checkpointing.load(sharded_state_dict(engine, is_loading=True), folder))
+            load_into_engine(engine, load(sharded_state_dict(engine, is_loading=True), folder))
 
     def load_weights(self, engine: Engine, step: int) -> None:
         """Load only weights of the checkpoint of `step`, which it verifies, into `engine`; optimizer state stays new."""
         with self.open_verified(step) as folder:
-            load_into_model(engine, dist_checkpointing.load({"model": model_sharded_state_dict(engine)}, folder)["model"])
+            load_into_model(engine, load({"model": model_sharded_state_dict(engine)}, folder)["model"])
         engine.optimizer.reload_model_params()  # the float32 master weights of bf16
 
 
@@ -198,7 +200,7 @@ def _load_in_place(parts: list[ShardedTensor], folder: str) -> None:
     """Load `parts`, of all layers of each weight, from the checkpoint in `folder` into their own tensors."""
     targets = [part.data for part in parts]
     state = {"model": {"0": {str(number): part for number, part in enumerate(parts)}}}
-    loaded = dist_checkpointing.load(state, folder)["model"]["0"]
+    loaded = load(state, folder)["model"]["0"]
     for number, target in enumerate(targets):
         if target.data_ptr() != loaded[str(number)].data_ptr():
             target.copy_(loaded[str(number)])

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -26,6 +25,7 @@ from megaenc.dist_env import get_rank
 from megaenc.errors import InputError, LocalInputError, first_error_line
 from megaenc.training.checkpoint.loader import CheckpointLoader, sharded_state_dict
 from megaenc.training.checkpoint.safe_pickle import check_loadable
+from megaenc.training.checkpoint.strategies import gather_in_first_replica, start_save
 from megaenc.training.checkpoint_dir import (
     DIGEST_FIELD,
     STATE_FILE,
@@ -63,7 +63,7 @@ class ShardedStateWriter:
         # Replaces megatron-core's queue, whose server process dies of signals to the process group and outlives this process.
         self._results = filesystem_async._results_queue = queue.Queue()
         with _convert_disk_errors(folder, LocalInputError):
-            self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+            self._request = start_save(state, folder)
         self._buckets: list[Bucket] = self._request.preload_fn() if self._request.async_fn else []
         if copy:  # only tensors of `state`: megatron-core has already copied parts of tensors
             self._buckets = [
@@ -202,9 +202,9 @@ class CheckpointManager(CheckpointLoader):
         try:
             sharded = ShardedStateWriter(sharded_state_dict(engine, is_loading=False), attempt, copy)
             yield (writing := self._thread.submit(sharded.write_shards))
-            digests: list = [None] * dist.get_world_size()
-            dist.all_gather_object(digests, call_on_all(writing.result))
-            shards = {name: entry for each in digests for name, entry in each.items()}
+            shards = {
+                name: entry for each in gather_in_first_replica(call_on_all(writing.result)) for name, entry in each.items()
+            }
             sharded.write_metadata()
             self._attempt = None  # only rank 0 continues
             publish = partial(self._publish, attempt, state, shards, engine.plan) if get_rank() == 0 else lambda: None
@@ -213,7 +213,9 @@ class CheckpointManager(CheckpointLoader):
         except InputError as error:
             if get_rank() == 0 and not isinstance(error, LocalInputError):
                 shutil.rmtree(attempt, ignore_errors=True)
-            raise type(error)(f"{error}; step {step} is not saved, {self._describe_last_checkpoint(step)}") from None
+            if get_rank() == 0 or isinstance(error, LocalInputError):  # the ranks that print it
+                error = type(error)(f"{error}; step {step} is not saved, {self._describe_last_checkpoint(step)}")
+            raise error from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
         """Write weights of unsharded `module`, freeing them on the way, as the checkpoint of step 0 with run `identity`."""
