@@ -24,6 +24,11 @@ def get_local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def store_poll_interval(seconds: float) -> float:
+    """Return the seconds between a rank's requests to the store: `seconds`, more for many ranks, as one process answers all."""
+    return max(seconds, get_world_size() / 2048)
+
+
 def is_multi_node() -> bool:
     """Return whether the run has more processes in all than on this node; False without torchrun."""
     return get_world_size() > get_local_world_size()

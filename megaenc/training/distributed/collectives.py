@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc import flags
 from megaenc.backend.reductions import broadcast_object, gather_lowest, is_same_on_all_ranks
-from megaenc.dist_env import get_rank
+from megaenc.dist_env import get_rank, store_poll_interval
 from megaenc.errors import InputError, LocalInputError
 from megaenc.torchelastic import exit_without_restart
 from megaenc.training.plan import Plan
@@ -76,7 +76,7 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
             clean_up()
             raise
         return
-    store, has_ended = _get_default_store(), threading.Event()
+    store, has_ended, poll_seconds = _get_default_store(), threading.Event(), store_poll_interval(poll_seconds)
 
     def watch() -> None:
         with contextlib.suppress(RuntimeError):  # if the store's process is gone, collectives fail too

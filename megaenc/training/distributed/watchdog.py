@@ -16,7 +16,7 @@ from typing import Any, Self
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc.console import escape_unprintable
-from megaenc.dist_env import get_rank, get_world_size
+from megaenc.dist_env import get_rank, get_world_size, store_poll_interval
 from megaenc.json_files import parse_json
 from megaenc.training.skip_ranges import SkippedPacks
 
@@ -56,7 +56,7 @@ class Watchdog:
     def __init__(self, minutes: float, folder: Path | None) -> None:
         self._limit, self._folder = 60 * minutes, folder
         self._margin = fallback_delay(self._limit)
-        self._poll = min(1.0, self._limit / 10)
+        self._poll = store_poll_interval(min(1.0, self._limit / 10))
         self._earlier_kinds: set[str] = set()
         self._ending = False
         self._has_left = threading.Event()
@@ -108,12 +108,12 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{_KEY}/{get_rank()}", json.dumps(report))
             self._store.set(_KEY, "")
-            reports = self._collect_reports(min(_REPORT_SECONDS, self._margin / 2))
-            if self._store.add(f"{_KEY}/chosen", 1) == 1:
-                print(_format_hang(reports), file=sys.stderr, flush=True)
-                self._store.set(f"{_KEY}/said", "")
-            self._store.wait([f"{_KEY}/said"], timedelta(seconds=self._margin))
-            self._collect_reports(2 * self._margin)  # gives silent ranks time for the fallback's stack traces
+            if self._store.add(f"{_KEY}/reports", 1) == 1:  # one rank reads the others' reports
+                self._await_reports(min(_REPORT_SECONDS, self._margin / 2))
+                print(_format_hang(self._read_reports()), file=sys.stderr, flush=True)
+                self._await_reports(2 * self._margin)  # gives silent ranks time for the fallback's stack traces
+                self._store.set(f"{_KEY}/end", "")
+            self._store.wait([f"{_KEY}/end"], timedelta(seconds=4 * self._margin))
         os._exit(EXIT_HUNG)
 
     def _write_stacks(self) -> str:
@@ -140,15 +140,16 @@ class Watchdog:
             faulthandler.dump_traceback(sys.__stderr__)
         return written_to[0] if written_to else "standard error"
 
-    def _collect_reports(self, seconds: float) -> dict[int, dict[str, Any]]:
-        """Return the reports of all ranks by rank; after `seconds`, of those that have sent one."""
-        deadline, reports = time.monotonic() + seconds, {}
-        while len(reports) < get_world_size() and time.monotonic() <= deadline:
-            for other in set(range(get_world_size())) - set(reports):
-                if self._store.check([f"{_KEY}/{other}"]):
-                    reports[other] = _parse_report(self._store.get(f"{_KEY}/{other}"))
+    def _await_reports(self, seconds: float) -> None:
+        """Wait until all ranks have sent a report, at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._store.add(f"{_KEY}/reports", 0) < get_world_size() and time.monotonic() <= deadline:
             time.sleep(self._poll / 4)
-        return reports
+
+    def _read_reports(self) -> dict[int, dict[str, Any]]:
+        """Return the reports of the ranks that have sent one, by rank."""
+        keys = {rank: f"{_KEY}/{rank}" for rank in range(get_world_size())}
+        return {rank: _parse_report(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
 
 def _parse_report(value: bytes) -> dict[str, Any]:
