@@ -40,6 +40,7 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
         layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         distributed_timeout_minutes=timeout / timedelta(minutes=1),
+        create_gloo_process_groups=False,  # of all replicas: gloo connects each pair of ranks
     )
     # Only megatron-core reads this state, which it forks around dropout; our random numbers are counter-based.
     tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
@@ -49,9 +50,9 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
 def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Initialize torch.distributed by torchrun's environment, or without torchrun as a group of this process."""
     if "RANK" in os.environ:
-        device = None if backend.is_cpu else backend.device
         store, rank, size = rendezvous(timeout)
-        dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+        # Without `device_id`, with which all ranks take part in creating each group: ten for each rank, one after another.
+        dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -84,7 +85,7 @@ def retain_freed_memory() -> bool:
     return bool(mallopt and mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
 
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _FAN_OUT = 0.05, 16
 
 
 def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -102,29 +103,31 @@ def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 def _agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     """Agree on the name of this attempt, chosen by rank 0, and return it: torchrun's restart counts may differ between nodes.
 
-    Each process publishes a new random name, and rank 0 stores its answer under it, so that no process reads an answer meant for
-    an earlier one. Names left by earlier attempts are answered too, until new ones replace them.
+    Each process publishes a new random name, and its parent in a tree, whose root is rank 0, stores the answer under it, so that
+    no process reads an answer meant for an earlier one. Names left by earlier attempts are answered too, until new ones replace
+    them. A parent waits for all below it.
     """
-    own_name = uuid.uuid4().hex
+    attempt = own_name = uuid.uuid4().hex
     store.set(f"megaenc/process {rank}", own_name)
     if rank:
-        attempt = _decode_attempt(store.get(f"{own_name}/attempt"))  # blocks until it is set
-        store.add(f"{attempt}/present", 1)
-        return attempt
+        attempt, _, parent = _decode_answer(store.get(f"{own_name}/attempt")).partition(" ")  # blocks until it is set
+    children = range(_FAN_OUT * rank + 1, min(_FAN_OUT * (rank + 1) + 1, size))
     answered: set[str] = set()
     deadline = time.monotonic() + timeout.total_seconds()
-    while store.add(f"{own_name}/present", 0) < size - 1:
+    while store.add(f"{own_name}/present", 0) < len(children):
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all of {size} processes joined within {timeout.total_seconds():.0f} s")
-        for other in range(1, size):
+        for other in children:
             key = f"megaenc/process {other}"
-            if store.check([key]) and (name := _decode_attempt(store.get(key))) not in answered:
-                store.set(f"{name}/attempt", own_name)
+            if store.check([key]) and (name := _decode_answer(store.get(key))) not in answered:
+                store.set(f"{name}/attempt", f"{attempt} {own_name}")
                 answered.add(name)
         time.sleep(_POLL_SECONDS)
-    return own_name
+    if rank:
+        store.add(f"{parent}/present", 1)
+    return attempt
 
 
-def _decode_attempt(value: bytes) -> str:
-    """Decode the name of an attempt from the store, whose content is not trusted, cut to 100 bytes."""
+def _decode_answer(value: bytes) -> str:
+    """Decode one or two names from the store, whose content is not trusted, cut to 100 bytes."""
     return value[:100].decode(errors="replace")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 
@@ -97,3 +98,25 @@ def replace_adam(optimizer_class: type[GroupStepAdamW]) -> Iterator[None]:
         yield
     finally:
         optimizer.Adam, distrib_optimizer.Adam = before
+
+
+@contextlib.contextmanager
+def compare_groups_by_stage() -> Iterator[None]:
+    """Make megatron-core's optimizer compare its parameter groups inside the context with those of other pipeline stages only.
+
+    It gathers them from all ranks, although those of a stage have the same groups.
+    """
+    from megatron.core import parallel_state
+
+    all_gather_object = dist.all_gather_object
+
+    def gather_from_stages(objects: list[Any], own: Any) -> None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        objects[:] = [None] * group.size()
+        all_gather_object(objects, own, group=group)
+
+    dist.all_gather_object = gather_from_stages
+    try:
+        yield
+    finally:
+        dist.all_gather_object = all_gather_object

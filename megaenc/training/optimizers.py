@@ -13,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megaenc.backend.optimizer_patches import GroupStepAdamW, replace_adam
+from megaenc.backend.optimizer_patches import GroupStepAdamW, compare_groups_by_stage, replace_adam
 from megaenc.training.config import PretrainConfig
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic of Jordan et al. 2024: maps singular values of (0, 1] to about 0.7 to 1.2
@@ -270,8 +270,8 @@ def build_optimizer(
         timers=timers,
     )
     overrides: dict = {}  # weight decay applies to all parameters, as in the study
-    with replace_adam(_CLASSES[flags.optimizer]):
-        result = get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    with replace_adam(_CLASSES[flags.optimizer]), compare_groups_by_stage():
+        result = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     [part] = result.chained_optimizers
     optimizer = part.optimizer
     if not isinstance(optimizer, _ShardAwareOptimizer):
