@@ -77,11 +77,10 @@ class Ledger(TorchDispatchMode):
         tensors = [] if number is None else torch.utils._pytree.tree_leaves(args[number])
         size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
         ranks = group.size()
-        # What is sent for the model itself (gradients, weights, optimizer state) is as large for any number of ranks.
         if ranks > 1:
             self.add(f"{kind} calls")
             self.add(f"{kind} bytes", size)
-            self.add("messages", math.ceil(math.log2(ranks)) if growth == LOG else ranks - 1)
+            self.add(f"{growth} messages", math.ceil(math.log2(ranks)) if growth == LOG else ranks - 1)
 
     def audit(self, event: str, args) -> None:
         if event in FILE_EVENTS and isinstance(args[0], (str, Path)) and str(args[0]).startswith(self.shared):
@@ -162,10 +161,14 @@ def pretend(ledger: Ledger, sent: Path) -> None:
     dist.new_group = new_fake_group
     broadcast = dist.broadcast_object_list
     sent.mkdir(parents=True, exist_ok=True)
-    numbers = iter(range(1 << 30))
+    numbers = collections.Counter()
+
+    def next_file(kind):
+        numbers[kind] += 1
+        return sent / f"{kind}_{numbers[kind]}"
 
     def broadcast_as_rank_0(object_list, src=None, group=None, device=None, **options):
-        file = sent / str(next(numbers))
+        file = next_file("broadcast")
         if group is not None and group.size() == 1:
             return
         if get_rank() == 0:
@@ -182,7 +185,7 @@ def pretend(ledger: Ledger, sent: Path) -> None:
             object_list[number] = as_replica(object_list[number])
 
     def gather_replicas(obj=None, object_gather_list=None, dst=None, group=None, **options):
-        ranks, file = dist.get_world_size(group), sent / str(next(numbers))
+        ranks, file = dist.get_world_size(group), next_file("gather")
         if get_rank() == 0:
             file.write_bytes(pickle.dumps(len(pickle.dumps(obj))))
         size = pickle.loads(file.read_bytes())  # of the largest object, up to which all are padded

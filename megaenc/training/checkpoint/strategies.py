@@ -5,6 +5,7 @@ megatron-core itself gathers on all ranks what each saves, on rank 0 what each l
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,7 +98,9 @@ def _read(state: dict[str, Any], reader: StorageReader, planner: checkpoint.Load
     """Read `state` as this rank alone plans it; outside of the first replica without its tensors."""
     if not is_in_first_replica():
         reader.prepare_local_plan = _without_tensors
-    checkpoint.load_state_dict(state, reader, planner=planner, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is called by another name now, as megatron-core does
+        checkpoint.load_state_dict(state, reader, planner=planner, no_dist=True)
 
 
 def _without_tensors(plan: LoadPlan) -> LoadPlan:
