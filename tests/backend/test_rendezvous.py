@@ -1,7 +1,9 @@
 """Processes of one attempt find each other, whatever those of earlier attempts have left in the store."""
 
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import get_ident
 
 import pytest
 import torch.distributed as dist
@@ -36,3 +38,28 @@ def test_what_is_no_name_in_the_store_keeps_nobody_from_meeting():
     store = dist.HashStore()
     store.set("megaenc/process 1", b"\xff" * 1000)
     assert len(attempt(store, 2)) == 1
+
+
+def test_no_process_looks_at_more_than_some_others():
+    """Of 300 as of 60: at those below it in the tree."""
+
+    class Store:
+        """A store that knows which keys each thread has used."""
+
+        def __init__(self):
+            self._store, self.keys = dist.HashStore(), defaultdict(set)
+
+        def __getattr__(self, name):
+            def access(key, *values):
+                self.keys[get_ident()].update(key if isinstance(key, list) else [key])
+                return getattr(self._store, name)(key, *values)
+
+            return access
+
+    largest = {}
+    for size in (60, 300):
+        store = Store()
+        assert len(attempt(store, size)) == 1
+        assert len(store.keys) == size
+        largest[size] = max(map(len, store.keys.values()))
+    assert largest[300] == largest[60] < 40
