@@ -26,7 +26,8 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     skipped = SkippedPacks.parse(texts) | SkippedPacks.parse(rewinds) if texts else inherited
     if not parents.reads_same(skipped, start.skip_samples, plan.samples_read(start.step)):
         raise _difference_error(f"--branch-at {start.step}", start.run, parents, skipped)
-    step = 0 if recorded is None else _newest_compatible_step(plan, recorded)
+    # Only if it matters, as each rank reads the checkpoints for it.
+    step = 0 if recorded is None or recorded == skipped else _newest_compatible_step(plan, recorded)
     if step and not recorded.reads_same(skipped, start.skip_samples, plan.samples_read(step)):
         raise _difference_error(
             f"--save {plan.settings.output.save} holds a different run", f"its step {step}", recorded, skipped
