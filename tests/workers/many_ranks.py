@@ -2,7 +2,7 @@
 
 torch's fake process group stands in for the others, who answer as this rank would; a rank other than 0 receives what rank 0
 broadcast in an earlier call with the same FOLDER and NAME. FOLDER/NAME_R.json has, by phase (`start`, `load`, `step 1`, `save 3`,
-...), collectives, groups, accesses to the store and to files of the run, and seconds.
+...), collectives, groups, accesses to the store and to files of the run, and seconds of processor time.
 """
 
 import collections
@@ -53,10 +53,10 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.phase, self.shared, self.own = "start", str(shared.resolve()), threading.get_ident()
         self.counts = collections.defaultdict(collections.Counter)
-        self.seconds, self.begin = collections.Counter(), time.perf_counter()
+        self.seconds, self.begin = collections.Counter(), time.process_time()
 
     def enter(self, phase: str) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         self.seconds[self.phase] += now - self.begin
         self.phase, self.begin = phase, now
 

@@ -25,6 +25,7 @@ STACKS_DIR = "stacks"
 _KEY = "megaenc/hang"
 _LIBRARY = Path(threading.__file__).parent
 _MAX_REPORT_BYTES = 1 << 16
+_MAX_PLACES = 4  # in the line about a hang, and stacks on standard error
 _MIN_STARTUP_SECONDS = 600.0  # the first step compiles kernels and reads files for the first time
 _REPORT_SECONDS = 10.0  # to wait for the reports of other ranks; half of `fallback_delay` if that is less
 
@@ -47,10 +48,10 @@ def process_group_timeout(minutes: float) -> timedelta:
 class Watchdog:
     """Context that, `minutes` after the last `beat`, writes the stacks of all ranks to `folder` and exits with code 70.
 
-    The stacks go to `folder`/rank_00003.txt (without a folder to standard error). A thread makes the other ranks do the same and
-    waits for them, because a launcher kills all ranks when the first exits. One rank prints a line with each rank's position.
-    If the hanging thread holds the GIL, `faulthandler` writes the stacks to standard error `fallback_delay` later and exits with
-    code 1. For the main thread of one process group.
+    The stacks go to `folder`/rank_00003.txt (without a folder those of one rank at each position to standard error). A thread
+    makes the other ranks do the same and waits for them, because a launcher kills all ranks when the first exits. One rank prints
+    a line with each rank's position. If the hanging thread holds the GIL, `faulthandler` writes the stacks to standard error
+    `fallback_delay` later and exits with code 1. For the main thread of one process group.
     """
 
     def __init__(self, minutes: float, folder: Path | None) -> None:
@@ -103,23 +104,42 @@ class Watchdog:
         force_exit.daemon = True
         force_exit.start()
         kind, step, since, _ = self._activity
-        report = {"doing": format_activity(kind, step), "at": _main_thread_location()}
-        report |= {"quiet": time.monotonic() - since, "stacks": self._write_stacks()}
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {get_rank()} of {get_world_size()}, process {os.getpid()} on "
+        head += f"{socket.gethostname()}, {format_activity(kind, step)}"
+        folder = self._write_stacks(head)
+        report = {"doing": format_activity(kind, step), "at": _main_thread_location(), "quiet": time.monotonic() - since}
+        is_reporter = False
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{_KEY}/{get_rank()}", json.dumps(report))
+            self._store.set(f"{_KEY}/{get_rank()}", json.dumps(report | {"stacks": folder or "standard error"}))
             self._store.set(_KEY, "")
-            if self._store.add(f"{_KEY}/reports", 1) == 1:  # one rank reads the others' reports
+            is_reporter = self._store.add(f"{_KEY}/reports", 1) == 1  # one rank reads the others' reports
+            if is_reporter:
                 self._await_reports(min(_REPORT_SECONDS, self._margin / 2))
-                print(_format_hang(self._read_reports()), file=sys.stderr, flush=True)
+                reports = self._read_reports()
+                print(_format_hang(reports), file=sys.stderr, flush=True)
+                self._store.set(f"{_KEY}/examples", json.dumps([ranks[0] for _, ranks in _group_by_place(reports)[:_MAX_PLACES]]))
+        if not folder:
+            self._print_stacks_if_example(head)
+        with contextlib.suppress(RuntimeError):
+            if is_reporter:
                 self._await_reports(2 * self._margin)  # gives silent ranks time for the fallback's stack traces
                 self._store.set(f"{_KEY}/end", "")
             self._store.wait([f"{_KEY}/end"], timedelta(seconds=4 * self._margin))
         os._exit(EXIT_HUNG)
 
-    def _write_stacks(self) -> str:
-        """Write the stack traces of this process; return the directory, or `standard error` if the file system hangs."""
-        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {get_rank()} of {get_world_size()}, process {os.getpid()} on "
-        head += f"{socket.gethostname()}, {format_activity(*self._activity[:2])}"
+    def _print_stacks_if_example(self, head: str) -> None:
+        """Print the stack traces below `head` to standard error if this rank is to stand for those at its position."""
+        examples = [get_rank()]  # if nobody says so in time
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._store.wait([f"{_KEY}/examples"], timedelta(seconds=2 * self._margin))
+            parsed = parse_json(self._store.get(f"{_KEY}/examples")[:_MAX_REPORT_BYTES])
+            examples = parsed if isinstance(parsed, list) else examples
+        if get_rank() in examples:
+            print(head, file=sys.__stderr__, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__)
+
+    def _write_stacks(self, head: str) -> str:
+        """Write the stack traces of this process below `head`; return the directory, or "" without one or if it hangs."""
         written_to = []
 
         def write_file() -> None:
@@ -135,10 +155,7 @@ class Watchdog:
             writer = threading.Thread(target=write_file, daemon=True)
             writer.start()
             writer.join(self._margin)
-        if not written_to:
-            print(head, file=sys.__stderr__, flush=True)
-            faulthandler.dump_traceback(sys.__stderr__)
-        return written_to[0] if written_to else "standard error"
+        return written_to[0] if written_to else ""
 
     def _await_reports(self, seconds: float) -> None:
         """Wait until all ranks have sent a report, at most `seconds`."""
@@ -164,13 +181,19 @@ def _parse_report(value: bytes) -> dict[str, Any]:
     return {**texts, "quiet": float(quiet) if isinstance(quiet, (int, float)) and 0 <= quiet < 1e9 else 0.0}
 
 
-def _format_hang(reports: dict[int, dict[str, Any]]) -> str:
-    """Return the line that names the ranks at each position, the rarest position, likely the cause, first."""
+def _group_by_place(reports: dict[int, dict[str, Any]]) -> list[tuple[str, list[int]]]:
+    """Return the ranks at each position, the rarest position, likely the cause, first."""
     places: dict[str, list[int]] = {}
     for number, report in sorted(reports.items()):
         places.setdefault(f"{report['at']}, {report['doing']}", []).append(number)
-    parts = [f"{_format_ranks(numbers)} in {place}" for place, numbers in sorted(places.items(), key=lambda item: len(item[1]))]
-    parts = parts[:4] + [f"others in {len(parts) - 4} more places"] * (len(parts) > 4)
+    return sorted(places.items(), key=lambda item: len(item[1]))
+
+
+def _format_hang(reports: dict[int, dict[str, Any]]) -> str:
+    """Return the line that names the ranks at each position, the rarest first."""
+    places = _group_by_place(reports)
+    parts = [f"{_format_ranks(numbers)} in {place}" for place, numbers in places[:_MAX_PLACES]]
+    parts += [f"others in {len(places) - _MAX_PLACES} more places"] * (len(places) > _MAX_PLACES)
     if silent := sorted(set(range(get_world_size())) - set(reports)):
         parts.insert(0, f"{_format_ranks(silent)} silent (stacks follow on standard error, unless the process is gone)")
     quiet = max(report["quiet"] for report in reports.values())

@@ -1,7 +1,10 @@
 """A run that stands still ends with every rank's stacks and exit code 70; what is merely slow to begin is left alone."""
 
 import json
+import os
 import re
+import socket
+import subprocess
 import sys
 
 import psutil
@@ -93,6 +96,40 @@ def test_a_first_step_has_time_and_a_second_one_has_not():
     )
     assert re.search(pattern, result.stderr), result.stderr
     assert 'File "<string>", line 11 in <module>' in result.stderr
+
+
+MANY = f"""
+import sys
+import threading
+import time
+import torch.distributed as dist
+from megaenc.training.distributed import watchdog
+from megaenc import dist_env
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=dist_env.get_rank() == 0)
+watchdog._get_default_store = lambda: store
+watchdog.startup_timeout = lambda limit: limit
+
+def elsewhere():
+    time.sleep(60)
+
+with watchdog.Watchdog({2 / 60}, None):
+    elsewhere() if dist_env.get_rank() == 3 else time.sleep(60)
+"""
+
+
+def test_without_a_folder_one_rank_at_each_position_prints_its_stacks():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    command = [sys.executable, "-c", MANY, port]
+    environments = [os.environ | {"RANK": str(rank), "WORLD_SIZE": "6", "OMP_NUM_THREADS": "1"} for rank in range(6)]
+    ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in environments]
+    printed = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [EXIT_HUNG] * 6
+    [line] = [line for text in printed for line in text.splitlines() if line.startswith("error: ")]
+    assert "rank 3 in elsewhere" in line and "ranks 0-2, 4-5 in <module>" in line
+    assert [rank for rank, text in enumerate(printed) if f"rank {rank} of 6, " in text] == [0, 3]
+    assert "in elsewhere\n" in printed[3] and "in elsewhere\n" not in printed[0]
 
 
 def test_the_line_names_the_odd_rank_first_and_who_is_silent(monkeypatch):
