@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from megaenc.backend import detect_backend
 
+_plan = torch_strategies.save_state_dict_async_plan
+
 
 def is_in_first_replica() -> bool:
     """Return whether this rank holds a part of the first replica of the model, which saves and loads; rank 0 always does."""
@@ -71,9 +73,6 @@ class _FirstReplicaSave(torch_strategies.TorchDistSaveShardedStrategy):
 def _plan_in_first_replica(state: dict[str, Any], writer: Any, group: None, *arguments: Any, **options: Any) -> Any:
     """Call megatron-core's planning of a save with the first replica as the group."""
     return _plan(state, writer, parallel_state.get_model_parallel_group(), *arguments, **options)
-
-
-_plan = torch_strategies.save_state_dict_async_plan
 
 
 class _FirstReplicaLoad(torch_strategies.TorchDistLoadShardedStrategy):
