@@ -65,7 +65,7 @@ $(DEMO)/corpus_text_document.idx: | $(DEMO)/tokenizer/tokenizer.json
 $(TRAINED): force | $(DEMO)/corpus_text_document.idx
 	OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/pretrain_encoder.py --config configs/pretrain/tiny.yaml \
 	  --data-path $(DEMO)/corpus_text_document --tokenizer $(DEMO)/tokenizer \
-	  --objective-schedule clm:0.25,mlm:0.75 --tensor-model-parallel-size 2 --save $(DEMO)/run
+	  --objective-schedule clm:0.25,mlm:0.75 --save $(DEMO)/run
 
 $(DEMO)/hf/config.json: $(TRAINED)
 	@rm -rf $(DEMO)/hf
