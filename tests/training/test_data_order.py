@@ -1,11 +1,14 @@
 """What is read, and in which order: decided by data, seed and packing; not by length of the run, batch size or layout."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import runs
 
+from megaenc.data.indexed.indexed_dataset import IndexedWriter
+from megaenc.data.packing.block_stream import MOST_SHUFFLED
 from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
 from megaenc.training.config import parse_config
@@ -56,6 +59,29 @@ def test_a_blend_in_random_lengths_trains_alike_in_every_layout(blend, tmp_path)
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     runs.script(runs.PRETRAIN, [*flags, *layout, "--save", str(tmp_path / "four")], processes=4)
     runs.assert_same_curve(tmp_path / "four", tmp_path / "one", tolerance=1e-4)
+
+
+@pytest.fixture(scope="module")
+def large_corpus(small_corpus, tmp_path_factory) -> list[str]:
+    """Flags: a corpus of so many documents, of one to five tokens, that they are shuffled in blocks."""
+    prefix, rng, documents = tmp_path_factory.mktemp("large") / "corpus", np.random.default_rng(0), MOST_SHUFFLED + 1
+    lengths = rng.integers(1, 6, documents)
+    tokens = rng.integers(8, 400, lengths.sum()).astype(np.uint16)
+    tokens[lengths.cumsum() - 1] = 0
+    writer = IndexedWriter(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), "uint16")
+    writer.add_documents(tokens, lengths, np.ones(documents, int))
+    writer.finish()
+    return ["--data-path", str(prefix), "--tokenizer", str(small_corpus.tokenizer)]
+
+
+@pytest.mark.multiprocess
+def test_a_corpus_in_blocks_trains_alike_in_every_layout(large_corpus, tmp_path):
+    flags = [*large_corpus, *runs.SHORT_RUN, "--train-iters", "10", "--packing", "random-length", "--no-bf16"]
+    runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "one")])
+    assert json.loads((tmp_path / "one" / "run.json").read_text())["identity"]["data_order"] == "blocks"
+    for name, layout in {"data": [], "both": ["--tensor-model-parallel-size", "2"]}.items():
+        runs.script(runs.PRETRAIN, [*flags, *layout, "--save", str(tmp_path / name)], processes=4 if layout else 2)
+        runs.assert_same_curve(tmp_path / name, tmp_path / "one", tolerance=1e-4)
 
 
 def test_another_blend_is_another_run(blend, small_corpus, tmp_path, refusal):
