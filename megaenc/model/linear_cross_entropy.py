@@ -170,7 +170,7 @@ def _softmax_statistics(
     The label's score is the mean score of a label distribution if one is given (see `linear_cross_entropy`). Where the label is
     not the likeliest token, the token may be any other: on a CPU the highest column takes longer to find than the softmax.
     """
-    lowest = torch.finfo(logits_nV.dtype).min  # not -inf: a rank may have only padding
+    lowest = max(torch.finfo(dtype).min for dtype in (logits_nV.dtype, torch.float32))  # not -inf: a rank may have only padding
     logits_nV[:, columns:].fill_(lowest)
     at_nK, own_nK = _label_columns(logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns)
     scores_nK = logits_nV.gather(1, at_nK).float()
@@ -179,18 +179,24 @@ def _softmax_statistics(
     label_n1, _ = _label_columns(logits_nV, labels_n[:, None], first, columns)
     statistics = []
     for piece in _row_chunks(logits_nV):
-        scores, label_p1 = logits_nV[piece].to(torch.float32, copy=True), label_n1[piece]
-        score_p1 = scores.gather(1, label_p1)
-        others_p1 = scores.scatter_(1, label_p1, lowest).amax(1, keepdim=True)
-        scores.scatter_(1, label_p1, score_p1)
-        highest = torch.maximum(score_p1, others_p1).squeeze(1)
-        token = torch.where(score_p1 > others_p1, label_p1, label_p1 == 0).squeeze(1).float()
-        ties = (score_p1 == others_p1).nonzero()[:, 0]
-        token[ties] = scores[ties].argmax(1).float()
+        scores = logits_nV[piece].to(torch.float32, copy=True)
+        token = (_label_if_likeliest(scores, label_n1[piece], lowest) if _is_on_host(scores) else scores.argmax(1)).float()
+        highest = scores.amax(1)
         largest_share = torch.softmax(scores, 1, out=scores).amax(1)  # that of the highest score: 1 / sum
         statistics.append(torch.stack([highest, 1 / largest_share, token + first]))
     highest_n, sum_n, token_n = torch.cat(statistics, dim=1)
     return torch.stack([highest_n, sum_n, target_n, token_n])
+
+
+def _label_if_likeliest(scores_pV: Tensor, label_p1: Tensor, lowest: float) -> Tensor:
+    """Return the label's column, int64[p], of each row where it is the first with the highest score, else another column."""
+    score_p1 = scores_pV.gather(1, label_p1)
+    others_p1 = scores_pV.scatter_(1, label_p1, lowest).amax(1, keepdim=True)
+    scores_pV.scatter_(1, label_p1, score_p1)
+    column = torch.where(score_p1 > others_p1, label_p1, (label_p1 == 0).long())[:, 0]
+    ties = (score_p1 == others_p1).nonzero()[:, 0]
+    column[ties] = scores_pV[ties].argmax(1)
+    return column
 
 
 def _logits_to_gradient_(
@@ -227,7 +233,12 @@ def _label_columns(logits_nV: Tensor, ids_nK: Tensor, first: int, columns: int) 
 def _row_chunks(logits_nV: Tensor) -> Iterator[slice]:
     """Yield slices of rows that fit into a CPU's caches as float32; on an accelerator one slice of all rows."""
     rows, width = logits_nV.shape
-    return row_slices(rows, width, _CACHE_ELEMENTS) if logits_nV.device.type == "cpu" else iter([slice(None)])
+    return row_slices(rows, width, _CACHE_ELEMENTS) if _is_on_host(logits_nV) else iter([slice(None)])
+
+
+def _is_on_host(x: Tensor) -> bool:
+    """Return whether x is a CPU's, on which no kernel waits for the host to read a result."""
+    return x.is_cpu
 
 
 def _gather_statistics(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
