@@ -1,6 +1,7 @@
 """Verified loading of checkpoints into any parallel layout."""
 
 import contextlib
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from megaenc.console import print_rank_0
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
 from megaenc.training.checkpoint.safe_pickle import SHARD, rewrite_pickles
-from megaenc.training.checkpoint.strategies import load
+from megaenc.training.checkpoint.strategies import is_in_first_replica, load
 from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, find_content_damage
 from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 from megaenc.training.engine import Engine
@@ -57,7 +58,7 @@ class CheckpointLoader(CheckpointDir):
         """Yield a temporary directory to load the checkpoint of `step` from: links to shards, and verified, new pickles.
 
         All ranks call this together. Only tensors are read from the shards; the pickles of the checkpoint may have changed since
-        `verify`. InputError if there is no room.
+        `verify`. InputError if there is no room, or if a rank that reads shards does not see them.
         """
         if self._verified is None or self._verified[0] != step:
             self.verify(step)
@@ -65,12 +66,17 @@ class CheckpointLoader(CheckpointDir):
         with contextlib.ExitStack() as stack:
 
             def create_dir() -> str:
+                checkpoint = self.path(step).absolute()
+                missing = [name for name in shards if not (checkpoint / name).exists()] if is_in_first_replica() else []
+                if missing:
+                    where = f"on {socket.gethostname()}, expected a directory that all nodes share"
+                    raise InputError(f"{checkpoint / missing[0]}: not found {where}")
                 try:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megaenc-")))
                     for name, content in pickles.items():
                         (folder / name).write_bytes(content)
                     for name in shards:  # not listed, as the directory is shared by all ranks
-                        (folder / name).symlink_to(self.path(step).absolute() / name)
+                        (folder / name).symlink_to(checkpoint / name)
                 except OSError as error:
                     raise InputError(f"{error.filename}: {error.strerror}; expected room for a few MB in TMPDIR") from None
                 return str(folder)

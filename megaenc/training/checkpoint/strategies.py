@@ -94,12 +94,15 @@ class _FirstReplicaLoad(torch_strategies.TorchDistLoadShardedStrategy):
 
 
 def _read(state: dict[str, Any], reader: StorageReader, planner: checkpoint.LoadPlanner) -> None:
-    """Read `state` as this rank alone plans it; outside of the first replica without its tensors."""
+    """Read `state` as this rank alone plans it; outside of the first replica without its tensors. Raises RuntimeError."""
     if not is_in_first_replica():
         reader.prepare_local_plan = _without_tensors
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is called by another name now, as megatron-core does
-        checkpoint.load_state_dict(state, reader, planner=planner, no_dist=True)
+        try:
+            checkpoint.load_state_dict(state, reader, planner=planner, no_dist=True)
+        except checkpoint.CheckpointException as error:  # no Exception, but on one rank only, which must end the others
+            raise RuntimeError(str(error)) from error
 
 
 def _without_tensors(plan: LoadPlan) -> LoadPlan:

@@ -175,3 +175,34 @@ def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy):
     assert "resuming after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
     assert not leftover.exists()
     assert tracker.read_text() == "20\n"
+
+
+def test_a_node_that_does_not_see_the_shards_says_so(copy, small_corpus, monkeypatch, refusal):
+    """Others have verified them."""
+    from megaenc.training.checkpoint.loader import CheckpointLoader
+
+    missing, verify = shard(copy, 12), CheckpointLoader.verify
+
+    def verify_elsewhere(self, *arguments):
+        state = verify(self, *arguments)
+        missing.unlink(missing_ok=True)
+        return state
+
+    monkeypatch.setattr(CheckpointLoader, "verify", verify_elsewhere)
+    message = refusal(main, flags(small_corpus, copy))
+    assert f"{missing}: not found on " in message and "expected a directory that all nodes share" in message
+
+
+def test_a_failed_read_is_an_error_that_ends_all_ranks(monkeypatch):
+    """torch raises what is no Exception."""
+    from torch.distributed import checkpoint as torch_checkpoint
+
+    from megaenc.training.checkpoint import strategies
+
+    def fail(*_, **__):
+        raise torch_checkpoint.CheckpointException("read", {})
+
+    monkeypatch.setattr(torch_checkpoint, "load_state_dict", fail)
+    monkeypatch.setattr(strategies, "is_in_first_replica", lambda: True)
+    with pytest.raises(RuntimeError, match="CheckpointException"):
+        strategies._read({}, None, None)
