@@ -134,8 +134,10 @@ class IndexedWriter:
 
     def _record_lengths(self, lengths: np.ndarray, counts: np.ndarray) -> None:
         """Record the sequence lengths and per-document sequence counts of appended documents."""
-        self._lengths.append(np.asarray(lengths, dtype=np.int32))
-        self._counts.append(np.asarray(counts, dtype=np.int32))
+        if not len(counts):
+            return
+        self._lengths.append(np.ascontiguousarray(lengths, dtype=np.int32))
+        self._counts.append(np.ascontiguousarray(counts, dtype=np.int32))
         self.documents += len(counts)
         self.sequences += len(lengths)
         self.tokens += int(lengths.sum(dtype=np.int64))
@@ -143,19 +145,30 @@ class IndexedWriter:
     def finish(self) -> dict[str, str]:
         """Close the .bin, write the .idx and return the sha256 of both files under `bin` and `idx`."""
         self.close()
-        lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
-        pointers = np.cumsum(lengths, dtype=np.int64)
-        pointers = (pointers - lengths) * self._dtype.itemsize
-        edges = np.zeros(self.documents + 1, dtype=np.int64)
-        np.cumsum(np.concatenate([np.empty(0, np.int32), *self._counts]), out=edges[1:])
-        code = next(code for code, kind in TOKEN_TYPES.items() if self._dtype == kind)
-        header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(edges))
         hashed = hashlib.sha256()
         with open(self._idx_path, "wb") as stream:
-            for part in (header, lengths.data, pointers.data, edges.data):
+            for part in self._index_parts():
                 stream.write(part)
                 hashed.update(part)
         return {"bin": self._hash.hexdigest(), "idx": hashed.hexdigest()}
+
+    def _index_parts(self) -> Iterator[bytes | memoryview]:
+        """Yield the .idx in parts: header, lengths of sequences, their first bytes, and the documents' first sequences."""
+        code = next(code for code, kind in TOKEN_TYPES.items() if self._dtype == kind)
+        yield HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1)
+        for lengths in self._lengths:
+            yield lengths.data
+        start = np.int64(0)
+        for lengths in self._lengths:
+            ends = start + np.cumsum(lengths, dtype=np.int64)
+            yield ((ends - lengths) * self._dtype.itemsize).data
+            start = ends[-1]
+        edge = np.int64(0)
+        yield edge.tobytes()
+        for counts in self._counts:
+            edges = edge + np.cumsum(counts, dtype=np.int64)
+            yield edges.data
+            edge = edges[-1]
 
     def close(self) -> None:
         """Close the .bin without writing the .idx; do nothing if the .bin is closed already."""
