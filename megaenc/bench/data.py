@@ -75,6 +75,8 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
     report.check_positive(config, "rounds", "workers", "megabytes", "simulated_workers")
     check_process_count("--workers", config.workers)
     check_process_count("--simulated-workers", config.simulated_workers)
+    if config.compare == "libraries" and config.simulated_workers != DataBenchConfig.simulated_workers:
+        raise InputError(f"--simulated-workers {config.simulated_workers}: has no effect without --compare workers")
     check_output_file(Path(config.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         text, tokenizer = _prepare_inputs(config, Path(folder))
