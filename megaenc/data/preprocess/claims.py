@@ -40,8 +40,8 @@ class ClaimState(NamedTuple):
 class Claim:
     """Context manager of a claim of this process: a thread rewrites its file, with the amount `done`, until the block ends."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.done = path, 0.0
+    def __init__(self, path: Path, generation: int) -> None:
+        self.path, self.generation, self.done = path, generation, 0.0
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class ClaimFolder:
                 self._remove_temporary_files(path, name)
                 generation += 1
                 continue
-            claim = Claim(path)
+            claim = Claim(path, generation)
             claim.write({**_identify_process(), "done": 0, "beats": 0})
             return claim
 
@@ -120,9 +120,12 @@ class ClaimFolder:
         return now - self._last_changes[path][1] < DEAD_SECONDS
 
     def _remove_temporary_files(self, path: Path, name: str) -> None:
-        """Remove the temporary files for `name` of a claim's owner if it is a process of this machine that has ended."""
+        """Remove the temporary files for `name` of a claim's owner if it is a process of this machine that has ended.
+
+        They are left if another process has its id now, which is in their names.
+        """
         owner = _parse_claim(self._last_changes[path][0])
-        if _has_ended(owner):
+        if _has_ended(owner) and _read_start_time(owner["pid"]) is None:
             for temporary in self._folder.glob(f".{name}*.{owner['pid']}-*.tmp"):
                 remove_path(temporary)
 

@@ -13,7 +13,13 @@ from megaenc.data.indexed.indexed_dataset import token_dtype
 from megaenc.data.indexed.metadata import CorpusMetadata, TokenizerIdentity
 from megaenc.data.preprocess.config import PreprocessConfig
 from megaenc.data.preprocess.job import PreprocessJob
-from megaenc.data.preprocess.outputs import output_files, output_prefixes, refuse_existing_outputs, report_stale_files
+from megaenc.data.preprocess.outputs import (
+    output_files,
+    output_prefixes,
+    refuse_existing_outputs,
+    refuse_finished_outputs,
+    report_stale_files,
+)
 from megaenc.data.preprocess.partitions import write_in_partitions
 from megaenc.data.preprocess.resumable import read_merge_record
 from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed_punkt, train_punkt
@@ -68,11 +74,8 @@ def _refuse_outputs(settings: PreprocessConfig, prefixes: list[Path]) -> None:
     recorded = (
         read_merge_record(_work_folder(settings)) if existing and _uses_work_folder(settings) else {}
     )  # hashes are checked later
-    if settings.partitions > 1 and not recorded and len(existing) == len(output_files(prefixes)):
-        raise InputError(
-            f"--output-prefix {existing[-1]}: exists already; if another process of this command has written it, nothing is left "
-            "to do, else remove it or choose another name"
-        )
+    if settings.partitions > 1 and not recorded:
+        refuse_finished_outputs(prefixes)
     refuse_existing_outputs(prefixes, allowed=[prefixes[0].with_name(name) for name in recorded])
 
 

@@ -26,7 +26,8 @@ from megaenc.errors import InputError
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _SEED = 1
-_SLICE_DOCUMENTS = 1 << 27  # documents sorted at a time, by ranges of their keys: 30 bytes each
+_SLICE_DOCUMENTS = 1 << 27  # documents sorted at a time, by ranges of their keys
+_EDGES_AT_ONCE = 1 << 22
 _TOP_BITS = 32
 
 
@@ -75,10 +76,12 @@ class Deduplication:
 
     @cached_property
     def _sketch(self) -> Any:
-        """Return rensa's RMinHash, in Rust; InputError if the package is missing."""
+        """Return rensa's RMinHash, in Rust; InputError if the package is missing or of another version."""
         try:
             from rensa import RMinHash
-        except ImportError:
+
+            RMinHash.ALGORITHM_VERSION, RMinHash.digest_matrix_from_token_sets  # noqa: B018
+        except (ImportError, AttributeError):
             raise InputError(
                 "--deduplicate minhash needs the package rensa: `pip install 'rensa>=0.5,<0.6'` or the extra dedup"
             ) from None
@@ -112,8 +115,8 @@ def find_duplicates(
 ) -> np.ndarray:
     """Return bool[documents], True for each document that is to be removed.
 
-    `read_band(band)` yields uint64[words, n], the band's keys of successive documents. Takes 9 bytes a document, and another 30
-    bytes each of up to 134 million.
+    `read_band(band)` yields uint64[words, n], the keys of a band of successive documents. It takes 9 bytes a document, 50 each
+    of up to 134 million, or of as many as have the same key.
     """
     parents = np.arange(documents, dtype=np.int64)
     slices = max(1, -(-documents // _SLICE_DOCUMENTS))
@@ -121,7 +124,7 @@ def find_duplicates(
     with ProgressLine(label, bands * slices) as progress:
         for step in range(bands * slices):
             band, part = divmod(step, slices)
-            _link_equal_keys(parents, *_select_keys(read_band(band), edges[part], edges[part + 1]))
+            _link_equal_keys(parents, read_band(band), edges[part], edges[part + 1])
             progress.update(step + 1)
     duplicates = np.empty(documents, bool)
     for start in range(0, documents, _SLICE_DOCUMENTS):
@@ -143,15 +146,20 @@ def _select_keys(chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64) 
     return np.concatenate([each for each in keys if each.shape[0] == words], axis=1), np.concatenate(numbers)
 
 
-def _link_equal_keys(parents: np.ndarray, keys: np.ndarray, numbers: np.ndarray) -> None:
-    """Unite the documents `numbers` (ascending) that have equal `keys` in the forest `parents`, whose roots are smallest."""
+def _link_equal_keys(parents: np.ndarray, chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64) -> None:
+    """Unite documents with equal keys, of those that `_select_keys` selects, in `parents`, whose roots are smallest."""
+    keys, numbers = _select_keys(chunks, low, high)
     order = np.lexsort(keys) if len(keys) > 1 else np.argsort(keys[0], kind="stable")  # ascending numbers within equal keys
     same = np.ones(max(0, len(order) - 1), bool)
     for word in keys:
-        same &= word[order[1:]] == word[order[:-1]]
-    later, earlier = numbers[order[1:][same]], numbers[order[:-1][same]]
-    del order, same, keys
-    _unite(parents, earlier, later)
+        in_order = word[order]
+        same &= in_order[1:] == in_order[:-1]
+    del keys, word, in_order
+    numbers = numbers[order]
+    del order
+    for start in range(0, len(same), _EDGES_AT_ONCE):
+        places = start + np.flatnonzero(same[start : start + _EDGES_AT_ONCE])
+        _unite(parents, numbers[places], numbers[places + 1])
 
 
 def _unite(parents: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:

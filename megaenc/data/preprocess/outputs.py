@@ -46,6 +46,16 @@ def refuse_existing_outputs(prefixes: Sequence[Path], allowed: Collection[Path] 
             refuse_existing(path, "--output-prefix")
 
 
+def refuse_finished_outputs(prefixes: Sequence[Path]) -> None:
+    """Raise InputError if all files of the corpora exist, which another process of the same command may have written."""
+    paths = output_files(prefixes)
+    if all(os.path.lexists(path) for path in paths):
+        raise InputError(
+            f"--output-prefix {paths[-1]}: exists already; if another process of this command has written it, nothing is left "
+            "to do, else remove it or choose another name"
+        )
+
+
 def report_stale_files(*paths: Path) -> None:
     """Print number, size and names of the temporary files that stopped runs left for `paths`; nothing if there are none.
 

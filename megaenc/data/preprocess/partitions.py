@@ -11,7 +11,7 @@ from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.data.indexed.metadata import CorpusMetadata, read_corpus_metadata
 from megaenc.data.preprocess.claims import Claim
 from megaenc.data.preprocess.job import Counts, PreprocessJob
-from megaenc.data.preprocess.outputs import output_files, refuse_foreign_outputs
+from megaenc.data.preprocess.outputs import output_files, refuse_finished_outputs, refuse_foreign_outputs, report_stale_files
 from megaenc.data.preprocess.resumable import BandKeys, PartitionExists, PartitionStore, read_merge_record
 from megaenc.data.preprocess.worker import TokenizedBlock
 from megaenc.data.sources import resolve
@@ -96,7 +96,9 @@ def write_missing(job: PreprocessJob, store: PartitionStore, ranges: list[list[r
     try:
         refuse_foreign_outputs(job.prefixes, read_merge_record(store.folder))
     except InputError:  # a merge may have begun between the reading of the record and the look at the outputs
-        refuse_foreign_outputs(job.prefixes, read_merge_record(store.folder))
+        if not (recorded := read_merge_record(store.folder)):
+            refuse_finished_outputs(job.prefixes)
+        refuse_foreign_outputs(job.prefixes, recorded)
     if len(missing) < store.count:
         print_rank_0(f"{store.folder}: {store.count - len(missing)} of {store.count} partitions exist; writing the others")
     if not missing:
@@ -165,6 +167,8 @@ def merge_partitions(job: PreprocessJob, store: PartitionStore) -> list[CorpusMe
 
         corpora = job.write_corpora(fill, before_rename)
         store.remove()
+        if claim.generation > 1:
+            report_stale_files(*output_files(job.prefixes))  # of the process that began to merge before this one
     return corpora
 
 

@@ -30,7 +30,10 @@ from megaenc.output_paths import create_parent_dir
 
 _PLAN, _MERGED, _MERGE = "plan.json", "merged", "merge"
 _RECORD_NAME = re.compile(r"part-(\d{5,})\.json")
-_OWN_FILES = re.compile(r"plan\.json|merged|(part-\d{5,}|merge)\.claim-\d+|part-\d{5,}(-.*\.(bin|idx|keys)|\.json)|\..*\.tmp")
+_OWN_FILES = re.compile(
+    r"plan\.json|merged|(part-\d{5,}|merge)\.claim-\d+|part-\d{5,}(-.*\.(bin|idx|keys)|\.json)|\..*\.tmp"
+    r"|lock"  # of earlier versions
+)
 _FOLDER_ID = "folder"  # field of plan.json that differs between folders of equal plans
 
 BandKeys = list[list[np.ndarray]]
@@ -64,11 +67,11 @@ class PartitionStore:
         count: int,
         deduplication: Deduplication | None = None,
     ) -> None:
-        self.folder, self.count = folder, count
+        self.folder, self.count = Path(os.path.realpath(folder)), count  # a link is not renamed
         self._plan, self._keys, self._dtype, self._deduplication = plan, keys, dtype, deduplication
         self._digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
         self._suffixes = ("bin", "idx") if deduplication is None else ("bin", "idx", "keys")
-        self._claims = ClaimFolder(folder)
+        self._claims = ClaimFolder(self.folder)
         self._folder_id: Any = None
 
     def open(self) -> None:
@@ -77,11 +80,11 @@ class PartitionStore:
         A folder of another plan without partitions or live processes is replaced. The folder appears with its plan by one rename.
         """
         while True:
-            names = self._list_names()
-            if names is not None and not self._is_replaceable(names):
-                self._folder_id = self._check_plan()
-                return
             with contextlib.suppress(FileNotFoundError):  # another process was faster
+                names = self._list_names()
+                if names is not None and not self._is_replaceable(names):
+                    self._folder_id = self._check_plan()
+                    return
                 if names:
                     _remove_folder(self.folder)
                 self._create()
@@ -277,6 +280,8 @@ class PartitionStore:
     def _check_plan(self) -> Any:
         """Return the id in the stored plan. Raises InputError with the first field that differs from this plan."""
         path = self.folder / _PLAN
+        if not self.folder.exists():
+            raise FileNotFoundError(self.folder)
         stored_plan = read_json_object(path, f"the plan of the partitions next to it; remove {self.folder}")
         for field, value in self._plan.items():
             stored, requested = json.dumps(stored_plan.get(field)), json.dumps(value)
@@ -285,7 +290,9 @@ class PartitionStore:
                     f"{path}: field `{field}`: found {stored[:80]}, expected {requested[:80]}; "
                     f"give the first command's flags to resume it, or remove {self.folder}"
                 )
-        return stored_plan.get(_FOLDER_ID)
+        if _FOLDER_ID not in stored_plan:
+            raise InputError(f"{path}: field `{_FOLDER_ID}`: missing, as in those of earlier versions; remove {self.folder}")
+        return stored_plan[_FOLDER_ID]
 
     def _create(self) -> None:
         """Create the folder with its plan by a rename, unless another process does so first. Raises InputError."""

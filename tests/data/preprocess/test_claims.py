@@ -99,3 +99,11 @@ def test_a_folder_that_is_gone(tmp_path):
     assert not (tmp_path / "work").exists()
     with pytest.raises(FileNotFoundError):
         shared.acquire("a")
+
+
+def test_files_of_a_process_are_kept_if_another_has_its_id_now(tmp_path):
+    owner = claims._identify_process() | {"start": "1"}
+    (tmp_path / "part.claim-1").write_text(json.dumps(owner))
+    (temporary := tmp_path / f".part-text.bin.{os.getpid()}-x.tmp").touch()
+    assert ClaimFolder(tmp_path).acquire("part").generation == 2
+    assert temporary.exists()

@@ -321,3 +321,31 @@ def test_fewer_parts_where_the_input_has_no_more_places(tmp_path, settings, caps
     (prefix,) = preprocess(dataclasses.replace(settings, partitions=50))
     assert "--partitions 50: the input can be split into at most 2 partitions" in capsys.readouterr().out
     assert read_corpus_metadata(prefix).documents == 2
+
+
+def test_a_process_that_comes_when_all_is_done_is_told_so(tmp_path, settings, monkeypatch):
+    """It looked at the outputs before the others had written them."""
+    preprocess(settings)
+    monkeypatch.setattr("megaenc.data.preprocess.command._refuse_outputs", lambda *_: None)
+    with pytest.raises(InputError, match="if another process of this command has written it, nothing is left to do"):
+        preprocess(settings)
+    assert not (tmp_path / "out_parts").exists()
+
+
+def test_a_folder_of_an_earlier_version_is_named(tmp_path, settings, monkeypatch):
+    interrupted(settings, monkeypatch, after=2)
+    folder = tmp_path / "out_parts"
+    plan = json.loads((folder / "plan.json").read_text())
+    del plan["folder"]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "lock").touch()
+    with pytest.raises(InputError, match=r"plan\.json: field `folder`: missing, as in those of earlier versions; remove"):
+        preprocess(settings)
+
+
+def test_parts_may_be_on_another_disk(tmp_path, settings, expected_contents):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out_parts").symlink_to(tmp_path / "disk")
+    (prefix,) = preprocess(settings)
+    assert contents(prefix) == expected_contents
+    assert not (tmp_path / "disk").exists()
