@@ -1,6 +1,6 @@
-"""Patches of megatron-core's optimizers for machines without apex and Transformer Engine.
+"""Patches of megatron-core's optimizers, most of them for machines without apex and Transformer Engine.
 
-Without them megatron-core uses torch's AdamW, which counts steps per parameter, although its checkpoints expect one count per
+Without these megatron-core uses torch's AdamW, which counts steps per parameter, although its checkpoints expect one count per
 group, as in apex's FusedAdam. Its replacement of apex's norm synchronizes with the device for each gradient; the one here
 processes all gradients at once.
 """

@@ -3,12 +3,9 @@
 megatron-core itself gathers on all ranks what each saves, on rank 0 what each loads, and reads each tensor on all replicas.
 """
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,15 +13,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import LoadPlan, StorageReader
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from megaenc.backend import detect_backend
-
-_plan = torch_strategies.save_state_dict_async_plan
+from megaenc.backend.checkpoint_patches import plan_saves_in, read_by
 
 
 def is_in_first_replica() -> bool:
@@ -57,7 +53,7 @@ def load(state: dict[str, Any], folder: str) -> dict[str, Any]:
     return dist_checkpointing.load(state, folder, sharded_strategy=_FirstReplicaLoad(), validate_access_integrity=False)
 
 
-class _FirstReplicaSave(torch_strategies.TorchDistSaveShardedStrategy):
+class _FirstReplicaSave(TorchDistSaveShardedStrategy):
     """Strategy in which the ranks of the first replica plan a save among themselves."""
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
@@ -66,21 +62,16 @@ class _FirstReplicaSave(torch_strategies.TorchDistSaveShardedStrategy):
             if any(is_main_replica(each.replica_id) for each in nested_values(sharded_state_dict)):
                 raise RuntimeError("a rank outside of the first replica of the model holds a shard that no other rank has")
             return AsyncRequest(None, (), [])
-        with _replaced("save_state_dict_async_plan", _plan_in_first_replica):
+        with plan_saves_in(parallel_state.get_model_parallel_group()):
             return super().async_save(sharded_state_dict, checkpoint_dir)
 
 
-def _plan_in_first_replica(state: dict[str, Any], writer: Any, group: None, *arguments: Any, **options: Any) -> Any:
-    """Call megatron-core's planning of a save with the first replica as the group."""
-    return _plan(state, writer, parallel_state.get_model_parallel_group(), *arguments, **options)
-
-
-class _FirstReplicaLoad(torch_strategies.TorchDistLoadShardedStrategy):
+class _FirstReplicaLoad(TorchDistLoadShardedStrategy):
     """Strategy in which the ranks of the first replica read tensors, each its own, and broadcast them to the other replicas."""
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
         """Return `sharded_state_dict` with tensors in the place of their descriptions."""
-        with _replaced("checkpoint", SimpleNamespace(load_state_dict=_read)):
+        with read_by(_read):
             loaded = super().load(sharded_state_dict, checkpoint_dir)
         replicas = parallel_state.get_data_parallel_group()
         if replicas.size() > 1:
@@ -108,14 +99,3 @@ def _read(state: dict[str, Any], reader: StorageReader, planner: checkpoint.Load
 def _without_tensors(plan: LoadPlan) -> LoadPlan:
     """Return `plan` without the tensors that it reads."""
     return dataclasses.replace(plan, items=[item for item in plan.items if item.type != LoadItemType.TENSOR])
-
-
-@contextlib.contextmanager
-def _replaced(name: str, value: Any) -> Iterator[None]:
-    """Replace what megatron-core's strategies know as `name` inside the context."""
-    before = getattr(torch_strategies, name)
-    setattr(torch_strategies, name, value)
-    try:
-        yield
-    finally:
-        setattr(torch_strategies, name, before)

@@ -78,7 +78,6 @@ def test_exact_keeps_the_first_of_equal_texts_whatever_the_workers_and_partition
 
 
 def test_minhash_against_true_similarities(write, capsys):
-    pytest.importorskip("rensa")
     texts = planted_corpus()
     pairs = similarities(texts)
     assert sum(value >= 0.95 for value in pairs.values()) == 20 and sum(0.1 < value < 0.3 for value in pairs.values()) == 15
@@ -99,7 +98,6 @@ def test_minhash_against_true_similarities(write, capsys):
 
 
 def test_parameters_of_minhash_have_an_effect(write):
-    pytest.importorskip("rensa")
     texts = planted_corpus()
 
     def documents(name, **changes):
@@ -116,7 +114,6 @@ def test_ngrams_of_words():
 
 
 def test_short_and_wordless_texts_are_duplicates_only_if_equal(write):
-    pytest.importorskip("rensa")
     texts = ["?", "!", "?!", "a", "b", "a", "A", "dog fox", "fox dog", "?"]
     prefix = write("short", texts, deduplicate="minhash")
     assert contents(prefix) == contents(write("want", ["?", "!", "?!", "a", "b", "dog fox", "fox dog"]))
@@ -137,7 +134,6 @@ def test_duplicates_are_those_of_brute_force(monkeypatch, slice_documents):
 
 
 def test_keys_depend_on_nothing_but_the_text():
-    pytest.importorskip("rensa")
     texts = planted_corpus()[:7]
     for method in (Deduplication("exact"), Deduplication("minhash")):
         together = method(texts)
