@@ -17,6 +17,7 @@ from megaenc.convert.architectures import ModelFamily, find_family, infer_object
 from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings, vocabulary_names
 from megaenc.convert.safetensors_writer import parse_dtype
 from megaenc.convert.tokenizer_io import MaskToken, ensure_mask_token, read_tokenizer, write_tokenizer
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, first_error_line
@@ -171,11 +172,13 @@ def write_run_files(
     objective: str,
     source: dict[str, Any],
     before: tuple[Ancestor, ...],
+    special_tokens: SpecialTokens | None = None,
 ) -> tuple[Vocabulary, dict[str, Any]]:
     """Write tokenizer, config.yaml and run.json of weights without a run to `folder`; return (Vocabulary, run identity).
 
     `output`: the folder's later name; `source`: the origin of the weights, for run.json, whose other fields are those of a
-    training run; `before`: earlier runs and models that the weights come from.
+    training run; `before`: earlier runs and models that the weights come from; `special_tokens`: around each document in their
+    training here, if there was any.
     """
     write_tokenizer(tokenizer, folder / TOKENIZER_DIR)
     vocabulary = read_vocabulary(load_tokenizer(folder / TOKENIZER_DIR))
@@ -202,6 +205,8 @@ def write_run_files(
         "source": source,
         "identity": identity,
     }
+    if special_tokens is not None:
+        facts["special_tokens"] = special_tokens.to_json()
     (folder / CONFIG_FILE).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     (folder / RUN_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     return vocabulary, identity

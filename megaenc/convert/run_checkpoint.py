@@ -14,6 +14,7 @@ from megaenc import backend, flags
 from megaenc.convert.architectures import FAMILIES, KNOWN_FAMILIES
 from megaenc.convert.merge.methods import MergedCheckpoint, MergeRecord
 from megaenc.convert.tokenizer_io import MaskToken
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
@@ -83,6 +84,12 @@ class RunCheckpoint:
         """Return the text of the mask token that was added when the model was converted; an empty string if none was."""
         mask = self.facts.get("source", {}).get("mask_token", {})
         return mask["token"] if mask.get("origin") == "added" else ""
+
+    @property
+    def special_tokens(self) -> SpecialTokens | None:
+        """Return the special tokens around each document in training; None if no run of this version trained the weights."""
+        values = self.facts.get("special_tokens")
+        return None if values is None else SpecialTokens.from_json(values, f"{self.folder / RUN_FILE}: field `special_tokens`")
 
     @property
     def has_seeded_step_0(self) -> bool:

@@ -1,5 +1,6 @@
 """Export of a run's checkpoint, saved in any layout, to a verified Hugging Face folder without custom code."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megaenc import __version__
 from megaenc.atomic_io import atomic_dir
+from megaenc.console import print_rank_0
 from megaenc.convert.architectures import FAMILIES, ModelFamily, able_families, build_export_config
 from megaenc.convert.model_card import ExportProvenance, build_model_card, check_license, read_last_metrics
 from megaenc.convert.naming import export_name
@@ -19,6 +21,7 @@ from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_sh
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, verify_tokenizer, write_tokenizer
 from megaenc.convert.verify_export import ProbeBatch, compute_core_outputs, verify_export
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, read_template, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import GENERATION
@@ -110,7 +113,7 @@ class Exporter:
         run.check_vocabulary(vocabulary)
         self.tokenizer.model_max_length = run.seq_length
         if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+            self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.sep_token
         self.schedule = run.schedule(vocabulary)
         self.config = build_export_config(
             self.family,
@@ -122,6 +125,27 @@ class Exporter:
             dtype=self.dtype,
         )
         drop_incompatible_mask_role(self.config.model_type, self.tokenizer)
+        self.special_tokens = self._choose_special_tokens()
+        if self.special_tokens is not None:
+            self.tokenizer = set_special_tokens(self.tokenizer, self.special_tokens)
+
+    def _choose_special_tokens(self) -> SpecialTokens | None:
+        """Return the special tokens that the export's tokenizer adds to a text; None if it stays as it is.
+
+        A bidirectional export adds those of training. One with causal attention, which continues texts, does not end them.
+        """
+        special = self.run.special_tokens
+        if special is None:
+            return None
+        if self.attention == Attention.CAUSAL:
+            special = dataclasses.replace(special, after=())
+        if self.config.model_type == "qwen2" and not special.is_same(read_template(self.tokenizer)):
+            print_rank_0(
+                f"--as {self.family.model_type}: transformers loads Qwen2's own tokenizer, which adds no special token to a text; "
+                f"training saw {special.describe(self.tokenizer)}"
+            )
+            return None
+        return special
 
     def write(self, folder: Path, name: str, step: int | None) -> int:
         """Write and verify the export of `step` (None: the newest), called `name`, in `folder`, and return the step."""
@@ -176,7 +200,7 @@ class Exporter:
         self.config.save_pretrained(folder)  # it influences the class with which transformers loads the tokenizer
         write_tokenizer(self.tokenizer, folder)
         try:
-            proof = verify_tokenizer(folder, self.tokenizer, self.config.model_type)
+            proof = verify_tokenizer(folder, self.tokenizer, self.config.model_type, self.special_tokens)
         except InputError as error:
             family = self.config.model_type
             able = [

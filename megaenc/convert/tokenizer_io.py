@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaenc.data.tokenizer.fast_encode import PROBES
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.tokenizer import MASK, encode_documents, load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
@@ -141,7 +142,8 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json to `folder`, for the class that uses tokenizer.json unchanged."""
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    for name in ("is_local", "local_files_only"):  # options of loading
+    # The first two are options of loading. With the others transformers replaces the template of tokenizer.json.
+    for name in ("is_local", "local_files_only", "add_bos_token", "add_eos_token"):
         config.pop(name, None)
     config |= {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in ROLES}
     config["tokenizer_class"] = _GENERIC_CLASS
@@ -161,21 +163,25 @@ def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
             tokenizer.mask_token = None
 
 
-def verify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, Any]:
+def verify_tokenizer(folder: Path, trained: Any, model_type: str, special_tokens: SpecialTokens | None = None) -> dict[str, Any]:
     """Compare the tokenizer of export `folder` with `trained`; return a dict for conversion.json; InputError if unequal.
 
-    Compares the ids of fixed texts, which include every special token, and the pipeline parts that determine ids. Raises
-    InputError that names the first difference.
+    Compares the ids of fixed texts, which include every special token, and the pipeline parts that determine ids. A text as a
+    whole must have the ids of a document with `special_tokens`, if these are given. Raises InputError that names the first
+    difference.
     """
     loaded = load_tokenizer(folder)
     kind, texts = type(loaded).__name__, list(_probe_texts(trained))
     prefix = f"the tokenizer that transformers loads with a {model_type} config.json, {kind}, is not the run's: "
     for text, corpus in zip(texts, encode_documents(trained, texts), strict=True):
         ids = trained(text)["input_ids"]
-        pairs = (
+        pairs = [
             (loaded(text, add_special_tokens=False, split_special_tokens=True)["input_ids"], corpus.tolist()),
             (loaded(text)["input_ids"], ids),
-        )
+        ]
+        if special_tokens is not None:
+            document = special_tokens.surround(corpus).tolist()
+            pairs.append((loaded(text, split_special_tokens=True)["input_ids"], document))
         for actual, expected in pairs:
             if actual != expected:
                 actual, expected = (" ".join(map(str, row[:12])) for row in _trim_common_ids(actual, expected))

@@ -21,14 +21,14 @@ _MAX_LENGTH = 1 << 40  # tokens per document
 
 @dataclass(frozen=True)
 class LengthModel:
-    """Averages of a pack: token pairs that attend to each other, number of documents or their pieces, end-of-document tokens."""
+    """Averages of a pack: token pairs that attend to each other, number of documents or their pieces, special tokens."""
 
     squares: float
     """sum of the squared lengths of documents and pieces of documents"""
     pieces: float
     """number of documents and pieces of documents"""
     special: float
-    """end-of-document tokens, which are never masked"""
+    """special tokens, which are never masked"""
     source: str
     lengths: tuple[int, ...] = ()
     """sample of document lengths for synthetic packs; empty if unknown"""
@@ -53,7 +53,7 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
         lengths = np.array(document_tokens, dtype=np.int64)
         text = f"{len(document_tokens)} lengths given" if len(document_tokens) > 1 else "one length given"
         source = f"documents of {lengths.mean():,.0f} tokens on average, {text}"
-        return _concat_length_model(lengths, data.seq_length, 1.0, source, window)
+        return _concat_length_model(lengths, data.seq_length, 1, source, window)
     corpora = parse_data_path(data.data_path) if data.data_path else []
     if not corpora or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in corpora):
         pairs = float(window is not None and visible_pairs(data.seq_length, window))
@@ -92,12 +92,12 @@ def _read_corpus_lengths(prefix: str, data: DataConfig, window: int | None) -> t
     if data.packing == "sentences":
         check_has_sentences(prefix, metadata, sequences=len(index.lengths), documents=len(lengths))
     lengths = lengths[lengths > 0]
-    eod_tokens = 1.0 if metadata is None or metadata.append_eod else 0.0
+    special = 1 if metadata is None else metadata.surrounding_tokens.count  # without metadata probably an EOS
     source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
-    return int(lengths.sum()), _concat_length_model(lengths, data.seq_length, eod_tokens, source, window)
+    return int(lengths.sum()), _concat_length_model(lengths, data.seq_length, special, source, window)
 
 
-def _concat_length_model(lengths: np.ndarray, pack: int, eod_tokens: float, source: str, window: int | None) -> LengthModel:
+def _concat_length_model(lengths: np.ndarray, pack: int, special_tokens: int, source: str, window: int | None) -> LengthModel:
     """Return the length model of documents of `lengths`, int64[D], concatenated in random order and cut at pack ends.
 
     A document of d tokens overlaps d + L - 1 windows of L tokens: |d - L| + 1 of them by m = min(d, L) tokens, and two each by
@@ -107,7 +107,7 @@ def _concat_length_model(lengths: np.ndarray, pack: int, eod_tokens: float, sour
     m = np.minimum(d, pack)
     squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
     sample = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
-    pieces, special = (mean + pack - 1) / mean, eod_tokens * pack / mean
+    pieces, special = (mean + pack - 1) / mean, special_tokens * pack / mean
     pairs = 0.0
     if window is not None:
         by_length = np.array([visible_pairs(length, window) for length in range(pack + 1)], dtype=np.float64)

@@ -166,12 +166,12 @@ def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
     if not (folder / "tokenizer.json").exists():
         return
     try:
-        fingerprint = read_vocabulary(load_tokenizer(folder)).fingerprint
+        teacher = read_vocabulary(load_tokenizer(folder))
     except InputError as error:
         raise InputError(str(error).replace("--tokenizer", "teacher", 1)) from None
-    if fingerprint != vocabulary.fingerprint:
+    if not vocabulary.is_of_tokenizer(teacher.fingerprint, teacher.text_fingerprint):
         raise InputError(
-            f"teacher {folder}: its tokenizer ({fingerprint[:12]}) is not the run's ({vocabulary.fingerprint[:12]}), expected a "
+            f"teacher {folder}: its tokenizer ({teacher.fingerprint[:12]}) is not the run's ({vocabulary.fingerprint[:12]}), expected a "
             "model trained with the same"
         )
 

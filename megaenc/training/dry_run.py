@@ -38,10 +38,9 @@ def print_dry_run(plan: Plan) -> None:
     start = f"{plan.start.describe()}{plan.skipped.describe()}"
     console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {start}", soft_wrap=True)
     console.print(_corpus_table(plan))
-    for corpus in plan.data.corpora:
-        if not corpus.has_eos(plan.vocabulary.eos_id):
-            remedy = "`megaenc preprocess --append-eod` appends one"
-            console.print(f"{corpus.prefix}: no EOS token ends its documents; {remedy}", soft_wrap=True)
+    special = plan.data.special_tokens
+    remedy = "" if special.count else "; `megaenc preprocess --special-tokens template` or `--append-eod` adds some"
+    console.print(f"special tokens of a document: {special.describe(plan.tokenizer)} ({special.mode}){remedy}", soft_wrap=True)
     console.print(_phase_table(plan))
     console.print(_objective_table(plan))
     validation = "none"

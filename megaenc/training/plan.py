@@ -177,6 +177,9 @@ class Plan:
         }
         rows = self._phase_rows()
         values |= {"phases": rows} if len(rows) > 1 else {}
+        # Absent with at most an EOS after each document, as in runs of earlier versions.
+        special = self.data.special_tokens
+        values |= {"special_tokens": special.to_json()} if special.mode == "template" else {}
         # Absent if all documents are shuffled, as in runs of earlier versions.
         values |= {"data_order": "blocks"} if any(data.has_blocks for data in (*self.earlier_data, self.data)) else {}
         return values | {
@@ -213,6 +216,7 @@ class Plan:
             "vocab_size": self.vocab_size,
             "parameters": self.settings.shape.parameter_count(self.vocab_size),
             "data_order": self.settings.data.data_order,
+            "special_tokens": self.data.special_tokens.to_json(),
             "reading": [dataclasses.asdict(row) for row in self.corpus_usage],
             "start": dataclasses.asdict(self.start),
             "skip_packs": list(self.skipped.texts),

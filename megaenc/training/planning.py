@@ -1,12 +1,13 @@
 """Building of a plan from the configuration, before any process group exists."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from megaenc.console import print_rank_0
 from megaenc.data.indexed.corpus import refuse_raw_text
 from megaenc.data.packing.blended_dataset import parse_data_path
-from megaenc.data.packing.builder import RunData
+from megaenc.data.packing.builder import RunData, check_same_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
@@ -54,6 +55,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
         )
         for data in dict.fromkeys(data_configs)
     }
+    _check_special_tokens(list(opened.values()))
     by_phase = [opened[data] for data in data_configs] if len(opened) > 1 else list(opened.values())
     plan = Plan(settings, vocabulary, tokenizer, by_phase[-1], schedule, learning_rate, earlier_data=tuple(by_phase[:-1]))
     for objective in (*schedule.initial_objectives().values(), *plan.validation_objectives.values()):
@@ -63,6 +65,19 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     start = resolve_run_init(plan, given)
     plan = dataclasses.replace(plan, settings=record_run_init(settings, start), start=start)
     return plan.with_skipped(*resolve_skip_ranges(plan))
+
+
+def _check_special_tokens(parts: Sequence[RunData]) -> None:
+    """Raise InputError for phases with different special tokens; print those of corpora that do not record them."""
+    for data in parts:
+        check_same_special_tokens(
+            parts[0].corpora[0].prefix, parts[0].special_tokens, data.corpora[0].prefix, data.special_tokens
+        )
+    prefixes = dict.fromkeys(
+        corpus.prefix for data in parts for corpus in data.corpora if not (corpus.metadata and corpus.metadata.special_tokens)
+    )
+    for prefix in prefixes:
+        print_rank_0(f"{prefix}: records no special tokens; by its documents --special-tokens {parts[0].special_tokens.mode}")
 
 
 def _check_pseudo_perplexity(settings: PretrainConfig) -> None:

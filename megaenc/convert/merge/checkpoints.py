@@ -136,6 +136,7 @@ def merge(
                 objective=objective,
                 source={"merge": record.as_dict()},
                 before=_merge_histories(sources, furthest, record),
+                special_tokens=run.special_tokens,
             )
             encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), torch.float32, seed=None)
             with contextlib.ExitStack() as stack:

@@ -17,6 +17,7 @@ from megaenc import counter_rng
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, read_entries
 from megaenc.data.indexed.metadata import CorpusMetadata, metadata_path, read_corpus_metadata
 from megaenc.data.packing.shared_memory import share_arrays
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
 
@@ -159,14 +160,23 @@ class Corpus:
         """Return the name of the token dtype of the .bin, such as `uint16`."""
         return self._tokens.dtype.name
 
-    def has_eos(self, eos_id: int | None) -> bool:
-        """Return whether EOS ends the documents: by the metadata, or without, whether `eos_id` ends the first one with tokens."""
+    def find_special_tokens(self, eos_id: int | None) -> SpecialTokens:
+        """Return the special tokens around each document.
+
+        They are those of the metadata; without it `eos_id`, if it ends the first document that has tokens.
+        """
         if self.metadata is not None:
-            return self.metadata.append_eod
+            return self.metadata.surrounding_tokens
+        if eos_id is not None and self._read_first_end() == eos_id:
+            return SpecialTokens("eod", after=(eos_id,))
+        return SpecialTokens()
+
+    def _read_first_end(self) -> int:
+        """Return the last token of the first document that has any."""
         for first in range(0, len(self), _DOCUMENTS_PER_SEARCH):
             ends = self.document_offsets(np.arange(first, min(first + _DOCUMENTS_PER_SEARCH, len(self))) + 1)
             if ends[-1]:
-                return int(self._tokens[ends[np.argmax(ends > 0)] - 1]) == eos_id
+                return int(self._tokens[ends[np.argmax(ends > 0)] - 1])
         raise AssertionError("a corpus has tokens")
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
@@ -326,7 +336,7 @@ def check_metadata(
 def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabulary) -> None:
     """Raise InputError if `metadata` has another tokenizer fingerprint than `vocabulary`, or a larger vocabulary size."""
     identity = metadata.tokenizer
-    if identity.fingerprint != vocabulary.fingerprint:
+    if not vocabulary.is_of_tokenizer(identity.fingerprint, identity.text_fingerprint):
         raise InputError(
             f"{prefix}.json: corpus was made with another tokenizer: found `{identity.name}` "
             f"({identity.fingerprint[:12]}), expected the one given with --tokenizer ({vocabulary.fingerprint[:12]})"

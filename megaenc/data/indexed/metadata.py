@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.console import escape_unprintable
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
 
@@ -23,6 +24,8 @@ class TokenizerIdentity:
     """See `Vocabulary.fingerprint`."""
     eos_id: int | None
     mask_id: int | None
+    text_fingerprint: str | None = None
+    """See `Vocabulary.text_fingerprint`; None in files of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,12 @@ class CorpusMetadata:
     eod: int | None
     """Token id that ends every document; None if none was appended."""
     append_eod: bool
+    """True if `eod` ends every document."""
     documents: int
     sequences: int
     """Sequences in the .idx: one per document, or one per sentence with --split-sentences."""
     tokens: int
-    """Number of tokens, end-of-document tokens included."""
+    """Number of tokens, special tokens included."""
     empty_documents: int
     """Number of documents left out because they hold no token."""
     skipped_lines: int
@@ -62,6 +66,15 @@ class CorpusMetadata:
     """Output of `PunktModel.describe`; None if each sequence is a document."""
     deduplication: dict[str, Any] | None = None
     """Output of `Deduplication.describe` with `removed`, the number of documents left out as duplicates; None without."""
+    special_tokens: dict[str, Any] | None = None
+    """Output of `SpecialTokens.to_json`; None in files of earlier versions."""
+
+    @property
+    def surrounding_tokens(self) -> SpecialTokens:
+        """Return the special tokens around each document; those of an earlier version follow from `append_eod`."""
+        if self.special_tokens is not None:
+            return SpecialTokens.from_json(self.special_tokens, "field `special_tokens`")
+        return SpecialTokens("eod", after=(self.eod,)) if self.append_eod else SpecialTokens()
 
     def write(self, path: Path) -> None:
         """Write all fields of the metadata to the file `path` as a JSON object."""
@@ -98,6 +111,11 @@ def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
     if values["eod"] is not None and not 0 <= values["eod"] < values["vocab_size"]:
         expected = f"0 to {values['vocab_size'] - 1} or null"
         raise InputError(f"{path}: field `eod`: found {str(values['eod'])[:40]}, expected {expected}")
+    if (special := values.get("special_tokens")) is not None:
+        tokens = SpecialTokens.from_json(special, f"{path}: field `special_tokens`")
+        if max((*tokens.before, *tokens.after), default=0) >= values["vocab_size"]:
+            expected = f"ids below {values['vocab_size']}"
+            raise InputError(f"{path}: field `special_tokens`: found {json.dumps(special)[:60]}, expected {expected}")
     return CorpusMetadata(**{**values, "tokenizer": TokenizerIdentity(**identity)})
 
 
@@ -111,6 +129,7 @@ _JSON_TYPES = {
     int | None: ((int, type(None)), "a whole number or null"),
     bool: ((bool,), "true or false"),
     str: ((str,), "text"),
+    str | None: ((str, type(None)), "text or null"),
     dict[str, str]: ((dict,), _OBJECT_OR_LIST),
     list[dict[str, Any]]: ((list,), _OBJECT_OR_LIST),
     dict[str, Any] | None: ((dict, type(None)), _OBJECT_OR_LIST),

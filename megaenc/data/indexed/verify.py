@@ -19,6 +19,7 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.indexed.corpus import check_bin_size, check_index, check_metadata, check_tokenizer
 from megaenc.data.indexed.indexed_dataset import IndexArrays
 from megaenc.data.indexed.metadata import CorpusMetadata, metadata_path, read_corpus_metadata
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, handle_command_errors
 
@@ -155,14 +156,16 @@ class _TokenChecker:
     ):
         self.dtype, self.tokens, self._index = dtype, tokens, index
         self._limit = metadata.vocab_size if metadata else vocabulary.size if vocabulary else None
-        self._eod = metadata.eod if metadata and metadata.append_eod else None
-        self._remaining_ends = self._iterate_document_ends()
-        self._ahead = np.empty(0, np.int64)  # document ends that were read ahead
-        self._checked_documents = 0
+        special = metadata.surrounding_tokens if metadata else SpecialTokens()
+        places = [*enumerate(special.before), *enumerate(special.after, -len(special.after))]
+        self._edge_checkers = [_EdgeChecker(self._iterate_document_ends(), place, token) for place, token in places]
 
     def __call__(self, chunk: np.ndarray, start: int) -> str:
         """Return a description of the first error in `chunk`, tokens start..start+n-1 of the corpus, or an empty string."""
-        return self._check_ids(chunk, start) or self._check_last_tokens(chunk, start)
+        complaint = self._check_ids(chunk, start)
+        for check_edge in self._edge_checkers:
+            complaint = complaint or check_edge(chunk, start)
+        return complaint
 
     def _check_ids(self, chunk: np.ndarray, start: int) -> str:
         """Return a description of the first token id outside the vocabulary, or an empty string."""
@@ -172,26 +175,6 @@ class _TokenChecker:
         at = int((unsigned >= self._limit).argmax())
         return (
             f"{self._describe_position(start + at)}: found id {chunk[at]}, expected 0 to {self._limit - 1} (the tokenizer's ids)"
-        )
-
-    def _check_last_tokens(self, chunk: np.ndarray, start: int) -> str:
-        """Return a description of the first document in the chunk that lacks its end-of-document token, or an empty string."""
-        if self._eod is None:
-            return ""
-        stop = start + len(chunk)
-        while (not len(self._ahead) or self._ahead[-1] <= stop) and (ends := next(self._remaining_ends, None)) is not None:
-            self._ahead = np.concatenate([self._ahead, ends])
-        ends, self._ahead = np.split(self._ahead, [np.searchsorted(self._ahead, stop, side="right")])
-        last = chunk[np.maximum(ends - 1 - start, 0)]
-        empty = np.diff(ends, prepend=start) == 0
-        is_wrong = empty | (last != self._eod)
-        if not is_wrong.any():
-            self._checked_documents += len(ends)
-            return ""
-        at = int(is_wrong.argmax())
-        ending = "no token" if empty[at] else f"id {last[at]} as its last token ({ends[at] - 1:,} of the corpus)"
-        return (
-            f"document {self._checked_documents + at}: found {ending}, expected it to end with {self._eod} (`eod` in the .json)"
         )
 
     def _iterate_document_ends(self) -> Iterator[np.ndarray]:
@@ -214,6 +197,64 @@ class _TokenChecker:
             if at < len(ends):
                 break
         return f"document {documents}, token {token - begin} (token {token:,} of the corpus)"
+
+
+class _EdgeChecker:
+    """Checker of one special token of each document, called with the chunks of a .bin in order."""
+
+    def __init__(self, document_ends: Iterator[np.ndarray], place: int, token: int):
+        """Build a checker of `token` at index `place` of each document, which counts from the end if it is negative."""
+        self._remaining_ends = document_ends
+        self._place, self._token = place, token
+        self._starts = np.empty(0, np.int64)  # of documents that were read ahead
+        self._ends = np.empty(0, np.int64)
+        self._last_end = 0
+        self._checked_documents = 0
+
+    def __call__(self, chunk: np.ndarray, start: int) -> str:
+        """Return a description of the first document whose token at the place is in `chunk` and wrong, or an empty string.
+
+        `chunk` holds the tokens from number `start` of the corpus on.
+        """
+        stop = start + len(chunk)
+        while not len(self._ends) or self._positions[-1] < stop:
+            ends = next(self._remaining_ends, None)
+            if ends is None:
+                break
+            self._starts = np.concatenate([self._starts, [self._last_end], ends[:-1]])
+            self._ends = np.concatenate([self._ends, ends])
+            self._last_end = int(ends[-1])
+        positions = self._positions
+        count = int(np.searchsorted(positions, stop))
+        positions = positions[:count]
+        starts, self._starts = np.split(self._starts, [count])
+        ends, self._ends = np.split(self._ends, [count])
+        needed = self._place + 1 if self._place >= 0 else -self._place
+        is_missing = ends - starts < needed
+        found = chunk[np.clip(positions - start, 0, len(chunk) - 1)]
+        is_wrong = is_missing | (found != self._token)
+        if not is_wrong.any():
+            self._checked_documents += count
+            return ""
+        at = int(is_wrong.argmax())
+        return f"document {self._checked_documents + at}: {self._describe(is_missing[at], found[at], positions[at])}"
+
+    @property
+    def _positions(self) -> np.ndarray:
+        """Return the number in the corpus of the checked token of each document that was read ahead.
+
+        In a document that is too short it is before or at its last token.
+        """
+        if self._place < 0:
+            return self._ends + self._place
+        return np.minimum(self._starts + self._place, self._ends - 1)
+
+    def _describe(self, is_missing: bool, token: int, position: int) -> str:
+        """Describe a wrong token, or that the document has none at the place."""
+        name = {-1: "last token", 0: "first token"}.get(self._place, f"token {self._place}")
+        found = "no token" if is_missing else f"id {token} as its {name} ({position:,} of the corpus)"
+        expected = f"it to end with {self._token} (`eod`" if self._place == -1 else f"{self._token} (`special_tokens`"
+        return f"found {found}, expected {expected} in the .json)"
 
 
 def _read_chunks(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.ndarray]:

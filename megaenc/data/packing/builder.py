@@ -14,6 +14,7 @@ from megaenc.data.packing.block_stream import MOST_SHUFFLED, BlockStream, Docume
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, CorpusPackedDataset, RandomLengthPackedDataset
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
 from megaenc.data.packing.shared_memory import share_arrays
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
@@ -52,6 +53,8 @@ class RunData:
     shares: tuple[Fraction, ...]
     train: BlendedDataset
     held_out: BlendedDataset | None
+    special_tokens: SpecialTokens
+    """Special tokens around each document of all corpora."""
 
     @classmethod
     def open(
@@ -72,14 +75,16 @@ class RunData:
         """
         pairs = parse_data_path(data_path)
         fractions, dataset_class = parse_split(split), PACKINGS[packing]
-        corpora, train_datasets, held_out_datasets = [], [], {}
+        corpora, special_tokens, train_datasets, held_out_datasets = [], [], [], {}
         for _, prefix in pairs:
             corpus = Corpus.open(prefix)
             corpus.check_vocabulary(vocabulary)
+            corpora.append(corpus)
+            special_tokens.append(corpus.find_special_tokens(vocabulary.eos_id))
+            check_same_special_tokens(corpora[0].prefix, special_tokens[0], prefix, special_tokens[-1])
             train, held_out, _ = split_corpus(corpus, fractions, order)
             if not _has_tokens(corpus, train):
                 raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
-            corpora.append(corpus)
             train_datasets.append(dataset_class(corpus, train, seq_length, seed))
             if _has_tokens(corpus, held_out):
                 held_out_datasets[len(corpora) - 1] = ConcatPackedDataset(corpus, held_out, seq_length, 0)
@@ -93,6 +98,7 @@ class RunData:
             BlendedDataset(list(held_out_datasets.values()), [weights[number] for number in held_out_datasets])
             if held_out_datasets
             else None,
+            special_tokens[0],
         )
 
     @property
@@ -119,6 +125,17 @@ class RunData:
                 epochs += sign * (part.epochs_after(after) - part.epochs_after(before))
             rows.append(CorpusUsage(corpus.prefix, float(share), packs, epochs, part.dropped))
         return rows
+
+
+def check_same_special_tokens(first: str, special: SpecialTokens, second: str, other: SpecialTokens) -> None:
+    """Raise InputError unless the documents of two corpora, named by their prefixes, have the same special tokens."""
+    if special.is_same(other):
+        return
+    texts = [
+        f"{prefix} has --special-tokens {tokens.mode} (before {list(tokens.before)}, after {list(tokens.after)})"
+        for prefix, tokens in ((first, special), (second, other))
+    ]
+    raise InputError(f"--data-path: {texts[0]}, {texts[1]}; expected one mode for all corpora of a run")
 
 
 def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megaenc import flags
 from megaenc.atomic_io import exit_on_sigterm
@@ -25,6 +26,7 @@ from megaenc.data.preprocess.resumable import read_merge_record
 from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed_punkt, train_punkt
 from megaenc.data.preprocess.worker import BlockTokenizer
 from megaenc.data.sources import resolve
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, remove_new_parents_on_error
 
@@ -100,30 +102,48 @@ def _build_job(settings: PreprocessConfig, prefixes: list[Path], inputs: resolve
 
     tokenizer = load_tokenizer(settings.tokenizer)
     vocabulary = read_vocabulary(tokenizer)
-    if settings.append_eod and vocabulary.eos_id is None:
-        raise InputError(
-            f"--append-eod: tokenizer {settings.tokenizer} has no end-of-sequence token to append; expected an eos_token"
-        )
-    if not settings.append_eod:  # before hours of work
-        remedy = f"--append-eod appends {tokenizer.eos_token}" if vocabulary.eos_id is not None else "the tokenizer has none"
-        print_rank_0(f"no EOS token is appended to documents; {remedy}")
+    special_tokens = _choose_special_tokens(settings, tokenizer)
     folder = Path(settings.tokenizer)
     identity = TokenizerIdentity(
         name=folder.resolve().name if folder.is_dir() else settings.tokenizer,
         fingerprint=vocabulary.fingerprint,
         eos_id=vocabulary.eos_id,
         mask_id=vocabulary.mask_id,
+        text_fingerprint=vocabulary.text_fingerprint,
     )
     block_tokenizer = BlockTokenizer(
         encoder=get_encoder(tokenizer),
         keys=settings.json_keys,
-        eod=vocabulary.eos_id if settings.append_eod else None,
+        special_tokens=special_tokens,
         dtype=token_dtype(vocabulary.size),
         skip_bad=settings.skip_bad_lines,
         punkt=_load_or_train_punkt(settings, inputs) if settings.split_sentences else None,
         deduplication=settings.deduplication(),
     )
     return PreprocessJob(settings, prefixes, inputs, block_tokenizer, identity, vocabulary.size)
+
+
+def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> SpecialTokens:
+    """Return the special tokens of documents, and print them before hours of work. Raises InputError."""
+    from megaenc.data.tokenizer.special_tokens import FLAG, read_template, resolve_special_tokens
+
+    mode = settings.special_tokens_mode
+    special = resolve_special_tokens(tokenizer, mode, "--append-eod" if settings.append_eod else FLAG)
+    is_expected = settings.append_eod and special.after == (tokenizer.eos_token_id,)
+    if special.count and not is_expected:
+        instead = "" if special.mode == mode else f", as the template of {settings.tokenizer} adds none"
+        print_rank_0(f"special tokens of a document: {special.describe(tokenizer)} ({special.mode}{instead})")
+    if special.count:
+        return special
+    template = read_template(tokenizer)
+    if template.count:
+        print_rank_0(f"no special token is added to documents; {FLAG} template writes {template.describe(tokenizer)}")
+    else:
+        remedy = "the tokenizer has none"
+        if tokenizer.eos_token is not None:
+            remedy = f"--append-eod appends {tokenizer.eos_token}"
+        print_rank_0(f"no EOS token is appended to documents; {remedy}")
+    return special
 
 
 def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInputs) -> PunktModel:

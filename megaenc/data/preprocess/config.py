@@ -7,6 +7,7 @@ import tyro
 
 from megaenc.data.preprocess.deduplicate import Deduplication
 from megaenc.data.sources import resolve
+from megaenc.data.tokenizer.special_tokens import SpecialTokensMode
 from megaenc.errors import InputError
 from megaenc.processes import check_process_count, usable_core_count
 
@@ -25,7 +26,10 @@ class PreprocessConfig(resolve.InputConfig):
     json_keys: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--json-key",))] = ("text",)
     """Keys of the texts in each JSON object, or columns of a table. Each key gives a corpus of its own."""
     append_eod: bool = False
-    """Append the tokenizer's end-of-sequence token to every document."""
+    """Append the tokenizer's end-of-sequence token, or without one SEP, to every document: --special-tokens eod."""
+    special_tokens: SpecialTokensMode | None = None
+    """Special tokens around every document. template: those that the tokenizer puts around a text, such as [CLS] ... [SEP];
+    eod: EOS, or without one SEP, after it; none, the default: only the text."""
     split_sentences: bool = False
     """Store each sentence, not each document, as a sequence of the .idx; needed for --packing sentences."""
     punkt_language: str = "english"
@@ -45,6 +49,13 @@ class PreprocessConfig(resolve.InputConfig):
     skip_bad_lines: bool = False
     """Skip and count lines, rows and files without readable text instead of stopping at the first."""
 
+    @property
+    def special_tokens_mode(self) -> SpecialTokensMode:
+        """Return the mode of --special-tokens, that of --append-eod, or without both `none`."""
+        if self.append_eod:
+            return "eod"
+        return self.special_tokens or "none"
+
     def deduplication(self) -> Deduplication | None:
         """Return the method and parameters of --deduplicate; None without it."""
         if self.deduplicate is None:
@@ -53,6 +64,8 @@ class PreprocessConfig(resolve.InputConfig):
 
     def check(self) -> None:
         """Raise InputError, naming the flag, for a number out of range or a flag without effect."""
+        if self.append_eod and self.special_tokens not in (None, "eod"):
+            raise InputError(f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of them")
         if self.partitions > _MAX_PARTITIONS:
             raise InputError(f"--partitions {self.partitions}: expected at most {_MAX_PARTITIONS:,}")
         for name in ("workers", "partitions", *_MINHASH_LIMITS):

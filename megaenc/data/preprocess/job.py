@@ -53,6 +53,7 @@ class PreprocessJob:
             "files": files.hexdigest(),
             **plan,
             "tokenizer": self.identity.fingerprint,
+            "special_tokens": self.block_tokenizer.special_tokens.to_json(),
             "sentences": sentences,
             "deduplicate": None if method is None else method.describe(),
             "megaenc": megaenc.__version__,
@@ -152,12 +153,13 @@ class PreprocessJob:
         """Finish `writer`, which writes the .idx, and return its corpus's metadata; `files` are its .bin and .idx."""
         hashes = writer.finish()
         tokenizer = self.block_tokenizer
+        special = tokenizer.special_tokens
         return CorpusMetadata(
             format=FORMAT,
             tokenizer=self.identity,
             vocab_size=self.vocab_size,
-            eod=tokenizer.eod,
-            append_eod=self.settings.append_eod,
+            eod=special.after[-1] if special.after else None,
+            append_eod=bool(special.after),
             documents=writer.documents,
             sequences=writer.sequences,
             tokens=writer.tokens,
@@ -171,4 +173,5 @@ class PreprocessJob:
             megaenc=megaenc.__version__,
             sentences=None if tokenizer.punkt is None else tokenizer.punkt.describe(),
             deduplication=None if tokenizer.deduplication is None else {**tokenizer.deduplication.describe(), "removed": removed},
+            special_tokens=special.to_json(),
         )

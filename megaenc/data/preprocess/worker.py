@@ -10,6 +10,7 @@ from megaenc.data.preprocess.deduplicate import Deduplication
 from megaenc.data.preprocess.sentence_splitter import PunktModel, build_sentence_splitter
 from megaenc.data.sources.text_files import TextBlock
 from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,14 @@ class TokenizedBlock:
 
 @dataclass(frozen=True)
 class BlockTokenizer:
-    """Callable from TextBlock to TokenizedBlock: parses, splits by `punkt` if set, encodes, appends `eod` if not None.
+    """Callable from TextBlock to TokenizedBlock: parses, splits by `punkt` if set, encodes, adds special tokens.
 
     With `deduplication` it also computes the band keys of each document.
     """
 
     encoder: FastEncoder
     keys: tuple[str, ...]
-    eod: int | None
+    special_tokens: SpecialTokens
     dtype: str
     skip_bad: bool
     punkt: PunktModel | None
@@ -78,8 +79,22 @@ class BlockTokenizer:
             band_keys = self.deduplication([text for text, count in zip(texts, counts.tolist(), strict=True) if count])
         counts = counts[counts > 0]
         tokens = tokens.astype(self.dtype)
-        if self.eod is not None and len(counts):
-            last = np.cumsum(counts) - 1  # the eod token belongs to the last sequence
-            tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], self.eod)
-            lengths[last] += 1
+        if self.special_tokens.count and len(counts):
+            tokens = self._add_special_tokens(tokens, lengths, counts)
         return tokens, lengths, counts, band_keys
+
+    def _add_special_tokens(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return `tokens` with the special ones around each document, which belong to its first and last sequence.
+
+        `lengths` of these sequences grow in place; `counts` are the sequences of each document.
+        """
+        before, after = self.special_tokens.before, self.special_tokens.after
+        ends = np.cumsum(lengths, dtype=np.int64)
+        last = np.cumsum(counts) - 1
+        first = last - counts + 1
+        starts = ends[first] - lengths[first]
+        places = np.stack([*[starts] * len(before), *[ends[last]] * len(after)], axis=1)
+        values = np.tile([*before, *after], len(counts))
+        lengths[first] += len(before)
+        lengths[last] += len(after)
+        return np.insert(tokens, places.ravel(), values)

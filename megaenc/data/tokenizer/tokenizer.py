@@ -110,6 +110,7 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
         special_ids=tuple(sorted(special)),
         fingerprint=_compute_fingerprint(tokenizer),
         code_words=partial(compute_word_codes, tokenizer.backend_tokenizer, size),
+        hash_text_rules=partial(_compute_fingerprint, tokenizer, with_template=False),
     )
 
 
@@ -189,10 +190,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     )
 
 
-def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Compute the sha256 of everything in a tokenizer that decides ids."""
+def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast", with_template: bool = True) -> str:
+    """Compute the sha256 of everything in a tokenizer that decides ids; `with_template`: those around a text too."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     del backend["padding"], backend["truncation"]
+    if not with_template:
+        backend["post_processor"] = None  # as in a tokenizer without a template, whose two fingerprints are equal
     backend["added_tokens"].sort(key=lambda token: token["id"])
     roles = {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in _ROLES}
     canonical = json.dumps({"backend": backend, "roles": roles}, sort_keys=True, separators=(",", ":"))

@@ -41,6 +41,8 @@ class Vocabulary:
     """
     code_words: Callable[[], bytes] = field(default=bytes, repr=False, compare=False)
     """Compute `word_codes`, which takes a second for 128,000 ids."""
+    hash_text_rules: Callable[[], str] = field(default=str, repr=False, compare=False)
+    """Compute `text_fingerprint`."""
 
     @cached_property
     def word_codes(self) -> bytes:
@@ -49,6 +51,15 @@ class Vocabulary:
         Bits 0 to 6: whether a word begins with the token after each of the first seven kinds of `TokenEnd`; high byte: its own.
         """
         return self.code_words()
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        """Return the fingerprint without the tokenizer's template: equal for tokenizers that give a text the same ids."""
+        return self.hash_text_rules()
+
+    def is_of_tokenizer(self, *fingerprints: str | None) -> bool:
+        """Return whether one of a tokenizer's recorded `fingerprints` says that it gives a text the same ids."""
+        return self.fingerprint in fingerprints or self.text_fingerprint in fingerprints
 
     def starts_words(self, tokens: np.ndarray) -> np.ndarray:
         """Return bool[T], whether a word begins with each of `tokens`, int64[T]; all true without `word_codes`."""

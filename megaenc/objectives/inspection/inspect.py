@@ -145,7 +145,7 @@ def _build_stats_table(corpus: Corpus, packs: CorpusPackedDataset, lengths: Leng
         "tokens": f"{tokens:,}",
         "dtype": corpus.dtype,
         "tokenizer": unknown,
-        "end of document": unknown,
+        "special tokens": unknown,
         "size on disk": " + ".join(sizes),
         f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch ({settings.packing}, training documents "
         f"of --split {settings.split})" + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
@@ -156,7 +156,9 @@ def _build_stats_table(corpus: Corpus, packs: CorpusPackedDataset, lengths: Leng
     if metadata:
         identity = metadata.tokenizer
         rows["tokenizer"] = f"{identity.name} ({identity.fingerprint[:12]}), {metadata.vocab_size:,} ids"
-        rows["end of document"] = f"id {metadata.eod}, appended to each" if metadata.append_eod else "none appended"
+        special = metadata.surrounding_tokens
+        ids = " ".join(map(str, [*special.before, "...", *special.after]))
+        rows["special tokens"] = f"ids {ids} ({special.mode})" if special.count else "none"
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         if value:

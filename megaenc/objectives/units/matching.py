@@ -133,7 +133,7 @@ def _get_matcher(path: str) -> CollocationMatcher:
 def check_collocations(path: str, vocabulary: Vocabulary) -> None:
     """Raise InputError unless the file `path` holds collocations of the tokenizer of `vocabulary`."""
     fingerprint = str(load_collocations(path).facts.get("tokenizer"))
-    if vocabulary.fingerprint and fingerprint != vocabulary.fingerprint:
+    if vocabulary.fingerprint and not vocabulary.is_of_tokenizer(fingerprint):
         raise InputError(
             f"{path}: collocations of another tokenizer ({fingerprint[:12]}), expected the one of the run "
             f"({vocabulary.fingerprint[:12]}); make them with `megaenc objective collocations`"

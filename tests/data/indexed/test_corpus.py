@@ -10,6 +10,7 @@ import pytest
 from corpus_helpers import DOCUMENTS, VOCABULARY, write_corpus
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
@@ -267,4 +268,5 @@ def test_the_first_text_of_a_foreign_corpus_decides_whether_eos_ends_it(tmp_path
     monkeypatch.setattr("megaenc.data.indexed.corpus._DOCUMENTS_PER_SEARCH", 2)
     for last in (9, 5):
         corpus = Corpus.open(write_corpus(tmp_path / f"corpus{last}", [[], [], [], [[3, last]], [[9]]]))
-        assert corpus.has_eos(9) == (last == 9)
+        expected = SpecialTokens("eod", after=(9,)) if last == 9 else SpecialTokens()
+        assert corpus.find_special_tokens(9) == expected

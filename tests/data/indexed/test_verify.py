@@ -50,6 +50,41 @@ def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "u
     return str(prefix)
 
 
+def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
+    """One document in the middle lacks one of them: the error names the document, what was found and what was expected."""
+    prefix = tmp_path / "template"
+    whole = [[1, 2, *range(10, 10 + number), 3, 0] for number in range(12)]
+    special = {"mode": "template", "before": [1, 2], "after": [3, 0]}
+
+    def check(documents: list[list[int]]) -> str:
+        write_whole_corpus(prefix, documents)
+        sidecar = Path(f"{prefix}.json")
+        sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"special_tokens": special}))
+        try:
+            verify.verify_corpus(prefix)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    assert check(whole) == ""
+    found = {
+        0: "document 7: found id 5 as its first token (56 of the corpus), expected 1 (`special_tokens` in the .json)",
+        1: "document 7: found id 5 as its token 1 (57 of the corpus), expected 2 (`special_tokens` in the .json)",
+        -2: "document 7: found id 5 as its token -2 (65 of the corpus), expected 3 (`special_tokens` in the .json)",
+        -1: "document 7: found id 5 as its last token (66 of the corpus), expected it to end with 0 (`eod` in the .json)",
+    }
+    position = sum(len(document) for document in whole[:7])
+    for place, error in found.items():
+        wrong = [list(document) for document in whole]
+        wrong[7][place] = 5
+        at = position + (place if place >= 0 else len(wrong[7]) + place)
+        numbers = f"({at} of the corpus)"
+        assert error[: error.index("(")] in check(wrong) and numbers in check(wrong)
+        assert error[error.index(")") :] in check(wrong)
+    short = [*whole[:7], [1], *whole[8:]]
+    assert "document 7: found no token, expected 2" in check(short)
+
+
 def random_documents(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     """Ids 2..99, then the end of document."""
     rng = np.random.default_rng(seed)

@@ -1,0 +1,153 @@
+"""Special tokens around a text: the tokenizer's template, only an end of text, or none."""
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+
+from megaenc.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SpecialTokensMode = Literal["template", "eod", "none"]
+"""template: the tokenizer's own, such as [CLS] text [SEP]; eod: EOS, or without one SEP, after the text; none: only the text."""
+FLAG = "--special-tokens"
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the special tokens before and after each text, and the mode that chose them."""
+
+    mode: SpecialTokensMode = "none"
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, values: Any, place: str) -> Self:
+        """Return the SpecialTokens of a JSON object as `to_json` gives it; InputError, naming `place`, for another."""
+        try:
+            tokens = cls(values["mode"], tuple(values["before"]), tuple(values["after"]))
+        except (KeyError, TypeError):
+            tokens = None
+        is_valid = tokens is not None and tokens.mode in ("template", "eod", "none")
+        if not is_valid or not all(type(token) is int and token >= 0 for token in (*tokens.before, *tokens.after)):
+            expected = '{"mode": template, eod or none, "before": token ids, "after": token ids}'
+            raise InputError(f"{place}: found {json.dumps(values)[:60]}, expected {expected}")
+        return tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object of mode, before and after."""
+        return {"mode": self.mode, "before": list(self.before), "after": list(self.after)}
+
+    @property
+    def count(self) -> int:
+        """Return the number of special tokens of a text."""
+        return len(self.before) + len(self.after)
+
+    def is_same(self, other: "SpecialTokens") -> bool:
+        """Return whether both put the same tokens around a text, whatever their modes."""
+        return self.before == other.before and self.after == other.after
+
+    def surround(self, tokens: np.ndarray) -> np.ndarray:
+        """Return `tokens`, the ids of a text, between the special ones, as int64."""
+        return np.concatenate([self.before, tokens, self.after]).astype(np.int64)
+
+    def describe(self, tokenizer: "PreTrainedTokenizerFast") -> str:
+        """Return the tokens around a text for the console, such as `[CLS] ... [SEP]`."""
+        before, after = (tokenizer.convert_ids_to_tokens(list(ids)) for ids in (self.before, self.after))
+        return " ".join([*before, "...", *after])
+
+
+def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
+    """Return the special tokens that the tokenizer itself puts around one text."""
+    encoding = tokenizer("a")
+    ids = encoding["input_ids"]
+    is_text = [sequence is not None for sequence in encoding.sequence_ids(0)]
+    if not any(is_text):
+        raise InputError(f"tokenizer {tokenizer.name_or_path}: gives no token for the text 'a', expected at least one")
+    start = is_text.index(True)
+    end = len(ids) - is_text[::-1].index(True)
+    return SpecialTokens("template", tuple(ids[:start]), tuple(ids[end:]))
+
+
+def resolve_special_tokens(
+    tokenizer: "PreTrainedTokenizerFast", mode: SpecialTokensMode | Literal[""], flag: str = FLAG
+) -> SpecialTokens:
+    """Return the special tokens of a mode for a tokenizer.
+
+    A tokenizer whose template adds nothing has `eod` instead of `template`, so that an empty text has a token. Without a mode it
+    is the template, and `none` for a tokenizer without any token to add.
+
+    Raises:
+        InputError: a mode is given, by `flag`, and the tokenizer has no token to add.
+    """
+    if mode == "none":
+        return SpecialTokens()
+    if mode != "eod":
+        template = read_template(tokenizer)
+        if template.count:
+            return template
+    end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if end is not None:
+        return SpecialTokens("eod", after=(end,))
+    if not mode:
+        return SpecialTokens()
+    raise InputError(
+        f"{flag}: tokenizer {tokenizer.name_or_path} has no end-of-sequence token to append; expected `eos_token` or `sep_token` "
+        f"in its tokenizer_config.json, or {FLAG} none"
+    )
+
+
+def set_special_tokens(tokenizer: "PreTrainedTokenizerFast", special: SpecialTokens) -> "PreTrainedTokenizerFast":
+    """Return a tokenizer that adds exactly `special` to a text: the same one if it does so already, else a changed copy.
+
+    The copy ends, or begins, the second text of a pair as the first one: `A <eos> B <eos>`.
+    """
+    if special.is_same(read_template(tokenizer)):
+        return tokenizer
+    return set_template(tokenizer, special, between=special.after or special.before)
+
+
+def set_template(
+    tokenizer: "PreTrainedTokenizerFast", special: SpecialTokens, *, between: Sequence[int]
+) -> "PreTrainedTokenizerFast":
+    """Return a copy of a tokenizer with `special` around a text or a pair, and the ids `between` the texts of a pair."""
+    from tokenizers import Tokenizer
+
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    known: dict[str, dict[str, Any]] = {}
+
+    def build_pieces(ids: Sequence[int]) -> list[dict[str, Any]]:
+        pieces = []
+        for id in ids:
+            token = tokenizer.convert_ids_to_tokens(id)
+            known[token] = {"id": token, "ids": [id], "tokens": [token]}
+            pieces.append({"SpecialToken": {"id": token, "type_id": 0}})
+        return pieces
+
+    before, middle, after = map(build_pieces, (special.before, between, special.after))
+    first, second = ({"Sequence": {"id": id, "type_id": 0}} for id in "AB")
+    template = {
+        "type": "TemplateProcessing",
+        "single": [*before, first, *after],
+        "pair": [*before, first, *middle, second, *after],
+        "special_tokens": known,
+    }
+    # ByteLevel only corrects the characters that a token stands for.
+    kept = [part for part in _list_processors(content["post_processor"]) if part["type"] == "ByteLevel"]
+    content["post_processor"] = {"type": "Sequence", "processors": [*kept, template]}
+    content |= {"truncation": None, "padding": None}
+    changed = copy.deepcopy(tokenizer)
+    changed._tokenizer = Tokenizer.from_str(json.dumps(content))
+    return changed
+
+
+def _list_processors(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the post-processors that a part of tokenizer.json consists of."""
+    if part is None:
+        return []
+    return part["processors"] if part["type"] == "Sequence" else [part]
