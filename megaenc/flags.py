@@ -33,7 +33,7 @@ def parse(
 
     Fields of nested dataclasses are top-level flags. Raises InputError for unknown flags and wrong values; --help exits with 0.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _expand_optional_switches(settings, sys.argv[1:] if argv is None else argv)
     if get_rank() and {"-h", "--help"} & set(arguments):
         sys.exit(0)
     message = io.StringIO()
@@ -51,6 +51,31 @@ def parse(
         if stop.code in (0, None):
             raise
         raise InputError(f"{_simplify_error(message.getvalue())} (see {prog} --help)") from None
+
+
+def _expand_optional_switches(settings: type, argv: Sequence[str]) -> list[str]:
+    """Return `argv` with --flag and --no-flag of fields of type `bool | None`, which may be unset, as --flag True or False."""
+    names = _find_optional_switches(settings)
+    arguments = []
+    for word, following in itertools.zip_longest(argv, argv[1:]):
+        name = word.removeprefix("--").replace("-", "_")
+        arguments.append(word)
+        if word.startswith("--") and name in names and following not in ("True", "False", "None"):
+            arguments.append("True")
+        elif word.startswith("--") and name.removeprefix("no_") in names:
+            arguments[-1:] = [f"--{name.removeprefix('no_').replace('_', '-')}", "False"]
+    return arguments
+
+
+def _find_optional_switches(settings: type) -> set[str]:
+    """Return the names of the fields of type `bool | None` of a dataclass and of nested ones."""
+    names = set()
+    for name, kind in get_type_hints(settings).items():
+        if dataclasses.is_dataclass(kind):
+            names |= _find_optional_switches(kind)
+        elif kind == bool | None:
+            names.add(name)
+    return names
 
 
 MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000

@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.tokenized import TextEncoder, choose_special_tokens
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps on, and the fox is gone before the morning comes.",
@@ -45,3 +47,9 @@ def documents_of(prefix: Path) -> list[list[list[int]]]:
 def contents(prefix: Path) -> list[bytes]:
     """The bytes of the .bin and of the .idx."""
     return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]
+
+
+def text_encoder(tokenizer, max_length: int, *, add_bos: bool = False, add_eos: bool = True) -> TextEncoder:
+    """A TextEncoder with --add-bos and --add-eos as given."""
+    protocol = FinetuneConfig(add_bos=add_bos, add_eos=add_eos)
+    return TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, protocol))

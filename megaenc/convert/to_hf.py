@@ -141,8 +141,8 @@ class Exporter:
             special = dataclasses.replace(special, after=())
         if self.config.model_type == "qwen2" and not special.is_same(read_template(self.tokenizer)):
             print_rank_0(
-                f"--as {self.family.model_type}: transformers loads Qwen2's own tokenizer, which adds no special token to a text; "
-                f"training saw {special.describe(self.tokenizer)}"
+                f"--as {self.family.model_type}: transformers loads Qwen2's own tokenizer, which adds no special token to a "
+                f"text; training saw {special.describe(self.tokenizer)}"
             )
             return None
         return special

@@ -16,13 +16,14 @@ from torch.nn.functional import normalize
 from megaenc.backend.device import detect_backend
 from megaenc.console import print_rank_0
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
+from megaenc.data.tokenizer.special_tokens import SpecialTokensMode, resolve_special_tokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.embed.config import ContrastiveConfig, EmbeddingFlags
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.model.backbone import AttentionDirection, PackedTexts, pack_texts
 from megaenc.finetune.model.fingerprint import check_model_folder
 from megaenc.finetune.model.load import load_backbone
-from megaenc.finetune.tasks.base import mean_pool
+from megaenc.finetune.tasks.base import POOLING_FUNCTIONS
 from megaenc.hf.checkpoint import HFCheckpoint
 from megaenc.hf.model import load_hf_config
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
@@ -36,11 +37,6 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # the names that sentence-transformers looks for, in this order
 
 Pooling = Literal["mean", "cls", "lasttoken"]
-_POOLING_FUNCTIONS: dict[str, Callable[[Tensor, PackedTexts], Tensor]] = {
-    "mean": mean_pool,
-    "cls": lambda states, packed: states[packed.cu_seqlens[:-1].long()],
-    "lasttoken": lambda states, packed: states[packed.cu_seqlens[1:].long() - 1],
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,8 @@ class EmbeddingConfig:
     """Size to which embeddings are cut before they get length 1; 0: the model's."""
     default_prefix: str = ""
     """Text before texts that are neither query nor document."""
+    special_tokens: SpecialTokensMode | Literal["", "own"] = "own"
+    """own: the tokenizer as it is; empty: the same, but an EOS for a tokenizer that adds nothing."""
     normalize: bool = False
     """True if the folder's modules scale embeddings to length 1; cosines do not depend on it, probes do."""
 
@@ -175,8 +173,8 @@ def _read_pooling(path: Path) -> Pooling:
     by_flag = [key.removeprefix("pooling_mode_") for key, on in values.items() if key.startswith("pooling_mode_") and on is True]
     mode = values.get("pooling_mode") or [names.get(name, name) for name in by_flag] or "mean"
     mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
-    if not isinstance(mode, str) or mode not in _POOLING_FUNCTIONS:
-        raise InputError(f"{path}: found the pooling {str(mode)[:40]}, expected one of {', '.join(_POOLING_FUNCTIONS)}")
+    if not isinstance(mode, str) or mode not in POOLING_FUNCTIONS:
+        raise InputError(f"{path}: found the pooling {str(mode)[:40]}, expected one of {', '.join(POOLING_FUNCTIONS)}")
     if values.get("include_prompt") is False:
         raise InputError(f"{path}: field `include_prompt`: found false, expected true: pooling over the prompt too")
     return mode
@@ -195,6 +193,9 @@ class Embedder:
     ) -> None:
         self.folder, self.config, self.batch_size = folder, config, batch_size
         self.tokenizer = load_tokenizer(folder)
+        if config.special_tokens != "own":
+            special = resolve_special_tokens(self.tokenizer, config.special_tokens)
+            self.tokenizer = set_special_tokens(self.tokenizer, special)
         self.backbone = load_backbone(folder, config.attention, device=device, dtype=dtype)
         self.max_length = min(config.max_length or DEFAULT_LENGTH, self.backbone.context_length)
         added = self.tokenizer.num_special_tokens_to_add()
@@ -215,7 +216,7 @@ class Embedder:
 
     def pool(self, packed: PackedTexts) -> Tensor:
         """Return the pooled states of each text of a pack, float32[texts, hidden_size], of any length and with a graph."""
-        return _POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed).float()
+        return POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed)
 
     @torch.inference_mode()
     def embed(

@@ -87,6 +87,8 @@ def _run(settings: EmbedTrainConfig, output: Path) -> None:
     backend, state = detect_backend(), output.with_name(f"{output.name}.state")
     folder = fetch_model(settings.model)
     embedding = override_config(read_embedding_config(folder), settings.contrastive)
+    if embedding.special_tokens == "own" and not (Path(folder) / "modules.json").exists():
+        embedding = dataclasses.replace(embedding, special_tokens="")
     precision = settings.contrastive.precision or ("bf16" if backend.has_bf16 else "fp32")
     pairs = load_pairs(settings.data)
     names = ("pooling", "max_length", "query_prefix", "document_prefix")
@@ -213,8 +215,9 @@ def _check_same_settings(file: Path, recorded: dict[str, Any], current: dict[str
     if not isinstance(config, dict) or not isinstance(fingerprints, dict):
         raise InputError(f"{file}: no settings of `megaenc embed train`, {advice}")
     for name, value in current["config"].items():
-        if config.get(name) != value:
-            raise InputError(f"--{name.replace('_', '-')}: found {value!r}, but {config.get(name)!r} in {file}; {advice}")
+        recorded_value = config.get(name, getattr(ContrastiveConfig(), name))  # absent in files of earlier versions
+        if recorded_value != value:
+            raise InputError(f"--{name.replace('_', '-')}: found {value!r}, but {recorded_value!r} in {file}; {advice}")
     for name, value in current["fingerprints"].items():
         if fingerprints.get(name) != value:
             flag = "--data" if name == "data" else "--model"

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
+from megaenc.data.tokenizer.special_tokens import SpecialTokensMode
 from megaenc.errors import InputError
 
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
@@ -45,10 +46,16 @@ class FinetuneConfig:
     precision: Literal["", "bf16", "paper-bf16", "fp32"] = ""
     """bf16: compute in bfloat16 with float32 master weights; paper-bf16: weights and optimizer state in bfloat16 too; by
     default bf16 if the device supports it, else fp32"""
-    add_bos: bool = False
-    """prepend the tokenizer's BOS token to each text"""
-    add_eos: bool = True
-    """append the tokenizer's EOS token to each text"""
+    special_tokens: SpecialTokensMode | Literal[""] = ""
+    """special tokens around each text. template: those that the tokenizer puts there, such as [CLS] ... [SEP]; eod: EOS, or
+    without one SEP, after it; none: only the text. By default the template, or eod for a tokenizer that adds nothing"""
+    add_bos: bool | None = None
+    """with this flag or --add-eos: only these tokens; prepend BOS, or without one CLS, to each text; by default no"""
+    add_eos: bool | None = None
+    """with this flag or --add-bos: only these tokens; append EOS, or without one SEP, to each text; by default yes"""
+    pooling: Literal["mean", "cls", "lasttoken"] = "mean"
+    """state of a text for the linear head of classification and for retrieval: the mean of its tokens' states, the first, or
+    the last; --head native pools as the model's config says"""
     scale: float = 20.0
     """factor of the cosine similarities in the retrieval loss, the inverse of its temperature"""
     tokens_per_forward: int = 16384
@@ -71,11 +78,29 @@ class FinetuneConfig:
         check_ranges(self, positive=("epochs", "scale", "adam_eps"), shares=("warmup", "adam_beta1", "adam_beta2"))
         check_minimums(self, batch_size=1, max_steps=0, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0)
         check_minimums(self, max_length=0, eval_interval=0, early_stopping=0)
+        if self.special_tokens and self.adds_named_tokens:
+            flag = "--add-eos" if self.add_bos is None else "--add-bos"
+            raise InputError(f"{flag}: found with --special-tokens {self.special_tokens}, expected one of them")
+        if self.pooling != "mean" and self.head == "native":
+            raise InputError(f"--pooling {self.pooling}: found with --head native, which pools as the model's config says")
         for name in ("best_checkpoint", "early_stopping"):
             if getattr(self, name) and not self.eval_interval:
                 raise InputError(
                     f"--{name.replace('_', '-')}: found --eval-interval 0, expected its number of steps, such as 100"
                 )
+
+    @property
+    def adds_named_tokens(self) -> bool:
+        """Return whether --add-bos or --add-eos is given."""
+        return self.add_bos is not None or self.add_eos is not None
+
+    def normalize_special_tokens(self) -> Self:
+        """Return a copy with add_bos and add_eos in place of a mode with the same tokens, as in results of earlier versions."""
+        if self.adds_named_tokens:
+            return replace(self, add_bos=bool(self.add_bos), add_eos=self.add_eos is not False)
+        if self.special_tokens in ("eod", "none"):
+            return replace(self, special_tokens="", add_bos=False, add_eos=self.special_tokens == "eod")
+        return self
 
     @property
     def uses_best_weights(self) -> bool:

@@ -16,6 +16,8 @@ from megaenc.errors import InputError
 
 QUERY, DOCUMENT = "Query: ", "Document: "
 """Prefixes of every query and every document, as in the study."""
+TOKENIZER_PAIRS = "tokenizer"
+"""Value of a pair template with which the tokenizer joins the two texts by its special tokens."""
 _VALIDATION_SEED = 42
 _TRAIN_SHARE = 0.95
 
@@ -34,11 +36,20 @@ SplitName: TypeAlias = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Example of sequence classification: an id, a text (a text pair is joined by a template) and the index of its label."""
+    """Example of sequence classification: an id, a text, the index of its label, and the second text of a pair.
+
+    A pair that a template joins is one text.
+    """
 
     id: str
     text: str
     label: int
+    text_pair: str | None = None
+
+    @property
+    def content(self) -> str | tuple[str, str]:
+        """Return the text, or both texts of a pair."""
+        return self.text if self.text_pair is None else (self.text, self.text_pair)
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ class Dataset:
     read_split: Callable[[SplitName], Examples] = field(repr=False, compare=False)
     """Function that reads a split without the check of `load_split`."""
     pair_template: str = ""
-    """Template that joins the two texts of a pair in SC, or empty if there are none."""
+    """Template that joins the two texts of a pair in SC, TOKENIZER_PAIRS if the tokenizer joins them, or empty without pairs."""
 
     def load_split(self, name: SplitName) -> Examples:
         """Return a split's examples: a list, or RetrievalExamples (IR, not train); InputError if missing, empty, invalid.

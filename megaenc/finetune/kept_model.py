@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megaenc.console import print_rank_0
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.convert.tokenizer_io import CONFIG, drop_incompatible_mask_role, write_tokenizer
 from megaenc.data.tokenizer.fast_encode import PROBES
+from megaenc.data.tokenizer.special_tokens import set_special_tokens, set_template
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.examples import DOCUMENT, QUERY, Question, TaskFamily
@@ -36,7 +37,7 @@ from megaenc.finetune.model_card import build_finetuned_card
 from megaenc.finetune.results import files as result_files
 from megaenc.finetune.results.files import SplitScores
 from megaenc.finetune.tasks import FinetuneTask, TaskModel
-from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts
+from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts, choose_special_tokens
 from megaenc.output_paths import create_parent_with_rollback
 
 _MAX_CHECKED_TOKENS = 2048
@@ -55,14 +56,14 @@ def load_model(
     A class of transformers must compute the same outputs as the untrained model, with a native head always, else if it is kept.
     """
     padding, folder, attention = padding_id(tokenizer), job.model.location, job.protocol.attention
-    eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    after = choose_special_tokens(tokenizer, job.protocol).after
 
     def check(backbone: Backbone, head: torch.nn.Module, texts: PackedTexts) -> None:
         model = TaskModel(backbone, head).eval()
-        hf_model = build_hf_model(backbone, head, task.family, task.label_names, padding)
-        if job.protocol.add_eos and eos is not None:  # some classes treat an EOS that is also padding in another way
+        hf_model = build_hf_model(backbone, head, task.family, task.label_names, padding, job.protocol.pooling)
+        if after:  # some classes treat an EOS that is also padding in another way
             tokens = texts.tokens.clone()
-            tokens[texts.cu_seqlens[1:].long() - 1] = eos
+            tokens[texts.cu_seqlens[1:].long() - 1] = after[-1]
             texts = dataclasses.replace(texts, tokens=tokens)
         check_same_model(hf_model, task, model, texts)
 
@@ -174,14 +175,15 @@ class ModelKeeper:
         """
         with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as folder:
             padding = padding_id(self.encoder.tokenizer)
-            hf_model = build_hf_model(model.backbone, model.head, self.task.family, self.task.label_names, padding)
+            pooling = self.task.protocol.pooling
+            hf_model = build_hf_model(model.backbone, model.head, self.task.family, self.task.label_names, padding, pooling)
             hf_model.save_pretrained(folder)
             config = hf_model.config
             del hf_model
             self._write_tokenizer(folder, config.model_type)
             if self.task.family == TaskFamily.IR:
                 prompts = {"query": QUERY, "document": DOCUMENT}
-                write_sentence_layout(folder, model.backbone.hidden_size, self.encoder.max_length, prompts)
+                write_sentence_layout(folder, model.backbone.hidden_size, self.encoder.max_length, prompts, pooling=pooling)
             details = self._describe(scores, training)
             write_json(folder / result_files.MODEL_DETAILS, details)
             card = build_finetuned_card(target.resolve().name, details, config.architectures[0])
@@ -191,17 +193,18 @@ class ModelKeeper:
 
     def _write_tokenizer(self, folder: Path, model_type: str) -> None:
         """Write the tokenizer so that transformers adds and cuts tokens like the run; InputError if it does not."""
-        tokenizer = copy.deepcopy(self.encoder.tokenizer)
-        tokenizer._tokenizer = _set_special_tokens(tokenizer, self.encoder)
+        special = self.encoder.special_tokens
+        if self.task.family == TaskFamily.QA:  # a question and its context are one text
+            tokenizer = set_template(self.encoder.tokenizer, special, between=())
+        else:
+            tokenizer = copy.deepcopy(set_special_tokens(self.encoder.tokenizer, special))
         tokenizer.model_max_length = self.encoder.max_length
         tokenizer.padding_side = tokenizer.truncation_side = "right"
         if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
         drop_incompatible_mask_role(model_type, tokenizer)
         write_tokenizer(tokenizer, folder)
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        for name in ("add_bos_token", "add_eos_token"):  # with either, transformers replaces the post-processor
-            config.pop(name, None)
         config |= {"split_special_tokens": True, "model_input_names": ["input_ids", "attention_mask"]}
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
         self._check_written_tokenizer(load_tokenizer(folder))
@@ -212,6 +215,10 @@ class ModelKeeper:
         encoded = self.encoder.encode(texts)
         rows = encoded.gather_rows(list(range(len(texts))))
         actual = [loaded(text, truncation=True)["input_ids"] for text in texts]
+        if self.task.family == TaskFamily.SC and self.encoder.special_tokens.count:
+            pairs = list(zip(texts, reversed(texts), strict=True))
+            rows += self.encoder.encode(pairs).gather_rows(list(range(len(pairs))))
+            actual += [loaded(*pair, truncation=True)["input_ids"] for pair in pairs]
         if self.task.family == TaskFamily.QA:
             questions = [Question("", "who?", text, ()) for text in texts]
             data = self.task.encode(questions, self.encoder)
@@ -241,31 +248,3 @@ class ModelKeeper:
             "fingerprints": job.fingerprints.for_dataset(self.task.dataset.name),
             "scores": {split: {"score": part.score, **part.metrics} for split, part in scores.items()},
         }
-
-
-def _set_special_tokens(tokenizer: Any, encoder: TextEncoder) -> Any:
-    """Return the `tokenizers` backend with the BOS and EOS of `encoder` around a text or a pair, without cut and padding."""
-    from tokenizers import Tokenizer
-
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    parts = [part for part in _split_sequence(content["post_processor"]) if part["type"] == "ByteLevel"]
-    special: dict[str, dict[str, Any]] = {}
-
-    def add(ids: Sequence[int | None]) -> list[dict[str, Any]]:
-        tokens = [tokenizer.convert_ids_to_tokens(id) for id in ids]
-        special.update({token: {"id": token, "ids": [id], "tokens": [token]} for token, id in zip(tokens, ids, strict=True)})
-        return [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
-
-    begin, end = add(encoder.bos_ids), add(encoder.eos_ids)
-    first, second = ({"Sequence": {"id": id, "type_id": 0}} for id in "AB")
-    template = {"single": [*begin, first, *end], "pair": [*begin, first, second, *end], "special_tokens": special}
-    parts.append({"type": "TemplateProcessing", **template})
-    content |= {"post_processor": {"type": "Sequence", "processors": parts}, "truncation": None, "padding": None}
-    return Tokenizer.from_str(json.dumps(content))
-
-
-def _split_sequence(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the post-processors that `part` of a tokenizer.json consists of."""
-    if part is None:
-        return []
-    return part["processors"] if part["type"] == "Sequence" else [part]

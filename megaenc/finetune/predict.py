@@ -13,7 +13,7 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import formats
-from megaenc.finetune.examples import Dataset, Examples, LabelledText, Question, TaggedWords, TaskFamily
+from megaenc.finetune.examples import Dataset, Examples, Question, TaggedWords, TaskFamily
 from megaenc.finetune.results.files import MODEL_DETAILS
 from megaenc.json_files import read_json_object
 from megaenc.output_paths import check_output_file, create_parent_dir
@@ -77,7 +77,7 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
 def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]]], pair_template: str) -> Examples:
     """Return the examples of a family without labels; InputError, naming file and line, for a missing or wrong field.
 
-    `pair_template` joins pairs as in training; it is empty for models without pairs, and for those of older versions.
+    `pair_template` joins pairs as in training; it is empty for models of older versions that were trained without pairs.
     """
 
     def build() -> Iterator[Any]:
@@ -85,7 +85,7 @@ def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]
             if family == TaskFamily.SC:
                 if row.get("text_pair") and not pair_template:
                     raise InputError(f"{location}: field `text_pair`: expected both texts in `text`, joined as in training")
-                yield LabelledText("", formats.get_text(row, location, pair_template), 0)
+                yield formats.build_labelled_text(row, location, "", 0, pair_template)
             elif family == TaskFamily.TC:
                 words = formats.get_value(row, "tokens", location, list)
                 if not words or not all(isinstance(word, str) for word in words):
@@ -104,6 +104,7 @@ def predict(folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples
     import torch
 
     from megaenc.backend.device import detect_backend
+    from megaenc.data.tokenizer.special_tokens import read_template
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
     from megaenc.finetune.model.backbone import batch_by_tokens, pack_texts
     from megaenc.finetune.model.fingerprint import check_model_folder
@@ -124,7 +125,8 @@ def predict(folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples
     device = detect_backend().device
     model, _ = load_model(hf, config, find_task_class(config, family), f"a model of {family}")
     model = model.to(device)
-    encoder = TextEncoder(load_tokenizer(folder), protocol.max_length, protocol.add_bos, protocol.add_eos)
+    tokenizer = load_tokenizer(folder)
+    encoder = TextEncoder(tokenizer, protocol.max_length, read_template(tokenizer))
     task = TASKS[family](Dataset("", family, labels, "", "", "", lambda split: []), protocol)
     data = task.encode(examples, encoder)
     outside = labels.index("O") if "O" in labels else 0

@@ -1,5 +1,6 @@
 """Tokenized texts as concatenated token arrays, their encoder and their cache on disk."""
 
+import dataclasses
 import hashlib
 import json
 import time
@@ -9,20 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megaenc.atomic_io import atomic_files, find_stale_temp_files, remove_path, try_lock
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, resolve_special_tokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import encode_documents, read_vocabulary
 from megaenc.errors import InputError
+from megaenc.finetune.config import FinetuneConfig
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-_CACHE_FORMAT = 2  # of the files on disk, and of the rules below that say which tokens a text has
+_CACHE_FORMAT = 3  # of the files on disk, and of the rules below that say which tokens a text has
 _TEXTS_PER_BATCH = 1024  # bounds the memory of offsets, which are Python objects
 
 
@@ -68,73 +71,116 @@ def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np
     return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
 
 
+def choose_special_tokens(tokenizer: "PreTrainedTokenizerFast", protocol: FinetuneConfig) -> SpecialTokens:
+    """Return the special tokens around each text; InputError if the tokenizer lacks one that a flag asks for."""
+    if not protocol.adds_named_tokens:
+        return resolve_special_tokens(tokenizer, protocol.special_tokens)
+    before, after = (), ()
+    if protocol.add_bos:
+        before = (_find_token(tokenizer, "bos", "cls"),)
+    if protocol.add_eos is not False:
+        after = (_find_token(tokenizer, "eos", "sep"),)
+    return SpecialTokens("eod" if after else "none", before, after)
+
+
+def _find_token(tokenizer: "PreTrainedTokenizerFast", role: str, instead: str) -> int:
+    """Return the id of the token with `role`, or without one that with the role `instead`. Raises InputError."""
+    for name in (role, instead):
+        token = getattr(tokenizer, f"{name}_token_id")
+        if token is not None:
+            return token
+    raise InputError(f"--add-{role}: the tokenizer {tokenizer.name_or_path} has no {role.upper()} token; use --no-add-{role}")
+
+
+def resolve_protocol(protocol: FinetuneConfig, tokenizer: "PreTrainedTokenizerFast") -> FinetuneConfig:
+    """Return `protocol` with the special tokens that a text has by default with this tokenizer.
+
+    A template of only an EOS is recorded as --add-eos, as in results of earlier versions.
+    """
+    special = resolve_special_tokens(tokenizer, "")
+    end = resolve_special_tokens(tokenizer, "eod") if special.after else SpecialTokens()
+    mode = "template"
+    if special.is_same(end):
+        mode = end.mode
+    return dataclasses.replace(protocol, special_tokens=mode).normalize_special_tokens()
+
+
 @dataclass(frozen=True)
 class TextEncoder:
-    """Encoder of texts by a tokenizer, with maximum length, optional BOS and EOS; InputError if it lacks these or room.
+    """Encoder of texts by a tokenizer, with maximum length and special tokens; InputError without room for a text.
 
-    A cut text still ends with EOS. CLS and SEP stand in for missing BOS and EOS. Special tokens spelled in a text are tokenized
-    as text. Raises InputError for a tokenizer without the tokens to add, and for a `max_length` too small for any text.
+    A cut text keeps its last special tokens. Special tokens spelled in a text are tokenized as text. Raises InputError for a
+    `max_length` too small for any text.
     """
 
     tokenizer: "PreTrainedTokenizerFast"
     max_length: int
-    add_bos: bool = False
-    add_eos: bool = True
+    special_tokens: SpecialTokens
     progress: Callable[[int, int], None] = lambda done, total: None
     """Callback (tokenized texts, total texts) of `encode` and `encode_with_offsets`."""
 
     def __post_init__(self) -> None:
-        for name, tokens in (("bos", self.bos_ids), ("eos", self.eos_ids)):
-            if tokens == [None]:
-                raise InputError(
-                    f"--add-{name}: the tokenizer {self.tokenizer.name_or_path} has no {name.upper()} token; use --no-add-{name}"
-                )
         if self.max_text_tokens < 1:
-            added = self.add_bos + self.add_eos
+            added = self.special_tokens.count
             raise InputError(f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens")
-
-    @cached_property
-    def bos_ids(self) -> list[int | None]:
-        """Return the id that is added before each text, [] without --add-bos."""
-        token = self.tokenizer.bos_token_id
-        return [self.tokenizer.cls_token_id if token is None else token] * self.add_bos
-
-    @cached_property
-    def eos_ids(self) -> list[int | None]:
-        """Return the id that is added after each text, [] with --no-add-eos."""
-        token = self.tokenizer.eos_token_id
-        return [self.tokenizer.sep_token_id if token is None else token] * self.add_eos
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the maximum number of tokens of a text: `max_length` minus one for each of BOS and EOS that is added."""
-        return self.max_length - self.add_bos - self.add_eos
+        """Return the maximum number of tokens of a text: `max_length` minus the special tokens."""
+        return self.max_length - self.special_tokens.count
 
     @cached_property
-    def cache_key(self) -> dict[str, str | int | bool]:
-        """Return the dict of all that determines a text's tokens: cache format, tokenizer, max_length, add_bos, add_eos."""
-        rule = {"max_length": self.max_length, "add_bos": self.add_bos, "add_eos": self.add_eos}
+    def cache_key(self) -> dict[str, Any]:
+        """Return the dict of all that determines a text's tokens: cache format, tokenizer, max_length, special tokens."""
+        rule = {"max_length": self.max_length, "special_tokens": self.special_tokens.to_json()}
         return {"format": _CACHE_FORMAT, "tokenizer": read_vocabulary(self.tokenizer).fingerprint, **rule}
 
     def add_special_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        """Return a text's `tokens` cut to `max_text_tokens`, with BOS and EOS where they are added, int32[<= max_length]."""
-        return np.concatenate([self.bos_ids, tokens[: self.max_text_tokens], self.eos_ids]).astype(np.int32)
+        """Return a text's `tokens` cut to `max_text_tokens`, with special tokens around them, int32[<= max_length]."""
+        return self.special_tokens.surround(tokens[: self.max_text_tokens]).astype(np.int32)
 
     def align_to_row(self, values: np.ndarray, fill: int) -> np.ndarray:
-        """Return `values`, one per token of a text, cut as its row and with `fill` at BOS and EOS, int32[row's tokens]."""
-        return np.concatenate([[fill] * self.add_bos, values[: self.max_text_tokens], [fill] * self.add_eos]).astype(np.int32)
+        """Return `values`, one per token of a text, cut as its row and with `fill` at special tokens, int32[row's tokens]."""
+        before, after = ([fill] * len(ids) for ids in (self.special_tokens.before, self.special_tokens.after))
+        return np.concatenate([before, values[: self.max_text_tokens], after]).astype(np.int32)
 
-    def encode(self, texts: Sequence[str]) -> TokenizedTexts:
-        """Return `texts`, tokenized and cut, as TokenizedTexts, with BOS and EOS if set; InputError for an empty row."""
+    def encode(self, texts: Sequence[str | tuple[str, str]]) -> TokenizedTexts:
+        """Return `texts`, tokenized and cut, as TokenizedTexts, with special tokens; InputError for an empty row.
+
+        A pair of texts has the special tokens of the tokenizer's own pairs; the longer text is cut first.
+        """
         rows, truncated = [], 0
         for start in range(0, len(texts), _TEXTS_PER_BATCH):
             self.progress(start, len(texts))
-            for tokens in encode_documents(self.tokenizer, texts[start : start + _TEXTS_PER_BATCH]):
-                if not len(tokens) and not (self.add_bos or self.add_eos):
-                    raise InputError(f"text {len(rows) + 1}: found no token, expected some text or --add-eos")
+            batch = texts[start : start + _TEXTS_PER_BATCH]
+            if any(isinstance(text, tuple) for text in batch):
+                encodings = self._encode_pairs(batch)
+                rows += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+                truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+                continue
+            for tokens in encode_documents(self.tokenizer, batch):
                 truncated += len(tokens) > self.max_text_tokens
                 rows.append(self.add_special_tokens(tokens))
+        if empty := [number for number, row in enumerate(rows, start=1) if not len(row)]:
+            raise InputError(f"text {empty[0]}: found no token, expected some text or --add-eos")
         return TokenizedTexts.from_rows(rows, truncated)
+
+    def _encode_pairs(self, texts: Sequence[str | tuple[str, str]]) -> list["Encoding"]:
+        """Return the encodings of texts and pairs of texts, cut and with special tokens. Raises InputError."""
+        if not self.special_tokens.count:
+            raise InputError(
+                "--special-tokens none: found pairs of texts, whose boundary needs a token; expected another mode or a "
+                "--pair-template with {text} and {text_pair}"
+            )
+        inputs = [replace_surrogates(text) if isinstance(text, str) else tuple(map(replace_surrogates, text)) for text in texts]
+        return self._pair_tokenizer.encode_batch(inputs)
+
+    @cached_property
+    def _pair_tokenizer(self) -> "Tokenizer":
+        """Return the tokenizer that adds the special tokens and cuts a text or a pair, as transformers' `truncation=True`."""
+        backend = _copy_plain(set_special_tokens(self.tokenizer, self.special_tokens))
+        backend.enable_truncation(self.max_length, strategy="longest_first")
+        return backend
 
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield each text's token ids, int32[tokens], and character (start, end), int32[tokens, 2]; uncut, no BOS or EOS.
@@ -149,13 +195,18 @@ class TextEncoder:
 
     @cached_property
     def _fast_tokenizer(self) -> "Tokenizer":
-        from tokenizers import Tokenizer
+        return _copy_plain(self.tokenizer)
 
-        backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
-        backend.no_padding()
-        backend.no_truncation()
-        backend.encode_special_tokens = True  # tokenizes special tokens spelled in a text as text
-        return backend
+
+def _copy_plain(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
+    """Return a copy of a tokenizer's backend that neither pads nor cuts, and reads special tokens in a text as text."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = True
+    return backend
 
 
 TokenizedSplit = TokenizedTexts | dict[str, TokenizedTexts]

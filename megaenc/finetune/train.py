@@ -28,7 +28,7 @@ from megaenc.finetune.model.fingerprint import compute_tokenizer_fingerprint
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
 from megaenc.finetune.results import files as result_files
 from megaenc.finetune.tasks import TASKS, FinetuneTask, NonFinitePredictionError, Scores, TaskModel
-from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, load_or_compute
+from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, choose_special_tokens, load_or_compute
 from megaenc.finetune.validation import ValidationHistory
 
 ProgressCallback = Callable[[RunProgress], None]
@@ -58,7 +58,7 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
             f"--max-length: found {max_length}, expected at most the {backbone.context_length} tokens that the model reads"
         )
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
-    encoder = TextEncoder(tokenizer, max_length, protocol.add_bos, protocol.add_eos, reporter.report_texts)
+    encoder = TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, protocol), reporter.report_texts)
     reader = _TokenizedSplitLoader(Path(job.output, TOKENIZED_CACHE), encoder, reporter)
     task.protocol = protocol
     keeper = ModelKeeper(job, task, encoder) if job.keeps_model else None

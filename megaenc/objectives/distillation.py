@@ -171,8 +171,8 @@ def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
         raise InputError(str(error).replace("--tokenizer", "teacher", 1)) from None
     if not vocabulary.is_of_tokenizer(teacher.fingerprint, teacher.text_fingerprint):
         raise InputError(
-            f"teacher {folder}: its tokenizer ({teacher.fingerprint[:12]}) is not the run's ({vocabulary.fingerprint[:12]}), expected a "
-            "model trained with the same"
+            f"teacher {folder}: its tokenizer ({teacher.fingerprint[:12]}) is not the run's ({vocabulary.fingerprint[:12]}), "
+            "expected a model trained with the same"
         )
 
 

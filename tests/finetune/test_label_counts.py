@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import test_train
+from text_helpers import text_encoder
 
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.finetune.command import run_main
@@ -12,7 +13,6 @@ from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Dataset, TaggedWords, TaskFamily
 from megaenc.finetune.label_counts import describe_label_counts
 from megaenc.finetune.tasks.token_classification import TokenClassification
-from megaenc.finetune.tokenized import TextEncoder
 
 model = test_train.model
 
@@ -45,7 +45,7 @@ def test_words_are_counted_once(model, add_eos):
     sentences = [(1,), (0, 1, 2, 2), (0,), (0,), (1, 2)]
     examples = [TaggedWords(f"{at}", ("unbelievable",) * len(tags), tags) for at, tags in enumerate(sentences)]
     task = TokenClassification(Dataset("x", TaskFamily.TC, labels, "x", "", "", lambda split: examples), FinetuneConfig())
-    encoded = task.encode(examples, TextEncoder(load_tokenizer(str(model)), 60, add_eos=add_eos))
+    encoded = task.encode(examples, text_encoder(load_tokenizer(str(model)), 60, add_eos=add_eos))
     assert (encoded.lengths > [len(tags) + 1 for tags in sentences]).all()  # a word has several sub-tokens
     assert task.count_labels(encoded).tolist() == np.bincount(sum(sentences, ())).tolist() == [3, 3, 3]
 

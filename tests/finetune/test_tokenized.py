@@ -4,10 +4,11 @@ import multiprocessing
 
 import numpy as np
 import pytest
+from text_helpers import text_encoder
 
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.errors import InputError
-from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, load_or_compute
+from megaenc.finetune.tokenized import TokenizedTexts, load_or_compute
 
 TEXTS = [
     "The small garden behind the house was full of yellow flowers.",
@@ -29,7 +30,7 @@ def plain(tokenizer):
 
 
 def test_rows_are_plain_text_with_an_end(tokenizer, plain):
-    encoded = TextEncoder(tokenizer, 1000).encode(TEXTS)
+    encoded = text_encoder(tokenizer, 1000).encode(TEXTS)
     assert [row.tolist() for row in encoded.gather_rows(np.arange(5))] == [[*ids, tokenizer.eos_token_id] for ids in plain]
     assert tokenizer.eos_token_id not in plain[2] and tokenizer.mask_token_id not in plain[2]
     assert encoded.truncated_count == 0 and len(encoded) == 5 and encoded.tokens.dtype == np.int32
@@ -37,54 +38,54 @@ def test_rows_are_plain_text_with_an_end(tokenizer, plain):
 
 
 def test_long_texts_are_cut_and_counted_and_keep_their_end(tokenizer, plain):
-    encoded = TextEncoder(tokenizer, 12).encode(TEXTS)
+    encoded = text_encoder(tokenizer, 12).encode(TEXTS)
     assert [row.tolist() for row in encoded.gather_rows(np.arange(5))] == [[*ids[:11], tokenizer.eos_token_id] for ids in plain]
     assert encoded.truncated_count == sum(len(ids) > 11 for ids in plain) > 2
-    exact = TextEncoder(tokenizer, len(plain[0]) + 1).encode(TEXTS[:1])
+    exact = text_encoder(tokenizer, len(plain[0]) + 1).encode(TEXTS[:1])
     assert exact.truncated_count == 0 and exact.lengths.tolist() == [len(plain[0]) + 1]
 
 
 def test_beginnings_and_ends_are_a_choice(tokenizer, plain):
     tokenizer.bos_token = "<|mask|>"
-    both = TextEncoder(tokenizer, 8, add_bos=True)
+    both = text_encoder(tokenizer, 8, add_bos=True)
     assert both.encode(TEXTS[:1]).tokens.tolist() == [tokenizer.mask_token_id, *plain[0][:6], tokenizer.eos_token_id]
-    assert TextEncoder(tokenizer, 8, add_eos=False).encode(TEXTS[:1]).tokens.tolist() == plain[0][:8]
+    assert text_encoder(tokenizer, 8, add_eos=False).encode(TEXTS[:1]).tokens.tolist() == plain[0][:8]
     tokenizer.bos_token = None
     with pytest.raises(InputError, match=r"--add-bos: .* has no BOS token"):
-        TextEncoder(tokenizer, 8, add_bos=True)
+        text_encoder(tokenizer, 8, add_bos=True)
     tokenizer.cls_token = "<|mask|>"  # what BERT begins texts with
-    assert TextEncoder(tokenizer, 8, add_bos=True).encode(TEXTS[:1]).tokens[0] == tokenizer.mask_token_id
+    assert text_encoder(tokenizer, 8, add_bos=True).encode(TEXTS[:1]).tokens[0] == tokenizer.mask_token_id
     tokenizer.cls_token = None
 
 
 def test_refusals(tokenizer):
     with pytest.raises(InputError, match="--max-length: found 1, expected room for text"):
-        TextEncoder(tokenizer, 1)
+        text_encoder(tokenizer, 1)
     with pytest.raises(InputError, match="text 2: found no token"):
-        TextEncoder(tokenizer, 8, add_eos=False).encode(TEXTS)
+        text_encoder(tokenizer, 8, add_eos=False).encode(TEXTS)
 
 
 def test_offsets_say_the_characters_of_each_token(tokenizer, plain):
-    encoded = list(TextEncoder(tokenizer, 4).encode_with_offsets(TEXTS))
+    encoded = list(text_encoder(tokenizer, 4).encode_with_offsets(TEXTS))
     for text, ids, (tokens, offsets) in zip(TEXTS, plain, encoded, strict=True):
         assert tokens.tolist() == ids  # whole, whatever the model reads
         assert offsets.shape == (len(ids), 2)
         covered = {at for start, end in offsets for at in range(start, end)}
         assert covered == set(range(len(text)))
     # "\ud83d" alone is no character; a pair of halves is one.
-    [(_, offsets)] = TextEncoder(tokenizer, 4).encode_with_offsets(["a\ud83d\udc4db\ud83d"])
+    [(_, offsets)] = text_encoder(tokenizer, 4).encode_with_offsets(["a\ud83d\udc4db\ud83d"])
     assert offsets.max() == 4
 
 
 def test_tokens_by_row_and_columns_by_token(tokenizer):
-    encoded = TextEncoder(tokenizer, 50).encode(TEXTS)
+    encoded = text_encoder(tokenizer, 50).encode(TEXTS)
     encoded.columns["twice"] = encoded.tokens * 2
     rows = np.array([4, 0])
     assert np.array_equal(encoded.gather_token_column("twice", rows), 2 * np.concatenate(encoded.gather_rows(rows)))
 
 
 def test_the_cache_makes_once(tokenizer, tmp_path):
-    encoder, calls = TextEncoder(tokenizer, 20), []
+    encoder, calls = text_encoder(tokenizer, 20), []
 
     def make() -> dict[str, TokenizedTexts]:
         calls.append(1)
@@ -102,14 +103,14 @@ def test_the_cache_makes_once(tokenizer, tmp_path):
         assert read[name].truncated_count == made[name].truncated_count
     assert read["queries"].columns["labels"].tolist() == [0, 1, 2, 3, 4] and not read["documents"].columns
     load_or_compute(tmp_path / "cache", {**key, "split": "test"}, make)
-    load_or_compute(tmp_path / "cache", {**key, **TextEncoder(tokenizer, 21).cache_key}, make)
+    load_or_compute(tmp_path / "cache", {**key, **text_encoder(tokenizer, 21).cache_key}, make)
     assert len(calls) == 3
     one = load_or_compute(tmp_path / "cache", {"one": 1}, lambda: encoder.encode(TEXTS))
     assert np.array_equal(load_or_compute(tmp_path / "cache", {"one": 1}, make).tokens, one.tokens) and len(calls) == 3
 
 
 def test_a_broken_file_is_made_again(tokenizer, tmp_path):
-    encoder = TextEncoder(tokenizer, 20)
+    encoder = text_encoder(tokenizer, 20)
     made = load_or_compute(tmp_path, {}, lambda: encoder.encode(TEXTS))
     [file] = tmp_path.iterdir()
     whole = file.read_bytes()

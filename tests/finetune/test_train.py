@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import runs
 import torch
+from text_helpers import text_encoder
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
@@ -23,7 +24,6 @@ from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.grid.jobs import RunProgress, build_jobs
 from megaenc.finetune.tasks.retrieval import RetrievalTask
 from megaenc.finetune.tasks.token_classification import TokenClassification
-from megaenc.finetune.tokenized import TextEncoder
 from megaenc.finetune.train import _TokenizedSplitLoader, count_training_steps, hash_weights, iterate_batches, train_and_evaluate
 
 FEW = ["--max-steps", "6", "--batch-size", "8", "--precision", "fp32", "--epochs", "9"]
@@ -266,7 +266,7 @@ def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, 
 
 
 def reader(model, cache):
-    return _TokenizedSplitLoader(cache, TextEncoder(load_tokenizer(str(model)), 60), lambda progress: None)
+    return _TokenizedSplitLoader(cache, text_encoder(load_tokenizer(str(model)), 60), lambda progress: None)
 
 
 def test_tokens_are_those_of_the_examples_that_are_scored(model, data, tmp_path):

@@ -27,7 +27,7 @@ from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed
 from megaenc.data.preprocess.worker import BlockTokenizer
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
-from megaenc.errors import InputError, handle_command_errors
+from megaenc.errors import handle_command_errors
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, remove_new_parents_on_error
 
 

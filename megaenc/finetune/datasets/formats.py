@@ -15,7 +15,7 @@ from typing import Any
 from megaenc.data.sources.text_files import format_names, open_decompressed
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.parquet import read_parquet_rows
-from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords, TaskFamily
+from megaenc.finetune.examples import TOKENIZER_PAIRS, Answer, LabelledText, Question, TaggedWords, TaskFamily
 from megaenc.json_files import parse_json
 
 IOB2 = re.compile(r"O|[BI]-\S+")
@@ -284,16 +284,19 @@ def build_example(
         return _build_tagged_words(row, location, name, labels)
     if family is TaskFamily.QA:
         return _build_question(row, location, name)
-    text = get_text(row, location, pair_template)
-    return LabelledText(name, text, labels.index(get_value(row, "label", location), location))
+    label = labels.index(get_value(row, "label", location), location)
+    return build_labelled_text(row, location, name, label, pair_template)
 
 
-def get_text(row: Mapping[str, Any], location: str, pair_template: str) -> str:
-    """Return the text of a row of SC, joined with its `text_pair`, if it has one, by the template, if there is one."""
+def build_labelled_text(row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str) -> LabelledText:
+    """Return a row of SC, whose `text_pair`, if it has one, is joined by the template, or by the tokenizer later."""
     text = get_value(row, "text", location, str)
     if row.get("text_pair") is None or not pair_template:
-        return text
-    return pair_template.format(text=text, text_pair=get_value(row, "text_pair", location, str))
+        return LabelledText(name, text, label)
+    text_pair = get_value(row, "text_pair", location, str)
+    if pair_template == TOKENIZER_PAIRS:
+        return LabelledText(name, text, label, text_pair)
+    return LabelledText(name, pair_template.format(text=text, text_pair=text_pair), label)
 
 
 def _build_tagged_words(row: Mapping[str, Any], location: str, name: str, labels: LabelSet) -> TaggedWords:

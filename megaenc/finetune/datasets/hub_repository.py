@@ -9,7 +9,7 @@ from megaenc.data.sources.text_files import format_names
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.hub import HubSpec, build_hub_examples, load_from_hub
-from megaenc.finetune.datasets.local import DatasetConfig, build_split_reader, find_split_names
+from megaenc.finetune.datasets.local import DatasetConfig, build_split_reader, find_split_names, template_rule
 from megaenc.finetune.examples import Dataset, DataUnavailable, Examples, SplitName, TaskFamily, hash_json, print_once
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
@@ -84,7 +84,8 @@ def load_hub_repository(name: str, reference: HubReference, flags: DatasetConfig
     template = flags.pair_template if family is TaskFamily.SC else ""
     spec = HubSpec(family, repository, config, fields, template, labels.labels)
     counts = {split: data[on_hub].num_rows for split, on_hub in splits.items()}
-    fingerprint = hash_json({"hub": [repository, config, revision, dict(fields), labels.labels, template, splits, counts]})
+    rule = template_rule(template, lambda: "text_pair" in fields)
+    fingerprint = hash_json({"hub": [repository, config, revision, dict(fields), labels.labels, rule, splits, counts]})
 
     def read_part(on_hub: str) -> Examples:
         rows = data[on_hub]

@@ -14,6 +14,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats
 from megaenc.finetune.datasets.parquet import read_parquet_label_names
 from megaenc.finetune.examples import (
+    TOKENIZER_PAIRS,
     Dataset,
     Examples,
     SplitName,
@@ -26,6 +27,7 @@ from megaenc.finetune.examples import (
 from megaenc.json_files import read_json_object
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
+"""The study's template for pairs of local data."""
 Part = TypeVar("Part", Path, str)
 _SPLIT_WORDS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
@@ -37,8 +39,9 @@ class DatasetConfig:
     task: Literal["", "SC", "TC", "QA", "IR"] = ""
     """task of local data, by default inferred from the files: SC sequence classification, TC token classification, QA question
     answering, IR retrieval"""
-    pair_template: str = PAIR_TEMPLATE
-    """template that joins the two texts of a pair; local data named like a data set of the study uses the study's template"""
+    pair_template: str = TOKENIZER_PAIRS
+    """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; or a template, such as
+    'Text 1: {text}\\nText 2: {text_pair}'; local data named like a data set of the study uses the study's template"""
     whole_corpus: bool = False
     """search all documents of local retrieval data; by default only those judged for validation or test, as in the study"""
     train_on: str = ""
@@ -47,7 +50,9 @@ class DatasetConfig:
     """folder of the demo sets; missing ones are written there"""
 
     def check(self) -> None:
-        """Raise InputError if `pair_template` is no format string with exactly the fields `text` and `text_pair`."""
+        """Raise InputError if `pair_template` is neither `tokenizer` nor a format string of exactly `text` and `text_pair`."""
+        if self.pair_template == TOKENIZER_PAIRS:
+            return
         flag = f"--pair-template {self.pair_template!r}"
         try:
             fields = {part for _, part, _, _ in string.Formatter().parse(self.pair_template) if part is not None}
@@ -79,11 +84,25 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     template = pair_template if family is TaskFamily.SC else ""
     labels = _read_label_set(path / "meta.json", family, first_file)
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
-    fingerprint = hash_json({"files": content, "rules": [family, labels.labels, template]})
+    rule = template_rule(template, lambda: _has_pairs(files.values()))
+    fingerprint = hash_json({"files": content, "rules": [family, labels.labels, rule]})
 
     read_file = functools.partial(_read_examples, family=family, labels=labels, template=template)
     read_split = build_split_reader(name, f"{path}", files, read_file)
     return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, read_split, template)
+
+
+def template_rule(template: str, has_pairs: Callable[[], bool]) -> str:
+    """Return the pair template that a data set's fingerprint holds.
+
+    Without pairs TOKENIZER_PAIRS has no effect, and is the study's template, as in fingerprints of earlier versions.
+    """
+    return PAIR_TEMPLATE if template == TOKENIZER_PAIRS and not has_pairs() else template
+
+
+def _has_pairs(files: Iterable[Path]) -> bool:
+    """Return whether a row of the files has a second text."""
+    return any(row.get("text_pair") is not None for file in files for _, row in formats.read_rows(file))
 
 
 def build_split_reader(

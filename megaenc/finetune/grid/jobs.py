@@ -124,6 +124,7 @@ def build_jobs(
     trainings: dict[tuple[TaskFamily, str], list[tuple[str, Dataset]]] = defaultdict(list)
     for name_or_path, dataset in loaded_datasets:
         trainings[dataset.family, dataset.train_on].append((name_or_path, dataset))
+    protocols = {model.name: _resolve_special_tokens(protocol, model) for model in sources}
     weight_fingerprints = compute_model_fingerprints([model.location for model in sources], output)
     jobs = []
     for (family, train_on), members in trainings.items():
@@ -135,15 +136,30 @@ def build_jobs(
         dataset_fingerprints = {dataset.name: dataset.fingerprint for _, dataset in members}
         if protocol.head == "native" and family == TaskFamily.IR:
             raise InputError(f"--head native: found {first_dataset.name}, and retrieval has no head; expected --head linear")
+        if protocol.pooling != "mean" and family not in (TaskFamily.SC, TaskFamily.IR):
+            raise InputError(
+                f"--pooling {protocol.pooling}: found {first_dataset.name}, and {family} reads the states of all tokens; "
+                "expected mean"
+            )
         for model, weights in zip(sources, weight_fingerprints, strict=True):
             tokenizer, stamp = compute_tokenizer_fingerprint(model.location), compute_model_stamp(model.location)
             fingerprints = Fingerprints(weights, tokenizer, first_dataset.train_fingerprint, dataset_fingerprints, stamp)
             jobs += [
-                FinetuneJob(model, family, train_on, evaluate_on, rate, seed, output, protocol, data, fingerprints)
+                FinetuneJob(model, family, train_on, evaluate_on, rate, seed, output, protocols[model.name], data, fingerprints)
                 for seed in seeds
                 for rate in rates
             ]
     return jobs
+
+
+def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> FinetuneConfig:
+    """Return `protocol` with the special tokens that are the default of a model's tokenizer, if it asks for none."""
+    if protocol.special_tokens or protocol.adds_named_tokens:
+        return protocol.normalize_special_tokens()
+    from megaenc.data.tokenizer.tokenizer import load_tokenizer  # imports transformers
+    from megaenc.finetune.tokenized import resolve_protocol
+
+    return resolve_protocol(protocol, load_tokenizer(model.location))
 
 
 def check_learning_rate(flag: str, rate: float) -> None:

@@ -16,6 +16,7 @@ _TOLERANCE = 1e-4
 """Maximum difference of float32 outputs of the run and of transformers, relative to the largest output."""
 QA_LABELS = ("OUTSIDE", "INSIDE")
 """Labels of question answering, which labels each token as inside or outside the answer."""
+_EUROBERT_POOLING = {"mean": "mean", "cls": "bos"}
 USE_NATIVE = "expected --head native, which trains the class's own head"
 
 
@@ -112,11 +113,18 @@ def pad_tokens(packed: PackedTexts, padding: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def build_hf_model(backbone: Backbone, head: nn.Module, family: TaskFamily, labels: Sequence[str], padding: int | None) -> Any:
+def build_hf_model(
+    backbone: Backbone,
+    head: nn.Module,
+    family: TaskFamily,
+    labels: Sequence[str],
+    padding: int | None,
+    pooling: str = "mean",
+) -> Any:
     """Return a float32 model of transformers' task class with the weights of `backbone` and `head`, on the CPU.
 
-    `padding`: the tokenizer's padding id, for a config without one. Raises InputError if transformers has no class for the
-    family, or none that can represent a linear head.
+    `padding`: the tokenizer's padding id, for a config without one; `pooling`: of a linear head. Raises InputError if
+    transformers has no class for the family, or none that can represent a linear head.
     """
     config = copy.deepcopy(head.model.config if isinstance(head, NativeHead) else backbone.model.config)
     config._attn_implementation = None  # transformers selects its best one
@@ -136,7 +144,7 @@ def build_hf_model(backbone: Backbone, head: nn.Module, family: TaskFamily, labe
         if isinstance(head, NativeHead):
             weights |= {name: tensor.detach().float().cpu() for name, tensor in head.model.state_dict().items()}
         else:
-            weights |= _express_linear_head(head, config, kind, family)
+            weights |= _express_linear_head(head, config, kind, family, pooling)
     model, report = kind.from_pretrained(
         None,
         config=config,
@@ -152,7 +160,7 @@ def build_hf_model(backbone: Backbone, head: nn.Module, family: TaskFamily, labe
     return model.eval()
 
 
-def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskFamily) -> dict[str, Tensor]:
+def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskFamily, pooling: str) -> dict[str, Tensor]:
     """Return the head's weights of class `kind`, by name, that compute the linear `head`; sets `config` if needed.
 
     Raises InputError if the class cannot compute it.
@@ -168,7 +176,9 @@ def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskF
         return {f"{module}.weight": weight, f"{module}.bias": bias}
     if config.model_type == "eurobert" and family == TaskFamily.SC and 2 * labels <= hidden_size:
         # The class has a dense layer and GELU in between: gelu(x) - gelu(-x) = x.
-        config.classifier_pooling = "mean"
+        config.classifier_pooling = _EUROBERT_POOLING.get(pooling)
+        if config.classifier_pooling is None:
+            raise InputError(f"--save-model: {kind.__name__} has no --pooling {pooling}; expected mean or cls")
         filler = hidden_size - 2 * labels
         eye = torch.eye(labels)
         return {

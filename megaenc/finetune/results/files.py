@@ -37,7 +37,8 @@ _RUN_FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+
 # Values that a run replaces by one that fits the model and the machine.
 _AUTOMATIC_VALUES = {"max_length": 0, "precision": ""}
 # Values of fields that older files lack; fields with these values are not written.
-_LATER_DEFAULTS = {"head": "linear", "eval_interval": 0, "best_checkpoint": False, "early_stopping": 0}
+_LATER_DEFAULTS = {"head": "linear", "eval_interval": 0, "best_checkpoint": False, "early_stopping": 0, "pooling": "mean"}
+_LATER_DEFAULTS |= {"special_tokens": "", "add_bos": None, "add_eos": None}
 _MISSING = object()
 _MAX_RESULT_BYTES = 2 << 30  # a results.json holds the scores of each example
 # Much faster than parsing. Inside a string, the quotes of the keys would be escaped.

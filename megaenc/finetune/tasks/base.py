@@ -182,3 +182,11 @@ def mean_pool(states: Tensor, packed: PackedTexts) -> Tensor:
     """Return the mean of the token states of each text, float32[texts, hidden_size]; deterministic on GPUs too."""
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)
+
+
+POOLING_FUNCTIONS: dict[str, Callable[[Tensor, PackedTexts], Tensor]] = {
+    "mean": mean_pool,
+    "cls": lambda states, packed: states[packed.cu_seqlens[:-1].long()].float(),
+    "lasttoken": lambda states, packed: states[packed.cu_seqlens[1:].long() - 1].float(),
+}
+"""Functions from the states of packed texts to one state per text, float32[texts, hidden_size], by the name of --pooling."""

@@ -1,4 +1,4 @@
-"""Sequence classification on the mean of a text's token states."""
+"""Sequence classification on a text's pooled token states."""
 
 from typing import ClassVar
 
@@ -7,24 +7,24 @@ from torch import Tensor
 
 from megaenc.finetune.examples import LabelledText, TaskFamily
 from megaenc.finetune.model.backbone import PackedTexts
-from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_pool
+from megaenc.finetune.tasks.base import POOLING_FUNCTIONS, FinetuneTask, Scores, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 
 class Classification(FinetuneTask):
-    """Sequence classification (SC) on the mean of a text's token states, by cross-entropy; the score is the accuracy."""
+    """Sequence classification (SC) on a text's pooled states, by cross-entropy; the score is the accuracy."""
 
     family: ClassVar[TaskFamily] = TaskFamily.SC
 
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
         """Return the texts of `examples` tokenized, with the column `labels`, int64[n], of their class indices."""
-        rows = encoder.encode([example.text for example in examples])
+        rows = encoder.encode([example.content for example in examples])
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
         return rows
 
     def pool(self, states: Tensor, packed: PackedTexts) -> Tensor:
-        """Return the mean of the token states of each text of a pack, float32[texts, hidden_size]."""
-        return mean_pool(states, packed)
+        """Return the pooled states of each text of a pack, float32[texts, hidden_size]."""
+        return POOLING_FUNCTIONS[self.protocol.pooling](states, packed)
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return the class index of each of the texts `rows`, int64[len(rows)]."""

@@ -43,11 +43,12 @@ class QuestionAnswering(FinetuneTask):
         prefixes = [f"Question: {example.question}\nContext: " for example in examples]
         contexts = dict.fromkeys(example.context for example in examples)  # a paragraph has several questions
         contexts = dict(zip(contexts, encoder.encode_with_offsets(list(contexts)), strict=True))
+        first = len(encoder.special_tokens.before)
         rows, bounds, golds, offsets, inside, truncated, questions_cut = [], [], [], [], [], 0, 0
         for example, (prefix, _) in zip(examples, encoder.encode_with_offsets(prefixes), strict=True):
             tokens, characters = contexts[example.context]
-            start = encoder.add_bos + min(len(prefix), encoder.max_text_tokens)
-            end = encoder.add_bos + min(len(prefix) + len(tokens), encoder.max_text_tokens)
+            start = first + min(len(prefix), encoder.max_text_tokens)
+            end = first + min(len(prefix) + len(tokens), encoder.max_text_tokens)
             gold = start + _find_answer_tokens(example, characters) if example.answers else np.zeros(2, np.int64)
             truncated += len(prefix) + len(tokens) > encoder.max_text_tokens
             questions_cut += len(prefix) > encoder.max_text_tokens

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, normalize
 from megaenc.finetune.examples import Pair, RetrievalExamples, TaskFamily
 from megaenc.finetune.model.backbone import PackedTexts, pack_texts
 from megaenc.finetune.model.gradient_caching import backward_by_packs
-from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_pool
+from megaenc.finetune.tasks.base import POOLING_FUNCTIONS, FinetuneTask, Scores, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 RANKING_DEPTH = 100
@@ -99,8 +99,9 @@ class RetrievalTask(FinetuneTask):
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Return the embedding of each text of a pack, its mean state scaled to length 1, float32[texts, hidden_size]."""
-        return normalize(mean_pool(model.backbone.compute_states(packed), packed), dim=1)
+        """Return the embedding of each text of a pack, its pooled state scaled to length 1, float32[texts, hidden_size]."""
+        pool = POOLING_FUNCTIONS[self.protocol.pooling]
+        return normalize(pool(model.backbone.compute_states(packed), packed), dim=1)
 
     def _embed_texts(self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int) -> Tensor:
         """Embed the texts `rows` of `data` on the model's device, float32[rows, hidden_size], in order."""

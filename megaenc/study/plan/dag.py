@@ -105,7 +105,7 @@ def build_graph(
             name="",
             training_sets=manifest.training_sets,
             flags=flags,
-            protocol=manifest.finetune.protocol,
+            protocol=manifest.finetune.protocol.normalize_special_tokens(),
             data=LabelledData(flags["datasets"], replace(manifest.finetune.data, **data_paths)),
             jobs=grid_jobs,
             run_seconds=hardware.finetune_seconds,

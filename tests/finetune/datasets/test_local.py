@@ -9,6 +9,7 @@ import pytest
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import parquet
+from megaenc.finetune.datasets.local import PAIR_TEMPLATE
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import (
     Answer,
@@ -65,7 +66,7 @@ def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_th
     rows = [{"text": "It rains {now}.", "text_pair": "It is wet.", "label": "yes"}]
     folder = write(tmp_path / "rain", **three(rows))
     [default] = find_dataset(folder).load_split("train")
-    assert default.text == "Text 1: It rains {now}.\nText 2: It is wet."
+    assert default.content == ("It rains {now}.", "It is wet.")
     [own] = find_dataset(folder, pair_template="{text_pair} | {text}").load_split("train")
     assert own.text == "It is wet. | It rains {now}."
     [studys] = find_dataset(f"mnli_m={folder}").load_split("train")
@@ -83,15 +84,21 @@ def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_th
 
 def test_pairs_are_read_wherever_they_are(tmp_path):
     alone, pair = {"text": "It rains.", "label": "no"}, {"text": "It rains.", "text_pair": "It is wet.", "label": "yes"}
-    joined, wet = "Text 1: It rains.\nText 2: It is wet.", "Premise: It rains.\nHypothesis: It is wet."
+    joined, wet = ("It rains.", "It is wet."), "Premise: It rains.\nHypothesis: It is wet."
     mixed = write(tmp_path / "mixed", **three([alone, pair, alone | {"text_pair": None}]))
-    assert [example.text for example in find_dataset(mixed).load_split("train")] == ["It rains.", joined, "It rains."]
+    assert [example.content for example in find_dataset(mixed).load_split("train")] == ["It rains.", joined, "It rains."]
     assert [example.text for example in find_dataset(f"mnli_m={mixed}").load_split("train")] == ["It rains.", wet, "It rains."]
     late = write(tmp_path / "late", **three([alone, pair]) | {"train__jsonl": [alone, alone | {"label": "yes"}]})
-    assert [example.text for split in ("train", "test") for example in find_dataset(late).load_split(split)] == [
+    assert [example.content for split in ("train", "test") for example in find_dataset(late).load_split(split)] == [
         "It rains."
     ] * 2 + [joined]
-    assert find_dataset(late).fingerprint != find_dataset(late, pair_template="{text} {text_pair}").fingerprint
+    for template in ("{text} {text_pair}", PAIR_TEMPLATE):
+        assert find_dataset(late).fingerprint != find_dataset(late, pair_template=template).fingerprint
+
+
+def test_without_pairs_the_template_changes_no_fingerprint(tmp_path):
+    alone = write(tmp_path / "alone", **three([{"text": "It rains.", "label": "no"}, {"text": "It is wet.", "label": "yes"}]))
+    assert find_dataset(alone).fingerprint == find_dataset(alone, pair_template=PAIR_TEMPLATE).fingerprint
 
 
 def test_tables_with_a_header_take_quotes_for_text(tmp_path):
@@ -135,7 +142,7 @@ def test_csv_is_read_with_its_quotes(tmp_path):
     packed.mkdir()
     (packed / "test.csv.gz").write_bytes(gzip.compress(b"text,label,text_pair\nIt rains.,yes,It is wet.\n"))
     [pair] = find_dataset(str(packed)).load_split("test")
-    assert pair.text == "Text 1: It rains.\nText 2: It is wet."
+    assert pair.content == ("It rains.", "It is wet.")
 
 
 @pytest.mark.parametrize("table, message", [

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from text_helpers import text_encoder
 from torch import nn
 
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
-from megaenc.finetune.tokenized import TextEncoder
 
 TEXT = (
     "The small garden behind the house was full of yellow flowers in the early summer. Nobody came. "
@@ -26,7 +26,7 @@ def tokenizer():
 
 @pytest.fixture
 def encoder(tokenizer):
-    return TextEncoder(tokenizer, 64)
+    return text_encoder(tokenizer, 64)
 
 
 @pytest.fixture(scope="session")

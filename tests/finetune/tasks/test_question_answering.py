@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from text_helpers import text_encoder
 from torch.nn.functional import cross_entropy
 
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Answer, Question
 from megaenc.finetune.tasks.question_answering import QuestionAnswering
-from megaenc.finetune.tokenized import TextEncoder
 
 CONTEXT = "Marie Curie lived in Paris, and the old man lived in Lyon with his dog."
 
@@ -32,7 +32,7 @@ def task(dataset):
 
 @pytest.fixture
 def encoder(tokenizer):
-    return TextEncoder(tokenizer, 128)
+    return text_encoder(tokenizer, 128)
 
 
 def test_rows_are_question_and_context(task, encoder, tokenizer):
@@ -133,7 +133,7 @@ def test_long_contexts_lose_their_ends_and_answers_there_are_missed(task, encode
     # Row 0 keeps the first half of its answer, and row 1 nothing of it.
     start, end = whole.columns["gold"][0]
     assert end - start >= 2
-    data = task.encode(EXAMPLES[:3], TextEncoder(tokenizer, int(start) + 2))
+    data = task.encode(EXAMPLES[:3], text_encoder(tokenizer, int(start) + 2))
     assert data.truncated_count == 3 and data.lengths.tolist() == [start + 2] * 3
     assert np.array_equal(data.columns["gold"], whole.columns["gold"][:3])
     inside = np.split(data.columns["inside"], data.starts[1:-1])
@@ -149,7 +149,7 @@ def test_long_contexts_lose_their_ends_and_answers_there_are_missed(task, encode
 
 
 def test_questions_that_are_too_long_are_said(task, tokenizer, oracle, capsys):
-    data = task.encode(EXAMPLES, TextEncoder(tokenizer, 6))
+    data = task.encode(EXAMPLES, text_encoder(tokenizer, 6))
     assert "4 questions are longer than 6 tokens" in capsys.readouterr().out
     assert data.lengths.tolist() == [6] * 4 and data.truncated_count == 4
     assert not data.columns["inside"].any() and (data.columns["context"] == 5).all()

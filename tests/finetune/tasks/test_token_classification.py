@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from text_helpers import text_encoder
 from torch.nn.functional import cross_entropy
 
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import TaggedWords
 from megaenc.finetune.tasks.token_classification import TokenClassification
-from megaenc.finetune.tokenized import TextEncoder
 
 TAGS = ("O", "B-PER", "I-PER", "B-LOC")
 EXAMPLES = [
@@ -39,7 +39,7 @@ def test_sub_tokens_belong_to_their_words(task, encoder, tokenizer):
 
 def test_a_beginning_has_no_tag(task, tokenizer):
     tokenizer.bos_token = "<|mask|>"
-    data = task.encode(EXAMPLES[:1], TextEncoder(tokenizer, 64, add_bos=True))
+    data = task.encode(EXAMPLES[:1], text_encoder(tokenizer, 64, add_bos=True))
     tokenizer.bos_token = None
     assert data.columns["tags"][0] == -100 and data.columns["tags"][1] == 1
 
@@ -102,7 +102,7 @@ def test_words_that_were_cut_off_are_outside(task, encoder, tokenizer, oracle):
     whole = task.encode(EXAMPLES, encoder)
     words = whole.columns["words"][: whole.lengths[0]]
     room = int(np.flatnonzero(words == 2)[0])  # Marie Curie, and nothing of what follows
-    data = task.encode(EXAMPLES, TextEncoder(tokenizer, room + 1))
+    data = task.encode(EXAMPLES, text_encoder(tokenizer, room + 1))
     assert data.lengths.max() == room + 1 and data.truncated_count == int((whole.lengths > room + 1).sum()) > 0
     scores = task.evaluate(oracle(task, told(data, [example.tags for example in EXAMPLES])), data, EXAMPLES)
     # Paris is lost.
@@ -152,7 +152,7 @@ def other_tokenizer(kind):
 )
 def test_other_tokenizers(task, kind):
     tokenizer = other_tokenizer(kind)
-    data = task.encode(EXAMPLES, TextEncoder(tokenizer, 200))
+    data = task.encode(EXAMPLES, text_encoder(tokenizer, 200))
     for row, example in enumerate(EXAMPLES):
         tokens = data.gather_rows([row])[0]
         words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
