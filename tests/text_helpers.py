@@ -1,5 +1,6 @@
 """Small texts and a small tokenizer that the tests of the text side share."""
 
+import csv
 import functools
 import json
 from itertools import pairwise
@@ -27,6 +28,13 @@ def small_tokenizer():
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     """One {"id", "text"} a line."""
     path.write_text("".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)))
+    return path
+
+
+def write_csv(path: Path, texts: list[str]) -> Path:
+    """A header and a row of id and text each, with the quotes that Python's writer sets."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([("id", "text"), *enumerate(texts)])
     return path
 
 

@@ -136,7 +136,7 @@ _TEXTS = {
     "words.gz": b"\x1f\x8bwords",
     "bad.jsonl.gz": b"words",
     "bad.parquet": b"PAR1 words PAR1",
-    "a.csv": "text\nwords\n",
+    "a.csv": "words\nare here\n",
     "file": "words\n",
     "mine/notes": "mine\n",
     "kept-bad/finetuning.json": "{",

@@ -35,7 +35,7 @@ class PreprocessConfig(resolve.InputConfig):
     punkt_language: str = "english"
     """Language of nltk's Punkt model for --split-sentences. If it is not installed, a model is trained on the input."""
     workers: int = field(default_factory=usable_core_count)
-    """Number of worker processes. JSONL and text lines that gigatoken can tokenize use threads up to four."""
+    """Number of worker processes. JSONL, CSV, TSV and text lines that gigatoken can tokenize use threads up to four."""
     partitions: int = 1
     """Number of partitions of the input, shared by all nodes that run the same command; after an interruption, it resumes."""
     deduplicate: Literal["exact", "minhash"] | None = None

@@ -19,6 +19,7 @@ from megaenc.data.preprocess.resumable import BandKeys
 from megaenc.data.preprocess.worker import BlockTokenizer, TokenizedBlock
 from megaenc.data.sources import resolve
 from megaenc.data.sources.base import LineFile
+from megaenc.data.sources.delimited_files import DelimitedFile
 from megaenc.errors import InputError
 from megaenc.processes import ProcessPool, ThreadPool
 
@@ -62,7 +63,7 @@ class PreprocessJob:
     def start_workers(self, count: int) -> ProcessPool | ThreadPool:
         """Return a pool of threads if as fast as processes, which need a second and a tokenizer each, else of processes."""
         tokenizer = self.block_tokenizer
-        in_lines = all(isinstance(source, LineFile) for source in self.inputs.sources)  # small blocks
+        in_lines = all(isinstance(source, (LineFile, DelimitedFile)) for source in self.inputs.sources)  # small blocks
         in_rust = tokenizer.encoder.is_fast and tokenizer.punkt is None
         in_rust &= tokenizer.deduplication is None or tokenizer.deduplication.method == "exact"
         return (ThreadPool if in_lines and in_rust and count <= _MAX_THREADS else ProcessPool)(tokenizer, count)

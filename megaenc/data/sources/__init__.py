@@ -1,1 +1,1 @@
-"""Readers of JSONL, text, Parquet, Arrow and Hugging Face data sets."""
+"""Readers of JSONL, CSV, TSV, text, Parquet, Arrow and Hugging Face data sets."""

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from megaenc.console import print_rank_0
 from megaenc.data.sources import text_files
 from megaenc.data.sources.base import TextSource, stat_files
-from megaenc.data.sources.text_files import TextBlock, extract_texts, format_missing_key, format_names
+from megaenc.data.sources.text_files import TextBlock, check_columns, extract_texts, format_names
 from megaenc.errors import InputError, first_error_line
 
 _BATCH_BYTES = 1 << 20  # text decoded at a time
@@ -173,9 +173,7 @@ class HubDataset(TextSource):
                 f"{first_error_line(error)}"
             ) from None
         if data.column_names is not None:
-            for key in keys:
-                if key not in data.column_names:
-                    raise InputError(f"{name}: {format_missing_key('column', key, data.column_names)}")
+            check_columns(name, data.column_names, keys)
             data = data.select_columns(list(keys))
         self._data, self.end = data, data.num_shards
         self.size = self.end * _HUB_FILE_BYTES
@@ -206,11 +204,8 @@ class HubDataset(TextSource):
 
 def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
     """Raise InputError unless the table `name` has exactly one column for each of `keys`, of text, in `schema`."""
+    check_columns(name, schema.names, keys)
     for key in keys:
-        if key not in schema.names:
-            raise InputError(f"{name}: {format_missing_key('column', key, schema.names)}")
-        if schema.names.count(key) > 1:
-            raise InputError(f"{name}: found {schema.names.count(key)} columns `{key}`, expected one")
         kind = schema.field(key).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):

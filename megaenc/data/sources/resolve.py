@@ -12,12 +12,31 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from megaenc.data.sources.base import LineFile, TextGroup, TextSource
+from megaenc.data.sources.delimited_files import DelimitedFile
 from megaenc.data.sources.text_files import TextBlock
 from megaenc.errors import InputError
 
-EXPECTED = "JSONL, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
-_SUFFIX_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
-_KIND_NAMES = {"jsonl": "JSONL", "text": "text", "parquet": "Parquet", "saved": "saved data sets"}
+EXPECTED = (
+    "JSONL, CSV, TSV, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
+)
+_SUFFIX_KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+}
+_KIND_NAMES = {
+    "jsonl": "JSONL",
+    "csv": "CSV",
+    "tsv": "TSV",
+    "text": "text",
+    "parquet": "Parquet",
+    "saved": "saved data sets",
+}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
@@ -29,7 +48,7 @@ class InputConfig:
     """Flags for text input of all commands that read text: --input, --sample-by, --dataset-config and --dataset-split."""
 
     input: tuple[str, ...]
-    """JSONL, Parquet or text files, folders of them or of a saved data set, or names of data sets on the Hugging Face Hub."""
+    """JSONL, CSV, TSV, Parquet or text files, folders of them or of a saved data set, or names of Hugging Face Hub data sets."""
     sample_by: Literal["document", "paragraph", "line"] = field(default="document", kw_only=True)
     """Unit of text files (.txt, .text, .md) that becomes a document: the file, a paragraph between blank lines, or a line."""
     dataset_config: str | None = field(default=None, kw_only=True)
@@ -207,6 +226,8 @@ def _build_sources(files: Sequence[tuple[str, str]], settings: InputConfig, keys
                     if is_file
                     else arrow_tables.find_saved_dataset_files(path, settings.dataset_split, keys)
                 )
+            elif kind in ("csv", "tsv"):
+                yield DelimitedFile(path, keys, is_csv=kind == "csv")
             else:
                 yield LineFile(path, settings.sample_by if kind == "text" else None)
 
@@ -289,7 +310,7 @@ def _folder_identity(folder: str | Path) -> tuple[int, int]:
 
 
 def _kind_from_suffix(name: str) -> str | None:
-    """Return jsonl, text or parquet by the suffix of a file name, or None for an unknown suffix."""
+    """Return jsonl, csv, tsv, text or parquet by the suffix of a file name, or None for an unknown suffix."""
     if name.endswith(".parquet"):
         return "parquet"
     bare = re.sub(r"\.(gz|zst)$", "", name)

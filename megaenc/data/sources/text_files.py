@@ -116,7 +116,7 @@ class LineBlock(TextBlock):
     def _decode_text(self, number: int, line: bytes) -> str:
         """Decode one line or paragraph; a byte order mark is removed at the start of the file."""
         first = number == 1 and not self.range_start
-        return _decode(line.removesuffix(b"\r"), "utf-8-sig" if first else "utf-8")
+        return decode_utf8(line.removesuffix(b"\r"), "utf-8-sig" if first else "utf-8")
 
     def _describe_location(self, number: int) -> str:
         return f"{self.path}:{number + _count_lines_before(self.path, self.range_start)}"
@@ -147,7 +147,7 @@ class FileBlock(TextBlock):
         """Yield the number of each file with its text, once per key, or the error in it."""
         for number, content in enumerate(self._contents):
             try:
-                yield number, (_decode(content),) * len(keys)  # unchanged except for a byte order mark
+                yield number, (decode_utf8(content),) * len(keys)  # unchanged except for a byte order mark
             except InputError as error:
                 yield number, error
 
@@ -251,9 +251,28 @@ def format_missing_key(kind: str, key: str, names: Iterable[str]) -> str:
     return f"no {kind} `{key}`; found {format_names(names)}; set --json-key"
 
 
+def check_columns(name: str, columns: Sequence[str], keys: Sequence[str]) -> None:
+    """Raise InputError unless the table `name` has exactly one column for each of `keys`."""
+    for key in keys:
+        if key not in columns:
+            raise InputError(f"{name}: {format_missing_key('column', key, columns)}")
+        if columns.count(key) > 1:
+            raise InputError(f"{name}: found {columns.count(key)} columns `{key}`, expected one")
+
+
 def format_names(names: Iterable[str]) -> str:
     """Return the first eight names in backquotes, joined by commas, for errors; `no key at all` if there are none."""
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
+
+
+def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
+    """Decode UTF-8. Raises InputError that names the format if the data look like a known other one."""
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        kind = next((kind for start, kind in _FOREIGN_FORMATS.items() if data.startswith(start)), None)
+        hint = f"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zstandard: " if kind else ""
+        raise InputError(f"{hint}not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
 
 
 def _read_rest_of_paragraph(stream: BinaryIO) -> bytes:
@@ -294,7 +313,7 @@ def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None
 def _parse_json(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     """Parse a line of JSON and return its texts under `keys`. Raises InputError."""
     try:
-        record = json.loads(_decode(line))
+        record = json.loads(decode_utf8(line))
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON ({error.msg} at column {error.colno}): {_format_excerpt(line)}") from None
     except (ValueError, RecursionError) as error:  # thousands of digits or nested brackets
@@ -302,16 +321,6 @@ def _parse_json(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(record, dict):
         raise InputError(f"found a JSON {type(record).__name__}, expected an object with the key `{keys[0]}`")
     return extract_texts(record, keys)
-
-
-def _decode(data: bytes, encoding: str = "utf-8-sig") -> str:
-    """Decode UTF-8. Raises InputError that names the format if the data look like a known other one."""
-    try:
-        return data.decode(encoding)
-    except UnicodeDecodeError as error:
-        kind = next((kind for start, kind in _FOREIGN_FORMATS.items() if data.startswith(start)), None)
-        hint = f"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zstandard: " if kind else ""
-        raise InputError(f"{hint}not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
 
 
 def _format_excerpt(line: bytes) -> str:

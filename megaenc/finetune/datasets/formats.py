@@ -3,7 +3,6 @@
 Every error begins with a location, such as file and line.
 """
 
-import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megaenc.data.sources.delimited_files import format_cell_count, split_csv, split_tsv
 from megaenc.data.sources.text_files import format_names, open_decompressed
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.parquet import read_parquet_rows
@@ -48,9 +48,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         return _read_conll(path)
     if name.endswith(".tsv"):
         word = next((line.split("\t") for _, line in read_lines(path) if line.strip() and not line.startswith("#")), [])
-        return _read_conll(path) if any(IOB2.fullmatch(cell) for cell in word) else _read_table(path, _split_tsv(path))
+        return _read_conll(path) if any(IOB2.fullmatch(cell) for cell in word) else _read_table(path, is_csv=False)
     if name.endswith(".csv"):
-        return _read_table(path, _split_csv(path))
+        return _read_table(path, is_csv=True)
     if name.endswith(".parquet"):
         return read_parquet_rows(path)
     return _read_squad(path) if name.endswith(".json") and not _starts_with_row(path) else read_jsonl(path)
@@ -103,36 +103,17 @@ def _starts_with_row(path: Path) -> bool:
     return isinstance(row, dict) and "data" not in row
 
 
-def _read_table(path: Path, records: Iterable[tuple[int, list[str]]]) -> Iterator[Row]:
-    """Yield the rows of a table of (line number, cells), whose first is the header; `tokens` and `tags` are split at spaces."""
+def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
+    """Yield the rows of a CSV or TSV file with a header; `tokens` and `tags` are split at spaces."""
+    lines = (f"{line}\n" for _, line in read_lines(path))
     header: list[str] = []
-    for number, cells in records:
+    for number, cells in split_csv(str(path), lines) if is_csv else split_tsv(lines):
         if header:
             if len(cells) != len(header):
-                raise InputError(f"{path}:{number}: found {len(cells)} columns, expected {len(header)} as in the header")
+                raise InputError(f"{path}:{number}: {format_cell_count(cells, header)}")
             row: dict[str, Any] = dict(zip(header, cells, strict=True))
             yield f"{path}:{number}", row | {key: row[key].split() for key in ("tokens", "tags") if key in row}
         header = header or cells
-
-
-def _split_tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, cells) of each line of a TSV file that is not empty, without quoting, as in GLUE's files."""
-    return ((number, line.split("\t")) for number, line in read_lines(path) if line)
-
-
-def _split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the first line, cells) of each record of a CSV file that is not empty; InputError for wrong quotes."""
-    csv.field_size_limit(_MAX_LINE_BYTES)  # also bounds the memory that a quote without an end takes
-    reader = csv.reader((f"{line}\n" for _, line in read_lines(path)), strict=True)
-    first_line = 1
-    try:
-        for cells in reader:
-            if cells:
-                yield first_line, cells
-            first_line = reader.line_num + 1
-    except csv.Error as error:
-        quoting = 'cells with commas, quotes or line breaks in "quotes", and quotes in them doubled'
-        raise InputError(f"{path}:{first_line}: not CSV: {error}; expected {quoting}") from None
 
 
 def _read_conll(path: Path) -> Iterator[Row]:

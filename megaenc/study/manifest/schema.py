@@ -37,7 +37,7 @@ class CorpusEntry:
     demo: bool = False
     """build the demo corpus from packages installed here"""
     text: tuple[str, ...] = ()
-    """JSONL, Parquet or text files, or directories of them, to tokenize; relative to the manifest or to --data"""
+    """JSONL, CSV, TSV, Parquet or text files, or directories of them, to tokenize; relative to the manifest or to --data"""
     vocab_size: int = 0
     """vocabulary size of the tokenizer to train, or of the one in `pretrain` (for the costs)"""
 

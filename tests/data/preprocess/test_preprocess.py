@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from backports import zstd
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from text_helpers import TEXTS, contents, documents_of, reference_ids, small_tokenizer, write_jsonl
+from text_helpers import TEXTS, contents, documents_of, reference_ids, small_tokenizer, write_csv, write_jsonl
 
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, token_dtype
@@ -89,6 +89,8 @@ SOURCES = {
     "jsonl": lambda folder: [write_jsonl(folder / "a.jsonl", TEXTS)],
     "gzip": lambda folder: [_packed(folder / "a.jsonl.gz", gzip.compress)],
     "zstd": lambda folder: [_packed(folder / "a.jsonl.zst", zstd.compress)],
+    "csv": lambda folder: [write_csv(folder / "a.csv", TEXTS)],
+    "csv gzip": lambda folder: [_packed(folder / "a.csv.gz", gzip.compress, write_csv)],
     "parquet": lambda folder: [_parquet(folder / "a.parquet", TEXTS)],
     "text folder": lambda folder: [_text_files(folder / "text", TEXTS)],
     "mixed folder": lambda folder: [_mixed(folder / "mixed")],
@@ -98,8 +100,8 @@ SOURCES = {
 }
 
 
-def _packed(path, pack):
-    write_jsonl(path, TEXTS)
+def _packed(path, pack, write=write_jsonl):
+    write(path, TEXTS)
     path.write_bytes(pack(path.read_bytes()))
     return path
 
@@ -121,7 +123,8 @@ def _mixed(folder):
     (folder / "b" / ".git" / "config.txt").write_text("hidden")
     write_jsonl(folder / "a.jsonl", TEXTS[:1])
     (folder / "b" / "one.md.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
-    _parquet(folder / "b" / "two.parquet", TEXTS[2:4])
+    _parquet(folder / "b" / "two.parquet", TEXTS[2:3])
+    (folder / "b" / "two.tsv.zst").write_bytes(zstd.compress(f"id\ttext\n0\t{TEXTS[3]}\n".encode()))
     (folder / "c.text").write_bytes(TEXTS[4].encode())
     (folder / "picture.png").write_bytes(b"\x89PNG")
     return folder
@@ -251,6 +254,40 @@ def test_each_key_makes_a_corpus(tmp_path, tokenizer_folder):
     assert (title.name, text.name) == ("out_title_document", "out_text_document")
     assert [len(IndexedDataset(str(prefix))) for prefix in (title, text)] == [1, 2]
     assert read_corpus_metadata(title).empty_documents == 1
+
+
+def test_rows_of_csv_give_the_same_bytes_with_two_workers(tmp_path, tokenizer_folder, monkeypatch):
+    table = write_csv(tmp_path / "a.csv", [f"{text} {number}" for number in range(20) for text in TEXTS])
+    with table.open("a") as stream:
+        stream.write("one cell\n")
+    monkeypatch.setattr(text_files, "LINES_BYTES", 2000)  # many blocks, so that order could be lost
+    (one,) = preprocess(flags(table, tokenizer_folder, "one", skip_bad_lines=True))
+    (two,) = preprocess(flags(table, tokenizer_folder, "two", skip_bad_lines=True, workers=2))
+    assert contents(one) == contents(two)
+    assert read_corpus_metadata(two).skipped_lines == 1
+
+
+def test_columns_of_csv_make_a_corpus_each(tmp_path, tokenizer_folder):
+    rows = [("The fox", "The lazy\ndog"), ("", "sleeps")]
+    table = tmp_path / "pairs.csv"
+    table.write_text('title,n,text\nThe fox,1,"The lazy\ndog"\n,2,sleeps\n')
+    lines = tmp_path / "pairs.jsonl"
+    lines.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in rows))
+    from_csv = preprocess(flags(table, tokenizer_folder, "csv", json_keys=("title", "text")))
+    from_jsonl = preprocess(flags(lines, tokenizer_folder, "jsonl", json_keys=("title", "text")))
+    assert list(map(contents, from_csv)) == list(map(contents, from_jsonl))
+    assert [read_corpus_metadata(prefix).empty_documents for prefix in from_csv] == [1, 0]
+
+
+def test_a_bad_row_of_csv_is_one_line_and_leaves_nothing(tmp_path, tokenizer_folder, capsys):
+    table = tmp_path / "a.csv"
+    table.write_text("id,text\n1,x\n2\n")
+    output = tmp_path / "made" / "out"
+    with pytest.raises(SystemExit):
+        main(["--input", str(table), "--output-prefix", str(output), "--tokenizer", tokenizer_folder])
+    error = f"error: {table}:3: found 1 columns, expected 2 as in the header\n"
+    assert capsys.readouterr().err == error
+    assert not output.parent.exists()
 
 
 def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):

@@ -9,7 +9,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from text_helpers import TEXTS, write_jsonl
+from text_helpers import TEXTS, write_csv, write_jsonl
 
 from megaenc.data.sources import arrow_tables, resolve, text_files
 from megaenc.data.sources.resolve import DocumentRange, InputConfig, partition_inputs, read_blocks, read_texts, resolve_inputs
@@ -71,20 +71,20 @@ def test_many_folders_take_no_time_of_their_square(tmp_path, monkeypatch):
 
 
 def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
-    text_folder(tmp_path, {name: "x" for name in ("a.csv", "b/c.png", "d", "e.tar.gz", "good.txt")})
+    text_folder(tmp_path, {name: "x" for name in ("a.xlsx", "b/c.png", "d", "e.tar.gz", "good.txt")})
     remarks = resolve_paths(tmp_path).messages
     assert remarks == [
-        f"{tmp_path}: 4 left out, unknown kind of file: a.csv, b/c.png, d and 1 more",
+        f"{tmp_path}: 4 left out, unknown kind of file: a.xlsx, b/c.png, d and 1 more",
         f"{tmp_path}: 1 text",
     ]
     assert texts_of(tmp_path) == ["x"]
 
 
 def test_names_that_are_not_utf8_do_not_break_the_line(tmp_path):
-    for name in (b"caf\xe9.csv", b"caf\xe9.txt"):
+    for name in (b"caf\xe9.png", b"caf\xe9.txt"):
         (tmp_path / os.fsdecode(name)).write_text("x")
     (remark, _) = resolve_paths(tmp_path).messages
-    assert "caf\ufffd.csv" in remark.encode().decode()
+    assert "caf\ufffd.png" in remark.encode().decode()
     assert texts_of(tmp_path) == ["x"]
 
 
@@ -120,13 +120,17 @@ def test_saved_data_sets_are_found_in_folders_and_have_splits(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.jsonl", "missing.jsonl: no such file or folder; expected JSONL, Parquet or text files, a folder"),
+        ("missing.jsonl", "missing.jsonl: no such file or folder; expected JSONL, CSV, TSV, Parquet or text files, a folder"),
         ("empty.txt", "empty.txt: is empty; expected"),
         ("nothing", "nothing: holds nothing to read; expected"),
         ("pictures", "pictures: holds nothing to read but a.png; expected"),
         ("pipe", "pipe: not a file; expected"),
         ("bad.parquet", "bad.parquet: cannot be read as Parquet"),
         ("other.parquet", "other.parquet: no column `text`; found `body`, `n`; set --json-key"),
+        ("other.csv", "other.csv: no column `text`; found `body`, `n`; set --json-key"),
+        ("twice.tsv.gz", "twice.tsv.gz: found 2 columns `text`, expected one"),
+        ("excel.csv", "excel.csv:1: looks like UTF-16 text; expected UTF-8"),
+        ("quote.csv", "quote.csv:1: not CSV: unexpected end of data; expected cells with commas, quotes or"),
         ("numbers.parquet", "numbers.parquet: column `text`: found int64, expected text"),
         ("twice.parquet", "twice.parquet: found 2 columns `text`, expected one"),
         ("n" * 300, "n: no such file or folder"),
@@ -139,6 +143,9 @@ def test_what_cannot_be_read_is_named(tmp_path, name, message):
     text_folder(
         tmp_path, {"pictures/a.png": "x", "bad.parquet": "x", "broken/state.json": "{}", "broken/dataset_info.json": "{}"}
     )
+    text_folder(tmp_path, {"other.csv": "body,n\nx,1\n", "quote.csv": '"text\nx\n'})
+    (tmp_path / "twice.tsv.gz").write_bytes(gzip.compress(b"text\tid\ttext\n"))
+    (tmp_path / "excel.csv").write_bytes("text\nx\n".encode("utf-16"))
     os.mkfifo(tmp_path / "pipe")
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "other.parquet")
     pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
@@ -150,10 +157,10 @@ def test_what_cannot_be_read_is_named(tmp_path, name, message):
 
 
 def test_an_empty_file_in_a_folder_is_no_mistake(tmp_path):
-    text_folder(tmp_path, {"a.txt": "", "b.jsonl": "", "c.txt": "text"})
+    text_folder(tmp_path, {"a.txt": "", "b.jsonl": "", "b.csv": "", "c.txt": "text"})
     assert texts_of(tmp_path) == ["", "text"]
     (tmp_path / "c.txt").unlink()
-    assert [len(part) for part in partition_inputs(resolve_paths(tmp_path), 3)] == [2]
+    assert [len(part) for part in partition_inputs(resolve_paths(tmp_path), 3)] == [3]
 
 
 def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch):
@@ -202,7 +209,8 @@ def everything(tmp_path):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "packed").read_bytes()))
     parquet(tmp_path / "c.parquet", TEXTS)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved", num_shards=2)
-    return [tmp_path / "a.jsonl", folder, tmp_path / "b.jsonl.gz", tmp_path / "c.parquet", tmp_path / "saved"]
+    table = write_csv(tmp_path / "d.csv", TEXTS)
+    return [tmp_path / "a.jsonl", folder, tmp_path / "b.jsonl.gz", table, tmp_path / "c.parquet", tmp_path / "saved"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
@@ -211,7 +219,7 @@ def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
     monkeypatch.setattr(text_files, "LINES_BYTES", 100)
     inputs = resolve_paths(*everything(tmp_path))
     want = list(read_texts(inputs, "text"))
-    assert len(want) == 23
+    assert len(want) == 28
     parts = partition_inputs(inputs, count)
     assert 1 <= len(parts) <= count and all(parts)
     pieces = []

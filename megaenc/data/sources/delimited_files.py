@@ -1,0 +1,171 @@
+"""CSV and TSV files whose first line names their columns.
+
+The reading process splits rows into cells: a CSV file cannot be cut at line
+ends, because quoted cells may contain them.
+"""
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from megaenc.data.sources import text_files
+from megaenc.data.sources.base import TextSource, stat_files
+from megaenc.data.sources.text_files import TextBlock, check_columns, decode_utf8, open_decompressed
+from megaenc.errors import InputError
+
+MAX_CELL_LENGTH = 1 << 26
+"""Maximum characters of a CSV cell; bounds the memory that a quote without an end takes."""
+
+
+@dataclass(frozen=True)
+class RowBlock(TextBlock):
+    """Block of rows of a CSV or TSV file, each a document."""
+
+    path: str
+    rows: list[tuple[int, tuple[str, ...] | InputError]]
+    """Line number of each row, and its texts under the file's keys or the error in it."""
+    line_bytes: int
+    """Number of decompressed bytes of the rows' lines."""
+    position: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of decompressed bytes of the rows' lines."""
+        return self.line_bytes
+
+    def _parse_documents(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        """Return the rows; `keys` must be those that the file was opened with."""
+        return iter(self.rows)
+
+    def _describe_location(self, number: int) -> str:
+        return f"{self.path}:{number}"
+
+
+class DelimitedFile(TextSource):
+    """Text source of a CSV or TSV file: rows are documents, and its only split points are 0 and 1."""
+
+    end = 1
+
+    def __init__(self, path: str, keys: Sequence[str], is_csv: bool) -> None:
+        """Read the header. A file without any row has no documents.
+
+        Raises:
+            InputError: The header cannot be read, or lacks one of `keys` or has it twice.
+        """
+        self.name = path
+        self._is_csv = is_csv
+        self.file_stats = stat_files([path])
+        self.size = self.file_stats[0][1]
+        with open_decompressed(path) as (_, stream):
+            number, header = next(self._read_records(_DecodedLines(stream)), (1, list(keys)))
+        if isinstance(header, InputError):
+            raise InputError(f"{path}:{number}: {header}")
+        check_columns(path, header, keys)
+        self._header = header
+        self._columns = [header.index(key) for key in keys]
+
+    def find_split_point(self, offset: int) -> int:
+        """Return 0 for `offset` 0, else 1, the end."""
+        return min(offset, 1)
+
+    def read_blocks(self, start: int, stop: int, before: int) -> Iterator[RowBlock]:
+        """Yield all rows as RowBlocks of about 4 MiB, with `before` bytes added to their positions.
+
+        Raises:
+            InputError: The end of a row cannot be found because of a wrong quote.
+        """
+        if start == stop:
+            return
+        with open_decompressed(self.name) as (raw, stream):
+            lines = _DecodedLines(stream)
+            records = self._read_records(lines)
+            next(records, None)  # the header
+            rows = []
+            for number, cells in records:
+                rows.append((number, self._select_texts(cells)))
+                if lines.size >= text_files.LINES_BYTES:
+                    yield RowBlock(self.name, rows, lines.size, before + raw.tell())
+                    rows = []
+                    lines.size = 0
+            if rows:
+                yield RowBlock(self.name, rows, lines.size, before + self.size)
+
+    def _read_records(self, lines: "_DecodedLines") -> Iterator[tuple[int, list[str] | InputError]]:
+        """Yield (line number, cells) of the header and each row, with an error for cells that are not UTF-8."""
+        records = split_csv(self.name, lines) if self._is_csv else split_tsv(lines)
+        for number, cells in records:
+            if lines.error is None:
+                yield number, cells
+            else:
+                yield lines.error
+                lines.error = None
+
+    def _select_texts(self, cells: list[str] | InputError) -> tuple[str, ...] | InputError:
+        """Return the cells of the file's keys, or the error in the row."""
+        if isinstance(cells, InputError):
+            return cells
+        if len(cells) != len(self._header):
+            return InputError(format_cell_count(cells, self._header))
+        return tuple([cells[column] for column in self._columns])
+
+
+def split_csv(path: str, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the first line, cells) of each record of a CSV file that is not empty.
+
+    Args:
+        path: Name of the file, for errors.
+        lines: All lines, with their line ends.
+
+    Raises:
+        InputError: Quotes are wrong, or a cell is too long.
+    """
+    csv.field_size_limit(MAX_CELL_LENGTH)
+    reader = csv.reader(lines, strict=True)
+    first_line = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield first_line, cells
+            first_line = reader.line_num + 1
+    except csv.Error as error:
+        quoting = 'cells with commas, quotes or line breaks in "quotes", and quotes in them doubled'
+        reason = str(error).partition(" - ")[0]  # without advice for programmers
+        raise InputError(f"{path}:{first_line}: not CSV: {reason}; expected {quoting}") from None
+
+
+def split_tsv(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line number, cells) of each line of a TSV file that is not empty, without quoting, as in GLUE's files."""
+    for number, line in enumerate(lines, 1):
+        content = line.removesuffix("\n").removesuffix("\r")
+        if content:
+            yield number, content.split("\t")
+
+
+def format_cell_count(cells: Sequence[str], header: Sequence[str]) -> str:
+    """Return an error message for a row that has not as many cells as the header."""
+    return f"found {len(cells)} columns, expected {len(header)} as in the header"
+
+
+class _DecodedLines:
+    """Iterable of the lines of a stream, decoded as UTF-8 without byte order mark."""
+
+    size = 0
+    """Bytes of the lines so far; may be reset."""
+    error: tuple[int, InputError] | None = None
+    """(line number, error) of the first line that is not UTF-8; may be reset."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[str]:
+        encoding = "utf-8-sig"
+        for number, line in enumerate(self._stream, 1):
+            self.size += len(line)
+            try:
+                text = decode_utf8(line, encoding)
+            except InputError as error:
+                self.error = self.error or (number, error)
+                text = line.decode(encoding, "replace")
+            yield text
+            encoding = "utf-8"

@@ -1,0 +1,143 @@
+import gzip
+import pickle
+
+import pytest
+from backports import zstd
+from text_helpers import TEXTS, write_csv
+
+from megaenc.data.sources import delimited_files, text_files
+from megaenc.data.sources.delimited_files import DelimitedFile
+from megaenc.errors import InputError
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def parse(path, keys=("text",), skip_bad=False):
+    """Texts and number of skipped rows."""
+    source = DelimitedFile(str(path), keys, is_csv=".csv" in path.name)
+    parsed = [block.parse(keys, skip_bad) for block in source.read_blocks(0, source.end, 0)]
+    return [texts for documents in parsed for texts in documents.texts], sum(documents.skipped for documents in parsed)
+
+
+def texts_of(path):
+    return [text for (text,) in parse(path)[0]]
+
+
+def test_quoted_cells_hold_line_breaks_commas_and_quotes(tmp_path):
+    cells = ["one\ntwo", "one\r\n\r\ntwo\n", 'a "quote", and more', "", '"', *TEXTS]
+    assert texts_of(write_csv(tmp_path / "a.csv", cells)) == cells
+
+
+def test_quotes_in_tsv_are_text(tmp_path):
+    path = write(tmp_path / "a.tsv", 'text\tid\n"one\t1\ntwo ""\t2\n\'three"\t3\n')
+    assert texts_of(path) == ['"one', 'two ""', "'three\""]
+
+
+@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_byte_order_mark_crlf_and_empty_lines_are_no_text(tmp_path, name, comma):
+    lines = ["\ufefftext,id", "", "é,1", "", "\ufeffkept,2", " ,3", "", "last,4"]
+    path = write(tmp_path / name, "\r\n".join(lines).replace(",", comma))
+    assert texts_of(path) == ["é", "\ufeffkept", " ", "last"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.csv", 'text,n\n,1\n"",2\nx,3\n'), ("a.tsv", "text\tn\n\t1\n\t2\nx\t3\n")])
+def test_an_empty_cell_is_an_empty_text(tmp_path, name, content):
+    assert texts_of(write(tmp_path / name, content)) == ["", "", "x"]
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstd.compress)])
+def test_compressed_tables_hold_the_same(tmp_path, suffix, compress):
+    plain = write_csv(tmp_path / "a.csv", TEXTS)
+    packed = write(tmp_path / f"a.csv.{suffix}", compress(plain.read_bytes()))
+    assert texts_of(packed) == TEXTS
+
+
+def test_columns_come_in_the_order_of_the_keys(tmp_path):
+    path = write(tmp_path / "a.csv", "text,id,title\nx,1,y\n")
+    assert parse(path, ("title", "text"))[0] == [("y", "x")]
+
+
+def test_rows_come_in_blocks_and_the_last_ends_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "LINES_BYTES", 100)
+    path = write_csv(tmp_path / "a.csv", TEXTS)
+    blocks = list(DelimitedFile(str(path), ["text"], is_csv=True).read_blocks(0, 1, 7))
+    positions = [block.position for block in blocks]
+    assert len(blocks) > 2
+    assert positions == sorted(positions) and positions[-1] == 7 + path.stat().st_size
+    assert sum(block.size for block in blocks) == path.stat().st_size
+
+
+def test_blocks_can_be_sent_to_worker_processes(tmp_path):
+    path = write(tmp_path / "a.csv", "text\nx\ny,z\n")
+    blocks = list(DelimitedFile(str(path), ["text"], is_csv=True).read_blocks(0, 1, 0))
+    [block] = pickle.loads(pickle.dumps(blocks))
+    assert block.parse(["text"], True) == ([("x",)], 1)
+    with pytest.raises(InputError, match=r"a\.csv:3: found 2 columns, expected 1"):
+        block.parse(["text"], False)
+
+
+def test_a_table_is_never_split(tmp_path):
+    source = DelimitedFile(str(write_csv(tmp_path / "a.csv", TEXTS)), ["text"], is_csv=True)
+    assert [source.find_split_point(offset) for offset in (0, 1, source.size)] == [0, 1, source.end]
+    assert list(source.read_blocks(1, 1, 0)) == []
+
+
+def test_cells_may_be_longer_than_the_csv_module_allows_by_default(tmp_path):
+    assert texts_of(write_csv(tmp_path / "a.csv", ["long " * 100_000])) == ["long " * 100_000]
+
+
+def test_a_cell_longer_than_the_limit_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(delimited_files, "MAX_CELL_LENGTH", 1000)
+    path = write_csv(tmp_path / "a.csv", ["x", "long " * 1000])
+    with pytest.raises(InputError, match=r"a\.csv:3: not CSV: field larger than field limit \(1000\)"):
+        parse(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'id,text\n1,"x\ny"\n\n2\n3,z\n', "a.csv:5: found 1 columns, expected 2 as in the header"),
+        ("a.csv", b"id,text\n1,x\n2,y,z\n3,z\n", "a.csv:3: found 3 columns, expected 2 as in the header"),
+        ("a.tsv", b"id\ttext\n1\tx\n2\n3\tz\n", "a.tsv:3: found 1 columns, expected 2 as in the header"),
+        ("a.csv", b'id,text\n1,x\n2,"y\n\xff"\n3,z\n', "a.csv:4: not UTF-8 (byte 0xff at position 1)"),
+        ("a.csv", b"id,text\n1,x\n\xff,y\n3,z\n", "a.csv:3: not UTF-8 (byte 0xff at position 1)"),
+        ("a.tsv", b"id\ttext\n1\tx\n2\tcaf\xe9\n3\tz\n", "a.tsv:3: not UTF-8 (byte 0xe9 at position 6)"),
+    ],
+)
+def test_a_bad_row_is_named_or_counted(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    with pytest.raises(InputError) as error:
+        parse(path)
+    assert str(error.value) == f"{tmp_path}/{message}"
+    texts, skipped = parse(path, skip_bad=True)
+    assert [text for (text,) in texts] in (["x", "z"], ["x\ny", "z"])
+    assert skipped == 1
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('id,text\n1,x\n\n2,"y\n3,z\n4,w\n', "a.csv:4: not CSV: unexpected end of data; expected cells with commas, quotes or"),
+        ("id,text\n1,x\ry\n", "a.csv:2: not CSV: new-line character seen in unquoted field; expected cells with commas"),
+        ('id,text\n1,"x\n2"y,z\n', "a.csv:2: not CSV: ',' expected after '\"'; expected cells with commas, quotes or"),
+    ],
+)
+def test_a_wrong_quote_is_never_skipped(tmp_path, content, message, skip_bad):
+    with pytest.raises(InputError) as error:
+        parse(write(tmp_path / "a.csv", content), skip_bad=skip_bad)
+    assert str(error.value).startswith(f"{tmp_path}/{message}") and "\n" not in str(error.value)
+
+
+def test_a_header_that_is_not_utf8_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"a\.csv:1: not UTF-8 \(byte 0xe9 at position 4\)"):
+        parse(write(tmp_path / "a.csv", b"caf\xe9,text\n1,x\n"))
+
+
+def test_damaged_compression_is_one_line(tmp_path):
+    path = write(tmp_path / "a.csv.gz", gzip.compress(write_csv(tmp_path / "a.csv", TEXTS).read_bytes())[:-20])
+    with pytest.raises(InputError, match=r"a\.csv\.gz: broken compressed data: "):
+        parse(path)
