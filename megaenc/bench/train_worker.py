@@ -188,7 +188,9 @@ def build_hf_config(job: TrainingJob) -> tuple[Any, Any]:
         job.shape,
         vocab_size=job.vocab_size,
         context=job.seq_length,
-        tokenizer=SimpleNamespace(mask_token_id=MASK, pad_token_id=None, eos_token_id=EOS, bos_token_id=None),
+        tokenizer=SimpleNamespace(
+            mask_token_id=MASK, pad_token_id=None, eos_token_id=EOS, bos_token_id=None, cls_token_id=None, sep_token_id=None
+        ),
         dtype=torch.float32,
     )
 

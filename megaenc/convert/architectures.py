@@ -273,7 +273,9 @@ def build_export_config(
         raise InputError(
             f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
         )
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
+    bos = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     own = _OWN_LAYERS.get(family.model_type)
     values = own.export_fields(model, tokenizer, attention) if own else _llama_fields(family, model)
     values |= dict(
@@ -282,7 +284,7 @@ def build_export_config(
         max_position_embeddings=context,
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         pad_token_id=eos if pad is None else pad,
-        bos_token_id=tokenizer.bos_token_id,
+        bos_token_id=bos,
         eos_token_id=eos,
         dtype=dtype,
     )

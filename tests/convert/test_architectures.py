@@ -105,10 +105,10 @@ class Tokenizer:
     cls_token_id = sep_token_id = None
 
 
-def written(name, model, attention=None):
+def written(name, model, attention=None, tokenizer=Tokenizer):
     """config.json of `model` as the family `name`, as a dict; bidirectional if the family can be."""
     attention = attention or (Attention.CAUSAL if name == "modernbert-decoder" else Attention.BIDIRECTIONAL)
-    ids = dict(vocab_size=90, context=128, tokenizer=Tokenizer, dtype=torch.float32)
+    ids = dict(vocab_size=90, context=128, tokenizer=tokenizer, dtype=torch.float32)
     return build_export_config(FAMILIES[name], attention, model, **ids).to_dict()
 
 
@@ -141,6 +141,16 @@ def test_a_decoder_says_that_it_is_bidirectional():
             assert values[field] is (field != "is_causal") and ("is_causal" in values) is (field == "is_causal")
             causal = written(name, model, Attention.CAUSAL)
             assert native_attention(parse_hf_config(causal, ""), family) == Attention.CAUSAL
+
+
+def test_a_tokenizer_without_bos_and_eos_gives_cls_and_sep():
+    class Modern(Tokenizer):
+        bos_token_id = eos_token_id = None
+        cls_token_id, sep_token_id, pad_token_id = 4, 5, 6
+
+    for name in ("eurobert", "modernbert", "modernbert-decoder"):
+        values = written(name, MODELS[name][0], tokenizer=Modern)
+        assert [values[f"{role}_token_id"] for role in ("bos", "eos", "pad")] == [4, 5, 6]
 
 
 def test_what_it_was_trained_on_follows_from_mask_and_shift():
