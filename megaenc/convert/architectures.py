@@ -5,6 +5,7 @@ decoder and Gemma 3 have their own layers and names, NeoBERT only its own names 
 `megaenc.convert.param_mapping`).
 """
 
+import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,6 +29,16 @@ _FIELDS = {
     "initializer_range": "init_method_std",
 }
 """Fields of config.json with another name in ModelConfig."""
+_SPECIAL_IDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "cls_token_id",
+    "sep_token_id",
+    "mask_token_id",
+)
+SOURCE_FIELDS = ("classifier_pooling", *_SPECIAL_IDS)
+"""Fields of a source's config.json that exports keep if their family accepts them."""
 # megatron-core's fixed values for the scaled rotary positions of Llama 3; only the factor is configurable.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Options of YaRN whose only supported value is transformers' default.
@@ -60,6 +71,7 @@ class ModelFamily:
     qk_norms: bool = False  # whether queries and keys are normalized in each head
     is_encoder: bool = False  # bidirectional; decoder families are with `is_causal: false` or `use_bidirectional_attention: true`
     export_as: str = ""  # the family to export as, if transformers does not know this one
+    poolings: tuple[str, ...] = ("mean",)  # values of an encoder's `classifier_pooling`
 
     @property
     def export_family(self) -> "ModelFamily":
@@ -102,12 +114,12 @@ class ModelFamily:
 FAMILIES = {
     family.model_type: family
     for family in (
-        ModelFamily("eurobert", "EuroBertForMaskedLM", "optional", is_encoder=True),
+        ModelFamily("eurobert", "EuroBertForMaskedLM", "optional", is_encoder=True, poolings=("bos", "mean", "late")),
         ModelFamily("llama", "LlamaForCausalLM", "optional"),
         ModelFamily("mistral", "MistralForCausalLM", "never"),
         ModelFamily("qwen2", "Qwen2ForCausalLM", "always"),
         ModelFamily("qwen3", "Qwen3ForCausalLM", "optional", qk_norms=True),
-        ModelFamily(modernbert.MODEL_TYPE, "ModernBertForMaskedLM", "never", is_encoder=True),
+        ModelFamily(modernbert.MODEL_TYPE, "ModernBertForMaskedLM", "never", is_encoder=True, poolings=("cls", "mean")),
         ModelFamily(modernbert.DECODER_TYPE, "ModernBertDecoderForCausalLM", "never"),
         ModelFamily(neobert.MODEL_TYPE, "NeoBERTLMHead", "never", is_encoder=True),
         ModelFamily(gemma3.MODEL_TYPE, "Gemma3ForCausalLM", "never"),
@@ -257,11 +269,13 @@ def build_export_config(
     context: int,
     tokenizer: Any,
     dtype: torch.dtype,
+    source: dict[str, Any] | None = None,
 ) -> Any:
     """Return transformers' config for `model` as `family` under `attention`; InputError, naming others, if unsupported.
 
     The inverse of `to_model_config`. `vocab_size`: rows of the embedding; `context`: tokens; `tokenizer`: transformers', for
-    special token ids. Raises InputError that names other families if this one does not support the model.
+    special token ids; `source`: SOURCE_FIELDS of the model that came in, if any, which are kept unless the tokenizer or the
+    family contradicts. Raises InputError that names other families if this one does not support the model.
     """
     if missing := family.unsupported_feature(family.without_output_bias(model), attention):
         able = able_families(model, attention)
@@ -292,10 +306,48 @@ def build_export_config(
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL and not own:
         values["is_causal"] = False
+    source = source or {}
+    if source.get("classifier_pooling") in family.poolings and family.is_encoder:
+        values["classifier_pooling"] = source["classifier_pooling"]
+    for name in _SPECIAL_IDS:
+        if name in values and name in source and _is_kept_id(name, source[name], tokenizer, vocab_size):
+            values[name] = source[name]
     if family.model_type == modernbert.DECODER_TYPE:  # its class refuses null there
         values |= {name: values["pad_token_id"] for name in modernbert.DECODER_IDS if values[name] is None}
     register_neobert(family.model_type)
     return CONFIG_MAPPING[family.export_family.model_type](**values)
+
+
+def _is_kept_id(name: str, came: Any, tokenizer: Any, vocab_size: int) -> bool:
+    """Return whether an export keeps a source's special token id, or list of EOS ids.
+
+    It does if all ids are in the vocabulary and the tokenizer's token of that role, if any, is among them.
+    """
+    role = getattr(tokenizer, name)
+    if came is None:
+        return role is None
+    ids = came if isinstance(came, list) and name == "eos_token_id" else [came]
+    in_vocabulary = all(type(token) is int and 0 <= token < vocab_size for token in ids)
+    return in_vocabulary and (role is None or role in ids)
+
+
+def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any) -> list[str]:
+    """Return a console line for each field of `source` that an export changes.
+
+    `config`: of the export, by `build_export_config`. Fields that the export does not have are skipped.
+    """
+    lines = []
+    for name in SOURCE_FIELDS:
+        if name not in source or not hasattr(config, name):
+            continue
+        came = source[name]
+        value = getattr(config, name)
+        if value == came:
+            continue
+        is_role = value == getattr(tokenizer, name, None)
+        reason = "as in the tokenizer" if is_role else f"which this {config.model_type} model cannot have"
+        lines.append(f"config.json: {name} {json.dumps(value)} instead of the {json.dumps(came)} that came in, {reason}")
+    return lines
 
 
 def _llama_fields(family: ModelFamily, model: ModelConfig) -> dict[str, Any]:

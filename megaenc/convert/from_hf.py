@@ -13,7 +13,14 @@ import yaml
 
 from megaenc import __version__, backend, flags
 from megaenc.atomic_io import atomic_dir
-from megaenc.convert.architectures import ModelFamily, find_family, infer_objective, parse_hf_config, to_model_config
+from megaenc.convert.architectures import (
+    SOURCE_FIELDS,
+    ModelFamily,
+    find_family,
+    infer_objective,
+    parse_hf_config,
+    to_model_config,
+)
 from megaenc.convert.param_mapping import VOCABULARY_ROWS, iter_mappings, vocabulary_names
 from megaenc.convert.safetensors_writer import parse_dtype
 from megaenc.convert.tokenizer_io import MaskToken, ensure_mask_token, read_tokenizer, write_tokenizer
@@ -51,6 +58,11 @@ class HFSource:
     def generation(self) -> dict[str, Any]:
         """Return generation_config.json as a dict; without it config.json's list of several end-of-text ids, or {}."""
         return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends := self.config.eos_token_id, list) else {})
+
+    @property
+    def config_fields(self) -> dict[str, Any]:
+        """Return the fields of config.json that exports keep, without any defaults."""
+        return {name: self.folder.config[name] for name in SOURCE_FIELDS if name in self.folder.config}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -135,7 +147,16 @@ def from_hf(
     with atomic_dir(output) as folder:
         origin = hf_source.facts | {"mask_token": dataclasses.asdict(mask)}
         path, objective = str(hf_source.folder.path.resolve()), infer_objective(hf_source.config, hf_source.family)
-        stage = Ancestor(path, 0, objective, 0, origin["family"], origin["context"], hf_source.generation)
+        stage = Ancestor(
+            path,
+            0,
+            objective,
+            0,
+            origin["family"],
+            origin["context"],
+            hf_source.generation,
+            config_fields=hf_source.config_fields,
+        )
         vocabulary, identity = write_run_files(
             folder,
             output,

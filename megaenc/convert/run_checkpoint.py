@@ -69,6 +69,14 @@ class RunCheckpoint:
         return self.origin.generation if self.origin else {}
 
     @property
+    def config_fields(self) -> dict[str, Any]:
+        """Return the recorded config.json fields of the original model; {} if none are.
+
+        Classifier pooling and special token ids of a Hugging Face model, as its file has them.
+        """
+        return self.origin.config_fields if self.origin else {}
+
+    @property
     def converted(self) -> bool:
         """Return whether the folder holds a converted Hugging Face model, or a merge, that no run has trained since."""
         return "source" in self.facts

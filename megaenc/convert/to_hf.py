@@ -12,7 +12,13 @@ from torch import Tensor
 from megaenc import __version__
 from megaenc.atomic_io import atomic_dir
 from megaenc.console import print_rank_0
-from megaenc.convert.architectures import FAMILIES, ModelFamily, able_families, build_export_config
+from megaenc.convert.architectures import (
+    FAMILIES,
+    ModelFamily,
+    able_families,
+    build_export_config,
+    describe_changed_fields,
+)
 from megaenc.convert.model_card import ExportProvenance, build_model_card, check_license, read_last_metrics
 from megaenc.convert.naming import export_name
 from megaenc.convert.param_mapping import iter_hf_tensors
@@ -49,7 +55,9 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
     exporter = Exporter(run.at_step(step), **options)
     create_parent_dir(output, "--output")
     with atomic_dir(output) as folder:
-        return exporter.write(folder, output.resolve().name, step)
+        step = exporter.write(folder, output.resolve().name, step)
+    exporter.report_changed_fields()
+    return step
 
 
 def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
@@ -67,6 +75,7 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
         for name, step in zip(names, steps, strict=True):
             (folder / name).mkdir()
             exporters.get(step, exporters[steps[0]]).write(folder / name, name, step)
+    exporters[steps[0]].report_changed_fields()
     return names
 
 
@@ -121,6 +130,7 @@ class Exporter:
             run.model,
             vocab_size=run.vocab_size,
             context=run.context,
+            source=run.config_fields,
             tokenizer=self.tokenizer,
             dtype=self.dtype,
         )
@@ -184,6 +194,11 @@ class Exporter:
         }
         write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
         return step
+
+    def report_changed_fields(self) -> None:
+        """Print a line for each field of the original model's config.json that changed."""
+        for line in describe_changed_fields(self.config, self.run.config_fields, self.tokenizer):
+            print_rank_0(line)
 
     def _check_output_bias(self, bias: Tensor | None, step: int) -> None:
         """Raise InputError if the output layer has a nonzero `bias`, which the family lacks."""

@@ -26,6 +26,9 @@ class Ancestor:
     """Content of generation_config.json of a Hugging Face model."""
     total: int = 0
     """Planned number of steps of the run: equal to `step` if it was complete; 0 if unknown."""
+    config_fields: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Fields of a Hugging Face model's config.json that exports keep: classifier pooling and ids of
+    special tokens. Not compared, because runs of earlier versions did not record them."""
 
 
 @dataclass(frozen=True)

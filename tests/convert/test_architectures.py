@@ -1,6 +1,7 @@
 """What config.json says of a model, read in both directions, and what it may not say."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from megaenc.console import silence_libraries
 from megaenc.convert.architectures import (
     FAMILIES,
     build_export_config,
+    describe_changed_fields,
     find_family,
     infer_objective,
     native_attention,
@@ -105,11 +107,16 @@ class Tokenizer:
     cls_token_id = sep_token_id = None
 
 
-def written(name, model, attention=None, tokenizer=Tokenizer):
-    """config.json of `model` as the family `name`, as a dict; bidirectional if the family can be."""
+def exported(name, model, attention=None, **options):
+    """transformers' config of `model` as the family `name`; bidirectional if the family can be."""
     attention = attention or (Attention.CAUSAL if name == "modernbert-decoder" else Attention.BIDIRECTIONAL)
-    ids = dict(vocab_size=90, context=128, tokenizer=tokenizer, dtype=torch.float32)
-    return build_export_config(FAMILIES[name], attention, model, **ids).to_dict()
+    given = dict(vocab_size=90, context=128, tokenizer=Tokenizer, dtype=torch.float32)
+    return build_export_config(FAMILIES[name], attention, model, **given | options)
+
+
+def written(*given, **options):
+    """config.json of `exported`, as a dict."""
+    return exported(*given, **options).to_dict()
 
 
 def read(values):
@@ -141,6 +148,60 @@ def test_a_decoder_says_that_it_is_bidirectional():
             assert values[field] is (field != "is_causal") and ("is_causal" in values) is (field == "is_causal")
             causal = written(name, model, Attention.CAUSAL)
             assert native_attention(parse_hf_config(causal, ""), family) == Attention.CAUSAL
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling", "expected"),
+    [
+        ("eurobert", "late", "late"),
+        ("eurobert", "bos", "bos"),
+        ("eurobert", "cls", "mean"),
+        ("modernbert", "cls", "cls"),
+        ("modernbert", "late", "mean"),
+        ("neobert", "cls", "mean"),
+        ("modernbert", ["cls"], "mean"),
+    ],
+)
+def test_pooling_of_the_source_is_kept_if_the_family_has_it(name, pooling, expected):
+    source = {"classifier_pooling": pooling}
+    config = exported(name, MODELS[name][0], source=source)
+    assert config.classifier_pooling == expected
+    lines = describe_changed_fields(config, source, Tokenizer)
+    change = f'config.json: classifier_pooling "mean" instead of the {json.dumps(pooling)} that came in, which this {name} model'
+    assert lines == ([] if pooling == expected else [f"{change} cannot have"])
+
+
+@pytest.mark.parametrize(
+    ("field", "came", "expected", "reason"),
+    [
+        ("cls_token_id", 7, 7, None),
+        ("cls_token_id", 90, None, "as in the tokenizer"),
+        ("cls_token_id", -1, None, "as in the tokenizer"),
+        ("cls_token_id", [7], None, "as in the tokenizer"),
+        ("cls_token_id", "7", None, "as in the tokenizer"),
+        ("bos_token_id", 1, 1, None),
+        ("bos_token_id", None, 1, "as in the tokenizer"),
+        ("eos_token_id", [2, 7], [2, 7], None),
+        ("eos_token_id", [7, 8], 2, "as in the tokenizer"),
+        ("eos_token_id", [2, 90], 2, "as in the tokenizer"),
+        ("pad_token_id", 7, 7, None),
+        ("pad_token_id", None, None, None),
+        ("pad_token_id", 90, 2, "which this modernbert model cannot have"),
+        ("mask_token_id", 7, 3, "as in the tokenizer"),
+    ],
+)
+def test_special_ids_of_the_source_are_kept_unless_the_tokenizer_has_others(field, came, expected, reason):
+    config = exported("modernbert", MODERNBERT, source={field: came})
+    assert config.to_dict()[field] == expected
+    change = f"config.json: {field} {json.dumps(expected)} instead of the {json.dumps(came)} that came in, {reason}"
+    assert describe_changed_fields(config, {field: came}, Tokenizer) == ([change] if reason else [])
+
+
+def test_fields_that_a_family_lacks_do_not_go_out():
+    source = {"classifier_pooling": "cls", "cls_token_id": 7, "mask_token_id": 7}
+    config = exported("llama", SMALL, Attention.CAUSAL, source=source)
+    assert not source.keys() & config.to_dict().keys()
+    assert describe_changed_fields(config, source, Tokenizer) == []
 
 
 def test_a_tokenizer_without_bos_and_eos_gives_cls_and_sep():

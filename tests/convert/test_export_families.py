@@ -183,7 +183,7 @@ def test_a_decoder_stops_where_it_did(stops, small_corpus, tmp_path):
     """Also after a run: a chat model ends its turn at other tokens than a document."""
     from transformers import AutoModelForCausalLM
 
-    model = hf_models.build("llama with stretched positions", eos_token_id=[0, 7, 9])
+    model = hf_models.build("llama with stretched positions", eos_token_id=[0, 7, 9], bos_token_id=5)
     hf = hf_models.write(model, tmp_path / "hf", small_corpus.tokenizer)
     if stops == "config.json":
         (hf / "generation_config.json").unlink()
@@ -199,7 +199,57 @@ def test_a_decoder_stops_where_it_did(stops, small_corpus, tmp_path):
         for name in ("eos_token_id", "temperature", "top_p", "do_sample"):
             assert getattr(found, name) == getattr(expected, name), name
         assert found.eos_token_id == [0, 7, 9]
+        assert (config(written)["eos_token_id"], config(written)["bos_token_id"]) == ([0, 7, 9], 5)
         assert not (out(tmp_path / run, tmp_path / f"{run} both ways") / "generation_config.json").exists()
+
+
+def test_modernbert_keeps_its_pooling_and_special_ids(tmp_path, capfd):
+    """ModernBERT's tokenizer has no tokens with the roles BOS and EOS, and its config.json has their ids."""
+    tokenizer = hf_tokenizers.modernbert()
+    saved = hf_tokenizers.save(tokenizer, tmp_path / "tokenizer")
+    roles = {"bos": "[CLS]", "cls": "[CLS]", "eos": "[SEP]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+    fields = {f"{role}_token_id": tokenizer[0].token_to_id(token) for role, token in roles.items()}
+    fields["classifier_pooling"] = "cls"
+    model = hf_models.build("modernbert", vocab_size=410, **fields)
+    hf = hf_models.write(model, tmp_path / "hf", saved)
+    main(["from-hf", "--input", str(hf), "--output", str(tmp_path / "core")])
+    for flags in ([], ["--all"]):
+        written = out(tmp_path / "core", tmp_path / f"out{len(flags)}", *flags)
+        [file] = written.rglob("config.json")
+        values = config(file.parent)
+        assert {name: values[name] for name in fields} == {name: config(hf)[name] for name in fields} == fields
+    assert "config.json" not in capfd.readouterr().out
+
+
+def without_record(core, folder):
+    """A copy of a converted model as versions wrote it that recorded no fields of config.json."""
+    shutil.copytree(core, folder)
+    facts = json.loads((folder / "run.json").read_text())
+    for stage in facts["start"]["before"]:
+        del stage["config_fields"]
+    (folder / "run.json").write_text(json.dumps(facts))
+    return folder
+
+
+def test_a_run_keeps_what_came_in_and_names_what_changes(small_corpus, tmp_path, capfd):
+    """Also a merge. A source without the record goes out with a mean and the ids of the tokenizer."""
+    model = hf_models.build("eurobert", classifier_pooling="late", bos_token_id=5, mask_token_id=7)
+    hf = hf_models.write(model, tmp_path / "hf", small_corpus.tokenizer)
+    core, run, merged = tmp_path / "core", tmp_path / "run", tmp_path / "merged"
+    main(["from-hf", "--input", str(hf), "--output", str(core)])
+    flags = ["--config", core / "config.yaml", "--init-from", core, *small_corpus.flags, *runs.STANDSTILL, "--save", run]
+    pretrain([str(flag) for flag in flags])
+    old = without_record(core, tmp_path / "old")
+    main(["merge", "--load", str(core), str(run), "--output", str(merged)])
+    for load, fields, changes in (
+        (run, ("late", 5, 1), ["config.json: mask_token_id 1 instead of the 7 that came in, as in the tokenizer"]),
+        (merged, ("late", 5, 1), ["config.json: mask_token_id 1 instead of the 7 that came in, as in the tokenizer"]),
+        (old, ("mean", None, 1), []),
+    ):
+        capfd.readouterr()
+        values = config(out(load, tmp_path / f"{load.name} hf"))
+        assert (values["classifier_pooling"], values["bos_token_id"], values["mask_token_id"]) == fields
+        assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("config.json")] == changes
 
 
 @pytest.mark.parametrize("values", ['{"eos_token_id": "end"}', '{"eos_token_id": [1, null]}', "[1]", "{"])

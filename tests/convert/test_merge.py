@@ -235,7 +235,7 @@ def test_converted_models_of_one_family_stay_in_it(small_corpus, tmp_path):
     """Biases, norms of queries and keys and a tied output layer, which the weights of a plain run lack."""
     cores = []
     for name in ("x", "y"):
-        model = hf_models.build("qwen3 with biases and YaRN")
+        model = hf_models.build("qwen3 with biases and YaRN", bos_token_id=5, eos_token_id=[0, 7 + len(cores)])
         with torch.no_grad():
             model.model.norm.weight += len(cores)
         hf = hf_models.write(model, tmp_path / f"hf-{name}", small_corpus.tokenizer)
@@ -245,7 +245,9 @@ def test_converted_models_of_one_family_stay_in_it(small_corpus, tmp_path):
     left, right = stored(cores[0], 0), stored(cores[1], 0)
     assert_bits(stored(result, 0), {name: (left[name] + right[name]) / 2 for name in left})
     main(["to-hf", "--load", str(result), "--output", str(tmp_path / "hf")])
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen3"
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["model_type"] == "qwen3"
+    assert (config["bos_token_id"], config["eos_token_id"]) == (5, 0), "only what all sources have is theirs"
     assert "those of `x@0 + y@0`, a Hugging Face model of type qwen3" in (tmp_path / "hf" / "README.md").read_text()
 
 

@@ -87,6 +87,7 @@ def stage(**values):
         (stage(run=1), "start: field `run`: found 1, expected a str"),
         (stage(context="512"), "start: field `context`: found '512', expected a int"),
         (stage(generation=[1]), "start: field `generation`: found [1], expected a dict"),
+        (stage(config_fields=[1]), "start: field `config_fields`: found [1], expected a dict"),
         (stage(family="gemma"), "start: field `family`: found 'gemma', expected one of eurobert, llama"),
         (lambda facts: facts.update(source="hub"), "expected the run.json of a pretraining run"),
         (lambda facts: facts["source"].update(mask_token={"origin": "added"}), "expected the run.json of a pretraining run"),

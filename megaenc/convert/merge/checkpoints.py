@@ -213,7 +213,7 @@ def _merge_histories(sources: list[MergeSource], furthest: MergeSource, record: 
     """Return the ancestors of a merge: those that all sources share, and one for what the sources were trained on since.
 
     That one has the names of all checkpoints, and step, schedule and tokens of the furthest trained. Different Hugging Face
-    models of one family, which decides on exports, become one ancestor.
+    models of one family, which decides on exports, become one ancestor, with the config fields that all of them have.
     """
     histories = [source.history for source in sources]
     same = itertools.takewhile(lambda stages: all(stage == stages[0] for stage in stages), zip(*histories, strict=False))
@@ -225,7 +225,13 @@ def _merge_histories(sources: list[MergeSource], furthest: MergeSource, record: 
     if all(origins) and len({origin.family for origin in origins}) == 1 and origins[0] not in shared:
         generation = origins[0].generation if all(one.generation == origins[0].generation for one in origins) else {}
         context = min(origin.context for origin in origins)
-        shared = (dataclasses.replace(origins[0], run=name, context=context, generation=generation), *shared)
+        fields = {
+            field: value
+            for field, value in origins[0].config_fields.items()
+            if all((field, value) in origin.config_fields.items() for origin in origins)
+        }
+        origin = dataclasses.replace(origins[0], run=name, context=context, generation=generation, config_fields=fields)
+        shared = (origin, *shared)
     last = furthest.history[-1] if furthest.history else None
     return shared if last is None or last.family else (*shared, dataclasses.replace(last, run=name))
 
