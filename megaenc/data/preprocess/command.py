@@ -140,8 +140,9 @@ def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> Specia
         print_rank_0(f"no special token is added to documents; {FLAG} template writes {template.describe(tokenizer)}")
     else:
         remedy = "the tokenizer has none"
-        if tokenizer.eos_token is not None:
-            remedy = f"--append-eod appends {tokenizer.eos_token}"
+        end = tokenizer.eos_token or tokenizer.sep_token
+        if end is not None:
+            remedy = f"--append-eod appends {end}"
         print_rank_0(f"no EOS token is appended to documents; {remedy}")
     return special
 

@@ -105,7 +105,7 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
     size = max(len(tokenizer), max(ids, default=-1) + 1)
     return Vocabulary(
         size=size,
-        eos_id=tokenizer.eos_token_id,
+        eos_id=tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
         mask_id=tokenizer.mask_token_id,
         special_ids=tuple(sorted(special)),
         fingerprint=_compute_fingerprint(tokenizer),

@@ -30,7 +30,7 @@ class Vocabulary:
 
     size: int
     eos_id: int | None
-    """Id of the end-of-document token."""
+    """Id of the token that ends a document: EOS, else SEP; None without both."""
     mask_id: int | None
     """Id of the mask token."""
     special_ids: tuple[int, ...]

@@ -450,6 +450,15 @@ def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path, capsys):
     assert "no EOS token is appended to documents; the tokenizer has none\n" in capsys.readouterr().out
 
 
+def test_sep_is_appended_by_a_tokenizer_without_eos(corpus, tmp_path, capsys):
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "separated"
+    PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer, sep_token="<|eos|>").save_pretrained(folder)
+    preprocess(flags(corpus, str(folder), append_eod=False))
+    assert "--append-eod appends <|eos|>\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("append_eod", [True, False])
 def test_documents_without_an_end_are_reported(corpus, tokenizer_folder, capsys, append_eod):
     preprocess(flags(corpus, tokenizer_folder, append_eod=append_eod))

@@ -175,6 +175,13 @@ def test_trained_tokenizer_is_deterministic_lossless_and_whole(tmp_path):
     assert tokenizer.pad_token == "<|eos|>"
 
 
+def test_sep_ends_documents_only_without_an_eos():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer, sep_token="<|mask|>")
+    assert read_vocabulary(tokenizer).eos_id == 1
+    tokenizer.eos_token = "<|eos|>"
+    assert read_vocabulary(tokenizer).eos_id == 0
+
+
 def test_the_mask_token_swallows_the_space_before_it():
     tokenizer = small_tokenizer()
     masked = tokenizer("The <|mask|> sleeps")["input_ids"]
