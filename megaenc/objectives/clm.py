@@ -7,21 +7,28 @@ import numpy as np
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.objectives.base import Attention, Objective, Targets
+from megaenc.objectives.masking import text_token_mask
 from megaenc.objectives.registry import register
 
 
 @register
 @dataclass(frozen=True)
 class CausalLanguageModeling(Objective):
-    """Objective `clm`: under causal attention each token of a document or cut piece predicts the next one; the last none."""
+    """Objective `clm`: under causal attention each token predicts the next one.
+
+    The last token of a document, or of a cut piece, predicts none. A next token that is special is not predicted, except the one
+    that ends a document (`Vocabulary.eos_id`), from which the model learns where a text ends.
+    """
 
     name = "clm"
     attention = Attention.CAUSAL
     shift = 1
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack: unchanged inputs, and the next token as label at all but each document's last."""
-        has_next = np.ones(len(pack.tokens), dtype=bool)
-        has_next[pack.edges[1:] - 1] = False
-        predict_at = np.flatnonzero(has_next)
-        return Targets(pack.tokens, predict_at, pack.tokens[predict_at + 1])
+        """Return the Targets of one pack: unchanged inputs; labels are text and ends of documents, never a first token."""
+        is_predicted = text_token_mask(self.vocabulary)[pack.tokens]
+        if self.vocabulary.eos_id is not None:
+            is_predicted |= pack.tokens == self.vocabulary.eos_id
+        is_predicted[pack.edges[:-1]] = False
+        predicted = np.flatnonzero(is_predicted)
+        return Targets(pack.tokens, predicted - self.shift, pack.tokens[predicted])

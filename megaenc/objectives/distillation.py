@@ -14,7 +14,7 @@ from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import OptionError, SoftLabels, Targets, option
-from megaenc.objectives.masking import MaskedLanguageModeling
+from megaenc.objectives.masking import MaskedLanguageModeling, text_token_ids
 from megaenc.objectives.registry import register
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ class Distillation(MaskedLanguageModeling):
     """Objective `distill`: `mlm` with a teacher (Hinton et al. 2015, arXiv 1503.02531; DistilBERT, arXiv 1910.01108).
 
     Hides the same tokens as `mlm` with the same options. The label distribution of a hidden token is
-    (1 - `share`) onehot(token) + `share` softmax(z / `temperature`) over the `top_k` largest logits z of the teacher, which reads
-    the same masked inputs, each document separately. The loss is the cross-entropy with this distribution, at least its entropy:
-    runs are compared by the held-out loss of `mlm`. The student's temperature is 1, so there is no factor of temperature^2.
+    (1 - `share`) onehot(token) + `share` softmax(z / `temperature`) over the `top_k` largest logits z of the teacher, without
+    those of special tokens. The teacher reads the same masked inputs, each document separately. The loss is the cross-entropy
+    with this distribution, at least its entropy: runs are compared by the held-out loss of `mlm`. The student's temperature is
+    1, so there is no factor of temperature^2.
 
     `teacher` is a folder with a masked language model for the run's tokenizer, for example an export of this project; its path
     has no space and none of `,():=`, which mean something in a schedule. Its config and weights join the run's identity.
@@ -107,8 +108,8 @@ class Teacher:
     def find_top_tokens(self, pack: Pack, inputs: np.ndarray, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int64[N, K], logits float64[N, K]) of the `count` likeliest tokens at `positions` of `inputs`, best first.
 
-        K is `count`, or the size of a smaller vocabulary. Each document is read without the others. Raises InputError for a pack
-        longer than the model's context, because a document may be as long.
+        Special tokens are left out. K is `count`, or the number of other tokens if that is smaller. Each document is read
+        without the others. Raises InputError for a pack longer than the model's context, because a document may be as long.
         """
         import torch
 
@@ -117,7 +118,7 @@ class Teacher:
                 f"teacher {self.path}: reads up to {self.context_length} tokens, expected the {len(pack.tokens)} of a pack; "
                 "use a smaller --seq-length or another teacher"
             )
-        count = min(count, self.vocabulary.size)
+        count = min(count, len(text_token_ids(self.vocabulary)))
         ids_NK, logits_NK = np.empty((len(positions), count), dtype=np.int64), np.empty((len(positions), count))
         lengths, document_of = np.diff(pack.edges), np.searchsorted(pack.edges, positions, side="right") - 1
         for documents in _iterate_batches(np.unique(document_of), lengths):
@@ -129,12 +130,15 @@ class Teacher:
             (chosen,) = (row_of[document_of] >= 0).nonzero()
             at_n = row_of[document_of[chosen]] * tokens_BL.shape[1] + positions[chosen] - pack.edges[document_of[chosen]]
             logits_nV = self._compute_logits(*map(torch.from_numpy, (tokens_BL, mask_BL, at_n)))
-            best = logits_nV[:, : self.vocabulary.size].topk(count)
+            best = logits_nV.topk(count)
             ids_NK[chosen], logits_NK[chosen] = best.indices.numpy(), best.values.numpy()
         return ids_NK, logits_NK
 
     def _compute_logits(self, tokens_BL: "torch.Tensor", mask_BL: "torch.Tensor", at_n: "torch.Tensor") -> "torch.Tensor":
-        """Return logits float32[n, V] at the places `at_n` of the flattened right-padded tokens; `mask_BL`: True for tokens."""
+        """Return logits float32[n, V] at the places `at_n` of the flattened right-padded tokens; `mask_BL`: True for tokens.
+
+        Those of special tokens are -inf.
+        """
         import torch
 
         def select(module: Any, inputs: tuple["torch.Tensor"]) -> tuple["torch.Tensor"]:
@@ -142,7 +146,9 @@ class Teacher:
             return (inputs[0].flatten(0, 1)[at_n],)
 
         with torch.inference_mode(), self._lock, self.model.get_output_embeddings().register_forward_pre_hook(select):
-            return self.model(input_ids=tokens_BL, attention_mask=mask_BL.long()).logits
+            logits_nV = self.model(input_ids=tokens_BL, attention_mask=mask_BL.long()).logits[:, : self.vocabulary.size]
+            logits_nV[:, list(self.vocabulary.special_ids)] = -torch.inf
+            return logits_nV
 
 
 @lru_cache(maxsize=4)

@@ -16,9 +16,10 @@ from megaenc.objectives.registry import register
 class GPTBERT(MaskedNextTokenPrediction):
     """Objective `gpt_bert` (Charpentier and Samuel 2024, arXiv 2410.24159): CLM in some documents, MNTP in all others.
 
-    Each document, or cut piece, is causal with probability `causal`: every token but the first is predicted, by the one before
-    it. All others are as under `mntp`, with its options. A hidden token counts 1 / `mask` and the divisor is the number of tokens
-    that can be predicted, so that a causal document counts as much as any other of its length, as in the paper.
+    Each document, or cut piece, is causal with probability `causal`: every token that is neither special nor the first is
+    predicted, by the one before it. All others are as under `mntp`, with its options. A hidden token counts 1 / `mask` and the
+    divisor is the number of tokens that can be predicted, so that a causal document counts as much as any other of its length,
+    as in the paper.
     """
 
     name = "gpt_bert"
@@ -31,12 +32,11 @@ class GPTBERT(MaskedNextTokenPrediction):
         masked, lengths = super().targets(pack, randomness), np.diff(pack.edges).astype(np.int64)
         document_is_causal = randomness.bernoulli("causal", len(lengths), self.causal)
         is_causal = np.repeat(document_is_causal, lengths)
-        follows = pack.positions > 0
+        eligible = self.eligible(pack)
         is_hidden = np.zeros(len(pack.tokens), dtype=bool)
         is_hidden[masked.predict_at + self.shift] = True
-        (predicted,) = np.where(is_causal, follows, is_hidden).nonzero()
+        (predicted,) = np.where(is_causal, eligible, is_hidden).nonzero()
         weights = np.where(is_causal[predicted], 1.0, 1 / self.mask).astype(np.float32)
-        count = int(np.where(is_causal, follows, self.eligible(pack)).sum())
         inputs = np.where(is_causal, pack.tokens, masked.inputs)
         prefixes = np.where(document_is_causal, 0, lengths)
-        return Targets(inputs, predicted - self.shift, pack.tokens[predicted], prefixes, weights, count)
+        return Targets(inputs, predicted - self.shift, pack.tokens[predicted], prefixes, weights, int(eligible.sum()))

@@ -7,6 +7,7 @@ import numpy as np
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
+from megaenc.objectives.masking import text_token_mask
 from megaenc.objectives.registry import register
 
 
@@ -16,7 +17,8 @@ class PrefixLanguageModeling(Objective):
     """Objective `prefix_lm`: tokens of a random prefix of each document see each other; later ones are predicted causally.
 
     For a document, or a cut piece, of L tokens, the prefix has floor(u L) tokens, at most L - 1, with u drawn uniformly from
-    [low, high). The token before each of the later ones predicts it; the first token is never predicted (T5, arXiv 1910.10683).
+    [low, high). The token before each of the later ones predicts it (T5, arXiv 1910.10683). The first token and special ones are
+    never predicted.
     """
 
     name = "prefix_lm"
@@ -33,9 +35,10 @@ class PrefixLanguageModeling(Objective):
             raise OptionError(self.name, "low", f"found {self.low:g}, expected at most high={self.high:g}")
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return one pack's Targets: a random prefix per document; every token after it, never the first, is predicted."""
+        """Return one pack's Targets: a random prefix per document; text tokens after it, never the first, are predicted."""
         lengths = np.diff(pack.edges).astype(np.int64)
         shares = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))
         prefixes = np.minimum((shares * lengths).astype(np.int64), lengths - 1)
-        predicted = np.flatnonzero(pack.positions >= np.repeat(np.maximum(prefixes, 1), lengths))
+        follows = pack.positions >= np.repeat(np.maximum(prefixes, 1), lengths)
+        predicted = np.flatnonzero(follows & text_token_mask(self.vocabulary)[pack.tokens])
         return Targets(pack.tokens, predicted - 1, pack.tokens[predicted], prefixes)

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from objective_helpers import VOCABULARY, random_pack, write_teacher
+from objective_helpers import SPECIAL, VOCABULARY, random_pack, write_teacher
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
@@ -45,7 +45,8 @@ def plain_distributions(model, objective, pack, targets):
     for start, stop in zip(pack.edges[:-1], pack.edges[1:], strict=True):
         logits = model(torch.from_numpy(targets.inputs[start:stop])[None]).logits[0, :, : VOCABULARY.size].double()
         for at in targets.predict_at[(targets.predict_at >= start) & (targets.predict_at < stop)]:
-            best = logits[at - start].topk(min(objective.top_k, VOCABULARY.size))
+            logits[at - start, list(SPECIAL)] = -torch.inf
+            best = logits[at - start].topk(min(objective.top_k, VOCABULARY.size - len(SPECIAL)))
             row = np.zeros(VOCABULARY.size)
             row[best.indices] = objective.share * (best.values / objective.temperature).softmax(0)
             row[pack.tokens[at]] += 1 - objective.share
@@ -127,6 +128,13 @@ def test_a_share_of_zero_is_mlm_and_options_change_over_a_phase(teacher):
     assert [schedule.objective(step).top_k for step in (1, 3, 5)] == [4, 6, 8]
     soft_labels = schedule.objective(5).targets(random_pack(0), SampleRandomness(0, 0, 0)).soft_labels
     assert (soft_labels.probabilities[:, 0] == 1).all() and (soft_labels.probabilities[:, 1:] == 0).all()
+
+
+def test_a_top_k_of_more_than_all_text_tokens_takes_all_of_them(teacher):
+    objective = Distillation(VOCABULARY, teacher=str(teacher), top_k=VOCABULARY.size)
+    ids = objective.targets(random_pack(0), SampleRandomness(0, 0, 0)).soft_labels.ids
+    text_ids = [token for token in range(VOCABULARY.size) if token not in SPECIAL]
+    assert len(ids) > 0 and all(sorted(row) == text_ids for row in ids[:, 1:].tolist())
 
 
 def test_its_files_are_part_of_the_identity(teacher):

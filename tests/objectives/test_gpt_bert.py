@@ -1,8 +1,11 @@
-"""GPT-BERT: causal documents as under `clm`, all others as under `mntp`, each kind with the same weight per token."""
+"""GPT-BERT against `clm` and `mntp`.
+
+Causal documents are as under `clm` without ends, all others as under `mntp`, each kind with the same weight per token.
+"""
 
 import numpy as np
 import pytest
-from objective_helpers import VOCABULARY, random_pack, within
+from objective_helpers import SPECIAL, VOCABULARY, random_pack, within
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
@@ -28,15 +31,24 @@ def test_targets_are_those_of_a_slow_reference(options):
             is_causal = draws[document] < objective.causal
             source, weight = (clm, 1.0) if is_causal else (mntp, 1 / objective.mask)
             inputs += source.inputs[start:stop].tolist()
-            chosen = {at: label for at, label in by_position(source).items() if start <= at < stop}
+            chosen = {at: label for at, label in by_position(source).items() if start <= at < stop and label not in SPECIAL}
             predicted |= chosen
             weights += [np.float32(weight)] * len(chosen)
             prefixes.append(0 if is_causal else stop - start)
-            count += stop - start - 1 if is_causal else int(eligible[start:stop].sum())
+            count += len(chosen) if is_causal else int(eligible[start:stop].sum())
         actual = objective.targets(pack, randomness)
         assert actual.inputs.tolist() == inputs and by_position(actual) == predicted
         assert actual.weights.tolist() == weights and actual.prefixes.tolist() == prefixes and actual.count == count
         check_targets(objective, pack, seed=5)
+
+
+def test_special_tokens_of_causal_documents_by_hand():
+    """`[CLS] 8 9 [SEP]`, then a chunk of two documents: only text is predicted and counted, the first token never."""
+    pack = Pack(0, 0, np.array([7, 8, 9, 0, 10, 0, 7, 11, 0]), np.array([0, 4, 9], dtype=np.int32))
+    actual = GPTBERT(VOCABULARY, causal=1.0).targets(pack, SampleRandomness(0, 0, 0))
+    assert (actual.predict_at.tolist(), actual.labels.tolist()) == ([0, 1, 6], [8, 9, 11])
+    assert actual.weights.tolist() == [1.0, 1.0, 1.0]
+    assert actual.count == 3
 
 
 @pytest.mark.parametrize(("causal", "kind"), [(1.0, CausalLanguageModeling), (0.0, MaskedNextTokenPrediction)])
@@ -47,8 +59,10 @@ def test_the_ends_are_its_two_parts(causal, kind):
             GPTBERT(VOCABULARY, causal=causal).targets(pack, randomness),
             kind(VOCABULARY).targets(pack, randomness),
         )
-        for name in ("inputs", "predict_at", "labels"):
-            assert np.array_equal(getattr(actual, name), getattr(expected, name))
+        is_text = ~np.isin(expected.labels, SPECIAL)
+        assert np.array_equal(actual.inputs, expected.inputs)
+        assert np.array_equal(actual.predict_at, expected.predict_at[is_text])
+        assert np.array_equal(actual.labels, expected.labels[is_text])
 
 
 def test_statistics_over_a_million_tokens():

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from objective_helpers import VOCABULARY, random_pack, within
+from objective_helpers import SPECIAL, VOCABULARY, random_pack, within
 
 from megaenc.counter_rng import SampleRandomness, uniforms
 from megaenc.data.packing.packed_dataset import Pack
@@ -28,7 +28,8 @@ def test_against_a_loop(low, high):
             start, stop = int(pack.edges[document]), int(pack.edges[document + 1])
             prefix = min(math.floor((low + (high - low) * draw) * (stop - start)), stop - start - 1)
             prefixes.append(prefix)
-            expected += [(at - 1, pack.tokens[at]) for at in range(start + max(prefix, 1), stop)]
+            rest = range(start + max(prefix, 1), stop)
+            expected += [(at - 1, pack.tokens[at]) for at in rest if pack.tokens[at] not in SPECIAL]
         actual = objective.targets(pack, SampleRandomness(3, sample, 2))
         assert actual.prefixes.tolist() == prefixes
         assert list(zip(actual.predict_at, actual.labels, strict=True)) == expected
@@ -36,7 +37,15 @@ def test_against_a_loop(low, high):
         assert actual.prefixes.dtype == actual.predict_at.dtype == actual.labels.dtype == np.int64
 
 
-def test_without_a_prefix_it_predicts_what_causal_modelling_predicts():
+def test_special_tokens_are_not_predicted_by_hand():
+    """`[CLS] 8 9 [SEP]`, then a chunk of two documents: only text is predicted, the first token never."""
+    pack = Pack(0, 0, np.array([7, 8, 9, 0, 10, 0, 7, 11, 0]), np.array([0, 4, 9], dtype=np.int32))
+    actual = PrefixLanguageModeling(VOCABULARY, low=0.5, high=0.5).targets(pack, SampleRandomness(0, 0, 0))
+    assert actual.prefixes.tolist() == [2, 2]
+    assert (actual.predict_at.tolist(), actual.labels.tolist()) == ([1, 6], [9, 11])
+
+
+def test_without_a_prefix_it_predicts_the_text_that_causal_modelling_predicts():
     from megaenc.objectives import CausalLanguageModeling
 
     for sample in range(20):
@@ -44,8 +53,10 @@ def test_without_a_prefix_it_predicts_what_causal_modelling_predicts():
         actual = PrefixLanguageModeling(VOCABULARY, high=0).targets(pack, draws)
         expected = CausalLanguageModeling(VOCABULARY).targets(pack, draws)
         assert not actual.prefixes.any()
-        for name in ("inputs", "predict_at", "labels"):
-            assert np.array_equal(getattr(actual, name), getattr(expected, name))
+        is_text = expected.labels != VOCABULARY.eos_id
+        assert np.array_equal(actual.inputs, expected.inputs)
+        assert np.array_equal(actual.predict_at, expected.predict_at[is_text])
+        assert np.array_equal(actual.labels, expected.labels[is_text])
 
 
 def test_a_document_of_one_token_predicts_nothing():

@@ -34,7 +34,7 @@ class Vocabulary:
     mask_id: int | None
     """Id of the mask token."""
     special_ids: tuple[int, ...]
-    """Ids that are not text, ascending; never masked."""
+    """Ids that are not text, ascending; never hidden, nor predicted, except `eos_id` by `clm`."""
     fingerprint: str
     """sha256 in hex of everything that decides ids; equal for equal tokenizers wherever they are stored. Empty for a made-up
     vocabulary, which fits any file.
