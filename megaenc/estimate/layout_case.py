@@ -282,19 +282,22 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
     """Return a pack's average ObjectiveWork under an objective whose options go linearly from `start` to `end`."""
     length = config.data.seq_length
     unpredicted = docs.pieces if start.shift else 0.0  # a document's first token has no predecessor
-    predicted, is_bidirectional = length - unpredicted, start.attention is Attention.BIDIRECTIONAL
+    text = length - unpredicted - docs.special
+    predicted = length - unpredicted  # `clm` also predicts the ends of documents
+    is_bidirectional = start.attention is Attention.BIDIRECTIONAL
     visible_squares, visible_local = is_bidirectional * docs.squares, is_bidirectional * docs.local_pairs
     if hasattr(start, "mask"):
-        predicted = (start.mask + end.mask) / 2 * (length - unpredicted - docs.special)
+        predicted = (start.mask + end.mask) / 2 * text
     if isinstance(start, MaskedDiffusion):
-        predicted = (start.low + start.high + end.low + end.high) / 4 * (length - docs.special)
+        predicted = (start.low + start.high + end.low + end.high) / 4 * text
     if isinstance(start, GPTBERT):
         causal = (start.causal + end.causal) / 2
-        predicted += causal * (length - unpredicted - predicted)
+        predicted += causal * (text - predicted)
         visible_squares, visible_local = (1 - causal) * docs.squares, (1 - causal) * docs.local_pairs
     elif start.attention is Attention.PREFIX:
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
-        predicted = min(predicted, length * (1 - (low + high) / 2) + docs.pieces / 2)  # a prefix is rounded down
+        rest = length * (1 - (low + high) / 2) + docs.pieces / 2 - docs.special  # a prefix is rounded down
+        predicted = min(text, rest)
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
         visible_local = docs.local_pairs * (low + high) / 2  # exact if documents are much longer than the window
     pairs = docs.squares, visible_squares, docs.local_pairs, visible_local

@@ -1,10 +1,16 @@
 """Operations and predictions against those that a run counts."""
 
+import numpy as np
 import pytest
 import runs
 
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.estimate.command import build_workload, parse_estimate_config, resolve_vocab_size
+from megaenc.estimate.layout_case import compute_objective_work
 from megaenc.estimate.length_model import build_length_model
+from megaenc.objectives import Schedule
 
 RUN = [*runs.SHORT_RUN, "--train-iters", "36", "--global-batch-size", "16", "--eval-interval", "0"]
 SCHEDULE = "clm:6,mlm(mask=0.3):6,mntp:6,prefix_lm:6,gpt_bert(causal=0.5,mask=0.3):6,sum(clm:1,mlm:2):6"
@@ -60,3 +66,31 @@ def test_passes_of_a_pseudo_perplexity_are_counted_in_validations():
     flags = ["--train-iters", "100", "--eval-iters", "3", "--eval-pseudo-perplexity-passes", "8", "--objective-schedule"]
     for schedule, forwards in (("mlm(mask=0.2)", 3 + 8), ("clm:0.5,mntp:0.5", 3 + 2 * 8)):  # clm, mlm, the schedule's, the passes
         assert demanded(*flags, schedule)[1].validation_batches == 3 * forwards
+
+
+OBJECTIVES = ["clm", "mlm(mask=0.3)", "mntp(mask=0.3)", "prefix_lm", "gpt_bert(causal=0.5,mask=0.3)", "diffusion"]
+
+
+@pytest.mark.parametrize("text", OBJECTIVES)
+def test_predictions_are_those_of_short_documents_that_end_in_eos(text):
+    """Documents of 2 to 30 tokens in packs of 64, so that EOS is 6 % of the tokens."""
+    vocabulary = Vocabulary(size=400, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
+    lengths = np.random.default_rng(0).integers(2, 31, size=20_000)
+    ends = np.cumsum(lengths)
+    tokens = np.full(ends[-1], 2)
+    tokens[ends - 1] = vocabulary.eos_id
+    is_edge = np.zeros(len(tokens) + 1, dtype=bool)
+    is_edge[ends] = True
+    is_edge[::64] = True
+    objective = Schedule.build(text, 1, vocabulary).objective(1)
+    packs = len(tokens) // 64
+    predicted = 0
+    for sample in range(packs):
+        start = 64 * sample
+        edges = np.flatnonzero(is_edge[start : start + 65]).astype(np.int32)
+        pack = Pack(sample, 0, tokens[start : start + 64], edges)
+        predicted += len(objective.targets(pack, SampleRandomness(0, sample, 0)).labels)
+    config, _ = demanded("--seq-length", "64", "--objective-schedule", text)
+    docs = build_length_model(config.pretrain.data, tuple(lengths.tolist()))
+    work = compute_objective_work(objective, objective, config.pretrain, docs)
+    assert work.predicted == pytest.approx(predicted / packs, rel=0.02)
