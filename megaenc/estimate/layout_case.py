@@ -281,8 +281,11 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
 def compute_objective_work(start: Objective, end: Objective, config: PretrainConfig, docs: LengthModel) -> ObjectiveWork:
     """Return a pack's average ObjectiveWork under an objective whose options go linearly from `start` to `end`."""
     length = config.data.seq_length
-    unpredicted = docs.pieces if start.shift else 0.0  # a document's first token has no predecessor
-    text = length - unpredicted - docs.special
+    unpredicted, special = 0.0, docs.special
+    if start.shift:
+        unpredicted = docs.pieces  # a document's first token has no predecessor
+        special -= docs.special_starts  # counted in `unpredicted`
+    text = length - unpredicted - special
     predicted = length - unpredicted  # `clm` also predicts the ends of documents
     is_bidirectional = start.attention is Attention.BIDIRECTIONAL
     visible_squares, visible_local = is_bidirectional * docs.squares, is_bidirectional * docs.local_pairs
@@ -296,7 +299,7 @@ def compute_objective_work(start: Objective, end: Objective, config: PretrainCon
         visible_squares, visible_local = (1 - causal) * docs.squares, (1 - causal) * docs.local_pairs
     elif start.attention is Attention.PREFIX:
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
-        rest = length * (1 - (low + high) / 2) + docs.pieces / 2 - docs.special  # a prefix is rounded down
+        rest = length * (1 - (low + high) / 2) + docs.pieces / 2 - special  # a prefix is rounded down
         predicted = min(text, rest)
         visible_squares = docs.squares * (low * low + low * high + high * high) / 3
         visible_local = docs.local_pairs * (low + high) / 2  # exact if documents are much longer than the window

@@ -12,11 +12,13 @@ from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
 from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, check_two_chunks_fit, mean_squared_chunk_lengths
 from megaenc.data.packing.sentence_packing import check_has_sentences
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.errors import InputError
 from megaenc.model.config import visible_pairs
 from megaenc.training.config_groups import DataConfig
 
 _MAX_LENGTH = 1 << 40  # tokens per document
+_ONE_EOS = SpecialTokens("eod", after=(0,))  # probably, where nothing says what surrounds a document
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class LengthModel:
     """sample of document lengths for synthetic packs; empty if unknown"""
     local_pairs: float = 0.0
     """sum over documents and pieces of the ordered pairs of tokens within the window of local layers; 0 without a window"""
+    special_starts: float = 0.0
+    """special tokens that begin a document"""
 
 
 def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], window: int | None = None) -> LengthModel:
@@ -53,7 +57,7 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
         lengths = np.array(document_tokens, dtype=np.int64)
         text = f"{len(document_tokens)} lengths given" if len(document_tokens) > 1 else "one length given"
         source = f"documents of {lengths.mean():,.0f} tokens on average, {text}"
-        return _concat_length_model(lengths, data.seq_length, 1, source, window)
+        return _concat_length_model(lengths, data.seq_length, _ONE_EOS, source, window)
     corpora = parse_data_path(data.data_path) if data.data_path else []
     if not corpora or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in corpora):
         pairs = float(window is not None and visible_pairs(data.seq_length, window))
@@ -62,10 +66,10 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
     tokens, parts = zip(*(_read_corpus_lengths(prefix, data, window) for _, prefix in corpora), strict=True)
     shares = [weight for weight, _ in corpora if weight is not None]
     weights = [float(share / sum(shares)) for share in shares] or tokens
-    names = ("squares", "pieces", "special", "local_pairs")
-    *mean, pairs = (float(np.average([getattr(part, name) for part in parts], weights=weights)) for name in names)
+    names = ("squares", "pieces", "special", "local_pairs", "special_starts")
+    *mean, pairs, starts = (float(np.average([getattr(part, name) for part in parts], weights=weights)) for name in names)
     source = ", ".join(part.source for part in parts)
-    return LengthModel(*mean, source, parts[int(np.argmax(weights))].lengths, pairs)
+    return LengthModel(*mean, source, parts[int(np.argmax(weights))].lengths, pairs, starts)
 
 
 def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
@@ -92,12 +96,14 @@ def _read_corpus_lengths(prefix: str, data: DataConfig, window: int | None) -> t
     if data.packing == "sentences":
         check_has_sentences(prefix, metadata, sequences=len(index.lengths), documents=len(lengths))
     lengths = lengths[lengths > 0]
-    special = 1 if metadata is None else metadata.surrounding_tokens.count  # without metadata probably an EOS
+    special = _ONE_EOS if metadata is None else metadata.surrounding_tokens
     source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
     return int(lengths.sum()), _concat_length_model(lengths, data.seq_length, special, source, window)
 
 
-def _concat_length_model(lengths: np.ndarray, pack: int, special_tokens: int, source: str, window: int | None) -> LengthModel:
+def _concat_length_model(
+    lengths: np.ndarray, pack: int, special_tokens: SpecialTokens, source: str, window: int | None
+) -> LengthModel:
     """Return the length model of documents of `lengths`, int64[D], concatenated in random order and cut at pack ends.
 
     A document of d tokens overlaps d + L - 1 windows of L tokens: |d - L| + 1 of them by m = min(d, L) tokens, and two each by
@@ -107,11 +113,13 @@ def _concat_length_model(lengths: np.ndarray, pack: int, special_tokens: int, so
     m = np.minimum(d, pack)
     squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
     sample = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
-    pieces, special = (mean + pack - 1) / mean, special_tokens * pack / mean
+    pieces, documents = (mean + pack - 1) / mean, pack / mean
+    special = special_tokens.count * documents
     pairs = 0.0
     if window is not None:
         by_length = np.array([visible_pairs(length, window) for length in range(pack + 1)], dtype=np.float64)
         shorter = np.cumsum(by_length) - by_length  # of pieces of 1 to m - 1 tokens
         whole = m.astype(np.int64)
         pairs = float((by_length[whole] * (np.abs(d - pack) + 1) + 2 * shorter[whole]).mean() / mean)
-    return LengthModel(float(squares.mean() / mean), pieces, special, source, tuple(sample.tolist()), pairs)
+    starts = documents if special_tokens.before else 0.0
+    return LengthModel(float(squares.mean() / mean), pieces, special, source, tuple(sample.tolist()), pairs, starts)

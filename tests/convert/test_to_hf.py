@@ -99,7 +99,10 @@ def test_folder_holds_safetensors_and_the_tokenizer(exports, small_corpus):
     assert config["vocab_size"] == len(tokenizer) == 400, "vocabulary padding is not exported"
     assert (config["mask_token_id"], config["eos_token_id"]) == (tokenizer.mask_token_id, tokenizer.eos_token_id)
     text = "stan plark"
-    assert tokenizer(text)["input_ids"] == AutoTokenizer.from_pretrained(small_corpus.tokenizer)(text)["input_ids"]
+    plain = AutoTokenizer.from_pretrained(small_corpus.tokenizer)(text)["input_ids"]
+    assert tokenizer(text)["input_ids"] == [*plain, tokenizer.eos_token_id], "a document as it was trained"
+    assert tokenizer(text, text)["input_ids"] == [*plain, tokenizer.eos_token_id] * 2
+    assert tokenizer("")["input_ids"] == [tokenizer.eos_token_id]
 
 
 def test_mapping_is_read_in_both_directions(trained_run):

@@ -6,6 +6,7 @@ import runs
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.estimate.command import build_workload, parse_estimate_config, resolve_vocab_size
 from megaenc.estimate.layout_case import compute_objective_work
@@ -71,14 +72,18 @@ def test_passes_of_a_pseudo_perplexity_are_counted_in_validations():
 OBJECTIVES = ["clm", "mlm(mask=0.3)", "mntp(mask=0.3)", "prefix_lm", "gpt_bert(causal=0.5,mask=0.3)", "diffusion"]
 
 
+@pytest.mark.parametrize("special", [SpecialTokens("eod", after=(0,)), SpecialTokens("template", (3,), (0,))])
 @pytest.mark.parametrize("text", OBJECTIVES)
-def test_predictions_are_those_of_short_documents_that_end_in_eos(text):
-    """Documents of 2 to 30 tokens in packs of 64, so that EOS is 6 % of the tokens."""
-    vocabulary = Vocabulary(size=400, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
-    lengths = np.random.default_rng(0).integers(2, 31, size=20_000)
+def test_predictions_are_those_of_short_documents_with_special_tokens(text, special, monkeypatch):
+    """Documents of 3 to 30 tokens in packs of 64, so that each special token is 6 % of the tokens."""
+    vocabulary = Vocabulary(size=400, eos_id=0, mask_id=1, special_ids=(0, 1, 3), fingerprint="")
+    monkeypatch.setattr("megaenc.estimate.length_model._ONE_EOS", special)
+    lengths = np.random.default_rng(0).integers(3, 31, size=20_000)
     ends = np.cumsum(lengths)
     tokens = np.full(ends[-1], 2)
     tokens[ends - 1] = vocabulary.eos_id
+    if special.before:
+        tokens[ends - lengths] = special.before[0]
     is_edge = np.zeros(len(tokens) + 1, dtype=bool)
     is_edge[ends] = True
     is_edge[::64] = True
@@ -93,4 +98,4 @@ def test_predictions_are_those_of_short_documents_that_end_in_eos(text):
     config, _ = demanded("--seq-length", "64", "--objective-schedule", text)
     docs = build_length_model(config.pretrain.data, tuple(lengths.tolist()))
     work = compute_objective_work(objective, objective, config.pretrain, docs)
-    assert work.predicted == pytest.approx(predicted / packs, rel=0.02)
+    assert work.predicted == pytest.approx(predicted / packs, rel=0.03)

@@ -231,13 +231,13 @@ class _EdgeChecker:
         ends, self._ends = np.split(self._ends, [count])
         needed = self._place + 1 if self._place >= 0 else -self._place
         is_missing = ends - starts < needed
-        found = chunk[np.clip(positions - start, 0, len(chunk) - 1)]
-        is_wrong = is_missing | (found != self._token)
+        tokens = chunk[np.clip(positions - start, 0, len(chunk) - 1)]
+        is_wrong = is_missing | (tokens != self._token)
         if not is_wrong.any():
             self._checked_documents += count
             return ""
         at = int(is_wrong.argmax())
-        return f"document {self._checked_documents + at}: {self._describe(is_missing[at], found[at], positions[at])}"
+        return f"document {self._checked_documents + at}: {self._describe(is_missing[at], tokens[at], positions[at])}"
 
     @property
     def _positions(self) -> np.ndarray:
@@ -252,9 +252,9 @@ class _EdgeChecker:
     def _describe(self, is_missing: bool, token: int, position: int) -> str:
         """Describe a wrong token, or that the document has none at the place."""
         name = {-1: "last token", 0: "first token"}.get(self._place, f"token {self._place}")
-        found = "no token" if is_missing else f"id {token} as its {name} ({position:,} of the corpus)"
+        actual = "no token" if is_missing else f"id {token} as its {name} ({position:,} of the corpus)"
         expected = f"it to end with {self._token} (`eod`" if self._place == -1 else f"{self._token} (`special_tokens`"
-        return f"found {found}, expected {expected} in the .json)"
+        return f"found {actual}, expected {expected} in the .json)"
 
 
 def _read_chunks(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.ndarray]:

@@ -145,7 +145,8 @@ def _build_stats_table(corpus: Corpus, packs: CorpusPackedDataset, lengths: Leng
         "tokens": f"{tokens:,}",
         "dtype": corpus.dtype,
         "tokenizer": unknown,
-        "special tokens": unknown,
+        "special tokens": "",
+        "end of document": unknown,
         "size on disk": " + ".join(sizes),
         f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch ({settings.packing}, training documents "
         f"of --split {settings.split})" + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
@@ -157,8 +158,11 @@ def _build_stats_table(corpus: Corpus, packs: CorpusPackedDataset, lengths: Leng
         identity = metadata.tokenizer
         rows["tokenizer"] = f"{identity.name} ({identity.fingerprint[:12]}), {metadata.vocab_size:,} ids"
         special = metadata.surrounding_tokens
-        ids = " ".join(map(str, [*special.before, "...", *special.after]))
-        rows["special tokens"] = f"ids {ids} ({special.mode})" if special.count else "none"
+        if special.mode == "template":
+            rows["special tokens"] = f"ids {' '.join(map(str, [*special.before, '...', *special.after]))}, the template's"
+            rows["end of document"] = ""
+        else:
+            rows["end of document"] = f"id {metadata.eod}, appended to each" if special.after else "none appended"
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         if value:
