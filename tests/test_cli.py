@@ -77,7 +77,7 @@ def test_the_tool_is_the_command(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: none.jsonl: no such file or folder; expected JSONL, Parquet or text files, a folder")
+    assert ended.stderr.startswith("error: none.jsonl: no such file or folder; expected JSONL, CSV, TSV, Parquet or text")
     assert ended.stderr.count("\n") == 1
     assert importlib.util.find_spec("megaenc.data.preprocess.command") is not None
 

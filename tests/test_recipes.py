@@ -106,8 +106,13 @@ def folder(shared_folder):
             for file in paths.tokenizer.iterdir():
                 shutil.copy(file, folder / "hf" / kind)
             convert(["from-hf", "--input", str(folder / "hf" / kind), "--output", str(folder / "core" / kind)])
-        for name, text in (("own", paths.heldout), ("general", paths.corpus)):
-            tokenizer = ["--tokenizer", str(folder / "core" / "encoder" / "tokenizer"), "--append-eod"]
+        corpora = {
+            "dapt-own": (paths.heldout, "encoder"),
+            "dapt-general": (paths.corpus, "encoder"),
+            "bidirlm": (paths.corpus, "decoder"),
+        }
+        for name, (text, kind) in corpora.items():
+            tokenizer = ["--tokenizer", str(folder / "core" / kind / "tokenizer"), "--special-tokens", "template"]
             preprocess(["--input", str(text), "--output-prefix", str(folder / "data" / name), *tokenizer])
 
     return shared_folder("recipes", make)
@@ -137,6 +142,6 @@ def test_a_tiny_recipe_goes_from_nothing_to_a_verified_export(name, folder, tmp_
     start = rows[0]["loss"], sum(row["loss"] for row in rows[35:40]) / 5
     assert start[1] < start[0] - (1.0 if name in FROM_SCRATCH else 0.1)
     assert json.loads((export / "conversion.json").read_text())["step"] == 60
-    blends = {"mmbert": ["demo/packages", "demo/python"], "dapt": ["data/own", "data/general"]}
+    blends = {"mmbert": ["demo/packages", "demo/python"], "dapt": ["data/dapt-own", "data/dapt-general"]}
     used = (save / "config.yaml").read_text()
     assert all(f"{corpus}_text_document" in used for corpus in blends.get(name, []))

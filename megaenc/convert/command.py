@@ -163,6 +163,7 @@ def _from_hf(options: FromHFConfig) -> None:
     )
     print_rank_0(
         f"{options.output}: the {source.family.model_type} model of {options.input}, {mask.describe()}\n"
+        f"  prepare text for it: megaenc preprocess --tokenizer {Path(options.output) / 'tokenizer'} --special-tokens template\n"
         f"{_describe_start(options.output)}"
     )
 

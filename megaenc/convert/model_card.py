@@ -39,6 +39,7 @@ class ExportProvenance:
     converted: bool = False  # whether it is a Hugging Face model that was not trained here; `schedule` is then inferred
     added_token: str = ""  # the mask token that was added when such a model was converted
     merge: MergeRecord | None = None  # checkpoints that were merged; `schedule` is then the last objective of one
+    document: str = ""  # a document of training with its special tokens, `[CLS] ... [SEP]`; empty if unknown
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
@@ -104,11 +105,23 @@ export: {attention}.{_format_loading_class(provenance, attention)}
 
 {_format_prediction_shift(objective, attention, provenance)}
 
-## Proof
+{_format_texts(provenance, attention)}## Proof
 
 `conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as {_loader(provenance)} loads it, are
 from those of megatron-core's model.
 """
+
+
+def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
+    """Return the card's section about the special tokens around a text; empty if they are unknown."""
+    if not provenance.document:
+        return ""
+    text = f"In training a document was {markdown.inline_code(provenance.document)}. "
+    if attention == Attention.CAUSAL:
+        text += "`tokenizer(text)` gives the same without its end, so that the model can go on with a prompt."
+    else:
+        text += "`tokenizer(text)` gives the same, and `tokenizer(first, second)` a pair."
+    return f"## Texts\n\n{text}\n\n"
 
 
 def check_license(text: str) -> None:

@@ -247,6 +247,7 @@ class Exporter:
             converted=run.converted and not run.merge,
             added_token=run.added_token,
             merge=run.merge,
+            document="" if run.special_tokens is None else run.special_tokens.describe(self.tokenizer),
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

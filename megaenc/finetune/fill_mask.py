@@ -36,16 +36,20 @@ class FillMaskConfig:
     """Fraction of the tokens to mask, like the option `mask` of the objective mlm."""
     tokens: int = 100_000
     """Number of tokens to evaluate on, from the start of the text."""
+    seq_length: int = 0
+    """Most tokens of a window; two models are comparable if it is the same. 0: as many as model and tokenizer read."""
     sentences: int = 8
     """Number of sentences to print, each with one masked word and the model's guesses: those with the surest guesses of 200."""
 
 
 @dataclass(frozen=True)
 class MaskScore:
-    """Number of masked tokens, the model's accuracy on them, and that of always guessing the most frequent one."""
+    """Number of masked tokens, the model's accuracy and loss on them, and the accuracy of the most frequent one."""
 
     token_count: int
     accuracy: float
+    loss: float
+    """Mean cross-entropy of the masked tokens in nats."""
     most_frequent_accuracy: float
     """Accuracy of always guessing the most frequent of the masked tokens."""
 
@@ -88,12 +92,21 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
 
 
 def compute_mask_score(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerFast",
+    texts: Iterator[str],
+    mask: float,
+    limit: int,
+    seq_length: int = 0,
 ) -> MaskScore:
-    """Mask a share `mask` of the first `limit` tokens as in MLM; return accuracy as MaskScore; InputError if too few.
+    """Mask a fraction `mask` of the first `limit` tokens as in MLM, and return the model's accuracy and loss on them.
 
-    Documents end with EOS and are split into windows of the smaller maximum length of model and tokenizer; the first token of a
-    window is not scored. The masks are the same in every call. Raises InputError if no token can be masked.
+    Documents have the special tokens that the tokenizer adds, or at least an EOS, and are split into windows of at most
+    `seq_length` tokens (see `choose_window_length`); the first token of a window is not scored. The masks are the same in every
+    call.
+
+    Raises:
+        InputError: no token can be masked.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -105,12 +118,14 @@ def compute_mask_score(
     vocabulary = read_vocabulary(tokenizer)
     objective = MaskedLanguageModeling(vocabulary, mask=mask)
     targets = []
-    length = min(model.config.max_position_embeddings, tokenizer.model_max_length)
+    length = choose_window_length(seq_length, model, tokenizer)
     for number, window in enumerate(_iterate_windows(tokenizer, texts, length, limit)):
         pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
         targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
     targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
-    hidden_labels, correct, at = [np.zeros(0, dtype=np.int64)], 0, 0
+    hidden_labels = [np.zeros(0, dtype=np.int64)]
+    loss = 0.0
+    correct, at = 0, 0
     while at < len(targets):
         # Bounds the memory of the logits: at most 2**25 (128 MiB) a batch, unless one window has more.
         rows = max(1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs)))
@@ -121,25 +136,42 @@ def compute_mask_score(
         attention_mask = pad_sequence([torch.ones_like(window) for window in windows], batch_first=True)
         with torch.inference_mode():
             logits = model(input_ids=tokens.to(model.device), attention_mask=attention_mask.to(model.device)).logits
-        for guesses, target in zip(logits.argmax(-1).cpu().numpy(), batch, strict=True):
+        for window_logits, target in zip(logits, batch, strict=True):
             # With shifted predictions the first token has none.
             has_prediction = target.predict_at > 0
-            correct += int((guesses[target.predict_at[has_prediction]] == target.labels[has_prediction]).sum())
+            scored = window_logits[torch.from_numpy(target.predict_at[has_prediction]).to(logits.device)].float()
+            labels = torch.from_numpy(target.labels[has_prediction]).to(logits.device)
+            correct += int((scored.argmax(-1) == labels).sum())
+            loss += float(torch.nn.functional.cross_entropy(scored, labels, reduction="sum"))
             hidden_labels.append(target.labels[has_prediction])
     labels = np.concatenate(hidden_labels)
     if not len(labels):
         raise InputError(f"--input: found no token to hide with --mask {mask}, expected more text")
-    return MaskScore(len(labels), correct / len(labels), int(np.bincount(labels).max()) / len(labels))
+    most_frequent = int(np.bincount(labels).max()) / len(labels)
+    return MaskScore(len(labels), correct / len(labels), loss / len(labels), most_frequent)
+
+
+def choose_window_length(seq_length: int, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> int:
+    """Return the window length of --seq-length; for 0 the most tokens that both model and tokenizer read.
+
+    Raises:
+        InputError: the model reads fewer tokens.
+    """
+    context = model.config.max_position_embeddings
+    if seq_length > context:
+        raise InputError(f"--seq-length: found {seq_length}, expected at most the {context} tokens that the model reads")
+    return seq_length or min(context, tokenizer.model_max_length)
 
 
 def _iterate_windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
     """Yield windows of at most `length` token ids, int64, of the first `limit` tokens of `texts`."""
+    from megaenc.data.tokenizer.special_tokens import resolve_special_tokens
     from megaenc.data.tokenizer.tokenizer import encode_documents
 
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    special = resolve_special_tokens(tokenizer, "")
     while batch := list(islice(texts, 64)):
         for document in encode_documents(tokenizer, batch):
-            tokens = np.concatenate([document, end]).astype(np.int64)[:limit]
+            tokens = special.surround(document)[:limit]
             limit -= len(tokens)
             yield from (tokens[start : start + length] for start in range(0, len(tokens), length))
             if not limit:
@@ -234,16 +266,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
     if not 0 < settings.mask <= 1:
         raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
-    check_minimums(settings, tokens=1, sentences=0)
+    check_minimums(settings, tokens=1, sentences=0, seq_length=0)
     inputs = resolve_inputs(InputConfig(settings.input), [settings.json_key])
     next(read_texts(inputs, settings.json_key), None)  # reports wrong input before the model is loaded
     model, tokenizer = load_masked_lm(settings.model)
+    length = choose_window_length(settings.seq_length, model, tokenizer)
     if settings.sentences:
         count = max(settings.sentences, _GUESSED_SENTENCES)
         sentences = choose_masked_sentences(tokenizer, read_texts(inputs, settings.json_key), count)
         print_surest(sentences, predict_masked_words(model, tokenizer, sentences), settings.sentences)
-    score = compute_mask_score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
+    texts = read_texts(inputs, settings.json_key)
+    score = compute_mask_score(model, tokenizer, texts, settings.mask, settings.tokens, length)
     print_rank_0(
         f"{settings.model}: {100 * score.accuracy:.1f} % of {score.token_count:,} hidden tokens guessed; "
-        f"always the most frequent token: {100 * score.most_frequent_accuracy:.1f} %"
+        f"always the most frequent token: {100 * score.most_frequent_accuracy:.1f} %; "
+        f"loss {score.loss:.4f} in windows of at most {length:,} tokens"
     )

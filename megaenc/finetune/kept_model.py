@@ -186,7 +186,9 @@ class ModelKeeper:
                 write_sentence_layout(folder, model.backbone.hidden_size, self.encoder.max_length, prompts, pooling=pooling)
             details = self._describe(scores, training)
             write_json(folder / result_files.MODEL_DETAILS, details)
-            card = build_finetuned_card(target.resolve().name, details, config.architectures[0])
+            needs_spaces = self.task.family == TaskFamily.TC and needs_spaced_words(load_tokenizer(folder))
+            architecture = config.architectures[0]
+            card = build_finetuned_card(target.resolve().name, details, architecture, needs_spaces=needs_spaces)
             (folder / "README.md").write_text(card, encoding="utf-8")
             loaded = find_task_class(config, self.task.family).from_pretrained(folder, local_files_only=True)
             check_same_model(loaded.eval(), self.task, model, _pack_some(data, model))
@@ -248,3 +250,17 @@ class ModelKeeper:
             "fingerprints": job.fingerprints.for_dataset(self.task.dataset.name),
             "scores": {split: {"score": part.score, **part.metrics} for split, part in scores.items()},
         }
+
+
+def needs_spaced_words(tokenizer: Any) -> bool:
+    """Return whether split words need a space before each but the first to get the tokens of the words joined by spaces.
+
+    transformers tokenizes each of split words by itself. SentencePiece adds a space to each, WordPiece knows none, but to
+    byte-level BPE a word without one is another word.
+    """
+    words = PROBES[0].split()
+    spaced = [words[0], *(f" {word}" for word in words[1:])]
+    joined, plain, with_spaces = (
+        tokenizer(text, is_split_into_words=isinstance(text, list))["input_ids"] for text in (" ".join(words), words, spaced)
+    )
+    return plain != joined and with_spaces == joined

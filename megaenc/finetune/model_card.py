@@ -5,7 +5,7 @@ from typing import Any
 
 from megaenc import markdown
 from megaenc.finetune.config import format_learning_rate
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import TOKENIZER_PAIRS, TaskFamily
 
 _PIPELINES = {
     TaskFamily.SC: "text-classification",
@@ -16,10 +16,22 @@ _PIPELINES = {
 _USAGE = {
     TaskFamily.SC: """from transformers import pipeline
 
-pipeline("text-classification", "FOLDER")(["a text"], truncation=True)""",
-    TaskFamily.TC: """from transformers import pipeline
+classify = pipeline("text-classification", "FOLDER")
+classify(["a text"], truncation=True)
+classify([PAIR], truncation=True)  # two texts""",
+    TaskFamily.TC: """from collections import Counter
 
-pipeline("token-classification", "FOLDER", aggregation_strategy="simple")(["words of a sentence"])""",
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForTokenClassification.from_pretrained("FOLDER")
+words = ["The", "words", "of", "a", "sentence"]
+inputs = tokenizer(WORDS, is_split_into_words=True, truncation=True, return_tensors="pt")
+votes = [Counter() for word in words]
+for word, label in zip(inputs.word_ids(), model(**inputs).logits[0].argmax(-1).tolist()):
+    if word is not None:
+        votes[word][model.config.id2label[label]] += 1
+tags = [vote.most_common(1)[0][0] if vote else "O" for vote in votes]""",
     TaskFamily.QA: """from transformers import pipeline
 
 tag = pipeline("token-classification", "FOLDER", aggregation_strategy="simple", ignore_labels=["OUTSIDE"])
@@ -32,8 +44,16 @@ model.similarity(queries, documents)""",
 }
 
 
-def build_finetuned_card(name: str, details: Mapping[str, Any], architecture: str) -> str:
-    """Return the text of README.md for a fine-tuned model called `name`; `details`: the content of finetuning.json."""
+_SPACED_WORDS = '[words[0], *(f" {word}" for word in words[1:])]'
+
+
+def build_finetuned_card(name: str, details: Mapping[str, Any], architecture: str, *, needs_spaces: bool = False) -> str:
+    """Return the text of README.md for a fine-tuned model called `name`.
+
+    Args:
+        details: content of finetuning.json.
+        needs_spaces: whether the tokenizer gives the tokens of a sentence only for words with a space before each but the first.
+    """
     family = TaskFamily(details["family"])
     is_retrieval = family == TaskFamily.IR
     rows = "\n".join(
@@ -53,6 +73,11 @@ def build_finetuned_card(name: str, details: Mapping[str, Any], architecture: st
         "trained in": f"{details['protocol']['precision']}; kept and scored in fp32",
         **{f"SHA-256 of {role.replace('_', ' ')}": digest for role, digest in details["fingerprints"].items()},
     }
+    template = details.get("pair_template", TOKENIZER_PAIRS)
+    pair = repr(template.format(text="a text", text_pair="another"))
+    if template == TOKENIZER_PAIRS:
+        pair = '{"text": "a text", "text_pair": "another"}'
+    usage = _USAGE[family].replace("PAIR", pair).replace("WORDS", _SPACED_WORDS if needs_spaces else "words")
     table = "\n".join(f"| {key} | {markdown.inline_code(value, cell=True)} |" for key, value in facts.items())
     return f"""---
 library_name: {"sentence-transformers" if is_retrieval else "transformers"}
@@ -67,7 +92,7 @@ tags: [megaenc]
 `{architecture}` of transformers.
 
 ```python
-{_USAGE[family]}
+{usage}
 ```
 
 ## Scores

@@ -113,6 +113,46 @@ def test_batches_give_what_windows_alone_give(folder, tokenizer):
         torch.testing.assert_close(alone, logits, rtol=1e-4, atol=1e-5)
 
 
+def test_the_loss_is_the_mean_of_transformers_own(folder, tokenizer, monkeypatch):
+    """Each window by itself, with the labels that transformers' masked language models take."""
+    model, _ = fill_mask.load_masked_lm(folder)
+    windows = []
+    targets = MaskedLanguageModeling.targets
+    monkeypatch.setattr(MaskedLanguageModeling, "targets", lambda *given: windows.append(targets(*given)) or windows[-1])
+    score = fill_mask.compute_mask_score(model, tokenizer, iter(TEXTS), 0.4, 10_000)
+    total = 0.0
+    for window in windows:
+        labels = np.full(len(window.inputs), -100)
+        labels[window.predict_at] = window.labels
+        labels[0] = -100
+        count = int((labels != -100).sum())
+        if count:
+            inputs, targets_of_window = (torch.from_numpy(array)[None] for array in (window.inputs, labels))
+            total += count * float(model(input_ids=inputs, labels=targets_of_window).loss)
+    assert score.loss == pytest.approx(total / score.token_count, rel=1e-5)
+
+
+def test_documents_have_the_special_tokens_of_the_tokenizer(tokenizer):
+    template = SpecialTokens("template", (tokenizer.mask_token_id,), (tokenizer.eos_token_id,))
+    stub = Stub(lambda ids: ids, len(tokenizer))
+    fill_mask.compute_mask_score(stub, set_special_tokens(tokenizer, template), iter(TEXTS[:3]), 0.01, 10_000)
+    lengths = [len(tokens) + 2 for tokens in encode_documents(tokenizer, TEXTS[:3])]
+    assert sorted(map(len, stub.asked)) == sorted(min(16, n - start) for n in lengths for start in range(0, n, 16))
+
+
+def test_seq_length_is_that_of_the_windows_and_is_printed(folder, tmp_path, capsys, refusal):
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in TEXTS))
+    argv = ["--model", str(folder), "--input", str(text), "--sentences", "0"]
+    fill_mask.main([*argv, "--seq-length", "12"])
+    short = capsys.readouterr().out
+    assert "in windows of at most 12 tokens" in short
+    fill_mask.main(argv)
+    whole = capsys.readouterr().out
+    assert "in windows of at most" in whole and whole != short
+    assert "--seq-length: found 100000, expected at most the" in refusal(fill_mask.main, [*argv, "--seq-length", "100000"])
+
+
 def test_the_limit_is_in_tokens(tokenizer):
     stub = Stub(lambda ids: ids, len(tokenizer))
     fill_mask.compute_mask_score(stub, tokenizer, iter(TEXTS), 0.5, 100)

@@ -75,7 +75,7 @@ def make_evaluation(stage: EmbedStage, name: str) -> None:
     settings = {"query_prefix": None, "document_prefix": None, "max_length": 0, "truncate_dim": 0}
     settings |= {"attention": "", "precision": ""}
     origin = {
-        "settings": {rule: ({**settings, **stage._rules(name)})[rule] for rule in RULES},
+        "settings": {rule: ({"special_tokens": "", **settings, **stage._rules(name)})[rule] for rule in RULES},
         "fingerprints": {name: _fingerprints(stage.models[name])},
         "data": stage.data.fingerprints,
     }

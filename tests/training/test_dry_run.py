@@ -84,16 +84,23 @@ def test_text_that_is_not_tokenized_is_sent_to_preprocess(small_corpus, tokenize
 
 
 @pytest.mark.parametrize("metadata", [True, False])
-def test_documents_without_an_end_are_reported(printed, small_corpus, tmp_path, metadata):
-    remedy = "no EOS token ends its documents; `megaenc preprocess --append-eod` appends one"
+def test_the_special_tokens_of_documents_are_reported(printed, refusal, small_corpus, tmp_path, metadata):
+    """Without metadata they follow from the end of the first document; corpora that differ are refused."""
     words = ["--input", str(small_corpus.text), "--tokenizer", str(small_corpus.tokenizer), "--workers", "1"]
     prefixes = {flags: str(tmp_path / f"corpus{len(flags)}_text_document") for flags in [(), ("--append-eod",)]}
     for flags, prefix in prefixes.items():
         preprocess.main([*words, "--output-prefix", prefix.removesuffix("_text_document"), *flags])
         if not metadata:  # as Megatron's own tool leaves it
             Path(f"{prefix}.json").unlink()
-    lines = [" ".join(line) for line in printed("--data-path", *prefixes.values(), "--objective-schedule", "clm:1.0")]
-    assert [line for line in lines if "ends its documents" in line] == [f"{prefixes[()]}: {remedy}"]
+    said = []
+    for prefix in prefixes.values():
+        lines = [" ".join(line) for line in printed("--data-path", prefix, "--objective-schedule", "clm:1.0")]
+        said += [line for line in lines if line.startswith("special tokens of a document")]
+    remedy = "; `megaenc preprocess --special-tokens template` or `--append-eod` adds some"
+    start = "special tokens of a document: ..."
+    assert said == [f"{start} (none){remedy}", f"{start} <|eos|> (eod)"]
+    both = ["--data-path", *prefixes.values(), "--tokenizer", small_corpus.tokenizer, "--dry-run"]
+    assert "expected one mode for all corpora of a run" in refusal(main, both)
 
 
 def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):

@@ -25,7 +25,7 @@ class TokenizerIdentity:
     eos_id: int | None
     mask_id: int | None
     text_fingerprint: str | None = None
-    """See `Vocabulary.text_fingerprint`; None in files of earlier versions."""
+    """See `Vocabulary.text_fingerprint`; None if it is `fingerprint`, and in files of earlier versions."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class RunData:
     shares: tuple[Fraction, ...]
     train: BlendedDataset
     held_out: BlendedDataset | None
-    special_tokens: SpecialTokens
+    special_tokens: SpecialTokens = SpecialTokens()
     """Special tokens around each document of all corpora."""
 
     @classmethod

@@ -109,7 +109,7 @@ def _build_job(settings: PreprocessConfig, prefixes: list[Path], inputs: resolve
         fingerprint=vocabulary.fingerprint,
         eos_id=vocabulary.eos_id,
         mask_id=vocabulary.mask_id,
-        text_fingerprint=vocabulary.text_fingerprint,
+        text_fingerprint=vocabulary.text_fingerprint if vocabulary.text_fingerprint != vocabulary.fingerprint else None,
     )
     block_tokenizer = BlockTokenizer(
         encoder=get_encoder(tokenizer),

@@ -27,7 +27,9 @@ from megaenc.finetune.examples import (
 from megaenc.json_files import read_json_object
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
-"""The study's template for pairs of local data."""
+"""The study's template for pairs of data that is not its own."""
+STUDY_PAIRS = "study"
+"""Value of --pair-template that stands for PAIR_TEMPLATE."""
 Part = TypeVar("Part", Path, str)
 _SPLIT_WORDS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
@@ -40,8 +42,8 @@ class DatasetConfig:
     """task of local data, by default inferred from the files: SC sequence classification, TC token classification, QA question
     answering, IR retrieval"""
     pair_template: str = TOKENIZER_PAIRS
-    """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; or a template, such as
-    'Text 1: {text}\\nText 2: {text_pair}'; local data named like a data set of the study uses the study's template"""
+    """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; study: by the study's template; or a
+    template with {text} and {text_pair}; local data named like a data set of the study uses the study's template"""
     whole_corpus: bool = False
     """search all documents of local retrieval data; by default only those judged for validation or test, as in the study"""
     train_on: str = ""
@@ -50,8 +52,8 @@ class DatasetConfig:
     """folder of the demo sets; missing ones are written there"""
 
     def check(self) -> None:
-        """Raise InputError if `pair_template` is neither `tokenizer` nor a format string of exactly `text` and `text_pair`."""
-        if self.pair_template == TOKENIZER_PAIRS:
+        """Raise InputError if `pair_template` is neither a known name nor a format string of exactly `text` and `text_pair`."""
+        if self.pair_template in (TOKENIZER_PAIRS, STUDY_PAIRS):
             return
         flag = f"--pair-template {self.pair_template!r}"
         try:

@@ -26,6 +26,8 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     """
     flags = DatasetConfig(**options)
     flags.check()
+    if flags.pair_template == local.STUDY_PAIRS:
+        flags = replace(flags, pair_template=local.PAIR_TEMPLATE)
     name, path = parse_dataset_name(name_or_path)
     if path is not None:
         known = hub.HUB_DATASETS.get(name)

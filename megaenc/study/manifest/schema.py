@@ -15,7 +15,6 @@ import yaml
 from megaenc import flags
 from megaenc.console import escape_unprintable, truncate_text
 from megaenc.errors import InputError
-from megaenc.finetune.datasets.local import PAIR_TEMPLATE
 from megaenc.finetune.grid.command import GridConfig
 from megaenc.study.manifest.expand import ManifestEntry, PlannedModel, expand_models, format_suggestion
 from megaenc.study.manifest.model_key import ModelKey
@@ -200,8 +199,7 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
         _build_section(ReportedEntry(), sections.reported, "reported"),
     )
     _check_hardware_and_reported(hardware, reported, sizes, {model.group for model in models})
-    grid_values = _with_study_texts(sections.finetune) if sections.finetune else {}
-    grid = _build_grid(grid_values) if grid_values else None
+    grid = _build_grid(sections.finetune) if sections.finetune else None
     embed, embed_flags = build_embed_entry(sections.embed, data_dir) if sections.embed else (None, {})
     manifest = Manifest(
         path=path,
@@ -210,7 +208,7 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
         corpus=corpus,
         data_dir=data_dir,
         finetune=grid,
-        finetune_flags=_build_grid_flags(grid, grid_values, data_dir) if grid else {},
+        finetune_flags=_build_grid_flags(grid, sections.finetune, data_dir) if grid else {},
         training_sets=plan_training_sets(grid, data_dir) if grid else (),
         hardware=hardware,
         reported=reported,
@@ -299,12 +297,6 @@ def _check_hardware_and_reported(
                 raise InputError(f"{place}: unknown name `{key}`{format_suggestion(str(key), sorted(known))}")
             if isinstance(value, bool) or not isinstance(value, kind) or (kind is not str and value < 0):
                 raise InputError(f"{place}: field `{key}`: found {value!r}, expected {expected}")
-
-
-def _with_study_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest's `finetune` keys over those of the study's texts: an EOS without BOS, and pairs by a template."""
-    special_tokens = {} if "special_tokens" in keys else {"add_bos": False, "add_eos": True}
-    return {**special_tokens, "pair_template": PAIR_TEMPLATE, **keys}
 
 
 def _build_grid(keys: Mapping[str, Any]) -> GridConfig:

@@ -19,7 +19,7 @@ from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.manifest.schema import Manifest
 from megaenc.study.plan.cost import compute_training_cost
 from megaenc.study.run.embed_stage import EmbedData, EmbedStage
-from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData
+from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData, choose_study_texts
 from megaenc.study.run.pretrain_stage import PretrainStage, read_run_init
 from megaenc.study.run.stage import CorpusStage, ExportStage, StageRunner
 from megaenc.training.checkpoint_dir import CheckpointDir
@@ -99,14 +99,18 @@ def build_graph(
         stage = EmbedStage(study=study, name="", data=data, flags=manifest.embed_flags, seconds=hardware.embed_seconds)
         embeds = {name: replace(stage, name=name) for name in exports}
     if manifest.finetune:
-        data_paths = {"train_on": flags.get("train_on", ""), "demo_folder": demo_folder}
+        texts = choose_study_texts(flags)
+        labelled_flags = {"train_on": flags.get("train_on", ""), "demo_folder": demo_folder}
+        if "pair_template" in texts:
+            labelled_flags["pair_template"] = texts.pop("pair_template")
+        protocol = replace(manifest.finetune.protocol, **texts)
         grid = FinetuneStage(
             study=study,
             name="",
             training_sets=manifest.training_sets,
             flags=flags,
-            protocol=manifest.finetune.protocol.normalize_special_tokens(),
-            data=LabelledData(flags["datasets"], replace(manifest.finetune.data, **data_paths)),
+            protocol=protocol.normalize_special_tokens(),
+            data=LabelledData(flags["datasets"], replace(manifest.finetune.data, **labelled_flags)),
             jobs=grid_jobs,
             run_seconds=hardware.finetune_seconds,
         )

@@ -13,7 +13,7 @@ from megaenc.console import truncate_text
 from megaenc.errors import InputError, closest_match
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import beir, demo, hub
-from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.datasets.local import STUDY_PAIRS, DatasetConfig
 from megaenc.finetune.datasets.registry import find_dataset, parse_dataset_name
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.grid.command import GridConfig
@@ -30,6 +30,14 @@ class TrainingSet:
     family: str
     """task family SC, TC, QA or IR; "" for local files, which determine it when they are read"""
     datasets: tuple[str, ...]
+
+
+def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of the study's texts that the manifest's `flags` leave open: an EOS without BOS, and pairs by a template."""
+    texts = {"add_bos": False, "add_eos": True, "pair_template": STUDY_PAIRS}
+    if "special_tokens" in flags:
+        texts = {"pair_template": STUDY_PAIRS}
+    return {name: value for name, value in texts.items() if name not in flags}
 
 
 def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, ...]:
@@ -171,7 +179,8 @@ class FinetuneStage(StageRunner):
         """Return the command line of `megaenc finetune grid` for the exported model; it computes only missing results."""
         paths = {"model": self._export, "output": self.folder.parent, "jobs": self.jobs}
         demo_folder = {"demo_folder": self.data.flags.demo_folder}
-        return megaenc_command("finetune", "grid", *format_flags({**paths, **demo_folder, **self.flags}))
+        texts = choose_study_texts(self.flags)
+        return megaenc_command("finetune", "grid", *format_flags({**paths, **demo_folder, **texts, **self.flags}))
 
     def progress(self) -> tuple[float, float]:
         """Return (number of existing results, recorded failures included; number of results of the complete grid)."""
