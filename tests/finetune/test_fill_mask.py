@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import encode_documents, train_tokenizer
 from megaenc.finetune import fill_mask
+from megaenc.objectives import MaskedLanguageModeling
 
 SENTENCE = "The small garden behind the house was full of yellow flowers in the early summer."
 TEXTS = [
@@ -135,12 +137,12 @@ def test_the_loss_is_the_mean_of_transformers_own(folder, tokenizer, monkeypatch
 def test_documents_have_the_special_tokens_of_the_tokenizer(tokenizer):
     template = SpecialTokens("template", (tokenizer.mask_token_id,), (tokenizer.eos_token_id,))
     stub = Stub(lambda ids: ids, len(tokenizer))
-    fill_mask.compute_mask_score(stub, set_special_tokens(tokenizer, template), iter(TEXTS[:3]), 0.01, 10_000)
+    fill_mask.compute_mask_score(stub, set_special_tokens(tokenizer, template), iter(TEXTS[:3]), 0.4, 10_000)
     lengths = [len(tokens) + 2 for tokens in encode_documents(tokenizer, TEXTS[:3])]
     assert sorted(map(len, stub.asked)) == sorted(min(16, n - start) for n in lengths for start in range(0, n, 16))
 
 
-def test_seq_length_is_that_of_the_windows_and_is_printed(folder, tmp_path, capsys, refusal):
+def test_seq_length_is_that_of_the_windows_and_is_printed(folder, tmp_path, capsys):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in TEXTS))
     argv = ["--model", str(folder), "--input", str(text), "--sentences", "0"]
@@ -150,7 +152,9 @@ def test_seq_length_is_that_of_the_windows_and_is_printed(folder, tmp_path, caps
     fill_mask.main(argv)
     whole = capsys.readouterr().out
     assert "in windows of at most" in whole and whole != short
-    assert "--seq-length: found 100000, expected at most the" in refusal(fill_mask.main, [*argv, "--seq-length", "100000"])
+    with pytest.raises(SystemExit):
+        fill_mask.main([*argv, "--seq-length", "100000"])
+    assert "--seq-length: found 100000, expected at most the 24 tokens" in capsys.readouterr().err
 
 
 def test_the_limit_is_in_tokens(tokenizer):

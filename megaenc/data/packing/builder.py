@@ -1,7 +1,7 @@
 """Corpora of a run, split into training and held-out documents, and the packs of both."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -53,7 +53,7 @@ class RunData:
     shares: tuple[Fraction, ...]
     train: BlendedDataset
     held_out: BlendedDataset | None
-    special_tokens: SpecialTokens = SpecialTokens()
+    special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     """Special tokens around each document of all corpora."""
 
     @classmethod

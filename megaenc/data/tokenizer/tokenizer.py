@@ -25,6 +25,13 @@ MIN_VOCABULARY = 258  # 256 bytes and two special tokens
 MAX_VOCABULARY = 2**31 - 1
 MAX_TEXT_LENGTH = 2048  # tokens at which `truncation=True` cuts
 
+# The template that transformers gives to a tokenizer without one, whose two fingerprints are therefore equal.
+_EMPTY_TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {},
+}
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of the files that transformers reads for a tokenizer
 # Without the pad role: no corpus holds padding, and a pad token added for fine-tuning keeps the tokenizer the same.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -195,7 +202,7 @@ def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast", with_template: bo
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     del backend["padding"], backend["truncation"]
     if not with_template:
-        backend["post_processor"] = None  # as in a tokenizer without a template, whose two fingerprints are equal
+        backend["post_processor"] = _EMPTY_TEMPLATE
     backend["added_tokens"].sort(key=lambda token: token["id"])
     roles = {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in _ROLES}
     canonical = json.dumps({"backend": backend, "roles": roles}, sort_keys=True, separators=(",", ":"))

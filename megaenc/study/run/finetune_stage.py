@@ -33,7 +33,10 @@ class TrainingSet:
 
 
 def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the study's texts that the manifest's `flags` leave open: an EOS without BOS, and pairs by a template."""
+    """Return the flags of the study's texts that the manifest's `flags` leave open.
+
+    These are an EOS without BOS, and pairs by a template.
+    """
     texts = {"add_bos": False, "add_eos": True, "pair_template": STUDY_PAIRS}
     if "special_tokens" in flags:
         texts = {"pair_template": STUDY_PAIRS}

@@ -22,9 +22,11 @@ from text_helpers import TEXTS, contents, documents_of, reference_ids, small_tok
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, token_dtype
 from megaenc.data.indexed.metadata import read_corpus_metadata
+from megaenc.data.indexed.verify import verify_corpus
 from megaenc.data.preprocess.command import PreprocessConfig, main, preprocess
 from megaenc.data.sources import resolve, text_files
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import read_vocabulary
 from megaenc.errors import InputError
 
@@ -235,6 +237,89 @@ def test_sentences_are_the_sequences_of_a_document(tmp_path, tokenizer_folder, c
     assert corpus.tokens(0, 0, int(corpus.document_lengths[0])).tolist() == list(chain(*documents[0]))
     (parted,) = preprocess(flags(tmp_path / "a.jsonl", tokenizer_folder, "parted", split_sentences=True, partitions=3))
     assert contents(parted) == contents(prefix)
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory):
+    """The small tokenizer with `<|mask|> ... <|eos|>` around a text."""
+    template = SpecialTokens("template", (1, 1), (0,))
+    folder = tmp_path_factory.mktemp("templated") / "tokenizer"
+    set_special_tokens(small_tokenizer(), template).save_pretrained(folder)
+    return str(folder)
+
+
+def template_flags(corpus, tokenizer, name="out", **changes):
+    return flags(corpus, tokenizer, name, append_eod=False, **({"special_tokens": "template"} | changes))
+
+
+def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, capsys):
+    """Also of several workers and partitions, and without the documents that deduplication removes."""
+    corpus = write_jsonl(tmp_path / "a.jsonl", [TEXTS[0], "", *TEXTS, *TEXTS])
+    (prefix,) = preprocess(template_flags(corpus, templated))
+    assert "special tokens of a document: <|mask|> <|mask|> ... <|eos|> (template)\n" in capsys.readouterr().out
+    want = [[1, 1, *reference_ids(small_tokenizer(), text), 0] for text in TEXTS]
+    assert documents_of(prefix) == [[document] for document in [want[0], *want, *want]]
+    metadata = read_corpus_metadata(prefix)
+    assert metadata.special_tokens == {"mode": "template", "before": [1, 1], "after": [0]}
+    assert (metadata.eod, metadata.append_eod, metadata.empty_documents) == (0, True, 1)
+    assert metadata.tokens == sum(map(len, [want[0], *want, *want]))
+    (parted,) = preprocess(template_flags(corpus, templated, "parted", partitions=3, workers=2))
+    assert contents(parted) == contents(prefix)
+    (unique,) = preprocess(template_flags(corpus, templated, "unique", deduplicate="exact"))
+    assert documents_of(unique) == [[document] for document in want]
+    verify_corpus(prefix)
+
+
+def test_the_first_and_the_last_sentence_have_the_special_tokens(tmp_path, templated):
+    corpus = write_jsonl(tmp_path / "a.jsonl", ["One dog. Two foxes! Three?", "No end"])
+    (prefix,) = preprocess(template_flags(corpus, templated, split_sentences=True))
+    spelled = [[small_tokenizer().decode(sequence) for sequence in document] for document in documents_of(prefix)]
+    assert spelled == [
+        ["<|mask|><|mask|>One dog.", " Two foxes!", " Three?<|eos|>"],
+        ["<|mask|><|mask|>No end<|eos|>"],
+    ]
+
+
+def test_a_template_that_adds_nothing_is_an_end(corpus, tokenizer_folder, capsys):
+    (prefix,) = preprocess(template_flags(corpus, tokenizer_folder))
+    assert f"(eod, as the template of {tokenizer_folder} adds none)" in capsys.readouterr().out
+    (ended,) = preprocess(flags(corpus, tokenizer_folder, "ended"))
+    assert contents(prefix) == contents(ended)
+    assert read_corpus_metadata(prefix).special_tokens == read_corpus_metadata(ended).special_tokens
+
+
+def test_without_special_tokens_the_template_is_named(corpus, templated, capsys):
+    preprocess(template_flags(corpus, templated, special_tokens=None))
+    expected = "no special token is added to documents; --special-tokens template writes <|mask|> <|mask|> ... <|eos|>\n"
+    assert expected in capsys.readouterr().out
+
+
+def test_append_eod_and_another_mode_are_refused(corpus, tokenizer_folder):
+    with pytest.raises(InputError, match="--append-eod: found with --special-tokens none, expected one of them"):
+        preprocess(flags(corpus, tokenizer_folder, special_tokens="none"))
+
+
+def test_partitions_of_another_mode_are_refused(corpus, templated, monkeypatch):
+    monkeypatch.setattr("megaenc.data.preprocess.partitions.PartitionStore.merge", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        preprocess(template_flags(corpus, templated, partitions=2))
+    with pytest.raises(InputError, match=r"field `special_tokens`: found .*template.*, expected .*eod"):
+        preprocess(template_flags(corpus, templated, partitions=2, special_tokens="eod"))
+
+
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_a_sidecar_from_before_special_tokens_has_those_of_append_eod(corpus, tokenizer_folder, append_eod):
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder, append_eod=append_eod))
+    path = prefix.with_name(prefix.name + ".json")
+    values = json.loads(path.read_text())
+    del values["special_tokens"]
+    path.write_text(json.dumps(values))
+    expected = SpecialTokens("eod", after=(0,)) if append_eod else SpecialTokens()
+    assert Corpus.open(prefix).find_special_tokens(0) == expected
+    for damaged in ({"mode": "eod"}, {"mode": "eod", "before": [], "after": [10**6]}):
+        path.write_text(json.dumps(values | {"special_tokens": damaged}))
+        with pytest.raises(InputError, match=r"out_text_document\.json: field `special_tokens`: found .*, expected"):
+            Corpus.open(prefix)
 
 
 def test_a_sidecar_from_before_sentences_is_read(corpus, tokenizer_folder):

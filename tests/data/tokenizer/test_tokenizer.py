@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import (
     decode_in_spans,
     encode_documents,
@@ -283,3 +284,15 @@ def test_joined_is_the_documents_end_to_end(fast):
     for nothing in ([], [""]):
         tokens, lengths = encoder.encode_concatenated(nothing)
         assert len(tokens) == 0 and lengths.tolist() == [0] * len(nothing)
+
+
+def test_the_text_fingerprint_depends_on_all_but_the_template():
+    plain = small_tokenizer()
+    template = set_special_tokens(plain, SpecialTokens("eod", after=(plain.eos_token_id,)))
+    without, with_eos = read_vocabulary(plain), read_vocabulary(template)
+    assert without.fingerprint == without.text_fingerprint == with_eos.text_fingerprint != with_eos.fingerprint
+    assert with_eos.is_of_tokenizer(without.fingerprint) and without.is_of_tokenizer(
+        with_eos.fingerprint, with_eos.text_fingerprint
+    )
+    other = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, eos_token="<|mask|>")
+    assert read_vocabulary(other).text_fingerprint != without.text_fingerprint
