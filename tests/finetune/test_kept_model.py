@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pyarrow.parquet
 import pytest
 import runs
 import test_train
+import tokenizer_shapes
 import torch
 from sklearn.metrics import f1_score
 from transformers import (
@@ -24,9 +26,11 @@ from transformers import (
     OPTForCausalLM,
 )
 
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.finetune.command import run_main
 from megaenc.finetune.grid.command import grid_main
+from megaenc.finetune.kept_model import needs_spaced_words
 from megaenc.finetune.model import load
 from megaenc.finetune.model.task_class import NativeHead
 from megaenc.finetune.predict import predict_main
@@ -283,6 +287,101 @@ def test_pairs_are_joined_as_in_training_whatever_the_format(models, tmp_path, r
         changed = {name: part for name, part in (details | {"pair_template": value}).items() if part is not None}
         (tmp_path / "kept" / "finetuning.json").write_text(json.dumps(changed))  # None: as of older versions
         assert said in refusal(predict_main, argv)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Equal and other pairs of words."""
+    root = tmp_path_factory.mktemp("pairs")
+    texts = [(first, second) for first in ("stan", "mill") for second in ("stan", "mill")] * 5
+    labels = ["same" if first == second else "other" for first, second in texts]
+    rows = [{"id": n, "text": text, "text_pair": pair, "label": labels[n]} for n, (text, pair) in enumerate(texts)]
+    for split in ("train", "valid", "test"):
+        test_train.write(root / f"{split}.jsonl", rows)
+    return root
+
+
+@pytest.fixture(scope="module")
+def templated(models, tmp_path_factory):
+    """The models of ModernBERT and EuroBERT with a tokenizer that puts a first and a last token around a text."""
+    root = tmp_path_factory.mktemp("templated")
+    for name in ("modernbert", "eurobert"):
+        shutil.copytree(models / name, root / name)
+        tokenizer = load_tokenizer(models / name)
+        template = SpecialTokens("template", (tokenizer.mask_token_id,), (tokenizer.eos_token_id,))
+        set_special_tokens(tokenizer, template).save_pretrained(root / name)
+    config = json.loads((root / "modernbert" / "config.json").read_text())
+    (root / "modernbert" / "config.json").write_text(json.dumps(config | {"classifier_pooling": "cls"}))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ("modernbert", ["--head", "native"]),
+        ("eurobert", ["--pooling", "cls"]),
+        ("eurobert", []),
+        ("eurobert", ["--add-eos"]),
+    ],
+    ids=["native head that reads the first token", "first token", "mean", "only an end"],
+)
+def test_pairs_have_the_tokenizers_own_special_tokens(model, flags, templated, pairs, tmp_path):
+    """In `predict`, a pipeline and CrossEncoder: the score of the run; a classifier of the first token reads the template's."""
+    from sentence_transformers import CrossEncoder
+    from transformers import AutoTokenizer, pipeline
+
+    kept = tmp_path / "kept"
+    path = train(templated / model, pairs, tmp_path / "out", *flags, "--save-model", kept, "--precision", "fp32")
+    result = json.loads(path.read_text())
+    rows = [json.loads(line) for line in (pairs / "test.jsonl").read_text().splitlines()]
+    found = [one["label"] for one in predict(kept, pairs / "test.jsonl", tmp_path / "found.jsonl")]
+    tokenizer = AutoTokenizer.from_pretrained(kept)
+    ids = tokenizer("stan", "mill")["input_ids"]
+    begin, end = tokenizer.mask_token_id, tokenizer.eos_token_id
+    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("stan", "mill"))
+    is_ended = "--add-eos" in flags
+    assert ids == [*([] if is_ended else [begin]), *first, end, *second, end]
+    classify = pipeline("text-classification", str(kept))
+    assert [classify({name: row[name] for name in ("text", "text_pair")})["label"] for row in rows] == found
+    encoder = CrossEncoder(str(kept))
+    scores = encoder.predict([(row["text"], row["text_pair"]) for row in rows])
+    assert [encoder.config.id2label[int(score.argmax())] for score in scores] == found
+    right = [label == row["label"] for label, row in zip(found, rows, strict=True)]
+    assert sum(right) / len(right) == result["test"]["score"]
+    expected = {"add_bos": False, "add_eos": True} if is_ended else {"special_tokens": "template"}
+    protocol = {name: result["protocol"][name] for name in ("special_tokens", "add_bos", "add_eos") if name in result["protocol"]}
+    assert protocol == expected
+
+
+def test_poolings_that_no_class_has_are_refused_before_training(templated, labelled, tmp_path, refusal):
+    argv = ["--model", templated / "eurobert", "--output", tmp_path / "out", *LEARNING, "--pooling", "lasttoken"]
+    kept = ["--dataset", labelled / "sc", "--save-model", tmp_path / "kept"]
+    assert "--save-model: EuroBertForSequenceClassification has no --pooling lasttoken" in refusal(run_main, [*argv, *kept])
+    assert "--pooling lasttoken: found with --head native" in refusal(run_main, [*argv, *kept, "--head", "native"])
+    assert "--pooling lasttoken: found tc, and TC reads the states" in refusal(run_main, [*argv, "--dataset", labelled / "tc"])
+
+
+def test_retrieval_is_kept_with_its_pooling(templated, labelled, tmp_path):
+    kept = tmp_path / "kept"
+    flags = ["--pooling", "lasttoken", "--save-model", kept, "--precision", "fp32", "--max-steps", 3]
+    score = json.loads(train(templated / "eurobert", labelled / "ir", tmp_path / "out", *flags).read_text())["test"]["score"]
+    assert json.loads((kept / "1_Pooling" / "config.json").read_text())["pooling_mode_lasttoken"]
+    assert reload([(kept, "ir", labelled / "ir")])[str(kept)][0] == f"{100 * score:.2f}"
+
+
+@pytest.mark.parametrize("flags", [["--special-tokens", "eod"], ["--add-eos"], ["--no-add-bos", "--add-eos"], []])
+def test_an_eos_alone_gives_the_bytes_of_earlier_versions(flags, models, labelled, tmp_path):
+    """Whichever flag asks for it; by default so do tokenizers that add nothing."""
+    path = train(models / "eurobert", labelled / "sc", tmp_path, *flags, "--max-steps", 2)
+    protocol = json.loads(path.read_text())["protocol"]
+    assert (protocol["add_bos"], protocol["add_eos"]) == (False, True)
+    assert not {"special_tokens", "pooling"} & protocol.keys()
+
+
+@pytest.mark.parametrize("name", tokenizer_shapes.SHAPES)
+def test_the_words_of_the_card_are_the_tokens_of_the_sentence(name, tmp_path):
+    tokenizer = load_tokenizer(tokenizer_shapes.save(tokenizer_shapes.SHAPES[name](), tmp_path / name))
+    assert needs_spaced_words(tokenizer) == (name in ("modernbert", "roberta", "llama3", "gemma", "qwen"))
 
 
 def test_rows_that_cannot_be_predicted_are_named(trained, tmp_path, refusal):

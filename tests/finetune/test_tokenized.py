@@ -4,11 +4,20 @@ import multiprocessing
 
 import numpy as np
 import pytest
+import tokenizer_shapes
 from text_helpers import text_encoder
 
-from megaenc.data.tokenizer.tokenizer import train_tokenizer
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, read_template, resolve_special_tokens, set_special_tokens
+from megaenc.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megaenc.errors import InputError
-from megaenc.finetune.tokenized import TokenizedTexts, load_or_compute
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.tokenized import (
+    TextEncoder,
+    TokenizedTexts,
+    choose_special_tokens,
+    load_or_compute,
+    resolve_protocol,
+)
 
 TEXTS = [
     "The small garden behind the house was full of yellow flowers.",
@@ -161,3 +170,56 @@ def test_what_fails_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError):
         load_or_compute(tmp_path, {}, lambda: 1 / 0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module", params=tokenizer_shapes.SHAPES)
+def shape(request, tmp_path_factory):
+    folder = tokenizer_shapes.save(tokenizer_shapes.SHAPES[request.param](), tmp_path_factory.mktemp("shapes") / request.param)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("length", [9, 12, 1000])
+def test_texts_and_pairs_are_those_of_transformers(shape, length):
+    """With the template, cut from the right, the longer text of a pair first; special tokens spelled in a text are text."""
+    special = resolve_special_tokens(shape, "")
+    client = set_special_tokens(shape, special)
+    pairs = [(first, second) for first in TEXTS for second in (TEXTS[0], TEXTS[4], "")]
+    encoder = TextEncoder(shape, length, special)
+    encoded = encoder.encode([*TEXTS, *pairs])
+    options = {"truncation": True, "max_length": length, "split_special_tokens": True}
+    expected = client(TEXTS, **options)["input_ids"]
+    expected += client(*map(list, zip(*pairs, strict=True)), **options)["input_ids"]  # alone, an empty second text is none
+    assert [row.tolist() for row in encoded.gather_rows(np.arange(len(expected)))] == expected
+    whole = client(TEXTS, split_special_tokens=True)["input_ids"]
+    assert encoder.encode(TEXTS).truncated_count == sum(len(ids) > length for ids in whole)
+
+
+def test_pairs_need_a_token_between_them(tokenizer):
+    with pytest.raises(InputError, match=r"--special-tokens none: found pairs of texts, .*--pair-template"):
+        text_encoder(tokenizer, 20, add_eos=False).encode([("one", "two")])
+
+
+def test_the_default_is_the_template_and_an_eos_is_recorded_as_before(shape):
+    protocol = resolve_protocol(FinetuneConfig(), shape)
+    special = choose_special_tokens(shape, protocol)
+    template = read_template(shape)
+    if template.count and template.after != (shape.eos_token_id,):
+        assert (protocol.special_tokens, protocol.add_bos, protocol.add_eos) == ("template", None, None)
+    assert special.is_same(template if template.count else SpecialTokens("eod", after=(shape.eos_token_id,)))
+    if special.after == (shape.eos_token_id,) and not special.before:
+        assert (protocol.special_tokens, protocol.add_bos, protocol.add_eos) == ("", False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "normal"),
+    [
+        ({"add_eos": True}, (False, True)),
+        ({"add_bos": True}, (True, True)),
+        ({"add_eos": False}, (False, False)),
+        ({"special_tokens": "eod"}, (False, True)),
+        ({"special_tokens": "none"}, (False, False)),
+    ],
+)
+def test_add_bos_and_add_eos_are_aliases(given, normal):
+    protocol = FinetuneConfig(**given).normalize_special_tokens()
+    assert (protocol.special_tokens, protocol.add_bos, protocol.add_eos) == ("", *normal)

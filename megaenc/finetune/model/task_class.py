@@ -176,9 +176,9 @@ def _express_linear_head(head: nn.Linear, config: Any, kind: type, family: TaskF
         return {f"{module}.weight": weight, f"{module}.bias": bias}
     if config.model_type == "eurobert" and family == TaskFamily.SC and 2 * labels <= hidden_size:
         # The class has a dense layer and GELU in between: gelu(x) - gelu(-x) = x.
-        config.classifier_pooling = _EUROBERT_POOLING.get(pooling)
-        if config.classifier_pooling is None:
+        if pooling not in _EUROBERT_POOLING:
             raise InputError(f"--save-model: {kind.__name__} has no --pooling {pooling}; expected mean or cls")
+        config.classifier_pooling = _EUROBERT_POOLING[pooling]
         filler = hidden_size - 2 * labels
         eye = torch.eye(labels)
         return {

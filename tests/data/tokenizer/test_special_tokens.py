@@ -46,7 +46,7 @@ def test_a_tokenizer_without_any_token_to_add():
     bare = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer)
     assert resolve_special_tokens(bare, "") == SpecialTokens()
     for mode in ("template", "eod"):
-        with pytest.raises(InputError, match="--append-eod: .* no end-of-sequence token .*--special-tokens none"):
+        with pytest.raises(InputError, match=r"--append-eod: .* no end-of-sequence token .*--special-tokens none"):
             resolve_special_tokens(bare, mode, "--append-eod")
 
 
@@ -78,7 +78,7 @@ def test_offsets_of_byte_level_tokens_survive_a_change():
      {"mode": "eod", "before": [], "after": [-1]}, {"mode": "eod", "before": [], "after": 3}],
 )  # fmt: skip
 def test_other_json_is_refused(values):
-    with pytest.raises(InputError, match="corpus.json: found .*, expected"):
+    with pytest.raises(InputError, match=r"corpus\.json: found .*, expected"):
         SpecialTokens.from_json(values, "corpus.json")
     special = SpecialTokens("template", (1, 2), (3,))
     assert SpecialTokens.from_json(special.to_json(), "corpus.json") == special
