@@ -57,13 +57,13 @@ def _expand_optional_switches(settings: type, argv: Sequence[str]) -> list[str]:
     """Return `argv` with --flag and --no-flag of fields of type `bool | None`, which may be unset, as --flag True or False."""
     names = _find_optional_switches(settings)
     arguments = []
-    for word, following in itertools.zip_longest(argv, argv[1:]):
+    for word in argv:
         name = word.removeprefix("--").replace("-", "_")
-        arguments.append(word)
-        if word.startswith("--") and name in names and following not in ("True", "False", "None"):
-            arguments.append("True")
-        elif word.startswith("--") and name.removeprefix("no_") in names:
-            arguments[-1:] = [f"--{name.removeprefix('no_').replace('_', '-')}", "False"]
+        field = name.removeprefix("no_")
+        if word.startswith("--") and field in names:
+            arguments += [f"--{field.replace('_', '-')}", str(name == field)]
+        else:
+            arguments.append(word)
     return arguments
 
 

@@ -236,3 +236,30 @@ def test_yaml_names_the_words_to_choose_from(tmp_path):
     (tmp_path / "run.yaml").write_text("packing: words")
     with pytest.raises(InputError, match="field `packing`: found 'words', expected one of concat, sentences"):
         flags.read_config_file(Choices(), tmp_path / "run.yaml")
+
+
+@dataclass(frozen=True)
+class Inner:
+    add_eos: bool | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class WithSwitch:
+    name: str = ""
+    inner: Inner = field(default_factory=Inner)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], None),
+        (["--add-eos"], True),
+        (["--no-add-eos"], False),
+        (["--no_add_eos", "--seed", "3"], False),
+        (["--add-eos", "--name", "x"], True),
+        (["--name", "x", "--add_eos"], True),
+    ],
+)
+def test_a_switch_that_may_be_unset_is_given_as_any_other(argv, expected):
+    assert flags.parse(WithSwitch, argv, prog="test", description="").inner.add_eos is expected

@@ -21,6 +21,7 @@ from torch.nn.functional import normalize
 
 from megaenc.backend.device import cpu_has_bf16
 from megaenc.console import silence_libraries
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_template
 from megaenc.embed.command import eval_main
 from megaenc.embed.config import ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveData, divide_texts
@@ -464,3 +465,45 @@ def test_the_benchmark_does_the_same_work(models, pairs, tmp_path, monkeypatch, 
     assert all(one < padded for one, padded in zip(result["tokens"], result["padded_tokens"], strict=True))
     assert [len(result["turns"][name]) for name in ("megaenc", "sentence-transformers")] == [2, 2]
     assert "times as fast" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "<|mask|> A <|eos|>"),
+        (["--special-tokens", "eod"], "A <|eos|>"),
+        (["--special-tokens", "none"], "A"),
+    ],
+)
+def test_the_exported_tokenizer_adds_the_tokens_of_training(flags, expected, models, pairs, tmp_path):
+    from transformers import AutoTokenizer
+
+    output = tmp_path / "out"
+    train_main([*map(str, ["--model", models["encoder"], "--data", pairs, "--output", output, *FAST, *flags, "--max-steps", 2])])
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    ids = tokenizer("walked slowly", add_special_tokens=False)["input_ids"]
+    words = {"<|mask|>": [tokenizer.mask_token_id], "<|eos|>": [tokenizer.eos_token_id], "A": ids}
+    assert tokenizer("walked slowly")["input_ids"] == [token for word in expected.split() for token in words[word]]
+
+
+def test_a_tokenizer_that_adds_nothing_gets_an_eos_and_an_empty_text_an_embedding(models, pairs, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from transformers import AutoTokenizer
+
+    plain = shutil.copytree(models["encoder"], tmp_path / "plain")
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    set_template(tokenizer, SpecialTokens(), between=()).save_pretrained(plain)
+    output = tmp_path / "out"
+    train_main([*map(str, ["--model", plain, "--data", pairs, "--output", output, *FAST, "--max-steps", 2])])
+    model = SentenceTransformer(str(output))
+    assert np.isfinite(model.encode(["", "walked"])).all()
+    assert AutoTokenizer.from_pretrained(output)("")["input_ids"] == [tokenizer.eos_token_id]
+
+
+def test_an_evaluation_adds_the_tokens_that_are_asked_for(models):
+    embedder = Embedder(
+        str(models["encoder"]), EmbeddingConfig(special_tokens="eod"), device=torch.device("cpu"), dtype=torch.float32
+    )
+    own = Embedder(str(models["encoder"]), EmbeddingConfig(), device=torch.device("cpu"), dtype=torch.float32)
+    [ended], [whole] = embedder.tokenize(["walked slowly"]), own.tokenize(["walked slowly"])
+    assert ended.tolist() == whole[1:].tolist()
