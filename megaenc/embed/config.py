@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megaenc.data.tokenizer.special_tokens import SpecialTokensMode
+from megaenc.data.tokenizer.special_tokens import SpecialTokensChoice
 from megaenc.errors import InputError
 from megaenc.finetune.config import check_minimums, check_ranges
 
@@ -25,7 +25,7 @@ class EmbeddingFlags:
     """first numbers of an embedding that are used, as of models trained with --matryoshka-dims; 0: all"""
     attention: Literal["", "bidirectional", "causal"] = ""
     """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
-    special_tokens: SpecialTokensMode | Literal[""] = ""
+    special_tokens: SpecialTokensChoice = ""
     """special tokens around each text. template: those that the tokenizer puts there, such as [CLS] ... [SEP]; eod: EOS, or
     without one SEP, after it; none: only the text. By default what the tokenizer does"""
     precision: Literal["", "bf16", "fp32"] = ""
@@ -82,7 +82,7 @@ class ContrastiveConfig:
     """direction of attention; by default the model's own in a sentence-transformers folder, else bidirectional"""
     pooling: Literal["", "mean", "cls", "lasttoken"] = ""
     """pooling of the token states; by default that of a sentence-transformers folder, else mean"""
-    special_tokens: SpecialTokensMode | Literal[""] = ""
+    special_tokens: SpecialTokensChoice = ""
     """special tokens around each text. template: those that the tokenizer puts there, such as [CLS] ... [SEP]; eod: EOS, or
     without one SEP, after it; none: only the text. By default what the tokenizer does, and eod if it adds nothing, unless it
     is a sentence-transformers folder"""

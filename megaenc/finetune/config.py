@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from megaenc.data.tokenizer.special_tokens import SpecialTokensMode
+from megaenc.data.tokenizer.special_tokens import SpecialTokensChoice
 from megaenc.errors import InputError
 
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
@@ -46,7 +46,7 @@ class FinetuneConfig:
     precision: Literal["", "bf16", "paper-bf16", "fp32"] = ""
     """bf16: compute in bfloat16 with float32 master weights; paper-bf16: weights and optimizer state in bfloat16 too; by
     default bf16 if the device supports it, else fp32"""
-    special_tokens: SpecialTokensMode | Literal[""] = ""
+    special_tokens: SpecialTokensChoice = ""
     """special tokens around each text. template: those that the tokenizer puts there, such as [CLS] ... [SEP]; eod: EOS, or
     without one SEP, after it; none: only the text. By default the template, or eod for a tokenizer that adds nothing"""
     add_bos: bool | None = None

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SpecialTokensMode = Literal["template", "eod", "none"]
 """template: the tokenizer's own, such as [CLS] text [SEP]; eod: EOS, or without one SEP, after the text; none: only the text."""
+SpecialTokensChoice = Literal["", "template", "eod", "none"]
+"""A mode, or empty for that of the tokenizer."""
 FLAG = "--special-tokens"
 
 
@@ -74,9 +76,7 @@ def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
     return SpecialTokens("template", tuple(ids[:start]), tuple(ids[end:]))
 
 
-def resolve_special_tokens(
-    tokenizer: "PreTrainedTokenizerFast", mode: SpecialTokensMode | Literal[""], flag: str = FLAG
-) -> SpecialTokens:
+def resolve_special_tokens(tokenizer: "PreTrainedTokenizerFast", mode: SpecialTokensChoice, flag: str = FLAG) -> SpecialTokens:
     """Return the special tokens of a mode for a tokenizer.
 
     A tokenizer whose template adds nothing has `eod` instead of `template`, so that an empty text has a token. Without a mode it
