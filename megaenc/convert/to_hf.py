@@ -27,7 +27,7 @@ from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_sh
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.convert.tokenizer_io import drop_incompatible_mask_role, verify_tokenizer, write_tokenizer
 from megaenc.convert.verify_export import ProbeBatch, compute_core_outputs, verify_export
-from megaenc.data.tokenizer.special_tokens import SpecialTokens, read_template, set_special_tokens
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import GENERATION
@@ -139,6 +139,11 @@ class Exporter:
         if self.special_tokens is not None:
             self.tokenizer = set_special_tokens(self.tokenizer, self.special_tokens)
 
+    def _describe_document(self) -> str:
+        """Return a document of training with its special tokens, for the card; empty without any, or if they are unknown."""
+        special = self.run.special_tokens
+        return special.describe(self.tokenizer) if special is not None and special.count else ""
+
     def _choose_special_tokens(self) -> SpecialTokens | None:
         """Return the special tokens that the export's tokenizer adds to a text; None if it stays as it is.
 
@@ -149,12 +154,6 @@ class Exporter:
             return None
         if self.attention == Attention.CAUSAL:
             special = dataclasses.replace(special, after=())
-        if self.config.model_type == "qwen2" and not special.is_same(read_template(self.tokenizer)):
-            print_rank_0(
-                f"--as {self.family.model_type}: transformers loads Qwen2's own tokenizer, which adds no special token to a "
-                f"text; training saw {special.describe(self.tokenizer)}"
-            )
-            return None
         return special
 
     def write(self, folder: Path, name: str, step: int | None) -> int:
@@ -247,7 +246,7 @@ class Exporter:
             converted=run.converted and not run.merge,
             added_token=run.added_token,
             merge=run.merge,
-            document="" if run.special_tokens is None else run.special_tokens.describe(self.tokenizer),
+            document=self._describe_document(),
         )
 
     def _tensors(self, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

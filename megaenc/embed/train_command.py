@@ -20,7 +20,7 @@ from megaenc.dist_env import get_rank, get_world_size
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
-from megaenc.json_files import read_json_object
+from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 from megaenc.processes import check_process_count
 from megaenc.torchelastic import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
@@ -87,7 +87,9 @@ def _run(settings: EmbedTrainConfig, output: Path) -> None:
     backend, state = detect_backend(), output.with_name(f"{output.name}.state")
     folder = fetch_model(settings.model)
     embedding = override_config(read_embedding_config(folder), settings.contrastive)
-    if embedding.special_tokens == "own" and not (Path(folder) / "modules.json").exists():
+    is_old_state = "special_tokens" not in read_json_or_empty(state / _SETTINGS).get("config", {"special_tokens": ""})
+    is_plain = not (Path(folder) / "modules.json").exists()
+    if embedding.special_tokens == "own" and is_plain and not is_old_state:  # a begun training goes on with its texts
         embedding = dataclasses.replace(embedding, special_tokens="")
     precision = settings.contrastive.precision or ("bf16" if backend.has_bf16 else "fp32")
     pairs = load_pairs(settings.data)

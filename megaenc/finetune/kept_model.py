@@ -217,7 +217,7 @@ class ModelKeeper:
         encoded = self.encoder.encode(texts)
         rows = encoded.gather_rows(list(range(len(texts))))
         actual = [loaded(text, truncation=True)["input_ids"] for text in texts]
-        if self.task.family == TaskFamily.SC and self.encoder.special_tokens.count:
+        if self.task.family == TaskFamily.SC and self.encoder.special_tokens.count and self.encoder.has_room_for_pairs:
             pairs = list(zip(texts, reversed(texts), strict=True))
             rows += self.encoder.encode(pairs).gather_rows(list(range(len(pairs))))
             actual += [loaded(*pair, truncation=True)["input_ids"] for pair in pairs]

@@ -172,8 +172,17 @@ class TextEncoder:
                 "--special-tokens none: found pairs of texts, whose boundary needs a token; expected another mode or a "
                 "--pair-template with {text} and {text_pair}"
             )
+        if not self.has_room_for_pairs:
+            raise InputError(
+                f"--max-length: found {self.max_length}, expected room for text next to the special tokens of a pair"
+            )
         inputs = [replace_surrogates(text) if isinstance(text, str) else tuple(map(replace_surrogates, text)) for text in texts]
         return self._pair_tokenizer.encode_batch(inputs)
+
+    @property
+    def has_room_for_pairs(self) -> bool:
+        """Return whether a pair has room for a token of each text next to its special tokens."""
+        return self._pair_tokenizer.num_special_tokens_to_add(is_pair=True) + 2 <= self.max_length
 
     @cached_property
     def _pair_tokenizer(self) -> "Tokenizer":

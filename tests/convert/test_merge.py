@@ -91,6 +91,18 @@ def test_weights_that_no_family_has_are_merged_too(small_corpus, tmp_path):
             torch.testing.assert_close(tensor, kept[name], rtol=0, atol=1e-6 if method[0] == "ties" else 0)
 
 
+def test_runs_with_other_special_tokens_are_named(trained, tmp_path, capsys):
+    """The merge has those of the checkpoint with the most steps."""
+    a, _ = trained
+    shutil.copytree(a, tmp_path / "c")
+    facts = json.loads((tmp_path / "c" / "run.json").read_text())
+    assert facts["special_tokens"] == {"mode": "eod", "before": [], "after": [0]}
+    (tmp_path / "c" / "run.json").write_text(json.dumps(facts | {"special_tokens": {"mode": "none", "before": [], "after": []}}))
+    main(["merge", "--load", f"{tmp_path / 'c'}@2", f"{a}@4", "--output", str(tmp_path / "out")])
+    assert f"{tmp_path / 'c'}@2 was trained with --special-tokens none, {a}@4 with eod" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["special_tokens"] == facts["special_tokens"]
+
+
 def test_linear_is_the_weighted_mean(trained, tmp_path):
     a, b = trained
     result = merge(tmp_path / "m", "--load", f"{a}@2,4", b, "--weights", "1", "2", "5")

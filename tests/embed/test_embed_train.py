@@ -27,7 +27,7 @@ from megaenc.embed.config import ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveData, divide_texts
 from megaenc.embed.embedder import Embedder, EmbeddingConfig, read_embedding_config
 from megaenc.embed.pairs import TrainingPair, load_pairs
-from megaenc.embed.train import ContrastiveTrainer
+from megaenc.embed.train import ContrastiveTrainer, StateFolder
 from megaenc.embed.train_command import train_main
 
 silence_libraries()
@@ -507,3 +507,28 @@ def test_an_evaluation_adds_the_tokens_that_are_asked_for(models):
     own = Embedder(str(models["encoder"]), EmbeddingConfig(), device=torch.device("cpu"), dtype=torch.float32)
     [ended], [whole] = embedder.tokenize(["walked slowly"]), own.tokenize(["walked slowly"])
     assert ended.tolist() == whole[1:].tolist()
+
+
+def test_a_training_begun_by_an_earlier_version_goes_on_with_its_texts(models, pairs, tmp_path, monkeypatch):
+    """Its state records no special tokens: they were the tokenizer's own, here none."""
+    from transformers import AutoTokenizer
+
+    plain = shutil.copytree(models["encoder"], tmp_path / "plain")
+    set_template(AutoTokenizer.from_pretrained(plain), SpecialTokens(), between=()).save_pretrained(plain)
+    argv = ["--model", plain, "--data", pairs, "--output", tmp_path / "out", *FAST, "--max-steps", 3, "--save-interval", 1]
+    save = StateFolder.save
+
+    def save_and_stop(*given):
+        save(*given)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(StateFolder, "save", save_and_stop)
+    with pytest.raises(ZeroDivisionError):
+        train_main([*map(str, argv)])
+    monkeypatch.setattr(StateFolder, "save", save)
+    settings = tmp_path / "out.state" / "settings.json"
+    recorded = json.loads(settings.read_text())
+    del recorded["config"]["special_tokens"]
+    settings.write_text(json.dumps(recorded))
+    train_main([*map(str, argv)])
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("")["input_ids"] == []

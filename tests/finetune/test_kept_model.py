@@ -378,6 +378,13 @@ def test_an_eos_alone_gives_the_bytes_of_earlier_versions(flags, models, labelle
     assert not {"special_tokens", "pooling"} & protocol.keys()
 
 
+def test_results_with_other_special_tokens_name_the_flags(templated, labelled, tmp_path, refusal):
+    train(templated / "eurobert", labelled / "sc", tmp_path, "--add-eos", "--max-steps", 2)
+    argv = ["--model", templated / "eurobert", "--dataset", labelled / "sc", "--output", tmp_path, *LEARNING, "--max-steps", 2]
+    line = refusal(run_main, argv)
+    assert "field `protocol.special_tokens`: found '', expected 'template'; use --no-add-bos --add-eos, choose another" in line
+
+
 @pytest.mark.parametrize("name", tokenizer_shapes.SHAPES)
 def test_the_words_of_the_card_are_the_tokens_of_the_sentence(name, tmp_path):
     tokenizer = load_tokenizer(tokenizer_shapes.save(tokenizer_shapes.SHAPES[name](), tmp_path / name))

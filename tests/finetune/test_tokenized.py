@@ -194,6 +194,14 @@ def test_texts_and_pairs_are_those_of_transformers(shape, length):
     assert encoder.encode(TEXTS).truncated_count == sum(len(ids) > length for ids in whole)
 
 
+def test_pairs_need_room_for_their_special_tokens(tokenizer):
+    encoder = text_encoder(tokenizer, 3)
+    assert encoder.encode(["stan"]).lengths.max() <= 3
+    with pytest.raises(InputError, match="--max-length: found 3, expected room for text next to the special tokens of a pair"):
+        encoder.encode([("one", "two")])
+    assert text_encoder(tokenizer, 4).encode([("one", "two")]).lengths.tolist() == [4]
+
+
 def test_pairs_need_a_token_between_them(tokenizer):
     with pytest.raises(InputError, match=r"--special-tokens none: found pairs of texts, .*--pair-template"):
         text_encoder(tokenizer, 20, add_eos=False).encode([("one", "two")])

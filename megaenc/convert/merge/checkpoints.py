@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaenc import backend
 from megaenc.atomic_io import atomic_dir
+from megaenc.console import print_rank_0
 from megaenc.convert.from_hf import write_run_files
 from megaenc.convert.merge.methods import (
     METHODS,
@@ -33,6 +34,7 @@ from megaenc.convert.model_card import last_objectives
 from megaenc.convert.param_mapping import VOCABULARY_ROWS, ParamMapping, iter_mappings
 from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint, report_removal
 from megaenc.convert.safetensors_writer import parse_dtype
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.output_paths import create_parent_dir, refuse_existing
@@ -136,7 +138,7 @@ def merge(
                 objective=objective,
                 source={"merge": record.as_dict()},
                 before=_merge_histories(sources, furthest, record),
-                special_tokens=run.special_tokens,
+                special_tokens=_choose_special_tokens([furthest, *sources]),
             )
             encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), torch.float32, seed=None)
             with contextlib.ExitStack() as stack:
@@ -207,6 +209,22 @@ def _check_same_model(first: MergeSource, other: MergeSource) -> None:
     ]
     if mismatch := describe_difference(*fields, names=(f"in {first.run.folder}", f"in {other.run.folder}")):
         raise InputError(f"{other.flag} {other.name}: {mismatch}; only weights of one shape and tokenizer can be merged")
+
+
+def _choose_special_tokens(sources: Sequence[MergeSource]) -> SpecialTokens | None:
+    """Return the special tokens of the first of `sources` that has any recorded, and print if others have different ones."""
+    recorded = [(source, source.run.special_tokens) for source in sources if source.run.special_tokens is not None]
+    if not recorded:
+        return None
+    first, special = recorded[0]
+    for source, other in recorded:
+        if not special.is_same(other):
+            print_rank_0(
+                f"{source.name} was trained with --special-tokens {other.mode}, {first.name} with {special.mode}: "
+                "exports have the latter"
+            )
+            break
+    return special
 
 
 def _merge_histories(sources: list[MergeSource], furthest: MergeSource, record: MergeRecord) -> tuple[Ancestor, ...]:

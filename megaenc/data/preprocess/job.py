@@ -49,12 +49,16 @@ class PreprocessJob:
         plan = {name: value for name, value in plan.items() if name not in replaced and not name.startswith("minhash_")}
         sentences = None if self.block_tokenizer.punkt is None else self.block_tokenizer.punkt.describe()
         method = self.block_tokenizer.deduplication
+        special = self.block_tokenizer.special_tokens
+        plan["append_eod"] = special.mode == "eod"
+        del plan["special_tokens"]
+        if special.mode == "template":  # absent otherwise, as in folders of earlier versions
+            plan["special_tokens"] = special.to_json()
         return {
             "input": self.settings.input,
             "files": files.hexdigest(),
             **plan,
             "tokenizer": self.identity.fingerprint,
-            "special_tokens": self.block_tokenizer.special_tokens.to_json(),
             "sentences": sentences,
             "deduplicate": None if method is None else method.describe(),
             "megaenc": megaenc.__version__,

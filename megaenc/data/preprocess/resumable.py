@@ -283,9 +283,9 @@ class PartitionStore:
         if not self.folder.exists():
             raise FileNotFoundError(self.folder)
         stored_plan = read_json_object(path, f"the plan of the partitions next to it; remove {self.folder}")
-        for field, value in self._plan.items():
-            stored, requested = json.dumps(stored_plan.get(field)), json.dumps(value)
-            if stored != requested:
+        for field in dict.fromkeys([*self._plan, *stored_plan]):
+            stored, requested = json.dumps(stored_plan.get(field)), json.dumps(self._plan.get(field))
+            if stored != requested and field != _FOLDER_ID:
                 raise InputError(
                     f"{path}: field `{field}`: found {stored[:80]}, expected {requested[:80]}; "
                     f"give the first command's flags to resume it, or remove {self.folder}"

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -18,6 +18,7 @@ SpecialTokensMode = Literal["template", "eod", "none"]
 SpecialTokensChoice = Literal["", "template", "eod", "none"]
 """A mode, or empty for that of the tokenizer."""
 FLAG = "--special-tokens"
+_PROBED_TOKENS = 1000  # of the vocabulary, to find a text that has a token
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,29 @@ class SpecialTokens:
 
 
 def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
-    """Return the special tokens that the tokenizer itself puts around one text."""
-    encoding = tokenizer("a")
-    ids = encoding["input_ids"]
-    is_text = [sequence is not None for sequence in encoding.sequence_ids(0)]
-    if not any(is_text):
-        raise InputError(f"tokenizer {tokenizer.name_or_path}: gives no token for the text 'a', expected at least one")
-    start = is_text.index(True)
-    end = len(ids) - is_text[::-1].index(True)
-    return SpecialTokens("template", tuple(ids[:start]), tuple(ids[end:]))
+    """Return the special tokens that the tokenizer itself puts around one text.
+
+    Raises:
+        InputError: no text has a token.
+    """
+    for text in _iterate_texts(tokenizer):
+        encoding = tokenizer(text)
+        ids = encoding["input_ids"]
+        is_text = [sequence is not None for sequence in encoding.sequence_ids(0)]
+        if any(is_text):
+            start = is_text.index(True)
+            end = len(ids) - is_text[::-1].index(True)
+            return SpecialTokens("template", tuple(ids[:start]), tuple(ids[end:]))
+    raise InputError(f"tokenizer {tokenizer.name_or_path}: gives no token for the texts of its own tokens, expected some")
+
+
+def _iterate_texts(tokenizer: "PreTrainedTokenizerFast") -> Iterator[str]:
+    """Yield short texts, of which one has a token: a vocabulary of amino acids, for example, has none for most letters."""
+    yield "a"
+    special = set(tokenizer.all_special_ids)
+    for token, id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])[:_PROBED_TOKENS]:
+        if id not in special:
+            yield token
 
 
 def resolve_special_tokens(tokenizer: "PreTrainedTokenizerFast", mode: SpecialTokensChoice, flag: str = FLAG) -> SpecialTokens:
@@ -137,8 +152,7 @@ def set_template(
         "pair": [*before, first, *middle, second, *after],
         "special_tokens": known,
     }
-    # ByteLevel only corrects the characters that a token stands for.
-    kept = [part for part in _list_processors(content["post_processor"]) if part["type"] == "ByteLevel"]
+    kept = drop_template(content["post_processor"])
     content["post_processor"] = {"type": "Sequence", "processors": [*kept, template]}
     content |= {"truncation": None, "padding": None}
     changed = copy.deepcopy(tokenizer)
@@ -146,8 +160,12 @@ def set_template(
     return changed
 
 
-def _list_processors(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the post-processors that a part of tokenizer.json consists of."""
-    if part is None:
+def drop_template(post_processor: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the parts of a post-processor of tokenizer.json that add no special tokens.
+
+    These are ByteLevel's, which only correct the characters that a token stands for.
+    """
+    if post_processor is None:
         return []
-    return part["processors"] if part["type"] == "Sequence" else [part]
+    parts = post_processor["processors"] if post_processor["type"] == "Sequence" else [post_processor]
+    return [part for part in parts if part["type"] == "ByteLevel"]

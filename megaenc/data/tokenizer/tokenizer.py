@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
+from megaenc.data.tokenizer.special_tokens import drop_template
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.data.tokenizer.word_codes import compute_word_codes
 from megaenc.errors import InputError, first_error_line
@@ -202,7 +203,8 @@ def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast", with_template: bo
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     del backend["padding"], backend["truncation"]
     if not with_template:
-        backend["post_processor"] = _EMPTY_TEMPLATE
+        kept = drop_template(backend["post_processor"])
+        backend["post_processor"] = kept[0] if kept else _EMPTY_TEMPLATE
     backend["added_tokens"].sort(key=lambda token: token["id"])
     roles = {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in _ROLES}
     canonical = json.dumps({"backend": backend, "roles": roles}, sort_keys=True, separators=(",", ":"))

@@ -187,12 +187,24 @@ def read_job_state(job: "FinetuneJob", dataset: str) -> Literal["finished", "fai
             if "." not in field:
                 raise InputError(f"{path}: field `{field}`: missing, so the run cannot be resumed; choose another --output")
             recorded = "none" if recorded_value is _MISSING else repr(recorded_value)
+            advice = "use the recorded value"
+            if field == "protocol.special_tokens":
+                advice = f"use {_format_special_tokens(values['protocol'])}"
             raise InputError(
                 f"{path}: field `{field}`: found {recorded[:24]}, expected {repr(value)[:24]}; "
-                "use the recorded value, choose another --output or remove the file"
+                f"{advice}, choose another --output or remove the file"
             )
         return state
     return "missing"
+
+
+def _format_special_tokens(protocol: Mapping[str, Any]) -> str:
+    """Return the flags that give the special tokens of a recorded protocol."""
+    if protocol.get("special_tokens"):
+        return f"--special-tokens {protocol['special_tokens']}"
+    begin = "--add-bos" if protocol.get("add_bos") else "--no-add-bos"
+    end = "--add-eos" if protocol.get("add_eos") else "--no-add-eos"
+    return f"{begin} {end}"
 
 
 def find_protocol_difference(file: Path, protocol: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:

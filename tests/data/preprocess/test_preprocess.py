@@ -23,7 +23,7 @@ from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, token_dtype
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.indexed.verify import verify_corpus
-from megaenc.data.preprocess.command import PreprocessConfig, main, preprocess
+from megaenc.data.preprocess.command import PreprocessConfig, main, prepare_job, preprocess
 from megaenc.data.sources import resolve, text_files
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
@@ -303,8 +303,17 @@ def test_partitions_of_another_mode_are_refused(corpus, templated, monkeypatch):
     monkeypatch.setattr("megaenc.data.preprocess.partitions.PartitionStore.merge", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         preprocess(template_flags(corpus, templated, partitions=2))
-    with pytest.raises(InputError, match=r"field `special_tokens`: found .*template.*, expected .*eod"):
+    with pytest.raises(InputError, match=r"field `append_eod`: found false, expected true"):
         preprocess(template_flags(corpus, templated, partitions=2, special_tokens="eod"))
+    with pytest.raises(InputError, match=r"field `special_tokens`: found .*template.*, expected null"):
+        preprocess(template_flags(corpus, templated, partitions=2, special_tokens="none"))
+
+
+@pytest.mark.parametrize("special", [{"append_eod": True}, {"append_eod": False}, {"append_eod": False, "special_tokens": "eod"}])
+def test_the_plan_of_partitions_is_that_of_earlier_versions_without_a_template(corpus, tokenizer_folder, special):
+    plan = prepare_job(flags(corpus, tokenizer_folder, **special)).build_plan()
+    assert "special_tokens" not in plan
+    assert plan["append_eod"] == (special["append_eod"] or "special_tokens" in special)
 
 
 @pytest.mark.parametrize("append_eod", [True, False])

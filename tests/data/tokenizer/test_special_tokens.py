@@ -82,3 +82,14 @@ def test_other_json_is_refused(values):
         SpecialTokens.from_json(values, "corpus.json")
     special = SpecialTokens("template", (1, 2), (3,))
     assert SpecialTokens.from_json(special.to_json(), "corpus.json") == special
+
+
+def test_a_tokenizer_without_letters_has_a_template_too():
+    """Of amino acids, for example: `a` is no token of it, and there is no unknown one."""
+    from tokenizers import Tokenizer, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE({"[CLS]": 0, "[SEP]": 1, "A": 2, "C": 3}, []))
+    backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]")
+    assert read_template(tokenizer) == SpecialTokens("template", (0,), (1,))
