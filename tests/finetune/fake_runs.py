@@ -35,9 +35,9 @@ class Scores:
 
 @functools.cache
 def _tokenizer() -> str:
-    from text_helpers import small_tokenizer  # not on the path of a grid's processes
+    from megaenc.data.tokenizer.tokenizer import train_tokenizer  # a grid's processes import this file and do without
 
-    return small_tokenizer().backend_tokenizer.to_str()
+    return train_tokenizer(["a text of few words"], vocab_size=300).backend_tokenizer.to_str()
 
 
 def make_model(folder: Path, **behaviour) -> Path:
