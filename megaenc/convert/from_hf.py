@@ -57,7 +57,8 @@ class HFSource:
     @property
     def generation(self) -> dict[str, Any]:
         """Return generation_config.json as a dict; without it config.json's list of several end-of-text ids, or {}."""
-        return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends := self.config.eos_token_id, list) else {})
+        ends = getattr(self.config, "eos_token_id", None)  # absent in NeoBERT's
+        return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends, list) else {})
 
     @property
     def config_fields(self) -> dict[str, Any]:

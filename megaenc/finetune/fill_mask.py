@@ -157,7 +157,9 @@ def choose_window_length(seq_length: int, model: "PreTrainedModel", tokenizer: "
     Raises:
         InputError: the model reads fewer tokens.
     """
-    context = model.config.max_position_embeddings
+    from megaenc.hf.model import find_position_offset
+
+    context = model.config.max_position_embeddings - find_position_offset(model)
     if seq_length > context:
         raise InputError(f"--seq-length: found {seq_length}, expected at most the {context} tokens that the model reads")
     return seq_length or min(context, tokenizer.model_max_length)

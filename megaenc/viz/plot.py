@@ -122,7 +122,8 @@ def draw_run(
 ) -> Any:
     """Return a matplotlib Figure of one run: training loss by phase and held-out losses above the learning rate.
 
-    Losses by position in the last validation, if it has them, are in a third panel. `steps` and `validation_rows`: rows of
+    Losses by position in the last validation, if it has them, are in a further panel, and in a blend the changes of the held-out
+    loss of each corpus. `steps` and `validation_rows`: rows of
     metrics.jsonl and validation.jsonl; `start_progress`: see split_phases.
     """
     from matplotlib.figure import Figure
@@ -133,12 +134,16 @@ def draw_run(
     first, last = phases[0].start, phases[-1].end
 
     is_by_position = any("by_position" in result for row in validation_rows[-1:] for result in row["objectives"].values())
-    figure = Figure(figsize=(9, 7.6 if is_by_position else 5.4), dpi=150, layout="constrained")
-    loss, rate, *others = figure.subplots(2 + is_by_position, 1, height_ratios=(5, 1, 2)[: 2 + is_by_position])
+    is_blend = bool(_find_corpus_losses(validation_rows)[1])
+    count = is_by_position + is_blend
+    figure = Figure(figsize=(9, 5.4 + 2.2 * count), dpi=150, layout="constrained")
+    loss, rate, *others = figure.subplots(2 + count, 1, height_ratios=(5, 1, 2, 2)[: 2 + count])
     rate.sharex(loss)
     loss.tick_params(labelbottom=False)
-    for panel in others:
-        _draw_positions(panel, validation_rows[-1], style)
+    if is_by_position:
+        _draw_positions(others[0], validation_rows[-1], style)
+    if is_blend:
+        _draw_corpora(others[-1], validation_rows, against)
     labelled: set[str] = set()
     for phase in phases:
         colour, _ = style[phase.objective]
@@ -188,6 +193,32 @@ def draw_run(
     style_axes(loss, rate)
     loss.spines[["top"]].set_visible(True)
     return figure
+
+
+def _find_corpus_losses(validation_rows: list[Row]) -> tuple[str, list[Row]]:
+    """Return the last validated objective that has losses by corpus, and the rows that have them; empty without any."""
+    objectives = validation_rows[-1]["objectives"] if validation_rows else {}
+    names = [name for name, result in objectives.items() if result.get("by_corpus")]
+    if not names:
+        return "", []
+    return names[-1], [row for row in validation_rows if row["objectives"].get(names[-1], {}).get("by_corpus")]
+
+
+def _draw_corpora(panel: Any, validation_rows: list[Row], against: Against) -> None:
+    """Draw the change of the held-out loss since the first validation under one objective, a line per corpus."""
+    objective, rows = _find_corpus_losses(validation_rows)
+    prefixes = list(rows[-1]["objectives"][objective]["by_corpus"])
+    for prefix, (colour, marker) in assign_styles(prefixes).items():
+        losses = np.array([row["objectives"][objective]["by_corpus"].get(prefix) for row in rows], dtype=np.float64)
+        x = [row[against] for row in rows]
+        name = Path(prefix).name.removesuffix("_document")
+        panel.plot(x, losses - losses[0], **HELD_OUT, color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
+    panel.axhline(0, color=GREY, linewidth=0.8)
+    panel.legend(**LEGEND, loc="best", title=f"held out, {objective}", title_fontsize=8)
+    panel.set_xlabel(AXIS_LABELS[against])
+    panel.set_ylabel("change\nof loss")
+    panel.margins(y=0.12)
+    style_axes(panel)
 
 
 def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str]]) -> None:

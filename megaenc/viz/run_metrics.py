@@ -154,6 +154,8 @@ _LOSS = ("a number or null", lambda value: value is None or is_number(value))
 _SHARE = ("a share from 0 to 1, or null", lambda value: value is None or (is_number(value) and 0 <= value <= 1))
 _TEXT = ("text in one line", lambda value: isinstance(value, str) and value.isprintable())
 _OBJECTIVE_CHECKS = {"loss": _LOSS, "accuracy": _SHARE, "most_frequent": _SHARE}
+_GROUPS = ("by_position", "by_corpus")
+"""Fields of an objective that hold losses by name, each of which may be missing."""
 _FIELD_CHECKS = {
     **dict.fromkeys(("step", "tokens", "predicted_tokens", "parameters", "train_iters", "at"), _COUNT),
     **dict.fromkeys(("learning_rate", "flops", "step_seconds"), _AMOUNT),
@@ -176,17 +178,18 @@ def _check_value(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
 
 
 def _check_objectives(value: Any) -> dict[str, dict[str, Any]]:
-    """Return the checked loss, accuracy, most_frequent and, if present, by_position of each objective. Raises ValueError."""
+    """Return the checked loss, accuracy and most_frequent of each objective, and its losses by group. Raises ValueError."""
     if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
         raise ValueError("an object of objects")
     if missing := [key for key in _OBJECTIVE_CHECKS for result in value.values() if key not in result]:
         raise ValueError(f"`{missing[0]}` for each objective")
-    if not all(isinstance(result.get("by_position", {}), dict) for result in value.values()):
-        raise ValueError("an object in each `by_position`")
+    for group in _GROUPS:
+        if not all(isinstance(result.get(group, {}), dict) for result in value.values()):
+            raise ValueError(f"an object in each `{group}`")
     try:
         return {
             _check_value(name, _TEXT): {key: _check_value(result[key], kind) for key, kind in _OBJECTIVE_CHECKS.items()}
-            | {key: _check_losses(result[key]) for key in ("by_position",) if key in result}
+            | {key: _check_losses(result[key]) for key in _GROUPS if key in result}
             for name, result in value.items()
         }
     except ValueError as error:

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +39,8 @@ class HeldOutGain:
     accuracy: tuple[float, float]
     most_frequent: float
     """accuracy of always predicting the most frequent label"""
+    corpora: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """loss at both validations on the held-out text of each corpus of a blend, by prefix"""
 
     @property
     def times_most_frequent(self) -> float:
@@ -76,10 +78,18 @@ def summarise(run: str | Path) -> RunSummary:
         before = first["objectives"].get(objective)
         if before is not None and None not in (*before.values(), *after.values()):  # else the held-out packs have no target
             pairs = ((before[name], after[name]) for name in ("loss", "accuracy"))
-            gains.append(HeldOutGain(objective, *pairs, after["most_frequent"]))
+            gains.append(HeldOutGain(objective, *pairs, after["most_frequent"], _pair_corpora(before, after)))
     seconds = training_seconds(steps, start_progress["step"])
     counts = (newest["step"], facts["train_iters"], first["step"], last["step"], facts["parameters"], newest["tokens"])
     return RunSummary(*counts, seconds, start_progress["step"], start_progress["tokens"], gains)
+
+
+def _pair_corpora(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the losses by corpus that both validations have."""
+    earlier = before.get("by_corpus", {})
+    later = after.get("by_corpus", {})
+    losses = {prefix: (earlier.get(prefix), loss) for prefix, loss in later.items()}
+    return {prefix: pair for prefix, pair in losses.items() if None not in pair}
 
 
 def build_table(summary: RunSummary) -> Any:
@@ -93,6 +103,8 @@ def build_table(summary: RunSummary) -> Any:
         table.add_column(name, justify="right", no_wrap=True)
     for one in summary.gains:
         table.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
+        for prefix, losses in one.corpora.items():
+            table.add_row(f"  of {prefix}", *(f"{loss:.3f}" for loss in losses))
         shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
         if one.objective.startswith(PseudoPerplexity.name):
             table.add_row(f"{one.objective}: perplexity", *(f"{compute_perplexity(loss):,.1f}" for loss in one.loss))

@@ -1,5 +1,6 @@
 """NeoBERT's layers are EuroBERT's under other names, with rows of queries and keys in another order, up to a bias."""
 
+import json
 import math
 
 import hf_models
@@ -50,6 +51,17 @@ def test_transformers_computes_it_as_eurobert(kernel, models, tmp_path):
         found, expected = (one(tokens, attention_mask=mask).logits[mask.bool()] for one in (model, eurobert))
     assert expected.std() > 0.5
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_config_without_eos_is_imported(models, small_corpus, tmp_path):
+    """As the released one's."""
+    folder = hf_models.write(models[True][0], tmp_path / "hf", small_corpus.tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("eos_token_id", "bos_token_id"):
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    main(["from-hf", "--input", str(folder), "--output", str(tmp_path / "core")])
+    assert (tmp_path / "core" / "run.json").exists()
 
 
 def test_a_bias_that_eurobert_has_not_is_named(models, tmp_path, refusal):

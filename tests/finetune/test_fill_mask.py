@@ -64,6 +64,8 @@ class Stub:
     device = "cpu"
     config = SimpleNamespace(max_position_embeddings=16)
 
+    named_modules = staticmethod(list)
+
     def __init__(self, answer, vocabulary: int):
         self.answer, self.vocabulary, self.asked = answer, vocabulary, []
 
@@ -155,6 +157,20 @@ def test_seq_length_is_that_of_the_windows_and_is_printed(folder, tmp_path, caps
     with pytest.raises(SystemExit):
         fill_mask.main([*argv, "--seq-length", "100000"])
     assert "--seq-length: found 100000, expected at most the 24 tokens" in capsys.readouterr().err
+
+
+def test_a_model_whose_positions_begin_later_reads_fewer_tokens(tokenizer, tmp_path):
+    """RoBERTa's table of 26 positions begins after its padding id: the model reads 24 tokens."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RobertaConfig(vocab_size=len(tokenizer), max_position_embeddings=26, pad_token_id=1, **sizes)
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, loaded = fill_mask.load_masked_lm(tmp_path)
+    assert fill_mask.choose_window_length(0, model, loaded) == 24
+    score = fill_mask.compute_mask_score(model, loaded, iter(TEXTS), 0.4, 10_000)
+    assert np.isfinite(score.loss)
 
 
 def test_the_limit_is_in_tokens(tokenizer):

@@ -73,6 +73,20 @@ def test_losses_by_position_have_a_panel_of_their_own(tmp_path):
     assert line.get_color() == loss.get_lines()[0].get_color() and "step 40" in positions.get_xlabel()
 
 
+def test_a_blend_has_a_panel_of_the_changes_by_corpus(tmp_path):
+    """Under the objective that is validated last, since the first validation."""
+    run = write_run(tmp_path / "run")
+    rows = read_validations(run)
+    for row in rows:
+        row["objectives"]["mlm(mask=0.3)"]["by_corpus"] = {"data/own_text_document": 6 - row["step"] / 40, "data/b": 5.0}
+    write_rows(run / "validation.jsonl", rows)
+    _, _, corpora = plot.draw_run(read_steps(run), read_validations(run), "a run").axes
+    lines = {line.get_label(): line for line in corpora.get_lines()}
+    np.testing.assert_allclose(lines["own_text"].get_ydata()[[0, -1]], [0, -1])
+    np.testing.assert_allclose(lines["b"].get_ydata(), 0)
+    assert corpora.get_legend().get_title().get_text() == "held out, mlm(mask=0.3)"
+
+
 def test_a_run_without_the_field_is_one_line(tmp_path, refusal):
     run = write_run(tmp_path / "run")
     rows = [{name: value for name, value in row.items() if name != "flops"} for row in read_validations(run)]

@@ -47,6 +47,20 @@ def test_the_command_prints_it(tmp_path, capsys):
     assert not captured.err
 
 
+def test_losses_of_a_blends_corpora_are_printed(tmp_path, capsys):
+    """Those that both validations have; a NaN is none."""
+    run = write_run(tmp_path / "run")
+    rows = read_validations(run)
+    for row in rows:
+        losses = {"data/own_text_document": row["step"] + 0.5, "data/general_text_document": math.nan}
+        row["objectives"]["clm"]["by_corpus"] = losses
+    write_rows(run / "validation.jsonl", rows)
+    run_summary.main([str(run)])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["of", "data/own_text_document", "0.500", "40.500"] in lines
+    assert not any("data/general_text_document" in line for line in lines)
+
+
 def test_pseudo_perplexity_is_also_printed_as_one(tmp_path, capsys):
     run = write_run(tmp_path / "run")
     rows = read_validations(run)
