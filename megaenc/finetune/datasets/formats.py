@@ -6,7 +6,8 @@ Every error begins with a location, such as file and line.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from megaenc.json_files import parse_json
 
 IOB2 = re.compile(r"O|[BI]-\S+")
 _POSITION = re.compile(r"-?\d{1,18}")
+_NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", re.IGNORECASE)
+_HIDDEN = "-1"
+"""Label of every row of a test split whose labels are not published, as in GLUE."""
 EXPECTED_FORMATS = (
     "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) in JSONL, TSV, CSV or Parquet, "
     "columns of words and tags (.conll, .iob2), or SQuAD's JSON"
@@ -191,10 +195,16 @@ class LabelSet:
     is_indexed: bool
     """True if an integer in a row is a label's position instead of its name."""
 
+    @cached_property
+    def has_numbers(self) -> bool:
+        """Return whether a label is the name of a number; then no text is a position."""
+        return any(_POSITION.fullmatch(label) for label in self.labels)
+
     def index(self, value: Any, location: str) -> int:
         """Return the index of the label `value`: a name or, if `is_indexed`, an index; InputError if it is unknown."""
         name = parse_label(value, location)
-        if self.is_indexed and (isinstance(value, int) or (name not in self.labels and _POSITION.fullmatch(name))):
+        is_position = isinstance(value, int) or (_POSITION.fullmatch(name) and not self.has_numbers)
+        if self.is_indexed and is_position:
             if 0 <= int(value) < len(self.labels):
                 return int(value)
             raise InputError(f"{location}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}")
@@ -205,32 +215,60 @@ class LabelSet:
         return self.labels.index(name)
 
 
+_NO_REGRESSION = "found a number with a point, expected a class; regression is not supported"
+
+
+def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelSet) -> bool:
+    """Return whether there are (location, row) pairs and all have the label -1, which is none of `labels`."""
+    if _HIDDEN in labels.labels:
+        return False
+    has_rows = False
+    for _, row in rows:
+        if str(row.get("label")) != _HIDDEN:
+            return False
+        has_rows = True
+    return has_rows
+
+
 def parse_label(value: Any, location: str) -> str:
     """Return the label `value`, an integer or text that is not empty, as text; else raise InputError at `location`."""
     if isinstance(value, float):
-        raise InputError(f"{location}: label {value}: found a number with a point, expected a class; regression is not supported")
+        raise InputError(f"{location}: label {value}: {_NO_REGRESSION}")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
         raise InputError(f"{location}: label {value!r}: expected text or an integer")
     return str(value)
 
 
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
-    """Return the LabelSet of (location, row) pairs: sorted classes (SC), or "O" and the other tags sorted (otherwise)."""
-    names: set[str] = set()
+    """Return the LabelSet of (location, row) pairs: sorted classes (SC), or "O" and the other tags sorted (otherwise).
+
+    Raises:
+        InputError: A label is invalid, or all are numbers and one has a point or an exponent.
+    """
+    names: dict[str, str] = {}  # by name, the first location
     for location, row in rows:
         if family is TaskFamily.SC:
-            names.add(parse_label(get_value(row, "label", location), location))
+            names.setdefault(parse_label(get_value(row, "label", location), location), location)
         else:
             tags = get_value(row, "tags", location, list)
-            names.update(check_tag(tag, f"{location}: tag {at}", is_indexed=False) for at, tag in enumerate(tags, 1))
+            names |= {check_tag(tag, f"{location}: tag {at}", is_indexed=False): "" for at, tag in enumerate(tags, 1)}
     if family is TaskFamily.TC:
-        return LabelSet(("O", *sorted(names - {"O"})), is_indexed=False)
+        return LabelSet(("O", *sorted(names.keys() - {"O"})), is_indexed=False)
+    scores = [name for name in names if "." in name or "e" in name.lower()]
+    if scores and all(_NUMBER.fullmatch(name) for name in names):
+        advice = "names of classes that look like numbers need a meta.json that lists them"
+        raise InputError(f"{names[scores[0]]}: label {scores[0]!r}: {_NO_REGRESSION}; {advice}")
     numbers = all(_POSITION.fullmatch(name) for name in names)
-    return LabelSet(tuple(sorted(names, key=int if numbers else None)), is_indexed=False)
+    # Sorted twice, because 1 and 01 are equal as numbers.
+    return LabelSet(tuple(sorted(sorted(names), key=int if numbers else None)), is_indexed=False)
 
 
-def check_label_names(family: TaskFamily, names: Any, place: str) -> LabelSet:
-    """Return the LabelSet of listed `names`, positions allowed; InputError, beginning with `place`, if they are invalid."""
+def check_label_names(family: TaskFamily, names: Any, place: str, *, is_encoded: bool = False) -> LabelSet:
+    """Return the LabelSet of listed `names`; InputError, beginning with `place`, if they are invalid.
+
+    An integer in a row is a position, except that it is a name if some names are numbers.
+    `is_encoded`: the rows hold the names as positions, whatever the names are.
+    """
     is_name_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
     if not is_name_list or len(set(names)) != len(names):
         raise InputError(f"{place}: expected a list of names that differ")
@@ -239,7 +277,8 @@ def check_label_names(family: TaskFamily, names: Any, place: str) -> LabelSet:
             check_tag(name, place, is_indexed=False)
         if "O" not in names:
             raise InputError(f"{place}: found no O, expected the tags of IOB2, O among them")
-    return LabelSet(tuple(names), is_indexed=True)
+    labels = LabelSet(tuple(names), is_indexed=True)
+    return labels if is_encoded or not labels.has_numbers else replace(labels, is_indexed=False)
 
 
 def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:

@@ -9,8 +9,8 @@ from megaenc.data.sources.text_files import format_names
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.hub import HubSpec, build_hub_examples, load_from_hub
-from megaenc.finetune.datasets.local import DatasetConfig, build_split_reader, find_split_names, template_rule
-from megaenc.finetune.examples import Dataset, DataUnavailable, Examples, SplitName, TaskFamily, hash_json, print_once
+from megaenc.finetune.datasets.local import DatasetConfig, build_split_reader, find_split_names, print_hidden_test, template_rule
+from megaenc.finetune.examples import Dataset, DataUnavailable, Examples, SplitName, TaskFamily, hash_json
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _REFERENCE = re.compile(
@@ -77,10 +77,11 @@ def load_hub_repository(name: str, reference: HubReference, flags: DatasetConfig
         raise InputError(f"{place}: found the splits {format_names(list(data))}, expected train, validation and test")
     first = data[splits.get("train") or next(iter(splits.values()))]
     family, fields = _find_columns(place, first.column_names, flags.task)
-    if family is TaskFamily.SC and len(splits) == 3 and set(data[splits["test"]][fields["label"]]) == {-1}:  # as in GLUE
-        print_once(f"{name}: test is not used: its labels are hidden (-1)")
-        del splits["test"]
     labels = _find_labels(place, family, first, fields, splits)
+    if family is TaskFamily.SC and len(splits) == 3:
+        test_rows = (("", {"label": label}) for label in data[splits["test"]][fields["label"]])
+        if formats.is_hidden_test(test_rows, labels):
+            print_hidden_test(name, splits.pop("test"))
     template = flags.pair_template if family is TaskFamily.SC else ""
     spec = HubSpec(family, repository, config, fields, template, labels.labels)
     counts = {split: data[on_hub].num_rows for split, on_hub in splits.items()}
@@ -115,7 +116,7 @@ def _find_labels(
     feature = data.features[fields[ours]]
     names = getattr(getattr(feature, "feature", None) if family is TaskFamily.TC else feature, "names", None)
     if names is not None:
-        return formats.check_label_names(family, list(names), f"{place}: column `{fields[ours]}`")
+        return formats.check_label_names(family, list(names), f"{place}: column `{fields[ours]}`", is_encoded=True)
     on_hub = splits.get("train") or next(iter(splits.values()))
     rows = enumerate(data[fields[ours]], start=1)
     return formats.collect_labels(family, ((f"{place}: {on_hub} row {number}", {ours: value}) for number, value in rows))

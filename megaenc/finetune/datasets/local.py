@@ -88,10 +88,17 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
     rule = template_rule(template, lambda: _has_pairs(files.values()))
     fingerprint = hash_json({"files": content, "rules": [family, labels.labels, rule]})
+    if family is TaskFamily.SC and len(files) == 3 and formats.is_hidden_test(formats.read_rows(files["test"]), labels):
+        print_hidden_test(name, files.pop("test").name)
 
     read_file = functools.partial(_read_examples, family=family, labels=labels, template=template)
     read_split = build_split_reader(name, f"{path}", files, read_file)
     return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, read_split, template)
+
+
+def print_hidden_test(name: str, test: str) -> None:
+    """Print that the split or file `test` of the data set `name` is not used."""
+    print_once(f"{name}: {test} is not used: its labels are hidden (-1)")
 
 
 def template_rule(template: str, has_pairs: Callable[[], bool]) -> str:
@@ -175,13 +182,16 @@ def _read_label_set(file: Path, family: TaskFamily, first_file: Path) -> formats
         return formats.LabelSet((), is_indexed=False)
     key = "labels" if family is TaskFamily.SC else "tags"
     metadata = read_json_object(file, "an object with labels or tags") if file.exists() else {}
-    label_names, place = metadata.get(key, metadata.get("labels")), f"{file}: key `{key}`"
-    if label_names is None and first_file.suffix == ".parquet":
+    label_names = metadata.get(key, metadata.get("labels"))
+    if label_names is not None:
+        return formats.check_label_names(family, label_names, f"{file}: key `{key}`")
+    if first_file.suffix == ".parquet":
         column = "label" if family is TaskFamily.SC else "tags"
-        label_names, place = read_parquet_label_names(first_file, column), f"{first_file}: names of column `{column}`"
-    if label_names is None:
-        return formats.collect_labels(family, formats.read_rows(first_file))
-    return formats.check_label_names(family, label_names, place)
+        label_names = read_parquet_label_names(first_file, column)
+        if label_names is not None:
+            place = f"{first_file}: names of column `{column}`"
+            return formats.check_label_names(family, label_names, place, is_encoded=True)
+    return formats.collect_labels(family, formats.read_rows(first_file))
 
 
 def find_split_files(path: Path) -> dict[SplitName, Path]:

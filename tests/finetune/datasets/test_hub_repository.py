@@ -117,6 +117,8 @@ def test_pairs_labels_without_names_tags_and_questions(on_hub):
      r"data set odd \(org/odd\): found the columns `body`, `stars`, expected text \(or sentence\) and label"),
     ({"train": Dataset.from_dict({"text": ["x"], "label": [0.5]})},
      r"data set odd \(org/odd\): train row 1: label 0.5: .* regression is not supported"),
+    ({"train": Dataset.from_dict({"text": ["x", "y"], "label": ["5", "4.8"]})},
+     r"data set odd \(org/odd\): train row 2: label '4.8': .* regression is not supported"),
     ({"train": Dataset.from_dict({"tokens": [["x"]], "tags": [["NN"]]})}, r"train row 1: tag 1: found 'NN', expected IOB2"),
     ({"unsupervised": reviews(2)}, r"found the splits `unsupervised`, expected train, validation and test"),
     ({"train": reviews(2)}, r"data set odd \(org/odd\): no test split, expected a split test"),

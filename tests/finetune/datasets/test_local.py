@@ -62,6 +62,93 @@ def test_labels_without_meta_json_are_those_of_train_sorted(tmp_path):
     assert [example.id for example in found.load_split("train")] == ["0", "1", "2"]
 
 
+def write_rows(folder, form, rows, *, names=None, **splits):
+    """A folder of files in a format: `rows` are train, valid and test, or the rows of `splits`."""
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        split_rows = splits.get(split, rows)
+        if form == "jsonl":
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split_rows))
+        elif form == "parquet":
+            datasets.Dataset.from_list(split_rows).to_parquet(folder / f"{split}.parquet")
+        else:
+            comma = {"csv": ",", "tsv": "\t"}[form]
+            lines = [comma.join(split_rows[0]), *(comma.join(map(str, row.values())) for row in split_rows)]
+            (folder / f"{split}.{form}").write_text("\n".join(lines) + "\n")
+    if names:
+        (folder / "meta.json").write_text(json.dumps({"labels": names}))
+    return str(folder)
+
+
+FORMS = ["jsonl", "csv", "tsv", "parquet"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("labels, first", [
+    (["4.8", "0.4", "3"], "4.8"), (["1", "2", "3.0"], "3.0"), (["-.5", "1"], "-.5"), (["1e-3", "nan"], "1e-3"),
+])  # fmt: skip
+def test_scores_as_text_are_refused_as_regression(tmp_path, form, labels, first):
+    folder = write_rows(tmp_path / "scores", form, [{"text": "x", "label": label} for label in labels])
+    with pytest.raises(InputError, match=rf"label '{first}': found a number with a point, .* regression is not supported"):
+        find_dataset(folder)
+
+
+@pytest.mark.parametrize("labels", [["4.8", "good"], ["1", "-1"], ["v1.0", "v2.0"], ["e"], ["nan", "inf"]])
+def test_names_with_points_are_classes_if_one_is_no_number(tmp_path, labels):
+    folder = write_rows(tmp_path / "names", "csv", [{"text": "x", "label": label} for label in labels])
+    assert set(find_dataset(folder).labels) == set(labels)
+
+
+def test_names_that_look_like_scores_are_classes_if_meta_json_lists_them(tmp_path):
+    rows = [{"text": "x", "label": "3.10"}, {"text": "y", "label": "3.9"}]
+    found = find_dataset(write_rows(tmp_path / "versions", "csv", rows, names=["3.9", "3.10"]))
+    assert [example.label for example in found.load_split("train")] == [1, 0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("names, labels, indices", [
+    (None, [7, 3, 10], [1, 0, 2]),
+    (["1", "2", "3"], [1, 3, 2], [0, 2, 1]),
+    (["1", "0"], [0, 1, 1], [1, 0, 0]),
+    (["low", "high"], [0, 1, 1], [0, 1, 1]),
+])  # fmt: skip
+def test_a_number_is_the_same_class_in_every_format(tmp_path, form, names, labels, indices):
+    rows = [{"text": "x", "label": label} for label in labels]
+    found = find_dataset(write_rows(tmp_path / "stars", form, rows, names=names))
+    assert [example.label for example in found.load_split("train")] == indices
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_among_names_that_are_numbers_no_number_is_a_position(tmp_path, form):
+    rows = [{"text": "x", "label": label} for label in (1, 0)]
+    found = find_dataset(write_rows(tmp_path / "stars", form, rows, names=["1", "2", "3"]))
+    with pytest.raises(InputError, match=r"label '?0'?: outside the label set, expected one of 1, 2, 3"):
+        found.load_split("train")
+
+
+def test_numbers_in_a_parquet_column_with_class_names_are_positions_even_of_numbers(tmp_path):
+    stars = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["1", "2", "3"])})
+    rows = [{"text": "x", "label": 1}, {"text": "y", "label": 0}]
+    found = find_dataset(write_parquet(tmp_path / "stars", stars, train=rows, valid=rows, test=rows))
+    assert [found.labels[example.label] for example in found.load_split("train")] == ["2", "1"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_test_split_with_hidden_labels_is_not_used(tmp_path, capsys, form):
+    rows = [{"text": f"text {number}", "label": number % 2} for number in range(40)]
+    hidden = [row | {"label": -1} for row in rows]
+    found = find_dataset(write_rows(tmp_path / f"hidden_{form}", form, rows, test=hidden))
+    assert [len(found.load_split(split)) for split in ("train", "validation", "test")] == [38, 2, 40]
+    assert found.load_split("test")[1].label == 1
+    assert f"hidden_{form}: test.{form} is not used: its labels are hidden (-1)\n" in capsys.readouterr().out
+
+
+def test_minus_one_may_be_a_class(tmp_path):
+    rows = [{"text": "x", "label": -1}, {"text": "y", "label": 1}]
+    found = find_dataset(write_rows(tmp_path / "signs", "csv", rows, test=rows[:1]))
+    assert found.load_split("test") == [LabelledText("0", "x", 0)]
+
+
 def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_the_studys(tmp_path):
     rows = [{"text": "It rains {now}.", "text_pair": "It is wet.", "label": "yes"}]
     folder = write(tmp_path / "rain", **three(rows))
@@ -431,7 +518,7 @@ def test_bad_rows_of_texts(tmp_path, row, message):
 
 @pytest.mark.parametrize("label, message", [
     (2, "label 2: outside the label set, expected 0 to 1"),
-    (-1, "label -1: outside the label set, expected 0 to 1"),
+    (-2, "label -2: outside the label set, expected 0 to 1"),
     ("maybe", "label 'maybe': outside the label set, expected one of negative, positive"),
     ("7", "label '7': outside the label set, expected 0 to 1"),
 ])  # fmt: skip
@@ -581,7 +668,7 @@ HOSTILE = {
     "a compressed line without end": ("train.jsonl", compressed, r"train.jsonl.gz:1: longer than 67,108,864 bytes"),
     "a number without end": ("train.jsonl", f'{ROWS}{{"text": "x", "label": {DIGITS}}}', r"train.jsonl:3: not JSON"),
     "label beyond": ("test.jsonl", '{"text": "x", "label": 99}', r"test.jsonl:1: label 99: outside the label set"),
-    "label below": ("test.jsonl", '{"text": "x", "label": -1}', r"test.jsonl:1: label -1: outside the label set"),
+    "label below": ("test.jsonl", '{"text": "x", "label": -2}', r"test.jsonl:1: label -2: outside the label set"),
     "label in digits": ("test.jsonl", f'{{"text": "x", "label": "{DIGITS}"}}', r"test.jsonl:1: label '9+': outside"),
     "label is NaN": ("test.jsonl", '{"text": "x", "label": NaN}', r"test.jsonl:1: label nan: found a number with a point"),
     "meta is a FIFO": ("meta.json", os.mkfifo, r"meta.json: not a regular file"),
