@@ -20,6 +20,7 @@ from megaenc.finetune.examples import TOKENIZER_PAIRS, Answer, LabelledText, Que
 from megaenc.json_files import parse_json
 
 IOB2 = re.compile(r"O|[BI]-\S+")
+_WORD = re.compile(r"[^ \t\r\n]+")
 _POSITION = re.compile(r"-?\d{1,18}")
 _NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", re.IGNORECASE)
 _HIDDEN = "-1"
@@ -116,8 +117,13 @@ def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
             if len(cells) != len(header):
                 raise InputError(f"{path}:{number}: {format_cell_count(cells, header)}")
             row: dict[str, Any] = dict(zip(header, cells, strict=True))
-            yield f"{path}:{number}", row | {key: row[key].split() for key in ("tokens", "tags") if key in row}
+            yield f"{path}:{number}", row | {key: _split_words(row[key]) for key in ("tokens", "tags") if key in row}
         header = header or cells
+
+
+def _split_words(line: str, separator: str | None = None) -> list[str]:
+    """Split at `separator`, or without one at tabs, spaces and line ends; other white space may be part of a word."""
+    return _WORD.findall(line) if separator is None else line.split(separator)
 
 
 def _read_conll(path: Path) -> Iterator[Row]:
@@ -128,7 +134,7 @@ def _read_conll(path: Path) -> Iterator[Row]:
     """
     numbered_lines = list(read_lines(path))
     separator = "\t" if any("\t" in line for _, line in numbered_lines if not line.startswith("#")) else None
-    cells = [(number, line, line.split(separator)) for number, line in numbered_lines]
+    cells = [(number, line, _split_words(line, separator)) for number, line in numbered_lines]
     words = [row for _, line, row in cells if line.strip() and not line.startswith("#") and row[0] != "-DOCSTART-"]
     width = max((len(row) for row in words), default=0)
     if width < 2:

@@ -339,6 +339,32 @@ def test_tagged_words_of_every_format(tmp_path, rows):
     assert found.family is TaskFamily.TC
 
 
+ODD_SPACES = ["10\u00a0000", "\u2028", "a\u0085b", "\u3000", "x\u2029", "\u00a0"]
+
+
+@pytest.mark.parametrize("form, template", [
+    ("conll", "{} O\n"), ("conll", "{}  NN O \n"), ("iob2", "{}\tO\r\n"), ("tsv", "{}\tO\n"), ("csv", "{},O\n"),
+    ("jsonl", '{{"tokens": ["{}"], "tags": ["O"]}}\r\n'),
+])  # fmt: skip
+def test_only_tabs_spaces_and_line_ends_separate_words(tmp_path, form, template):
+    header = "tokens,tags\n" if form == "csv" else ""
+    text = "\ufeff" + header + "".join(template.format(word) for word in ODD_SPACES)
+    (tmp_path / f"test.{form}").write_bytes(text.encode())
+    sentences = find_dataset(str(tmp_path / f"test.{form}")).load_split("test")
+    assert [word for sentence in sentences for word in sentence.words] == ODD_SPACES
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv"])
+def test_only_line_feeds_end_lines(tmp_path, form):
+    texts = [f"one{mark}two" for mark in "\x0b\x0c\x1c\x85\u2028\u2029\u00a0"]
+    rows = [json.dumps({"text": text, "label": "x"}, ensure_ascii=False) for text in texts]
+    if form != "jsonl":
+        comma = {"csv": ",", "tsv": "\t"}[form]
+        rows = [f"text{comma}label", *(f"{text}{comma}x" for text in texts)]
+    (tmp_path / f"test.{form}").write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
+    assert [example.text for example in find_dataset(str(tmp_path / f"test.{form}")).load_split("test")] == texts
+
+
 def squad(*, start=4, impossible=None):
     asked = {"id": "q", "question": "Who?", "answers": [{"text": "Ada", "answer_start": start}] * 2}
     none = {"id": "n", "question": "When?", "answers": [], "plausible_answers": asked["answers"], "is_impossible": True}
