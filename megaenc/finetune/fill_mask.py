@@ -32,6 +32,10 @@ class FillMaskConfig:
     """Held-out text in any format that `megaenc preprocess` reads."""
     json_key: JsonKey = "text"
     """Key or column that holds the text."""
+    encoding: str = "utf-8"
+    """Encoding of JSONL, CSV, TSV and text files, such as latin1, cp1252 or utf-16."""
+    delimiter: str | None = None
+    """Character between the cells of CSV and TSV files, such as ';'; by default a comma in CSV, a tab in TSV."""
     mask: float = 0.4
     """Fraction of the tokens to mask, like the option `mask` of the objective mlm."""
     tokens: int = 100_000
@@ -269,7 +273,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 0 < settings.mask <= 1:
         raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
     check_minimums(settings, tokens=1, sentences=0, seq_length=0)
-    inputs = resolve_inputs(InputConfig(settings.input), [settings.json_key])
+    source = InputConfig(settings.input, encoding=settings.encoding, delimiter=settings.delimiter)
+    inputs = resolve_inputs(source, [settings.json_key])
     next(read_texts(inputs, settings.json_key), None)  # reports wrong input before the model is loaded
     model, tokenizer = load_masked_lm(settings.model)
     length = choose_window_length(settings.seq_length, model, tokenizer)

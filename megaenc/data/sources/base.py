@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from megaenc.data.sources import text_files
-from megaenc.data.sources.text_files import TextBlock, is_compressed
+from megaenc.data.sources.text_files import UTF8, TextBlock, is_compressed
 from megaenc.errors import InputError
 
 
@@ -56,12 +56,13 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
 class LineFile(TextSource):
     """Text source of a JSONL file, or of a text file in which each line or paragraph is a document."""
 
-    def __init__(self, path: str, sample_by: str | None) -> None:
+    def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:
         """Open `path`; `sample_by` is `line` or `paragraph` for a text file, None for JSONL."""
         self.name, self._sample_by = path, sample_by
+        self._encoding = encoding
         self.file_stats = stat_files([path])
         self.size = self.file_stats[0][1]
-        self._is_indivisible = is_compressed(path) or sample_by == "paragraph"
+        self._is_indivisible = is_compressed(path) or sample_by == "paragraph" or encoding != UTF8
         self.end = 1 if self._is_indivisible else self.size
 
     def find_split_point(self, offset: int) -> int:
@@ -71,14 +72,17 @@ class LineFile(TextSource):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         """Yield the lines that begin in bytes start..stop-1 as LineBlocks; compressed files and paragraphs whole."""
         byte_range = (0, None) if self._is_indivisible else (start, stop)
-        return text_files.read_line_blocks(self.name, *byte_range, before, self._sample_by) if start < stop else iter(())
+        if start == stop:
+            return iter(())
+        return text_files.read_line_blocks(self.name, *byte_range, before, self._sample_by, self._encoding)
 
 
 class TextGroup(TextSource):
     """Text source of several text files, each a document; split points are file numbers."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], encoding: str = UTF8) -> None:
         self.name, self._paths, self.file_stats = paths[0], paths, stat_files(paths)
+        self._encoding = encoding
         self._ends = list(accumulate(size for _, size, _ in self.file_stats))
         self.size, self.end = self._ends[-1], len(paths)
 
@@ -95,5 +99,5 @@ class TextGroup(TextSource):
         while start < stop:
             done = self._ends[start - 1] if start else 0
             end = max(start + 1, min(stop, bisect.bisect_right(self._ends, done + text_files.BLOCK_BYTES), start + 1000))
-            yield text_files.FileBlock(tuple(self._paths[start:end]), before + self._ends[end - 1])
+            yield text_files.FileBlock(tuple(self._paths[start:end]), before + self._ends[end - 1], self._encoding)
             start = end

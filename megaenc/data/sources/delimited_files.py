@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from megaenc.data.sources import text_files
 from megaenc.data.sources.base import TextSource, stat_files
-from megaenc.data.sources.text_files import TextBlock, check_columns, decode_utf8, open_decompressed
+from megaenc.data.sources.text_files import UTF8, TextBlock, check_columns, decode_utf8, open_decompressed
 from megaenc.errors import InputError
 
 MAX_CELL_LENGTH = 1 << 26
@@ -47,17 +47,31 @@ class DelimitedFile(TextSource):
 
     end = 1
 
-    def __init__(self, path: str, keys: Sequence[str], is_csv: bool) -> None:
+    def __init__(self, path: str, keys: Sequence[str], is_csv: bool, encoding: str = UTF8, delimiter: str | None = None) -> None:
         """Read the header. A file without any row has no documents.
+
+        Args:
+            path: Name of the file.
+            keys: Columns of the texts.
+            is_csv: Whether cells may be quoted.
+            encoding: Encoding of the file.
+            delimiter: Character between cells; None for a comma in CSV, a tab in TSV.
 
         Raises:
             InputError: The header cannot be read, or lacks one of `keys` or has it twice.
         """
         self.name = path
         self._is_csv = is_csv
+        self._encoding = encoding
+        self._delimiter = delimiter or get_delimiter(is_csv)
         self.file_stats = stat_files([path])
         self.size = self.file_stats[0][1]
-        with open_decompressed(path) as (_, stream):
+        with open_decompressed(path, encoding) as (_, stream):
+            first_line = next(iter(_DecodedLines(stream)), "")
+        other = find_other_delimiter(first_line, self._delimiter)
+        if other and set(keys) <= {cell.strip('" \r\n') for cell in first_line.split(other)}:
+            raise InputError(f"{path}:1: found {other!r} between columns, expected {self._delimiter!r}; set --delimiter")
+        with open_decompressed(path, encoding) as (_, stream):
             number, header = next(self._read_records(_DecodedLines(stream)), (1, list(keys)))
         if isinstance(header, InputError):
             raise InputError(f"{path}:{number}: {header}")
@@ -77,7 +91,7 @@ class DelimitedFile(TextSource):
         """
         if start == stop:
             return
-        with open_decompressed(self.name) as (raw, stream):
+        with open_decompressed(self.name, self._encoding) as (raw, stream):
             lines = _DecodedLines(stream)
             records = self._read_records(lines)
             next(records, None)  # the header
@@ -93,7 +107,7 @@ class DelimitedFile(TextSource):
 
     def _read_records(self, lines: "_DecodedLines") -> Iterator[tuple[int, list[str] | InputError]]:
         """Yield (line number, cells) of the header and each row, with an error for cells that are not UTF-8."""
-        records = split_csv(self.name, lines) if self._is_csv else split_tsv(lines)
+        records = split_csv(self.name, lines, self._delimiter) if self._is_csv else split_tsv(lines, self._delimiter)
         for number, cells in records:
             if lines.error is None:
                 yield number, cells
@@ -110,18 +124,31 @@ class DelimitedFile(TextSource):
         return tuple([cells[column] for column in self._columns])
 
 
-def split_csv(path: str, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def get_delimiter(is_csv: bool) -> str:
+    """Return the character between cells: a comma in CSV, a tab in TSV."""
+    return "," if is_csv else "\t"
+
+
+def find_other_delimiter(header: str, delimiter: str) -> str | None:
+    """Return a usual character between cells that the header line has instead of `delimiter`, or None."""
+    if delimiter in header:
+        return None
+    return next((other for other in ";\t,|" if other in header), None)
+
+
+def split_csv(path: str, lines: Iterable[str], delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield (number of the first line, cells) of each record of a CSV file that is not empty.
 
     Args:
         path: Name of the file, for errors.
         lines: All lines, with their line ends.
+        delimiter: Character between cells.
 
     Raises:
         InputError: Quotes are wrong, or a cell is too long.
     """
     csv.field_size_limit(MAX_CELL_LENGTH)
-    reader = csv.reader(lines, strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     first_line = 1
     try:
         for cells in reader:
@@ -134,12 +161,12 @@ def split_csv(path: str, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]
         raise InputError(f"{path}:{first_line}: not CSV: {reason}; expected {quoting}") from None
 
 
-def split_tsv(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def split_tsv(lines: Iterable[str], delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, cells) of each line of a TSV file that is not empty, without quoting, as in GLUE's files."""
     for number, line in enumerate(lines, 1):
         content = line.removesuffix("\n").removesuffix("\r")
         if content:
-            yield number, content.split("\t")
+            yield number, content.split(delimiter)
 
 
 def format_cell_count(cells: Sequence[str], header: Sequence[str]) -> str:

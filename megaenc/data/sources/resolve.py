@@ -4,7 +4,7 @@ import bisect
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ import tyro
 
 from megaenc.data.sources.base import LineFile, TextGroup, TextSource
 from megaenc.data.sources.delimited_files import DelimitedFile
-from megaenc.data.sources.text_files import TextBlock
+from megaenc.data.sources.text_files import UTF8, TextBlock, find_encoding
 from megaenc.errors import InputError
 
 EXPECTED = (
@@ -45,7 +45,7 @@ JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
 
 @dataclass(frozen=True)
 class InputConfig:
-    """Flags for text input of all commands that read text: --input, --sample-by, --dataset-config and --dataset-split."""
+    """Flags for text input of all commands that read text: inputs, unit, data set of the Hub, encoding and delimiter."""
 
     input: tuple[str, ...]
     """JSONL, CSV, TSV, Parquet or text files, folders of them or of a saved data set, or names of Hugging Face Hub data sets."""
@@ -55,6 +55,10 @@ class InputConfig:
     """Configuration of a data set on the Hub, such as sample-10BT."""
     dataset_split: str = field(default="train", kw_only=True)
     """Split of a data set on the Hub or of a saved data set with several splits."""
+    encoding: str = field(default=UTF8, kw_only=True)
+    """Encoding of JSONL, CSV, TSV and text files, such as latin1, cp1252 or utf-16."""
+    delimiter: str | None = field(default=None, kw_only=True)
+    """Character between the cells of CSV and TSV files, such as ';'; by default a comma in CSV, a tab in TSV."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
     """Return every --input's sources, metadata and messages; InputError if one, its columns or a flag cannot be used."""
     if not settings.input:
         raise InputError(f"--input: missing, expected {EXPECTED}")
+    settings = replace(settings, encoding=find_encoding(settings.encoding))
+    _check_delimiter(settings.delimiter)
     inputs, kinds = ResolvedInputs([], [], []), set()
     for name in settings.input:
         path = Path(name)
@@ -147,7 +153,18 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
         raise InputError(f"--dataset-config {settings.dataset_config}: none of --input is a data set of the Hugging Face Hub")
     if settings.dataset_split != "train" and not kinds & {"hub", "saved"}:
         raise InputError(f"--dataset-split {settings.dataset_split}: none of --input is a data set, saved or on the Hub")
+    if settings.encoding != UTF8 and not kinds & {"jsonl", "csv", "tsv", "text"}:
+        raise InputError(f"--encoding {settings.encoding}: none of --input is a JSONL, CSV, TSV or text file")
+    if settings.delimiter is not None and not kinds & {"csv", "tsv"}:
+        raise InputError(f"--delimiter {settings.delimiter!r}: none of --input is a CSV or TSV file")
     return inputs
+
+
+def _check_delimiter(delimiter: str | None) -> None:
+    """Raise InputError unless `delimiter` is None or one character that can stand between cells."""
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
+        expected = "one character, such as ';' or $'\\t' for a tab"
+        raise InputError(f"--delimiter {delimiter!r}: expected {expected}")
 
 
 def read_blocks(inputs: ResolvedInputs, ranges: Sequence[DocumentRange] | None = None) -> Iterator[TextBlock]:
@@ -214,7 +231,7 @@ def _build_sources(files: Sequence[tuple[str, str]], settings: InputConfig, keys
     """Yield a source for each (kind, path), grouping text files that are documents."""
     for kind, paths in groupby(files, key=lambda entry: entry[0]):
         if kind == "text" and settings.sample_by == "document":
-            yield TextGroup([path for _, path in paths])
+            yield TextGroup([path for _, path in paths], settings.encoding)
             continue
         for _, path in paths:
             if kind in ("parquet", "saved"):
@@ -227,9 +244,9 @@ def _build_sources(files: Sequence[tuple[str, str]], settings: InputConfig, keys
                     else arrow_tables.find_saved_dataset_files(path, settings.dataset_split, keys)
                 )
             elif kind in ("csv", "tsv"):
-                yield DelimitedFile(path, keys, is_csv=kind == "csv")
+                yield DelimitedFile(path, keys, kind == "csv", settings.encoding, settings.delimiter)
             else:
-                yield LineFile(path, settings.sample_by if kind == "text" else None)
+                yield LineFile(path, settings.sample_by if kind == "text" else None, settings.encoding)
 
 
 def _classify_file(path: Path) -> tuple[str, str]:

@@ -3,8 +3,10 @@
 gzip and Zstandard are detected by a file's first bytes. One process reads blocks, which is cheap; workers parse them.
 """
 
+import codecs
 import contextlib
 import gzip
+import io
 import json
 import zlib
 from abc import ABC, abstractmethod
@@ -27,10 +29,10 @@ _FOREIGN_FORMATS = {
     b"\xfd7zXZ\x00": "xz-compressed data",
     b"BZh": "bzip2-compressed data",
     b"PK\x03\x04": "a zip archive",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
     b"\x04\x22\x4d\x18": "lz4-compressed data",
 }
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+UTF8 = "utf-8"
 _COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # from damaged or truncated data
 
 
@@ -97,26 +99,24 @@ class LineBlock(TextBlock):
                 yield number, texts
             elif line and not line.isspace():
                 try:
-                    yield (
-                        number,
-                        _parse_json(line, keys) if self.sample_by is None else (self._decode_text(number, line),) * len(keys),
-                    )
+                    if self.sample_by is None:
+                        yield number, _parse_json(line, keys)
+                    else:
+                        encoding = "utf-8-sig" if number == 1 and not self.range_start else UTF8
+                        yield number, (decode_utf8(line.removesuffix(b"\r"), encoding),) * len(keys)
                 except InputError as error:
                     yield number, error
 
     def _split(self) -> Iterator[tuple[int, bytes]]:
         """Return the number and bytes of each line, or of each paragraph with the number of its first line."""
+        is_start = self.first_line == 1 and not self.range_start
+        data = self.data.removeprefix(codecs.BOM_UTF8) if is_start else self.data
         # Only line feeds end lines; Unicode's other line separators are text.
-        lines = enumerate(self.data.split(b"\n"), self.first_line)
+        lines = enumerate(data.split(b"\n"), self.first_line)
         if self.sample_by != "paragraph":
             return lines
         paragraphs = (list(group) for is_blank, group in groupby(lines, lambda line: not line[1].strip()) if not is_blank)
         return ((group[0][0], b"\n".join(line for _, line in group)) for group in paragraphs)
-
-    def _decode_text(self, number: int, line: bytes) -> str:
-        """Decode one line or paragraph; a byte order mark is removed at the start of the file."""
-        first = number == 1 and not self.range_start
-        return decode_utf8(line.removesuffix(b"\r"), "utf-8-sig" if first else "utf-8")
 
     def _describe_location(self, number: int) -> str:
         return f"{self.path}:{number + _count_lines_before(self.path, self.range_start)}"
@@ -128,13 +128,14 @@ class FileBlock(TextBlock):
 
     paths: tuple[str, ...]
     position: int
+    encoding: str = UTF8
 
     @cached_property
     def _contents(self) -> list[bytes]:
         """Return the decompressed bytes of each file."""
         contents = []
         for path in self.paths:
-            with open_decompressed(path) as (_, stream):
+            with open_decompressed(path, self.encoding) as (_, stream):
                 contents.append(stream.read())
         return contents
 
@@ -156,26 +157,74 @@ class FileBlock(TextBlock):
 
 
 @contextlib.contextmanager
-def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a plain, gzip or Zstandard file; yield (raw file, decompressed stream), both one if plain; InputError if bad.
+def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open a plain, gzip or Zstandard file; yield the raw file and a stream of its UTF-8.
 
-    The raw file's `tell` counts bytes on disk. Raises InputError from inside the block for a file that cannot be read or whose
-    compressed data are broken.
+    They are the same object for a plain file in UTF-8, whose bytes are not checked; text in another `encoding` is converted.
+    The raw file's `tell` counts bytes on disk.
+
+    Raises:
+        InputError: From inside the block, if the file cannot be read, its compressed data are broken, or it is not in `encoding`.
     """
     try:
         with open(path, "rb") as raw:
             start = raw.read(4)
             raw.seek(0)
+            stream = raw
             if start[:2] == b"\x1f\x8b":
-                yield raw, gzip.GzipFile(fileobj=raw, mode="rb")
+                stream = gzip.GzipFile(fileobj=raw, mode="rb")
             elif start == b"\x28\xb5\x2f\xfd":
-                yield raw, zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
-            else:
-                yield raw, raw
+                stream = zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
+            if encoding != UTF8:
+                stream = io.BufferedReader(_Utf8Stream(path, stream, encoding))
+            yield raw, stream
     except _COMPRESSION_ERRORS as error:
         raise InputError(f"{path}: broken compressed data: {error}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+class _Utf8Stream(io.RawIOBase):
+    """Stream of a text in another encoding as UTF-8."""
+
+    def __init__(self, path: str, stream: Any, encoding: str) -> None:
+        self._path = path
+        self._stream = stream
+        self._encoding = encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._pending = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._pending:
+            data = self._stream.read(BLOCK_BYTES)
+            try:
+                text = self._decoder.decode(data, final=not data)
+            except UnicodeError as error:
+                reason = f"not {self._encoding} ({getattr(error, 'reason', error)})"
+                raise InputError(f"{self._path}: {reason}; give the text's own --encoding") from None
+            self._pending = memoryview(text.encode(UTF8, "surrogatepass"))
+            if not data:
+                break
+        size = min(len(buffer), len(self._pending))
+        buffer[:size] = self._pending[:size]
+        self._pending = self._pending[size:]
+        return size
+
+
+def find_encoding(name: str) -> str:
+    """Return the usual name of the encoding of the flag --encoding; InputError if there is no such encoding of text."""
+    try:
+        with contextlib.suppress(UnicodeError):  # one blank is not a whole character in some encodings
+            b" ".decode(name)
+        encoding = codecs.lookup(name).name
+        codecs.getincrementaldecoder(encoding)
+    except (LookupError, ValueError):
+        expected = "the name of an encoding, such as utf-8, latin1, cp1252 or utf-16"
+        raise InputError(f"--encoding {name}: unknown, expected {expected}") from None
+    return UTF8 if encoding == "utf-8-sig" else encoding
 
 
 def is_compressed(path: str) -> bool:
@@ -185,15 +234,20 @@ def is_compressed(path: str) -> bool:
 
 
 def read_line_blocks(
-    path: str, start: int = 0, stop: int | None = None, before: int = 0, sample_by: str | None = None
+    path: str,
+    start: int = 0,
+    stop: int | None = None,
+    before: int = 0,
+    sample_by: str | None = None,
+    encoding: str = UTF8,
 ) -> Iterator[LineBlock]:
     """Yield LineBlocks of about 4 MiB of the lines that begin in bytes start..stop-1; `before` is added to positions.
 
-    `start` must be the beginning of a line; compressed files can only be read as a whole.
+    `start` must be the beginning of a line; compressed files, and those in another `encoding`, can only be read as a whole.
     `sample_by`: see LineBlock; with `paragraph`, blocks hold whole paragraphs.
     """
     first_line = 1
-    with open_decompressed(path) as (raw, stream):
+    with open_decompressed(path, encoding) as (raw, stream):
         if start:
             stream.seek(start)
         remaining = None if stop is None else stop - start
@@ -266,13 +320,35 @@ def format_names(names: Iterable[str]) -> str:
 
 
 def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
-    """Decode UTF-8. Raises InputError that names the format if the data look like a known other one."""
+    """Decode UTF-8; `utf-8-sig` for the start of a file.
+
+    Raises:
+        InputError: The data are not UTF-8; names the format, or an encoding to give, if they look like a known one.
+    """
+    if encoding == "utf-8-sig" and (guess := guess_encoding(data)) != UTF8:
+        raise InputError(f"looks like UTF-16 text, not UTF-8; expected UTF-8, or --encoding {guess}")
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
-        kind = next((kind for start, kind in _FOREIGN_FORMATS.items() if data.startswith(start)), None)
-        hint = f"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zstandard: " if kind else ""
-        raise InputError(f"{hint}not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
+        reason = f"not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})"
+        if kind := next((kind for start, kind in _FOREIGN_FORMATS.items() if data.startswith(start)), None):
+            expected = "expected UTF-8, as it is or compressed with gzip or Zstandard"
+            raise InputError(f"looks like {kind}; {expected}: {reason}") from None
+        raise InputError(f"{reason}; expected UTF-8, or its --encoding, such as {guess_8_bit_encoding(error)}") from None
+
+
+def guess_encoding(start: bytes) -> str:
+    """Return utf-16, utf-16le or utf-16be if the first bytes of a text look so, else utf-8."""
+    if start.startswith(_UTF16_MARKS):
+        return "utf-16"
+    if len(start) < 2 or (start[0] == 0) == (start[1] == 0):
+        return UTF8
+    return "utf-16be" if start[0] == 0 else "utf-16le"
+
+
+def guess_8_bit_encoding(error: UnicodeDecodeError) -> str:
+    """Return cp1252 or latin1, the more probable encoding of text that is not UTF-8 because of `error`."""
+    return "cp1252" if error.object[error.start] < 0xA0 else "latin1"  # such bytes are control characters in Latin-1
 
 
 def _read_rest_of_paragraph(stream: BinaryIO) -> bytes:

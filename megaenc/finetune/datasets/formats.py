@@ -12,8 +12,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megaenc.data.sources.delimited_files import format_cell_count, split_csv, split_tsv
-from megaenc.data.sources.text_files import format_names, open_decompressed
+from megaenc.data.sources.delimited_files import (
+    find_other_delimiter,
+    format_cell_count,
+    get_delimiter,
+    split_csv,
+    split_tsv,
+)
+from megaenc.data.sources.text_files import UTF8, format_names, guess_8_bit_encoding, guess_encoding, open_decompressed
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.parquet import read_parquet_rows
 from megaenc.finetune.examples import TOKENIZER_PAIRS, Answer, LabelledText, Question, TaggedWords, TaskFamily
@@ -78,10 +84,18 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > _MAX_LINE_BYTES:
                 raise InputError(f"{path}:{number}: longer than {_MAX_LINE_BYTES:,} bytes, expected one example a line")
+            if number == 1 and (encoding := guess_encoding(line)) != UTF8:
+                raise InputError(f"{path}:1: looks like UTF-16 text, not UTF-8; {_format_conversion(encoding)}")
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError:
-                raise InputError(f"{path}:{number}: not UTF-8 text") from None
+            except UnicodeDecodeError as error:
+                conversion = _format_conversion(guess_8_bit_encoding(error))
+                raise InputError(f"{path}:{number}: not UTF-8 text; {conversion}") from None
+
+
+def _format_conversion(encoding: str) -> str:
+    """Return the advice to convert a file to UTF-8 from the likely `encoding`."""
+    return f"expected UTF-8, as after `iconv -f {encoding} -t utf-8` with the file's encoding"
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
@@ -110,6 +124,10 @@ def _starts_with_row(path: Path) -> bool:
 
 def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
     """Yield the rows of a CSV or TSV file with a header; `tokens` and `tags` are split at spaces."""
+    first_line = next((line for _, line in read_lines(path) if line), "")
+    delimiter = get_delimiter(is_csv)
+    if other := find_other_delimiter(first_line, delimiter):
+        raise InputError(f"{path}:1: found {other!r} between columns, expected {delimiter!r}; replace it, or write JSONL")
     lines = (f"{line}\n" for _, line in read_lines(path))
     header: list[str] = []
     for number, cells in split_csv(str(path), lines) if is_csv else split_tsv(lines):
@@ -168,7 +186,10 @@ def _read_squad(path: Path) -> Iterator[Row]:
     if len(content) > _MAX_JSON_BYTES:
         raise InputError(f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, expected SQuAD's layout or one example a line (.jsonl)")
     try:
-        squad = parse_json(content)
+        squad = parse_json(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        conversion = _format_conversion(guess_8_bit_encoding(error))
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start + 1}); {conversion}") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}; expected SQuAD's layout") from None
     if not isinstance(squad, dict) or not isinstance(squad.get("data"), list):

@@ -102,9 +102,21 @@ def test_a_cell_longer_than_the_limit_is_named(tmp_path, monkeypatch):
         ("a.csv", b'id,text\n1,"x\ny"\n\n2\n3,z\n', "a.csv:5: found 1 columns, expected 2 as in the header"),
         ("a.csv", b"id,text\n1,x\n2,y,z\n3,z\n", "a.csv:3: found 3 columns, expected 2 as in the header"),
         ("a.tsv", b"id\ttext\n1\tx\n2\n3\tz\n", "a.tsv:3: found 1 columns, expected 2 as in the header"),
-        ("a.csv", b'id,text\n1,x\n2,"y\n\xff"\n3,z\n', "a.csv:4: not UTF-8 (byte 0xff at position 1)"),
-        ("a.csv", b"id,text\n1,x\n\xff,y\n3,z\n", "a.csv:3: not UTF-8 (byte 0xff at position 1)"),
-        ("a.tsv", b"id\ttext\n1\tx\n2\tcaf\xe9\n3\tz\n", "a.tsv:3: not UTF-8 (byte 0xe9 at position 6)"),
+        (
+            "a.csv",
+            b'id,text\n1,x\n2,"y\n\xff"\n3,z\n',
+            "a.csv:4: not UTF-8 (byte 0xff at position 1); expected UTF-8, or its --encoding, such as latin1",
+        ),
+        (
+            "a.csv",
+            b"id,text\n1,x\n\xff,y\n3,z\n",
+            "a.csv:3: not UTF-8 (byte 0xff at position 1); expected UTF-8, or its --encoding, such as latin1",
+        ),
+        (
+            "a.tsv",
+            b"id\ttext\n1\tx\n2\tcaf\xe9\n3\tz\n",
+            "a.tsv:3: not UTF-8 (byte 0xe9 at position 6); expected UTF-8, or its --encoding, such as latin1",
+        ),
     ],
 )
 def test_a_bad_row_is_named_or_counted(tmp_path, name, content, message):
@@ -130,6 +142,16 @@ def test_a_wrong_quote_is_never_skipped(tmp_path, content, message, skip_bad):
     with pytest.raises(InputError) as error:
         parse(write(tmp_path / "a.csv", content), skip_bad=skip_bad)
     assert str(error.value).startswith(f"{tmp_path}/{message}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "other"), [("id;text\n1;x\n", "';'"), ('"id"\t"text"\n1\tx\n', r"'\t'"), ("text|n\n", "'|'")]
+)
+def test_another_delimiter_is_named_and_read_with_its_flag(tmp_path, content, other):
+    path = write(tmp_path / "a.csv", content)
+    with pytest.raises(InputError) as error:
+        parse(path)
+    assert str(error.value) == f"{path}:1: found {other} between columns, expected ','; set --delimiter"
 
 
 def test_a_header_that_is_not_utf8_is_named(tmp_path):

@@ -1,4 +1,5 @@
 import gzip
+import json
 import os
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def test_saved_data_sets_are_found_in_folders_and_have_splits(tmp_path):
         ("other.parquet", "other.parquet: no column `text`; found `body`, `n`; set --json-key"),
         ("other.csv", "other.csv: no column `text`; found `body`, `n`; set --json-key"),
         ("twice.tsv.gz", "twice.tsv.gz: found 2 columns `text`, expected one"),
-        ("excel.csv", "excel.csv:1: looks like UTF-16 text; expected UTF-8"),
+        ("excel.csv", "excel.csv:1: looks like UTF-16 text, not UTF-8; expected UTF-8, or --encoding utf-16"),
         ("quote.csv", "quote.csv:1: not CSV: unexpected end of data; expected cells with commas, quotes or"),
         ("numbers.parquet", "numbers.parquet: column `text`: found int64, expected text"),
         ("twice.parquet", "twice.parquet: found 2 columns `text`, expected one"),
@@ -304,3 +305,81 @@ def test_a_saved_data_set_without_splits_has_none_to_choose(tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
     with pytest.raises(InputError, match=r"saved: has no splits, expected one named `test` \(--dataset-split\)"):
         resolve_paths(tmp_path / "saved", dataset_split="test")
+
+
+ODD_TEXTS = ["Café, naïve\xa0Ångström", "one\x85two", "", "last"]
+
+
+def write_encoded(folder, encoding):
+    """The same texts as lines, paragraphs and rows in `encoding`, with CRLF."""
+    header = '"id";"text"'
+    contents = {
+        "a.csv": [header, *(f'{number};"{text}"' for number, text in enumerate(ODD_TEXTS))],
+        "a.tsv": ["id;text", *(f"{number};{text}" for number, text in enumerate(ODD_TEXTS))],
+        "a.jsonl": [json.dumps({"text": text}, ensure_ascii=False) for text in ODD_TEXTS],
+        "a.txt": [text for text in ODD_TEXTS if text],
+    }
+    for name, lines in contents.items():
+        (folder / name).write_bytes("\r\n".join(lines).encode(encoding))
+        (folder / f"{name}.gz").write_bytes(gzip.compress((folder / name).read_bytes()))
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "cp1252", "utf-16", "utf-16le", "utf-16be", "utf-8", "UTF8", "utf-8-sig"])
+def test_files_of_any_encoding_and_delimiter(tmp_path, monkeypatch, encoding):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 3)  # inside of characters
+    texts = [text.replace("\x85", "…") for text in ODD_TEXTS] if encoding == "cp1252" else ODD_TEXTS
+    monkeypatch.setattr(sys.modules[__name__], "ODD_TEXTS", texts)
+    write_encoded(tmp_path, encoding)
+    for suffix in ("", ".gz"):
+        assert texts_of(tmp_path / f"a.jsonl{suffix}", encoding=encoding) == texts
+        for name in ("a.csv", "a.tsv"):
+            assert texts_of(tmp_path / f"{name}{suffix}", encoding=encoding, delimiter=";") == texts
+        lines = [text for text in texts if text]
+        assert texts_of(tmp_path / f"a.txt{suffix}", encoding=encoding, sample_by="line") == lines
+        assert texts_of(tmp_path / f"a.txt{suffix}", encoding=encoding) == ["\r\n".join(lines)]
+
+
+@pytest.mark.parametrize(("encoding", "guess"), [
+    ("latin1", "its --encoding, such as latin1"), ("cp1252", "its --encoding, such as cp1252"),
+    ("utf-16", "--encoding utf-16"), ("utf-16le", "--encoding utf-16le"), ("utf-16be", "--encoding utf-16be"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.txt"])
+def test_another_encoding_is_named(tmp_path, encoding, guess, name):
+    path = tmp_path / name
+    path.write_bytes(("text\n" + ("x … y" if encoding == "cp1252" else "x é y") + "\n").encode(encoding))
+    for changes in ({}, {"sample_by": "line"})[: 1 + name.endswith("txt")]:
+        with pytest.raises(InputError, match=rf"not UTF-8.*; expected UTF-8, or {guess}$"):
+            texts_of(path, **changes)
+
+
+def test_commands_read_an_encoding_and_a_delimiter(tmp_path):
+    (tmp_path / "a.csv").write_bytes("id;text\n1;Café au lait\n".encode("cp1252"))
+    write_jsonl(tmp_path / "a.jsonl", ["Café au lait"])
+    tokenizer_main(["--input", f"{tmp_path}/a.csv", "--encoding", "cp1252", "--delimiter", ";", "--output", f"{tmp_path}/csv"])
+    tokenizer_main(["--input", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/jsonl"])
+    csv_tokenizer, jsonl_tokenizer = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("csv", "jsonl"))
+    assert csv_tokenizer == jsonl_tokenizer
+
+
+def test_encodings_and_delimiters_that_do_not_fit(tmp_path):
+    lines = tmp_path / "a.jsonl"
+    write_jsonl(lines, TEXTS)
+    for encoding in ("klingon", "zip", "hex", "\0"):
+        with pytest.raises(InputError, match=r"--encoding .*: unknown, expected the name of an encoding, such as utf-8"):
+            resolve_paths(lines, encoding=encoding)
+    with pytest.raises(InputError, match=r"a.jsonl: not ascii \(.*\); give the text's own --encoding"):
+        lines.write_text('{"text": "é"}', encoding="utf-8")
+        texts_of(lines, encoding="ascii")
+    for delimiter in ("", "||", '"', "\n"):
+        with pytest.raises(InputError, match=r"--delimiter .*: expected one character, such as ';'"):
+            resolve_paths(lines, delimiter=delimiter)
+    with pytest.raises(InputError, match="--delimiter ';': none of --input is a CSV or TSV file"):
+        resolve_paths(lines, delimiter=";")
+    with pytest.raises(InputError, match="--encoding utf-16: none of --input is a JSONL, CSV, TSV or text file"):
+        resolve_paths(parquet(tmp_path / "a.parquet", TEXTS), encoding="UTF-16")
+
+
+def test_a_byte_order_mark_is_no_document(tmp_path):
+    for name, changes in (("a.txt", {"sample_by": "line"}), ("a.txt", {"sample_by": "paragraph"}), ("a.jsonl", {})):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf\n\n" + (b'{"text": "x"}' if "json" in name else b"x"))
+        assert texts_of(tmp_path / name, **changes) == ["x"]

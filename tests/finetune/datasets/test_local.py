@@ -234,7 +234,8 @@ def test_csv_is_read_with_its_quotes(tmp_path):
 
 @pytest.mark.parametrize("table, message", [
     ("sentence,gold\nx,1\n", r"train.csv: found rows with sentence, gold, expected rows with text and label"),
-    ("text;label\nx;1\n", r"train.csv: found rows with text;label, expected rows with text and label"),
+    ("text;label\nx;1\n", r"train.csv:1: found ';' between columns, expected ','; replace it, or write JSONL"),
+    ('"text"\t"label"\n"x"\t1\n', r"train.csv:1: found '\\t' between columns, expected ','"),
     ('text,label\n"x\ny",1\nz\n', r"train.csv:4: found 1 columns, expected 2 as in the header"),
     ('text,label\nx,1\n\n"y\nz,0\nw,1\n', r"train.csv:4: not CSV: unexpected end of data; expected cells with commas"),
     ('text,label\nx,1\n"y"z,0\n', r"train.csv:3: not CSV: .*; expected cells with commas, quotes or line breaks in"),
@@ -363,6 +364,18 @@ def test_only_line_feeds_end_lines(tmp_path, form):
         rows = [f"text{comma}label", *(f"{text}{comma}x" for text in texts)]
     (tmp_path / f"test.{form}").write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
     assert [example.text for example in find_dataset(str(tmp_path / f"test.{form}")).load_split("test")] == texts
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "tsv", "conll"])
+@pytest.mark.parametrize("encoding", ["latin1", "cp1252", "utf-16", "utf-16le", "utf-16be"])
+def test_another_encoding_is_named_with_its_conversion(tmp_path, form, encoding):
+    word = "caf…" if encoding == "cp1252" else "café"
+    contents = {"csv": f"text,label\n{word},x\n", "tsv": f"text\tlabel\n{word}\tx\n", "conll": f"{word} O\n"}
+    contents["jsonl"] = json.dumps({"text": word, "label": "x"}, ensure_ascii=False)
+    contents["json"] = '{"data": [\n"' + word + '"]}'
+    (tmp_path / f"test.{form}").write_bytes(contents[form].encode(encoding))
+    with pytest.raises(InputError, match=rf"test.{form}:?.*: .*not UTF-8.*; expected UTF-8, as after `iconv -f {encoding} -t"):
+        find_dataset(str(tmp_path / f"test.{form}")).load_split("test")
 
 
 def squad(*, start=4, impossible=None):
