@@ -83,10 +83,10 @@ MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader that refuses aliases that are recursive or expand to more than MAX_YAML_VALUES values."""
+    """PyYAML's SafeLoader that refuses equal keys, recursive aliases and those that expand to more than MAX_YAML_VALUES."""
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the document's root node, None if it is empty; YAMLError if its aliases are recursive or expand too far."""
+        """Return the document's root node, None if it is empty; YAMLError for equal keys or aliases that expand too far."""
         if node := super().get_single_node():
             _count_values(node, {})
         return node
@@ -97,6 +97,7 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in counts:
+        _check_unique_keys(node)
         counts[id(node)] = MAX_YAML_VALUES  # while it is being counted: a node that contains itself exceeds the limit
         parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
         counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
@@ -105,13 +106,25 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     return counts[id(node)]
 
 
-def read_yaml(path: Path, place: str, expected: str, loader: type[yaml.SafeLoader] = YamlLoader) -> Any:
+def _check_unique_keys(node: yaml.Node) -> None:
+    """Raise YAMLError if `node` is a mapping with two equal keys, of which YAML would keep the last."""
+    keys = set()
+    for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        if not isinstance(key_node, yaml.ScalarNode):
+            continue
+        key = (key_node.tag, key_node.value)
+        if key in keys:
+            raise yaml.MarkedYAMLError(None, None, f"key `{key_node.value}` is given twice", key_node.start_mark)
+        keys.add(key)
+
+
+def read_yaml(path: Path, place: str, expected: str) -> Any:
     """Return the content of the YAML file `path`, None if it is empty; InputError if it is unreadable or no YAML.
 
     The error begins with `place` and names the `expected` kind of file.
     """
     try:
-        return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), loader)
+        return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), YamlLoader)
     except OSError as error:
         raise InputError(f"{place}: {error.strerror or error}; expected {expected}") from None
     except UnicodeDecodeError:
@@ -127,19 +140,26 @@ def read_config_file(
     path: str | Path,
     *,
     presets: Mapping[str, Callable[[Settings, Any], Settings]] | None = None,
+    check: Callable[[Mapping[str, Any]], None] = lambda fields: None,
     including_files: tuple[Path, ...] = (),
 ) -> Settings:
     """Return `default` with the fields in YAML file `path` and its base `config`; `presets`: changers of defaults by key.
 
     The key `config` names another file, relative to this one, whose values are read first. Each of `presets` is a key that
-    changes the defaults of other fields, and the function that does so. `including_files`: the files that led to `path`.
+    changes the defaults of other fields, and the function that does so. `check` raises InputError for fields that do not fit
+    into one file. `including_files`: the files that led to `path`.
     """
     fields = _read_fields(path)
+    try:
+        check(fields)
+    except InputError as error:
+        raise InputError(f"--config {path}: {error}") from None
     if base := fields.pop("config", None):
         file = Path(path).resolve()
         if file in including_files:
             raise InputError(f"--config {path}: field `config` leads back to this file")
-        default = read_config_file(default, file.parent / str(base), presets=presets, including_files=(*including_files, file))
+        files = (*including_files, file)
+        default = read_config_file(default, file.parent / str(base), presets=presets, check=check, including_files=files)
     for key, change in (presets or {}).items():
         if key in fields:
             default = change(default, fields[key])
@@ -151,7 +171,18 @@ def _read_fields(path: str | Path) -> dict[str, Any]:
     values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
     if not isinstance(values, dict):
         raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
-    return {str(key).replace("-", "_"): value for key, value in values.items()}
+    return normalize_names(values, f"--config {path}")
+
+
+def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
+    """Return `values` by field name, with underscores; InputError, beginning with `place`, for two spellings of a name."""
+    fields: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name in fields:
+            raise InputError(f"{place}: field `{name}` is given twice, in two spellings, expected once")
+        fields[name] = value
+    return fields
 
 
 def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:

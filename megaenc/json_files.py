@@ -39,23 +39,30 @@ def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
         raise ValueError(f"not UTF-8 (byte {error.start})") from None
 
 
+class DuplicateKeyError(ValueError):
+    """Error that a JSON object has a key twice."""
+
+
 def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from key-value pairs. Raises ValueError for a duplicate key."""
+    """Build a dict from key-value pairs. Raises DuplicateKeyError for a duplicate key."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"key {key!r} twice")
+            raise DuplicateKeyError(f"key {key!r} twice")
         values[key] = value
     return values
 
 
-def read_json_object(path: Path, expected: str = "a JSON object", limit: int = MAX_TEXT) -> dict[str, Any]:
+def read_json_object(
+    path: Path, expected: str = "a JSON object", limit: int = MAX_TEXT, *, unique_keys: bool = False
+) -> dict[str, Any]:
     """Return the JSON object in the file `path` as a dict; InputError if it is unreadable or holds anything else.
 
-    The error is `PATH: REASON; expected EXPECTED`. A file of more than `limit` bytes is not read.
+    The error is `PATH: REASON; expected EXPECTED`. A file of more than `limit` bytes is not read. `unique_keys`: refuse
+    duplicate keys.
     """
     try:
-        values = parse_json(read_regular_file(path, limit))
+        values = parse_json(read_regular_file(path, limit), unique_keys=unique_keys)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected {expected}") from None
     except ValueError as error:

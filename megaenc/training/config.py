@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -340,6 +340,8 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
     config, model = flags.find_flag_value(argv, "--config"), flags.find_flag_value(argv, "--model")
     if config:
         default = read_config_file(config, default)
+    schedule = flags.find_flag_value(argv, "--objective-schedule")
+    _check_schedule({"phases": flags.find_flag_value(argv, "--phases") or default.phases, "objective_schedule": schedule})
     if model:
         default = apply_preset(default, model)
     names = (name for pair in ALTERNATIVES for part in pair for name in part)
@@ -355,7 +357,14 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
 def read_config_file(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
     """Return `default` (None: all defaults) with the YAML file at `path` applied, its preset first. InputError if bad."""
     presets = {"model": apply_preset, "phases": drop_length}
-    return flags.read_config_file(default or PretrainConfig(), path, presets=presets)
+    return flags.read_config_file(default or PretrainConfig(), path, presets=presets, check=_check_schedule)
+
+
+def _check_schedule(fields: Mapping[str, Any]) -> None:
+    """Raise InputError if `fields` have both `phases` and `objective_schedule`, whatever its value."""
+    schedule = fields.get("objective_schedule")
+    if fields.get("phases") and schedule is not None:
+        raise InputError(f"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase")
 
 
 def drop_length(settings: PretrainConfig, phases: Any) -> PretrainConfig:

@@ -148,14 +148,17 @@ def _check_top_level(config: "PretrainConfig") -> None:
 
 def parse_phase(text: str, source: str) -> dict[str, Any]:
     """Return the fields of a phase, a YAML mapping as text; InputError, naming `source`, for anything else."""
+    values, problem = None, ""
     try:
         values = yaml.load(text, flags.YamlLoader)
+    except yaml.MarkedYAMLError as error:
+        problem = f" ({error.problem})"
     except (yaml.YAMLError, ValueError, RecursionError):
-        values = None
+        pass
     if not isinstance(values, dict):
         example = "{objective: mlm, train_iters: 100, seq_length: 512}"
-        raise InputError(f"{source}: found {truncate_text(repr(text))}, expected fields such as {example}")
-    return {str(name).replace("-", "_"): value for name, value in values.items()}
+        raise InputError(f"{source}: found {truncate_text(repr(text))}{problem}, expected fields such as {example}")
+    return flags.normalize_names(values, source)
 
 
 def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "PretrainConfig":

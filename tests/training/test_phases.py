@@ -202,6 +202,8 @@ def test_a_file_with_phases_replaces_the_length_of_its_base(tmp_path):
     [
         (["mlm:10"], "phase 1: found 'mlm:10', expected fields such as {objective: mlm"),
         (["{train_iters: 3}"], "phase 1: field `objective`: missing"),
+        (["{objective: mlm, objective: clm, train_iters: 3}"], "(key `objective` is given twice), expected fields such as"),
+        (["{objective: mlm, train_iters: 3, train-iters: 4}"], "phase 1: field `train_iters` is given twice, in two spellings"),
         (["{objective: mlm}"], "phase 1: found neither train_iters nor train_tokens, expected one of them"),
         (["{objective: mlm, train_iters: 2, train_tokens: 5}"], "found train_iters and train_tokens"),
         (["{objective: 'clm:0.5,mlm:0.5', train_iters: 4}"], "expected one objective, mixture or sum without an amount"),
@@ -227,12 +229,32 @@ def test_wrong_phases_are_refused(phases, words):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--train-iters 5", "--train-tokens 500", "--objective-schedule clm", "--rampup-batch-size 2 2 9"]
+    "flag",
+    [
+        "--train-iters 5",
+        "--train-tokens 500",
+        "--objective-schedule clm",
+        "--objective-schedule=clm:0.25,mlm:0.75",
+        "--rampup-batch-size 2 2 9",
+    ],
 )
 def test_flags_that_phases_replace_are_refused_beside_them(flag):
-    config = parse_config(["--phases", "{objective: mlm, train_iters: 3}", *flag.split()], "test")
-    with pytest.raises(InputError, match=f"{flag.split()[0]}: found .* together with phases, expected"):
-        config.check(1)
+    with pytest.raises(InputError, match=r"--[a-z-]+: found .* together with phases, expected"):
+        parse_config(["--phases", "{objective: mlm, train_iters: 3}", *flag.split()], "test").check(1)
+
+
+def test_a_schedule_next_to_phases_is_refused_even_with_its_default_value(tmp_path):
+    path = tmp_path / "run.yaml"
+    phases = "phases: [{objective: mlm, train_iters: 3}]\n"
+    schedule = PretrainConfig.objective_schedule
+    path.write_text(f"{phases}objective_schedule: '{schedule}'\n")
+    message = rf"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase"
+    with pytest.raises(InputError, match=f"--config {path}: {message}"):
+        parse_config(["--config", str(path)], "test")
+    path.write_text(phases)
+    with pytest.raises(InputError, match=message):
+        parse_config(["--config", str(path), "--objective-schedule", schedule], "test")
+    assert parse_config(["--config", str(path)], "test").schedule_text == "mlm:3"
 
 
 def test_windows_as_long_as_a_pack_are_refused():

@@ -8,11 +8,13 @@ import contextlib
 import gzip
 import io
 import json
+import re
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
@@ -373,6 +375,12 @@ def _count_lines_before(path: str, start: int) -> int:
     return count
 
 
+@cache
+def _compile_key(key: str) -> re.Pattern[bytes]:
+    """Return the pattern of `key` and its colon in JSON."""
+    return re.compile(re.escape(json.dumps(key, ensure_ascii=False).encode(UTF8, "surrogatepass")) + rb"\s*:")
+
+
 def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None:
     """Parse a line as `_parse_json` in a third of the time; return None if it must be parsed by that one, as for every error.
 
@@ -383,19 +391,31 @@ def _parse_json_fast(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | None
         texts = tuple([record[key] for key in keys])
     except (ValueError, TypeError, KeyError, IndexError):
         return None
+    if any([len(_compile_key(key).findall(line)) > 1 for key in keys]):
+        return None  # the key may be there twice, of which `from_json` keeps the last
     return texts if all([type(text) is str for text in texts]) and type(record) is dict else None
 
 
 def _parse_json(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     """Parse a line of JSON and return its texts under `keys`. Raises InputError."""
+    counts: Counter[str] = Counter()
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts.clear()  # the outermost object comes last
+        counts.update(name for name, _ in pairs)
+        return dict(pairs)
+
     try:
-        record = json.loads(decode_utf8(line))
+        record = json.loads(decode_utf8(line), object_pairs_hook=build)
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON ({error.msg} at column {error.colno}): {_format_excerpt(line)}") from None
     except (ValueError, RecursionError) as error:  # thousands of digits or nested brackets
         raise InputError(f"not JSON that can be read ({type(error).__name__}): {_format_excerpt(line)}") from None
     if not isinstance(record, dict):
         raise InputError(f"found a JSON {type(record).__name__}, expected an object with the key `{keys[0]}`")
+    for key in keys:
+        if counts[key] > 1:
+            raise InputError(f"found {counts[key]} keys `{key}`, expected one")
     return extract_texts(record, keys)
 
 

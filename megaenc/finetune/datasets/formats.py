@@ -19,11 +19,18 @@ from megaenc.data.sources.delimited_files import (
     split_csv,
     split_tsv,
 )
-from megaenc.data.sources.text_files import UTF8, format_names, guess_8_bit_encoding, guess_encoding, open_decompressed
+from megaenc.data.sources.text_files import (
+    UTF8,
+    check_columns,
+    format_names,
+    guess_8_bit_encoding,
+    guess_encoding,
+    open_decompressed,
+)
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.parquet import read_parquet_rows
 from megaenc.finetune.examples import TOKENIZER_PAIRS, Answer, LabelledText, Question, TaggedWords, TaskFamily
-from megaenc.json_files import parse_json
+from megaenc.json_files import DuplicateKeyError, parse_json
 
 IOB2 = re.compile(r"O|[BI]-\S+")
 _WORD = re.compile(r"[^ \t\r\n]+")
@@ -105,7 +112,9 @@ def read_jsonl(path: Path) -> Iterator[Row]:
             continue
         location = f"{path}:{number}"
         try:
-            row = parse_json(line)
+            row = parse_json(line, unique_keys=True)
+        except DuplicateKeyError as error:
+            raise InputError(f"{location}: {error}, expected once") from None
         except ValueError as error:
             raise InputError(f"{location}: not JSON: {error}; expected one object a line") from None
         if not isinstance(row, dict):
@@ -136,7 +145,9 @@ def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
                 raise InputError(f"{path}:{number}: {format_cell_count(cells, header)}")
             row: dict[str, Any] = dict(zip(header, cells, strict=True))
             yield f"{path}:{number}", row | {key: _split_words(row[key]) for key in ("tokens", "tags") if key in row}
-        header = header or cells
+        else:
+            header = cells
+            check_columns(str(path), header, [name for name in header if name])
 
 
 def _split_words(line: str, separator: str | None = None) -> list[str]:
@@ -186,10 +197,12 @@ def _read_squad(path: Path) -> Iterator[Row]:
     if len(content) > _MAX_JSON_BYTES:
         raise InputError(f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, expected SQuAD's layout or one example a line (.jsonl)")
     try:
-        squad = parse_json(content.decode("utf-8-sig"))
+        squad = parse_json(content.decode("utf-8-sig"), unique_keys=True)
     except UnicodeDecodeError as error:
         conversion = _format_conversion(guess_8_bit_encoding(error))
         raise InputError(f"{path}: not UTF-8 text (byte {error.start + 1}); {conversion}") from None
+    except DuplicateKeyError as error:
+        raise InputError(f"{path}: {error}, expected once") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}; expected SQuAD's layout") from None
     if not isinstance(squad, dict) or not isinstance(squad.get("data"), list):
@@ -338,7 +351,8 @@ def build_example(
 def build_labelled_text(row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str) -> LabelledText:
     """Return a row of SC, whose `text_pair`, if it has one, is joined by the template, or by the tokenizer later."""
     text = get_value(row, "text", location, str)
-    if row.get("text_pair") is None or not pair_template:
+    # A table has no null: its empty cell means the same.
+    if row.get("text_pair") in (None, "") or not pair_template:
         return LabelledText(name, text, label)
     text_pair = get_value(row, "text_pair", location, str)
     if pair_template == TOKENIZER_PAIRS:

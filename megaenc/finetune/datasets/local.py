@@ -181,7 +181,7 @@ def _read_label_set(file: Path, family: TaskFamily, first_file: Path) -> formats
     if family is TaskFamily.QA:
         return formats.LabelSet((), is_indexed=False)
     key = "labels" if family is TaskFamily.SC else "tags"
-    metadata = read_json_object(file, "an object with labels or tags") if file.exists() else {}
+    metadata = read_json_object(file, "an object with labels or tags", unique_keys=True) if file.exists() else {}
     label_names = metadata.get(key, metadata.get("labels"))
     if label_names is not None:
         return formats.check_label_names(family, label_names, f"{file}: key `{key}`")

@@ -5,12 +5,10 @@ docs/study-plan.md has every key.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
-
-import yaml
 
 from megaenc import flags
 from megaenc.console import escape_unprintable, truncate_text
@@ -152,7 +150,7 @@ def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manif
     Raises InputError in one line: file, field, found, expected, and the nearest known key.
     """
     path = Path(path)
-    values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml", _UniqueKeys)
+    values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml")
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`")
     values = {str(key): value for key, value in values.items()}
@@ -217,19 +215,6 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
     )
     _check_log_names(manifest)
     return manifest
-
-
-class _UniqueKeys(flags.YamlLoader):
-    """YAML loader that rejects duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Return a YAML mapping node as a dict; ConstructorError for a key given twice. `deep`: build values at once."""
-        keys = set()
-        for key in (self.construct_object(key, deep=True) for key, _ in node.value):
-            if isinstance(key, Hashable) and key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", node.start_mark)
-            keys.update([key] if isinstance(key, Hashable) else [])
-        return super().construct_mapping(node, deep)
 
 
 def _check_values(values: Mapping[str, Any]) -> None:

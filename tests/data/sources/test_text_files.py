@@ -71,6 +71,16 @@ def test_lines_keep_their_numbers_in_a_part(tmp_path):
         texts_of(path, start, path.stat().st_size)
 
 
+@pytest.mark.parametrize("line", ['{"text": "a", "text": "b"}', '{"text": "a", "id": 1, "text" :"b"}'])
+def test_two_equal_keys_are_refused(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"id": 1, "id": 2, "meta": {{"text": 1, "text": 2}}, "kind": "text", "text": "kept"}}\n{line}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl:2: found 2 keys `text`, expected one"):
+        texts_of(path)
+    [parsed] = [block.parse(["text"], True) for block in read_line_blocks(str(path))]
+    assert parsed == ([("kept",)], 1)
+
+
 def test_blank_lines_byte_order_mark_and_missing_last_newline(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n   \n{"text": "two"}')

@@ -8,7 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from megaenc.errors import InputError
+from megaenc.finetune import predict
 from megaenc.finetune.datasets import parquet
+from megaenc.finetune.datasets.formats import read_rows
 from megaenc.finetune.datasets.local import PAIR_TEMPLATE
 from megaenc.finetune.datasets.registry import find_dataset
 from megaenc.finetune.examples import (
@@ -181,6 +183,45 @@ def test_pairs_are_read_wherever_they_are(tmp_path):
     ] * 2 + [joined]
     for template in ("{text} {text_pair}", PAIR_TEMPLATE):
         assert find_dataset(late).fingerprint != find_dataset(late, pair_template=template).fingerprint
+
+
+@pytest.mark.parametrize("pair_template", ["tokenizer", "{text} | {text_pair}"])
+def test_an_empty_second_text_is_none_in_every_format(tmp_path, pair_template):
+    empty = [{"text": "It rains.", "text_pair": pair, "label": "no"} for pair in ("", None)]
+    rows = [{"text": "It rains.", "text_pair": "Wet.", "label": "yes"}, *empty]
+    table = "text,text_pair,label\nIt rains.,Wet.,yes\nIt rains.,,no\nIt rains.,,no\n"
+    write(tmp_path, jsonl__jsonl=rows, csv__csv=table, tsv__tsv=table.replace(",", "\t"))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "parquet.parquet")
+    for form in FORMS:
+        examples = find_dataset(str(tmp_path / f"{form}.{form}"), pair_template=pair_template).load_split("test")
+        assert [example.content for example in examples[1:]] == ["It rains.", "It rains."], form
+        assert examples[0].content in (("It rains.", "Wet."), "It rains. | Wet.")
+        predicted = predict._build_examples(TaskFamily.SC, list(read_rows(tmp_path / f"{form}.{form}")), pair_template)
+        assert [example.content for example in predicted] == [example.content for example in examples]
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("test.jsonl", '{"text": "a", "text": "b", "label": "x"}\n', r"test.jsonl:1: key 'text' twice, expected once"),
+    ("test.csv", "text,label,label\na,x,y\n", r"test.csv: found 2 columns `label`, expected one"),
+    ("test.tsv", "id\ttext\tlabel\tid\n1\ta\tx\t2\n", r"test.tsv: found 2 columns `id`, expected one"),
+    ("test.json", '{"data": [], "data": []}', r"test.json:?1?: key 'data' twice, expected once"),
+    ("test.json", '{"data": [],\n "data": []}', r"test.json: key 'data' twice, expected once"),
+])  # fmt: skip
+def test_two_equal_columns_or_keys_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        find_dataset(str(tmp_path / name)).load_split("test")
+
+
+def test_two_equal_keys_of_meta_json_are_refused(tmp_path):
+    folder = write(tmp_path / "x", **three(SENTIMENT), meta__json='{"labels": ["a", "b"], "labels": ["b", "a"]}')
+    with pytest.raises(InputError, match=r"meta.json: not JSON \(key 'labels' twice\)"):
+        find_dataset(folder)
+
+
+def test_columns_without_a_name_may_repeat(tmp_path):
+    (tmp_path / "test.csv").write_text("text,label,,\na,x,,\n")
+    assert find_dataset(str(tmp_path / "test.csv")).load_split("test") == [LabelledText("0", "a", 0)]
 
 
 def test_without_pairs_the_template_changes_no_fingerprint(tmp_path):
