@@ -4,7 +4,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,18 @@ from megaenc.errors import InputError, first_error_line
 from megaenc.json_files import read_json_object
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.trainers import BpeTrainer
     from transformers import PreTrainedTokenizerFast
 
 EOS, MASK = "<|eos|>", "<|mask|>"
 MIN_VOCABULARY = 258  # 256 bytes and two special tokens
 MAX_VOCABULARY = 2**31 - 1
 MAX_TEXT_LENGTH = 2048  # tokens at which `truncation=True` cuts
+MAX_WORD_BYTES = 1000
+"""Length at which training cuts words, runs of spaces and the like; its time grows with the square of a word's length."""
+
+_STOP_SECONDS = 1  # for the texts being read when a signal comes
 
 # The template that transformers gives to a tokenizer without one, whose two fingerprints are therefore equal.
 _EMPTY_TEMPLATE = {
@@ -164,20 +171,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     """Return a byte-level BPE tokenizer of at most `vocab_size` ids trained on `texts`; the same texts give the same one.
 
     `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1) hides a token. Encoding and decoding preserve any text. Small
-    corpora may give fewer ids. Raises InputError for a `vocab_size` out of range.
+    corpora may give fewer ids. Longer words than MAX_WORD_BYTES are cut there, only for training. A signal ends the training
+    at once. Raises InputError for a `vocab_size` out of range.
     """
     if vocab_size < MIN_VOCABULARY:
         raise InputError(f"--vocab-size {vocab_size}: expected at least {MIN_VOCABULARY}, the 256 bytes and two special tokens")
     if vocab_size > MAX_VOCABULARY:
         raise InputError(f"--vocab-size {vocab_size}: expected at most {MAX_VOCABULARY}, the number of 32-bit token ids")
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     # Words include the space before them, so the mask token absorbs it: "The <|mask|> sat" hides " cat".
     mask = AddedToken(MASK, lstrip=True, normalized=False, special=True)
     eos = AddedToken(EOS, normalized=False, special=True)
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.Split(Regex(f".{{{MAX_WORD_BYTES}}}"), "isolated")])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -186,7 +195,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(map(replace_surrogates, texts), trainer)
+    _train_interruptibly(backend, trainer, texts)
+    backend.pre_tokenizer = words
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=eos,
@@ -196,6 +206,35 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def _train_interruptibly(backend: "Tokenizer", trainer: "BpeTrainer", texts: Iterable[str]) -> None:
+    """Train `backend` in a thread, because signal handlers run only between Python's own steps in the main thread."""
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def read() -> Iterator[str]:
+        for text in texts:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            yield replace_surrogates(text)
+
+    def run() -> None:
+        try:
+            backend.train_from_iterator(read(), trainer)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        stop.set()
+        thread.join(_STOP_SECONDS)  # only merging cannot be stopped, and ends with the process
+        raise
+    if errors:
+        raise errors[0]
 
 
 def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast", with_template: bool = True) -> str:

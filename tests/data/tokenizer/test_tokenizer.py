@@ -1,5 +1,10 @@
 import json
 import random
+import signal
+import string
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +13,7 @@ from text_helpers import TEXTS, reference_ids, small_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megaenc.data.tokenizer import tokenizer as tokenizer_module
 from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import (
@@ -76,6 +82,37 @@ def byte_fallback():
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, limit_alphabet=60, show_progress=False)
     backend.train_from_iterator([text for text in TEXTS if text.isascii()], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>", mask_token="<|mask|>")
+
+
+def test_words_are_cut_only_for_training_and_only_if_long(monkeypatch):
+    before = train_tokenizer(TEXTS, 400).backend_tokenizer.to_str()
+    monkeypatch.setattr(tokenizer_module, "MAX_WORD_BYTES", 32)
+    assert train_tokenizer(TEXTS, 400).backend_tokenizer.to_str() == before
+    cut = train_tokenizer(["x" * 100, " " * 100, "é" * 100], 400)
+    assert max(len(token) for token in cut.get_vocab() if not token.startswith("<|")) == 32
+    assert cut.decode(cut.encode("x" * 1000)) == "x" * 1000
+
+
+def test_a_word_of_two_megabytes_trains():
+    words = ["x" * 2_000_000, "".join(random.Random(0).choices("ab", k=200_000))]
+    assert len(train_tokenizer(words, 300)) > 258
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_the_training(tmp_path, number, code):
+    (tmp_path / "a.txt").write_text("".join(random.Random(0).choices(string.ascii_lowercase, k=2_000_000)))
+    arguments = ["tokenizer", "--input", "a.txt", "--vocab-size", "200000", "--output", "new/tok"]
+    process = subprocess.Popen([sys.executable, "-m", "megaenc", *arguments], cwd=tmp_path, stderr=subprocess.PIPE)
+    try:
+        while process.poll() is None and not list(tmp_path.glob("new/.tok.*")):
+            time.sleep(0.05)
+        time.sleep(2)  # from reading to merging, which takes minutes
+        process.send_signal(number)
+        assert process.wait(20) == code
+    finally:
+        process.kill()
+        process.communicate()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 @pytest.mark.parametrize(
