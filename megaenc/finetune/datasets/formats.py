@@ -124,6 +124,12 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 
 def _starts_with_row(path: Path) -> bool:
     """Return whether the first line is a complete JSON object that is not SQuAD's."""
+    with open_decompressed(str(path)) as (_, stream):
+        for line in iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""):
+            if len(line) > _MAX_LINE_BYTES:
+                return False
+            if line.strip():
+                break
     try:
         row = parse_json(next((line for _, line in read_lines(path) if line.strip()), ""))
     except ValueError:

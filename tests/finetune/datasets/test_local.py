@@ -9,7 +9,7 @@ import pytest
 
 from megaenc.errors import InputError
 from megaenc.finetune import predict
-from megaenc.finetune.datasets import parquet
+from megaenc.finetune.datasets import formats, parquet
 from megaenc.finetune.datasets.formats import read_rows
 from megaenc.finetune.datasets.local import PAIR_TEMPLATE
 from megaenc.finetune.datasets.registry import find_dataset
@@ -211,6 +211,14 @@ def test_two_equal_columns_or_keys_are_refused(tmp_path, name, content, message)
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
         find_dataset(str(tmp_path / name)).load_split("test")
+
+
+@pytest.mark.parametrize("start", ["", "\n"])
+def test_questions_may_stand_in_one_line_longer_than_a_row(tmp_path, monkeypatch, start):
+    monkeypatch.setattr(formats, "_MAX_LINE_BYTES", 100)
+    (tmp_path / "test.json").write_text(start + json.dumps(squad()))
+    [question] = find_dataset(str(tmp_path / "test.json")).load_split("test")
+    assert question.answers == (Answer("Ada", 4),) * 2
 
 
 def test_two_equal_keys_of_meta_json_are_refused(tmp_path):
