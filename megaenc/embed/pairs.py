@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.console import print_rank_0
-from megaenc.data.sources.text_files import format_names
+from megaenc.data.sources.text_files import format_names, strip_compression_suffix
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.beir import load_beir_pairs
@@ -82,7 +82,7 @@ def _read_source(source: str) -> Iterator[formats.Row]:
         for location, query, document in load_beir_pairs(path):
             yield location, {"query": query, "document": document}
         return
-    bare = path.name.removesuffix(".gz").removesuffix(".zst")
+    bare = strip_compression_suffix(path.name).lower()
     if not os.path.exists(source):  # False for a name that is too long
         if not bare.endswith(_SUFFIXES) and (reference := parse_hub_reference(source)):
             yield from _read_hub(source, reference)

@@ -13,7 +13,7 @@ import tyro
 
 from megaenc.data.sources.base import LineFile, TextGroup, TextSource
 from megaenc.data.sources.delimited_files import DelimitedFile
-from megaenc.data.sources.text_files import UTF8, TextBlock, find_encoding
+from megaenc.data.sources.text_files import UTF8, TextBlock, find_encoding, strip_compression_suffix
 from megaenc.errors import InputError
 
 EXPECTED = (
@@ -328,10 +328,10 @@ def _folder_identity(folder: str | Path) -> tuple[int, int]:
 
 def _kind_from_suffix(name: str) -> str | None:
     """Return jsonl, csv, tsv, text or parquet by the suffix of a file name, or None for an unknown suffix."""
+    name = name.lower()
     if name.endswith(".parquet"):
         return "parquet"
-    bare = re.sub(r"\.(gz|zst)$", "", name)
-    return _SUFFIX_KINDS.get(os.path.splitext(bare)[1])
+    return _SUFFIX_KINDS.get(os.path.splitext(strip_compression_suffix(name))[1])
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -345,7 +345,7 @@ def _may_be_on_hub(name: str) -> bool:
     """Return whether `name` has the form of a Hub name (`owner/name` or `name`) and not that of a local path."""
     is_path = (
         _kind_from_suffix(name) is not None
-        or name.endswith((".gz", ".zst"))
+        or strip_compression_suffix(name) != name
         or ("/" in name and os.path.isdir(Path(name).parent))
     )
     return _HUB_NAME.fullmatch(name) is not None and not is_path

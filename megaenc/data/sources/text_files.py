@@ -33,6 +33,8 @@ _FOREIGN_FORMATS = {
     b"PK\x03\x04": "a zip archive",
     b"\x04\x22\x4d\x18": "lz4-compressed data",
 }
+_SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+"""First bytes of a Zstandard file that begins with other data, as pzstd writes them."""
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF8 = "utf-8"
 _COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # from damaged or truncated data
@@ -175,7 +177,7 @@ def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryI
             stream = raw
             if start[:2] == b"\x1f\x8b":
                 stream = gzip.GzipFile(fileobj=raw, mode="rb")
-            elif start == b"\x28\xb5\x2f\xfd":
+            elif start == b"\x28\xb5\x2f\xfd" or _SKIPPABLE_FRAME.match(start):
                 stream = zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
             if encoding != UTF8:
                 stream = io.BufferedReader(_Utf8Stream(path, stream, encoding))
@@ -227,6 +229,11 @@ def find_encoding(name: str) -> str:
         expected = "the name of an encoding, such as utf-8, latin1, cp1252 or utf-16"
         raise InputError(f"--encoding {name}: unknown, expected {expected}") from None
     return UTF8 if encoding == "utf-8-sig" else encoding
+
+
+def strip_compression_suffix(name: str) -> str:
+    """Return a file name without a suffix .gz or .zst, also one in capitals."""
+    return re.sub(r"\.(gz|zst)$", "", name, flags=re.IGNORECASE)
 
 
 def is_compressed(path: str) -> bool:

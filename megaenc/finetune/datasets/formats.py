@@ -26,6 +26,7 @@ from megaenc.data.sources.text_files import (
     guess_8_bit_encoding,
     guess_encoding,
     open_decompressed,
+    strip_compression_suffix,
 )
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.parquet import read_parquet_rows
@@ -55,13 +56,13 @@ Row = tuple[str, dict[str, Any]]
 
 def strip_format_suffix(path: Path) -> str | None:
     """Return the name of the file `path` without suffixes of format and compression; None if the format is unknown."""
-    name = path.name.removesuffix(".gz").removesuffix(".zst")
-    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), None)
+    name = strip_compression_suffix(path.name)
+    return next((name[: -len(suffix)] for suffix in SUFFIXES if name.lower().endswith(suffix)), None)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
     """Iterate over (location, fields) of the rows of a JSONL, TSV, CSV, Parquet, CoNLL or SQuAD file; InputError if malformed."""
-    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    name = strip_compression_suffix(path.name).lower()
     if name.endswith(_COLUMNS):
         return _read_conll(path)
     if name.endswith(".tsv"):

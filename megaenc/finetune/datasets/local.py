@@ -185,7 +185,7 @@ def _read_label_set(file: Path, family: TaskFamily, first_file: Path) -> formats
     label_names = metadata.get(key, metadata.get("labels"))
     if label_names is not None:
         return formats.check_label_names(family, label_names, f"{file}: key `{key}`")
-    if first_file.suffix == ".parquet":
+    if first_file.suffix.lower() == ".parquet":
         column = "label" if family is TaskFamily.SC else "tags"
         label_names = read_parquet_label_names(first_file, column)
         if label_names is not None:

@@ -46,6 +46,19 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     assert texts_of(tmp_path) == sorted(names)
 
 
+@pytest.mark.parametrize("name", ["A.JSONL", "A.CSV", "A.TSV", "A.TXT", "A.MD", "A.PARQUET", "a.csv.GZ", "A.JSONL.ZST", "a.Tsv"])
+def test_suffixes_in_capitals_are_the_same(tmp_path, name):
+    kind = name.split(".")[1].lower()
+    if kind == "parquet":
+        parquet(tmp_path / name, ["x", "y"])
+    elif kind == "jsonl":
+        write_jsonl(tmp_path / name, ["x", "y"])
+    else:
+        (tmp_path / name).write_text("text\nx\ny\n" if kind in ("csv", "tsv") else "x\ny")
+    texts = ["x\ny"] if kind in ("txt", "md") else ["x", "y"]
+    assert texts_of(tmp_path / name) == texts_of(tmp_path) == texts
+
+
 def test_linked_folders_are_read_once_and_loops_end(tmp_path):
     elsewhere = text_folder(tmp_path / "elsewhere", {"x.txt": "x", "deep/y.txt": "y"})
     folder = text_folder(tmp_path / "folder", {"b/b.txt": "b"})

@@ -17,6 +17,11 @@ def texts_of(path, *between):
     return [text for block in read_line_blocks(str(path), *between) for (text,) in block.parse(["text"], False).texts]
 
 
+def skippable_frame(kind):
+    """A frame of Zstandard that holds no content, such as the sizes that pzstd writes."""
+    return (0x184D2A50 + kind).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"any"
+
+
 def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
     plain = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     data = plain.read_bytes()
@@ -26,6 +31,11 @@ def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
         "two-members.gz": gzip.compress(data[:half]) + gzip.compress(data[half:]),
         "a.jsonl.zst": zstd.compress(data),
         "two-frames.zst": zstd.compress(data[:half]) + zstd.compress(data[half:]),
+        "first-skippable.zst": skippable_frame(0) + zstd.compress(data),
+        "skippable.zst": zstd.compress(data[:half]) + skippable_frame(5) + zstd.compress(data[half:]) + skippable_frame(15),
+        "first-empty.zst": zstd.compress(b"") + zstd.compress(data),
+        "first-empty.gz": gzip.compress(b"") + gzip.compress(data),
+        "padded.gz": gzip.compress(data) + bytes(512),
         "known-by-content-not-by-name": zstd.compress(data),
     }
     assert texts_of(plain) == TEXTS

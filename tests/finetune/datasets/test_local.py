@@ -221,6 +221,36 @@ def test_questions_may_stand_in_one_line_longer_than_a_row(tmp_path, monkeypatch
     assert question.answers == (Answer("Ada", 4),) * 2
 
 
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "parquet"])
+def test_suffixes_in_capitals_are_the_same(tmp_path, form):
+    rows = [{"text": "good", "label": "x"}, {"text": "bad", "label": "y"}]
+    lower = find_dataset(write_rows(tmp_path / "lower", form, rows))
+    write_rows(tmp_path / "data", form, rows)
+    for file in (tmp_path / "data").iterdir():
+        if form == "csv":
+            file.with_name(f"{file.stem}.CSV.GZ").write_bytes(gzip.compress(file.read_bytes()))
+            file.unlink()
+        else:
+            file.rename(file.with_suffix(f".{form.upper()}"))
+    upper = find_dataset(str(tmp_path / "data"))
+    assert upper.load_split("train") == lower.load_split("train") and upper.labels == lower.labels
+
+
+def test_suffixes_of_columns_squad_and_beir_in_capitals(tmp_path):
+    (tmp_path / "test.CONLL").write_text("Ada B-PER\n")
+    assert find_dataset(str(tmp_path / "test.CONLL")).load_split("test") == [TaggedWords("0", ("Ada",), (1,))]
+    (tmp_path / "test.JSON").write_text(json.dumps(squad()))
+    assert find_dataset(str(tmp_path / "test.JSON")).family is TaskFamily.QA
+    folder = tmp_path / "retrieval"
+    folder.mkdir()
+    beir(folder)
+    lower = find_dataset(str(folder)).load_split("test")
+    for file in [*folder.glob("*.jsonl*"), *folder.glob("qrels/*")]:
+        name, _, suffixes = file.name.partition(".")
+        file.rename(file.with_name(f"{name}.{suffixes.upper()}"))
+    assert find_dataset(str(folder)).load_split("test") == lower
+
+
 def test_two_equal_keys_of_meta_json_are_refused(tmp_path):
     folder = write(tmp_path / "x", **three(SENTIMENT), meta__json='{"labels": ["a", "b"], "labels": ["b", "a"]}')
     with pytest.raises(InputError, match=r"meta.json: not JSON \(key 'labels' twice\)"):
