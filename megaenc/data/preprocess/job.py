@@ -46,6 +46,9 @@ class PreprocessJob:
         for entry in self.inputs.file_stats():
             files.update(repr(entry).encode())
         replaced = ("output_prefix", "workers", "split_sentences", "punkt_language", "deduplicate")
+        # Absent by default, as in folders of earlier versions.
+        defaults = resolve.InputConfig(())
+        replaced += tuple(name for name in ("encoding", "delimiter") if plan[name] == getattr(defaults, name))
         plan = {name: value for name, value in plan.items() if name not in replaced and not name.startswith("minhash_")}
         sentences = None if self.block_tokenizer.punkt is None else self.block_tokenizer.punkt.describe()
         method = self.block_tokenizer.deduplication

@@ -332,6 +332,14 @@ def test_a_process_that_comes_when_all_is_done_is_told_so(tmp_path, settings, mo
     assert not (tmp_path / "out_parts").exists()
 
 
+def test_a_plan_has_encoding_and_delimiter_only_if_given(tmp_path, settings, monkeypatch):
+    interrupted(settings, monkeypatch, after=1)
+    plan = json.loads((tmp_path / "out_parts" / "plan.json").read_text())
+    assert not {"encoding", "delimiter"} & plan.keys()
+    with pytest.raises(InputError, match=r"plan\.json: field `encoding`: found null, expected \"latin1\""):
+        preprocess(dataclasses.replace(settings, encoding="latin1"))
+
+
 def test_a_folder_of_an_earlier_version_is_named(tmp_path, settings, monkeypatch):
     interrupted(settings, monkeypatch, after=2)
     folder = tmp_path / "out_parts"
