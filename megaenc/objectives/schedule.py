@@ -7,7 +7,7 @@
     objective = name [ "(" option { "," option } ")" ]
     option    = name "=" value [ "->" value ]            with two values, a number that changes over the phase
     amount    = a number with a point, a share of the run, or a whole number of steps; one schedule holds one kind
-    weight    = a number above zero; weights need not add up to 1
+    weight    = a number above zero; weights need not add up to 1; in a sum, as the smallest whole numbers, at most 16777216
 
 Spaces are allowed between all of these. Every error names the character and shows the text with the wrong part in brackets.
 
@@ -36,6 +36,8 @@ from megaenc.objectives.registry import find, package_origin
 
 _MAX_SPELLED_OUT_PHASES = 16
 """Number of phases above which a run's identity holds their digest, so that it fits one line."""
+_MAX_SUM_WEIGHT = 1 << 24
+"""Largest weight in a sum. float32, the dtype of the losses' factors, holds all whole numbers up to it."""
 
 
 @dataclass(frozen=True)
@@ -246,11 +248,8 @@ def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters:
 
 def _build_choices(text: str, phase: ParsedPhase, vocabulary: Vocabulary) -> tuple[ScheduledObjective, ...]:
     """Build the objectives of a phase with integer weights. Raises InputError."""
-    denominator = math.lcm(*(weight.denominator for weight, _ in phase.components))
-    counts = [int(weight * denominator) for weight, _ in phase.components]
-    smallest = math.gcd(*counts)
     choices = []
-    for count, (_, parsed) in zip(counts, phase.components, strict=True):
+    for weight, (_, parsed) in zip(_compute_integer_weights(text, phase), phase.components, strict=True):
         start = end = _build_objective(text, parsed, vocabulary)
         numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
         for option in parsed.options:
@@ -259,8 +258,25 @@ def _build_choices(text: str, phase: ParsedPhase, vocabulary: Vocabulary) -> tup
                 raise build_error(text, option.end, complaint)
         if any(option.end for option in parsed.options):
             end = _build_objective(text, parsed, vocabulary, at_end=True)
-        choices.append(ScheduledObjective(count // smallest, start, end))
+        choices.append(ScheduledObjective(weight, start, end))
     return tuple(choices)
+
+
+def _compute_integer_weights(text: str, phase: ParsedPhase) -> list[int]:
+    """Return the weights of a phase as the smallest whole numbers in their ratio.
+
+    Raises InputError for a weight in a sum above _MAX_SUM_WEIGHT.
+    """
+    denominator = math.lcm(*(weight.denominator for weight, _ in phase.components))
+    counts = [int(weight * denominator) for weight, _ in phase.components]
+    divisor = math.gcd(*counts)
+    weights = [count // divisor for count in counts]
+    if phase.is_sum and max(weights) > _MAX_SUM_WEIGHT:
+        _, objective = phase.components[weights.index(max(weights))]
+        ratio = ":".join(map(str, weights))
+        complaint = f"the weights of this sum are {ratio} as whole numbers, expected at most {_MAX_SUM_WEIGHT} each"
+        raise build_error(text, objective.name, f"{complaint}; use fewer digits")
+    return weights
 
 
 def _build_objective(text: str, parsed: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False) -> Objective:

@@ -350,7 +350,8 @@ class Engine:
                 group_sums, loss = [losses_NG.sum(0), sizes_NG.sum(0).double()], loss.sum()
             sums = torch.stack([loss.detach().double(), correct.double()])
             sums = torch.cat([sums, *group_sums]) if group_sums else sums
-            return loss, torch.full((), batch.loss_count, dtype=torch.int, device=self.device), sums
+            # megatron-core adds up numbers of tokens in 32 bits, which finalize_summed_grads ignores.
+            return loss, torch.zeros((), dtype=torch.int, device=self.device), sums
 
         return output, compute_loss
 

@@ -39,6 +39,9 @@ def spans(text, train_iters):
         ("mix(clm:0.3,mlm:0.7)", 7, [("mix(clm:3,mlm:7)", 1, 7)]),
         ("mix ( clm : 2, mlm(mask=.3) : 4. ) : 1.0", 7, [("mix(clm:1,mlm(mask=0.3):2)", 1, 7)]),
         ("sum(clm:0.3,mlm:1)", 7, [("sum(clm:3,mlm:10)", 1, 7)]),
+        ("sum(clm:0.333333,mlm:0.666667)", 7, [("sum(clm:333333,mlm:666667)", 1, 7)]),
+        ("sum(clm:2000000000,mlm:1000000000)", 7, [("sum(clm:2,mlm:1)", 1, 7)]),
+        ("mix(clm:1000000000,mlm:1)", 7, [("mix(clm:1000000000,mlm:1)", 1, 7)]),
         ("sum(clm:2):0.5,sum(clm:1,mlm(mask=0.3):1):0.5", 2, [("clm", 1, 1), ("sum(clm:1,mlm(mask=0.3):1)", 2, 2)]),
         ("mix(clm:0.3):0.5,clm:0.5", 2, [("clm", 1, 1), ("clm", 2, 2)]),
         ("mlm(mask=0.4 -> 0.15,keep=0)", 7, [("mlm(mask=0.4->0.15)", 1, 7)]),
@@ -181,6 +184,12 @@ def test_parsed_phases_know_their_place():
         ("mix(clm:1,mlm(mask=[2]):2)", "mlm: option `mask`: found 2.0, expected"),
         ("mix(clm:1,[mix](mlm:1):1)", "a mixture in a mixture"),
         ("clm:0.5,mix(clm:1,mlm:2)[]", "found the end, expected `:` and the share or the steps of `mix(clm:1,mlm:2)`"),
+        # Sums
+        (
+            "sum([clm]:1000000000,mlm:1)",
+            "the weights of this sum are 1000000000:1 as whole numbers, expected at most 16777216 each; use fewer digits",
+        ),
+        ("sum(clm:1,[mlm]:16777217)", "the weights of this sum are 1:16777217 as whole numbers"),
         # Repetitions
         ("[0]x(clm:1)", "zero repetitions, expected more than zero"),
         ("[101]x(clm:1)", "makes 101 phases of 100 steps, expected at least a step for each"),

@@ -167,3 +167,15 @@ def test_two_steps_with_the_objective_of_another_package(small_corpus, plugin, t
     finally:
         source.write_text(original)
     assert "objective_packages is {'word_order': 'megaenc-word-order 0.1" in changed.stderr
+
+
+def test_a_sum_with_weights_of_many_digits_trains_as_their_ratio(small_corpus, tmp_path):
+    """A micro-batch of 512 tokens with these weights has a divisor above 2**31."""
+    flags = [
+        *small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "2", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "0",
+        "--micro-batch-size", "8", "--eval-interval", "0", "--no-bf16",
+    ]  # fmt: skip
+    for name, schedule in (("digits", "sum(clm:0.8388607,mlm:1.6777215)"), ("ratio", "sum(clm:1,mlm:2)")):
+        main([*flags, "--objective-schedule", schedule, "--save", str(tmp_path / name)])
+    for quantity in ("loss", "grad_norm"):
+        assert runs.largest_difference(quantity, tmp_path / "digits", tmp_path / "ratio") < 1e-5
