@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megaenc import flags, markdown
 from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine, build_rich_console, print_rank_0, silence_libraries
@@ -159,14 +161,16 @@ def _evaluate_model(
     embedder = build_embedder(name, folder, config, settings.embedding)
     config = embedder.config
     for data in sets:
+        row_of = {document: row for row, document in enumerate(dict.fromkeys(data.documents))}
         texts = [config.query_prefix + query for query in data.queries]
-        texts += [config.document_prefix + document for document in data.documents]
+        texts += [config.document_prefix + document for document in row_of]
         with ProgressLine(f"{name} {data.name}: tokenizing", total=len(texts), closing=False) as line:
             tokens = embedder.tokenize(texts, line.update)
         with ProgressLine(f"{name} {data.name}: embedding", total=sum(map(len, tokens)), closing=False) as line:
-            queries, documents = embedder.embed(tokens, line.update).split([len(data.queries), len(data.documents)])
+            queries, documents = embedder.embed(tokens, line.update).split([len(data.queries), len(row_of)])
         with ProgressLine(f"{name} {data.name}: ranking", total=len(queries), closing=False) as line:
-            scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update))
+            text_of = np.array([row_of[document] for document in data.documents])
+            scores = data.score(evaluate.rank_by_cosine(queries, documents, line.update, text_of))
         rows[data.name] += evaluate.build_rows(data, name, scores)
     for task in tasks:
         rows[task.name].append(task.evaluate(name, embedder))

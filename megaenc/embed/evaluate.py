@@ -12,8 +12,9 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets.beir import load_beir_test
 from megaenc.finetune.tasks.retrieval import (
     RANKING_DEPTH,
-    compute_random_baseline,
+    compute_query_baseline,
     compute_trec_order,
+    find_own_document,
     iterate_cosines,
     ndcg,
     rank_top_documents,
@@ -35,8 +36,9 @@ class RetrievalSet:
     documents: list[str]
     document_ids: list[str]
     relevant: list[dict[str, int]]
-    """Grades above 0 of each query, by document id."""
+    """Grades above 0 of each query, by document id; documents that are not in the corpus count as misses."""
     query_ids: list[str] = field(default_factory=list)
+    """Ids of the queries, whose rankings leave out `find_own_document`; empty: no document is left out."""
 
     @classmethod
     def load(cls, name: str, folder: Path) -> "RetrievalSet":
@@ -49,19 +51,31 @@ class RetrievalSet:
         return cls(name, list(queries.values()), documents, ids, relevant, list(queries))
 
     def score(self, rankings: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
-        """Return trec_eval's measures of each query by name, float64[queries]; `rankings`: documents' indices, best first."""
+        """Return trec_eval's measures of each query by name, float64[queries].
+
+        `rankings`: indices of at least RANKING_DEPTH + 1 documents of each query, or all that are retrieved, best first.
+        """
         values: dict[str, list[float]] = {name: [] for name in METRICS}
-        for best, grade_of in zip(rankings, self.relevant, strict=True):
-            grades = np.array([grade_of.get(self.document_ids[at], 0) for at in best], dtype=np.int64)
+        for best, own, grade_of in zip(rankings, self._own_ids, self.relevant, strict=True):
+            ranked = [self.document_ids[at] for at in best]
+            grades = np.array([grade_of.get(document, 0) for document in ranked if document != own], dtype=np.int64)
             values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
             values["recall@100"].append(recall(grades, len(grade_of)))
         return {name: np.array(by_query) for name, by_query in values.items()}
 
     def score_random_ranking(self) -> dict[str, np.ndarray]:
         """Return the expectation of each query's measure over random rankings, by name, float64[queries]."""
-        grades = [tuple(sorted(grade_of.values())) for grade_of in self.relevant]
-        baselines = [compute_random_baseline(len(self.documents), of_query) for of_query in grades]
+        documents = set(self.document_ids)
+        queries = zip(self.relevant, self._own_ids, strict=True)
+        baselines = [compute_query_baseline(grade_of, documents, own) for grade_of, own in queries]
         return {name: np.array([baseline[name] for baseline in baselines]) for name in METRICS}
+
+    @property
+    def _own_ids(self) -> Sequence[str | None]:
+        """Return the id of the document that each query's ranking leaves out if the corpus has it."""
+        if not self.query_ids:
+            return [None] * len(self.relevant)
+        return list(map(find_own_document, self.query_ids, self.relevant))
 
 
 @dataclass(frozen=True)
@@ -108,13 +122,22 @@ def bootstrap_mean(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def rank_by_cosine(queries: Tensor, documents: Tensor, progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+def rank_by_cosine(
+    queries: Tensor,
+    texts: Tensor,
+    progress: Callable[[int], None],
+    text_of: np.ndarray | slice = slice(None),
+) -> Iterator[np.ndarray]:
     """Yield the indices, int64, of the documents with the largest cosines to each query, best first, by exact search.
 
-    Both are embeddings of length 1, float32[texts, hidden_size]; `progress` receives the number of ranked queries.
+    Args:
+        queries: Embeddings of length 1, float32[queries, hidden_size].
+        texts: Embeddings of the documents' texts, of the same kind.
+        progress: Receives the number of ranked queries.
+        text_of: Row in `texts` of each document, so that equal texts have equal cosines; default: the document's own row.
     """
-    for done, cosines in enumerate(iterate_cosines(queries, documents), 1):
-        yield rank_top_documents(cosines, RANKING_DEPTH)
+    for done, cosines in enumerate(iterate_cosines(queries, texts), 1):
+        yield rank_top_documents(cosines[text_of], RANKING_DEPTH + 1)
         progress(done)
 
 
@@ -147,6 +170,6 @@ def rank_by_bm25(queries: Sequence[str], documents: Sequence[str], progress: Cal
         index.index(words_of_documents, show_progress=False)
     for done, words in enumerate(tokenize(queries), 1):
         scores = np.zeros(len(documents), dtype=np.float32) if is_empty or not words else index.get_scores(words)
-        best = rank_top_documents(scores, RANKING_DEPTH)
+        best = rank_top_documents(scores, RANKING_DEPTH + 1)
         yield best[scores[best] > 0]
         progress(done)

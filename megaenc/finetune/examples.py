@@ -95,7 +95,9 @@ class RetrievalExamples:
     queries: dict[str, str]
     documents: dict[str, str]
     relevant: dict[str, dict[str, int]]
-    """Grades above 0 by query and document."""
+    """Grades above 0 by query and document, which may not be in `documents`."""
+    ignore_identical_ids: bool = False
+    """True to rank as BEIR does, without the document that has the query's id."""
 
 
 Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | RetrievalExamples

@@ -2,14 +2,18 @@
 
 import csv
 import json
+import random
 import shutil
 import sys
 
 import ir_measures
 import pytest
+import torch
 from ir_measures import R, nDCG
 
 from megaenc.embed.command import eval_main
+from megaenc.embed.embedder import Embedder
+from megaenc.embed.evaluate import rank_by_bm25
 from megaenc.finetune.datasets.beir import compute_test_fingerprint, load_beir_test
 from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 
@@ -62,6 +66,68 @@ def test_scores_are_trec_evals_of_sentence_transformers_embeddings(models, beir,
     assert lines[0] == "| data set | model | NDCG@10 | Recall@100 | queries | documents |" and len(lines) == 5
     mean, low, high = (rows["tiny", "ndcg@10"][name] for name in ("mean", "low", "high"))
     assert lines[4].startswith(f"| letters | tiny | {mean:.2f} [{low:.1f}, {high:.1f}] | 100.00 [100.0, 100.0] | 3 | 6 |")
+
+
+def write_arguments(folder):
+    """A set like ArguAna: queries are documents, texts have several ids, and some judged documents are missing."""
+    draw = random.Random(3)
+    words = ["river", "garden", "letters", "Lyon", "Paris", "flowers", "summer", "old", "walked", "slowly", "heavy", "yellow"]
+    texts = [" ".join(draw.choices(words, k=draw.randint(3, 20))) for _ in range(60)]
+    ids = [f"d{number}" for number in range(180)]
+    draw.shuffle(ids)
+    corpus = {document: texts[at % 60] for at, document in enumerate(ids)}
+    queries = draw.sample(ids, 40)
+    copies = [[other for other in ids if corpus[other] == corpus[query] and other != query] for query in queries]
+    qrels = [(query, draw.choice(same), draw.randint(1, 2)) for query, same in zip(queries, copies, strict=True)]
+    qrels += [(query, draw.choice(ids), 1) for query in queries[20:]]
+    qrels += [(query, f"gone{at}", 1) for at, query in enumerate(queries[:5])]
+    (folder / "qrels").mkdir(parents=True)
+    for name, rows in (("corpus", corpus), ("queries", {query: corpus[query] for query in queries})):
+        lines = [json.dumps({"_id": key, "text": text}) + "\n" for key, text in rows.items()]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    lines = [f"{query}\t{document}\t{grade}\n" for query, document, grade in qrels]
+    (folder / "qrels" / "test.tsv").write_text("".join(lines))
+    return folder
+
+
+def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mteb(models, tmp_path, monkeypatch, capsys):
+    from mteb._evaluators.retrieval_evaluator import RetrievalEvaluator
+    from sentence_transformers import SentenceTransformer
+
+    embed = Embedder.embed
+
+    def embed_with_rounding(self, rows, *arguments):
+        """Round embeddings differently in each row, as other batches may."""
+        return embed(self, rows, *arguments) * (1 + 1e-7 * torch.arange(len(rows)))[:, None]
+
+    monkeypatch.setattr(Embedder, "embed", embed_with_rounding)
+    folder = write_arguments(tmp_path / "arguments")
+    flags = ["--precision", "fp32", "--batch-size", "7", "--output", str(tmp_path / "x.json")]
+    eval_main(["--model", f"tiny={models['encoder']}", "--data", str(folder), *flags])
+    missing = "test.tsv: 5 of 61 relevant documents are not in corpus.jsonl and count as misses"
+    assert [line for line in capsys.readouterr().out.splitlines() if "misses" in line] == [f"{folder}/qrels/{missing}"]
+
+    data = load_beir_test(folder)
+    texts = sorted({*data.documents.values()})
+    reference = SentenceTransformer(str(models["encoder"]), device="cpu")
+    vectors = dict(zip(texts, reference.encode(texts, normalize_embeddings=True), strict=True))
+    runs = {"tiny": {}, "BM25": {}}
+    for query, text in data.queries.items():
+        cosines = {other: float(vectors[text] @ vectors[other]) for other in texts}
+        runs["tiny"][query] = {document: cosines[other] for document, other in data.documents.items()}
+    ids = sorted(data.documents, reverse=True)  # trec_eval's order of equal scores
+    rankings = rank_by_bm25(list(data.queries.values()), [data.documents[document] for document in ids], lambda done: None)
+    for query, best in zip(data.queries, rankings, strict=True):
+        runs["BM25"][query] = {ids[at]: float(-rank) for rank, at in enumerate(best)}
+
+    results = json.loads((tmp_path / "x.json").read_text())
+    assert len(data.queries) == 40 and len(data.documents) == 180
+    for model, run in runs.items():
+        scores = RetrievalEvaluator.evaluate(None, data.relevant, run, [10, 100], ignore_identical_ids=True).all_scores
+        for name, measure in (("ndcg@10", "ndcg_cut_10"), ("recall@100", "recall_100")):
+            expected = [scores[query][measure] for query in results["queries"]["arguments"]]
+            assert results["scores"][model]["arguments"][name] == pytest.approx(expected, abs=1e-6), (model, name)
+    assert max(results["scores"]["random"]["arguments"]["recall@100"]) == pytest.approx(100 / 179)
 
 
 def test_several_models_and_data_sets_without_bm25(models, beir, tmp_path, capsys, monkeypatch):

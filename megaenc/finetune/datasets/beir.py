@@ -1,5 +1,6 @@
 """Retrieval data in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -55,22 +56,28 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
     fingerprint = hash_json({"files": content, "rules": ["BEIR", whole_corpus]})
 
     @functools.cache
-    def read_all_qrels() -> tuple[list[QrelLine], dict[SplitName, Qrels]]:
+    def read_all_qrels() -> tuple[dict[SplitName, list[QrelLine]], dict[SplitName, Qrels]]:
         lines = {split: _read_qrels(path) for split, path in qrels.items()}
         qrels_by_split: dict[SplitName, Qrels] = {split: {} for split in lines}
         for split, split_lines in lines.items():
             for _, query, document, grade in split_lines:
                 qrels_by_split[split].setdefault(query, {})[document] = grade
-        return [line for split_lines in lines.values() for line in split_lines], _add_validation_split(
-            name, qrels, qrels_by_split
-        )
+        return lines, _add_validation_split(name, qrels, qrels_by_split)
 
     @functools.cache
     def read_texts() -> tuple[dict[str, str], dict[str, str]]:
         lines, _ = read_all_qrels()
-        queries = _read_judged_texts("query", texts["queries"], {line[1]: line[0] for line in reversed(lines)})
-        judged_documents = {line[2]: line[0] for line in reversed(lines)}
-        return queries, _read_judged_texts("document", texts["corpus"], judged_documents, titles=". ", everything=whole_corpus)
+        all_lines = [line for split_lines in lines.values() for line in split_lines]
+        queries = _read_judged_texts("query", texts["queries"], {line[1]: line[0] for line in reversed(all_lines)})
+        documents = _read_judged_texts(
+            "document",
+            texts["corpus"],
+            {line[2]: line[0] for line in reversed(lines.get("train", []))},
+            optional={line[2] for line in all_lines},
+            titles=". ",
+            everything=whole_corpus,
+        )
+        return queries, documents
 
     def read_split(split: SplitName) -> Examples:
         _, qrels_by_split = read_all_qrels()
@@ -90,16 +97,20 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
         evaluated = [qrels_by_split[name] for name in ("validation", "test") if name in qrels_by_split]
         labelled = {document for judgements in evaluated for grades in judgements.values() for document in grades}
         searched_documents = {key: text for key, text in documents.items() if whole_corpus or key in labelled}
-        return build_retrieval_examples(qrels_by_split[split], queries, searched_documents)
+        examples = build_retrieval_examples(qrels_by_split[split], queries, searched_documents)
+        _report_misses(f"{name}: {split} split", examples.relevant, documents, texts["corpus"])
+        return dataclasses.replace(examples, ignore_identical_ids=True)
 
     return Dataset(name, TaskFamily.IR, (), name, fingerprint, fingerprint, read_split)
 
 
 def load_beir_test(folder: Path) -> RetrievalExamples:
-    """Return the test queries and grades of BEIR `folder` and its whole corpus, as BEIR evaluates without training.
+    """Return the test queries and grades of BEIR `folder` and its whole corpus.
 
-    Texts have no prefix, and a title is followed by a space. Raises InputError if a file is missing, a judged text is missing, a
-    query is empty, or no document is relevant.
+    They are those that BEIR evaluates without training: texts have no prefix, and a title is followed by a space.
+
+    Raises:
+        InputError: A file or a judged query is missing, a query is empty, or no document in the corpus is relevant.
     """
     paths, lines = _read_beir_split(folder, "test")
     relevant: Qrels = {}
@@ -109,9 +120,10 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
     queries = _read_judged_texts("query", paths["queries"], {line[1]: line[0] for line in reversed(lines)})
     if empty := [query for query in relevant if not queries[query].strip()]:
         raise InputError(f"{paths['queries']}: query {empty[0]!r}: found an empty text, expected words to search for")
-    judged_documents = {line[2]: line[0] for line in reversed(lines)}
-    documents = _read_judged_texts("document", paths["corpus"], judged_documents, titles=" ", everything=True)
-    return RetrievalExamples({query: queries[query] for query in relevant}, documents, relevant)
+    documents = _read_judged_texts("document", paths["corpus"], {}, titles=" ", everything=True)
+    _report_misses(str(paths["qrels"]), relevant, documents, paths["corpus"])
+    judged_queries = {query: queries[query] for query in relevant}
+    return RetrievalExamples(judged_queries, documents, relevant, ignore_identical_ids=True)
 
 
 def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
@@ -162,17 +174,29 @@ def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[Qr
 
 
 def _read_judged_texts(
-    kind: str, path: Path, judged_ids: dict[str, str], *, titles: str = "", everything: bool = False
+    kind: str,
+    path: Path,
+    judged_ids: dict[str, str],
+    *,
+    optional: Collection[str] = (),
+    titles: str = "",
+    everything: bool = False,
 ) -> dict[str, str]:
-    """Read a BEIR file of texts by id: those `judged` (id to location), or all. Raises InputError if a judged text is missing.
+    """Read the texts with `judged_ids` or `optional` ids, or all, from a BEIR file.
 
-    `titles`: the characters between title and text; empty: without titles.
+    Args:
+        judged_ids: Location of the judgement that needs a text, by the text's id.
+        optional: Ids of texts that may be missing.
+        titles: Characters between title and text; empty: without titles.
+
+    Raises:
+        InputError: A text of `judged_ids` is missing.
     """
     texts: dict[str, str] = {}
     places: dict[str, str] = {}
     for location, row in formats.read_jsonl(path):
         key = f"{formats.get_value(row, '_id', location)}"
-        if everything or key in judged_ids:
+        if everything or key in judged_ids or key in optional:
             formats.register_id(places, key, location, "_id")
             title = formats.get_value(row, "title", location, str) if titles and row.get("title") else ""
             text = formats.get_value(row, "text", location, str)
@@ -181,6 +205,18 @@ def _read_judged_texts(
         if key not in texts:
             raise InputError(f"{location}: {kind} {key!r}: not in {path.name}, expected the _id of a {kind}")
     return texts
+
+
+def _report_misses(place: str, relevant: Qrels, documents: Collection[str], corpus: Path) -> None:
+    """Print how many relevant documents are not in the corpus; InputError if none is."""
+    judged = {document for grades in relevant.values() for document in grades}
+    missing = sum(document not in documents for document in judged)
+    if not missing:
+        return
+    if missing == len(judged):
+        complaint = f"found none of the {missing:,} relevant documents in {corpus.name}"
+        raise InputError(f"{place}: {complaint}, expected the _id of a document; give the corpus of these judgements")
+    print_once(f"{place}: {missing:,} of {len(judged):,} relevant documents are not in {corpus.name} and count as misses")
 
 
 def _add_validation_split(

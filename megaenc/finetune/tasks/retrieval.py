@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import ClassVar
 
@@ -68,26 +68,32 @@ class RetrievalTask(FinetuneTask):
     def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples) -> Scores:
         """Return Scores of ranking for queries with a relevant document: NDCG, MRR @10, recall @100; baseline: random.
 
-        Queries without a relevant document are ignored (trec_eval). The baseline is the expectation of a random ranking.
+        Queries without a relevant document are ignored (trec_eval); relevant documents that are not in `examples.documents` count
+        as misses. The baseline is the expectation of a random ranking.
         """
         judged_rows = np.flatnonzero([bool(examples.relevant.get(query)) for query in examples.queries])
-        relevant = [examples.relevant[query] for query in np.array(list(examples.queries), dtype=object)[judged_rows]]
+        judged = [query for query in examples.queries if examples.relevant.get(query)]
         names = list(examples.documents)
         order = compute_trec_order(names)
         names = [names[at] for at in order]
+        row_of = {name: row for row, name in enumerate(names)}
         values: dict[str, list[float]] = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
         spread = 0.0
         documents = self._embed_documents(model, data["documents"], order, queries=len(judged_rows))
         queries = self._embed_texts(model, data["queries"], judged_rows, before=len(order))
-        for cosines, grade_of in zip(iterate_cosines(queries, documents), relevant, strict=True):
+        random_metrics = []
+        for cosines, query in zip(iterate_cosines(queries, documents), judged, strict=True):
+            grade_of = examples.relevant[query]
             spread = max(spread, float(cosines.max() - cosines.min()))
-            best = rank_top_documents(cosines, RANKING_DEPTH)
+            best = rank_top_documents(cosines, RANKING_DEPTH + 1)
+            own = find_own_document(query, grade_of) if examples.ignore_identical_ids else None
+            best = best[best != row_of.get(own, -1)][:RANKING_DEPTH]
             grades = np.array([grade_of.get(names[at], 0) for at in best])
             values["score"].append(retrieved_ndcg(grades > 0, cosines[best]))
             values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
             values["mrr@10"].append(reciprocal_rank(grades))
             values["recall@100"].append(recall(grades, len(grade_of)))
-        random_metrics = [compute_random_baseline(len(names), tuple(sorted(grade_of.values()))) for grade_of in relevant]
+            random_metrics.append(compute_query_baseline(grade_of, examples.documents, own))
         baseline = {name: float(np.mean([metrics[name] for metrics in random_metrics])) for name in values}
         collapsed = "all documents are alike to every query" if spread < _MIN_COSINE_SPREAD and len(names) > 1 else None
         return Scores.from_examples(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
@@ -188,10 +194,33 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
     return candidates[np.argsort(-scores[candidates], kind="stable")[:depth]]
 
 
+def find_own_document(query: str, grade_of: Mapping[str, int]) -> str | None:
+    """Return the id of the document that the ranking of `query` leaves out.
+
+    It is the query's own, as in BEIR, where such a document is the query itself. None if the document is judged relevant, as in
+    sets that number pairs.
+    """
+    return None if query in grade_of else query
+
+
+def compute_query_baseline(grade_of: Mapping[str, int], documents: Collection[str], own: str | None) -> dict[str, float]:
+    """Return the expected metrics of a query over random orders of `documents` without the document `own`.
+
+    `grade_of`: grades of all relevant documents, also of those that are not ranked.
+    """
+    count = len(documents) - (own in documents)
+    missing = [grade for document, grade in grade_of.items() if document not in documents]
+    return compute_random_baseline(max(count, 1), tuple(sorted(grade_of.values())), tuple(sorted(missing)))
+
+
 @lru_cache(maxsize=1 << 16)
-def compute_random_baseline(documents: int, all_grades: tuple[int, ...]) -> dict[str, float]:
-    """Return expected score, ndcg@10, mrr@10, recall@100 of random order; `all_grades`: a query's relevant documents."""
-    relevant, depth = len(all_grades), min(10, documents)
+def compute_random_baseline(documents: int, all_grades: tuple[int, ...], missing: tuple[int, ...] = ()) -> dict[str, float]:
+    """Return expected score, ndcg@10, mrr@10, recall@100 of random order.
+
+    `all_grades`: those of a query's relevant documents; `missing`: those of them that are not among the `documents`.
+    """
+    relevant = len(all_grades) - len(missing)
+    depth = min(10, documents)
     discounts = float(_compute_discounts(depth).sum())
     # The number k of relevant documents in the top ten is hypergeometric; each is at any of the ten ranks equally often.
     score = sum(
@@ -207,7 +236,7 @@ def compute_random_baseline(documents: int, all_grades: tuple[int, ...]) -> dict
             break
     return {
         "score": score,
-        "ndcg@10": sum(all_grades) / documents * discounts / _compute_ideal_dcg(all_grades, 10),
+        "ndcg@10": (sum(all_grades) - sum(missing)) / documents * discounts / _compute_ideal_dcg(all_grades, 10),
         "mrr@10": first,
-        "recall@100": min(100, documents) / documents,
+        "recall@100": min(100, documents) / documents * relevant / len(all_grades),
     }

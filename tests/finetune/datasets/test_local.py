@@ -510,8 +510,12 @@ def test_retrieval_of_a_beir_folder(tmp_path):
     ]
     # The documents that validation and test judge, relevant or not; a query with nothing relevant asks for nothing.
     documents = {"d1": "Document: T. text 1", "d2": "Document: text 2", "d4": "Document: "}
-    assert found.load_split("validation") == RetrievalExamples({"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}})
-    assert found.load_split("test") == RetrievalExamples({"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}})
+    assert found.load_split("validation") == RetrievalExamples(
+        {"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}}, ignore_identical_ids=True
+    )
+    assert found.load_split("test") == RetrievalExamples(
+        {"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}}, ignore_identical_ids=True
+    )
     whole = find_dataset(beir(tmp_path / "b"), whole_corpus=True)
     assert list(whole.load_split("test").documents) == [f"d{n}" for n in range(6)] and whole.fingerprint != found.fingerprint
 
@@ -707,7 +711,8 @@ def test_bad_questions(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("qrels-slash-dev__tsv", "q2\td9\t1", r"dev.tsv:1: document 'd9': not in corpus.jsonl.gz, expected the _id of a document"),
+    ("qrels-slash-dev__tsv", "q2\td9\t1", r"validation split: found none of the 1 relevant documents in corpus.jsonl.gz"),
+    ("qrels-slash-train__tsv", "q2\td9\t1", r"train.tsv:1: document 'd9': not in corpus.jsonl.gz, expected the _id of a doc"),
     ("qrels-slash-dev__tsv", "q99\td1\t1", r"dev.tsv:1: query 'q99': not in queries.jsonl, expected the _id of a query"),
     ("qrels-slash-dev__tsv", "q2\td1\t1\nq2\td1\t2", r"dev.tsv:2: query 'q2' and document 'd1': judged twice"),
     ("qrels-slash-dev__tsv", "q2\t0\td1\t1", r"dev.tsv:1: found 'q2.*, expected query-id, corpus-id, score"),
@@ -722,6 +727,15 @@ def test_bad_retrieval_data(tmp_path, name, content, message):
     found = find_dataset(beir(tmp_path / "b", **{name: content}))
     with pytest.raises(InputError, match=message):
         found.load_split("validation")
+
+
+def test_judged_documents_that_are_not_in_the_corpus_are_counted(tmp_path, capsys):
+    found = find_dataset(beir(tmp_path / "b", **{"qrels-slash-test__tsv": "q4\td4\t1\nq4\tgone\t2\nq5\tgone\t1\nq5\tlost\t0\n"}))
+    examples = found.load_split("test")
+    assert examples.relevant == {"q4": {"d4": 1, "gone": 2}, "q5": {"gone": 1}}
+    assert set(examples.documents) == {"d1", "d2", "d4"}
+    line = "b: test split: 1 of 2 relevant documents are not in corpus.jsonl.gz and count as misses\n"
+    assert capsys.readouterr().out == line
 
 
 def test_folders_that_hold_no_data_set(tmp_path):

@@ -9,6 +9,7 @@ from ir_measures import RR, R, nDCG
 from sklearn.metrics import ndcg_score
 
 from megaenc.finetune.tasks.retrieval import (
+    compute_query_baseline,
     compute_random_baseline,
     compute_trec_order,
     ndcg,
@@ -92,6 +93,22 @@ def test_chance_by_counting_every_order(documents, grades):
         totals["mrr@10"].append(reciprocal_rank(order))
         totals["recall@100"].append(recall(order, len(grades)))
     assert compute_random_baseline(documents, grades) == pytest.approx({name: np.mean(some) for name, some in totals.items()})
+
+
+def test_chance_with_relevant_documents_that_are_not_in_the_corpus():
+    all_grades, present = (1, 2, 3), (1, 2)
+    totals = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
+    for order in permutations([*present, 0, 0, 0]):
+        order = np.array(order)
+        totals["score"].append(retrieved_ndcg(order > 0, -np.arange(5)))
+        totals["ndcg@10"].append(ndcg(order, all_grades))
+        totals["mrr@10"].append(reciprocal_rank(order))
+        totals["recall@100"].append(recall(order, len(all_grades)))
+    expected = {name: np.mean(values) for name, values in totals.items()}
+    grade_of = {"a": 1, "b": 2, "gone": 3}
+    assert compute_query_baseline(grade_of, set("abcde"), None) == pytest.approx(expected)
+    assert compute_query_baseline(grade_of, {*"abcde", "query"}, "query") == pytest.approx(expected)
+    assert set(compute_query_baseline({"gone": 1}, {"query"}, "query").values()) == {0}
 
 
 def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():

@@ -1,5 +1,7 @@
 """Retrieval: gradients of the plain way in one pass and in parts, with dropout too, and rankings of planted embeddings."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +143,27 @@ def test_scores_by_hand(task, encoder, oracle):
     assert scores.baseline["mrr@10"] == pytest.approx(
         ((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4 + 2 * (1 / 2 + 1 / 6 + 1 / 18)) / 3, abs=0.02
     )
+
+
+def test_a_document_with_the_id_of_the_query_is_left_out_and_a_missing_one_is_a_miss(task, encoder, oracle):
+    split = RetrievalExamples(
+        queries={"a": "Query: garden", "c": "Query: dogs"},
+        documents=DOCUMENTS,
+        relevant={"a": {"b": 1, "gone": 1}, "c": {"d": 1}},
+        ignore_identical_ids=True,
+    )
+    data = task.encode(split, encoder)
+    queries = [[1, 0.5, 0.2, 0.1], [0.1, 0.2, 1, 0.5]]
+    scores = task.evaluate(planted(task, data, oracle, queries, np.eye(4)), data, split)
+    assert scores.scores_i == [1, 1] and scores.metrics_i["mrr@10"] == [1, 1]
+    assert scores.metrics_i["ndcg@10"] == pytest.approx([1 / (1 + 1 / np.log2(3)), 1])
+    assert scores.metrics_i["recall@100"] == [0.5, 1] and scores.baseline["recall@100"] == 0.75
+    assert scores.baseline["mrr@10"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+    pairs = dataclasses.replace(split, relevant={"a": {"a": 1}, "c": {"c": 1}})
+    assert task.evaluate(planted(task, data, oracle, queries, np.eye(4)), data, pairs).metrics_i["mrr@10"] == [1, 1]
+    kept = dataclasses.replace(split, ignore_identical_ids=False)
+    scores = task.evaluate(planted(task, data, oracle, queries, np.eye(4)), data, kept)
+    assert scores.metrics_i["mrr@10"] == [0.5, 0.5]
 
 
 def test_a_model_that_knows(task, encoder, oracle):
