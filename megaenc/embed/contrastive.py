@@ -32,7 +32,7 @@ class ContrastiveData:
     negatives: list[tuple[int, ...]]
     """Texts of each pair's hard negatives that are used."""
     positives: dict[int, tuple[int, ...]]
-    """Texts of the documents of all pairs with a query, by the query's text."""
+    """Texts that are no negatives of a query, by the query's text: documents of all of its pairs, and the query as a document."""
 
     @classmethod
     def build(
@@ -65,6 +65,9 @@ class ContrastiveData:
         if not lengths.all():
             text = texts[int(np.argmin(lengths))]
             raise InputError(f"--data: the tokenizer gives no token for the text {text[:40]!r}, expected at least one in each")
+        for query, pair in zip(queries, pairs, strict=True):
+            if (document := index.get(before_document + pair.query)) is not None:
+                positives[query][document] = None
         by_query = {query: tuple(documents) for query, documents in positives.items()}
         return cls(texts, rows, lengths, np.array(queries), np.array(documents), used, by_query)
 
@@ -99,7 +102,12 @@ class ContrastiveBatch:
     masked_rows: np.ndarray
     """Queries of the masked scores, int64[masked]."""
     masked_columns: np.ndarray
-    """Candidates of the masked scores, int64[masked]: other copies of a document that answers the query."""
+    """Candidates of the masked scores, int64[masked]: other copies of a document that answers the query, or of the query."""
+
+    @property
+    def has_negatives(self) -> bool:
+        """Return whether a query has a candidate that is neither masked nor its own document; else the loss is constant."""
+        return len(self.masked_rows) < len(self.queries) * (len(self.documents) - 1)
 
     def compute_loss(self, vectors: Tensor, config: ContrastiveConfig) -> Tensor:
         """Return the loss of embeddings [T, size] of any length, in the order of `texts`; a sum over sizes with matryoshka_dims.

@@ -1,9 +1,9 @@
 """Contrastive training of an embedding model: steps, state for resuming, and data parallelism."""
 
-import itertools
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaenc.atomic_io import atomic_files, fsync_path
 from megaenc.console import ProgressLine
-from megaenc.counter_rng import random_words
+from megaenc.counter_rng import permutation, random_words
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.embed.config import TRAINING_LOG, ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveBatch, ContrastiveData, divide_texts
@@ -24,7 +24,6 @@ from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.model.backbone import batch_by_tokens, pack_texts
 from megaenc.finetune.model.gradient_caching import backward_by_packs
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup
-from megaenc.finetune.train import iterate_batches
 
 STATE = "state.pt"
 
@@ -35,8 +34,50 @@ class NonFiniteTrainingError(ArithmeticError):
 
 def count_steps(config: ContrastiveConfig, pairs: int) -> int:
     """Return the number of steps on `pairs` training pairs: `epochs` epochs, at most `max_steps` steps unless that is 0."""
-    steps = math.ceil(config.epochs * math.ceil(pairs / config.batch_size))
+    steps = math.ceil(config.epochs * (len(compute_batch_edges(pairs, config.batch_size)) - 1))
     return min(steps, config.max_steps) if config.max_steps else steps
+
+
+def compute_batch_edges(pairs: int, batch_size: int) -> list[int]:
+    """Return the edges of an epoch's batches; a last batch of one pair joins the one before, as it may have no negative."""
+    edges = [*range(0, pairs, batch_size), pairs]
+    if edges[-1] - edges[-2] == 1 and len(edges) > 2:
+        del edges[-2]
+    return edges
+
+
+def iterate_contrastive_batches(
+    data: ContrastiveData, config: ContrastiveConfig, first_step: int = 0
+) -> Iterator[ContrastiveBatch]:
+    """Yield the batch of each step from `first_step`, counted from 0, to the last; pairs are shuffled in every epoch.
+
+    A batch without a negative, whose loss would be constant, takes the pairs of its neighbours in the epoch too.
+
+    Raises:
+        InputError: There is no negative in a whole epoch.
+    """
+    edges = compute_batch_edges(len(data.queries), config.batch_size)
+    batches = len(edges) - 1
+    shuffled_epoch = -1
+    for step in range(first_step, count_steps(config, len(data.queries))):
+        epoch, low = divmod(step, batches)
+        if epoch != shuffled_epoch:
+            order = permutation(config.seed, "fine-tuning order", len(data.queries), counters=(epoch,))
+            shuffled_epoch = epoch
+        high = low + 1
+        batch = data.build_batch(order[edges[low] : edges[high]])
+        while not batch.has_negatives:
+            if high - low == batches:
+                raise InputError(
+                    "--data: found no negative, as every document answers every query or is the query itself; "
+                    "expected documents of other queries, or hard negatives with --negatives above 0"
+                )
+            if low:
+                low -= 1
+            else:
+                high += 1
+            batch = data.build_batch(order[edges[low] : edges[high]])
+        yield batch
 
 
 class ContrastiveTrainer:
@@ -50,6 +91,7 @@ class ContrastiveTrainer:
         self.embedder, self.data, self.config = embedder, data, config
         self.steps = count_steps(config, len(data.queries))
         check_warmup(self.steps, config.warmup)
+        next(iterate_contrastive_batches(data, config))  # refuses pairs without a negative before any training
         full = embedder.backbone.hidden_size
         if wrong := [size for size in config.matryoshka_dims if size > full]:
             raise InputError(f"--matryoshka-dims: found {wrong[0]}, expected at most {full}, the size of the embeddings")
@@ -164,13 +206,13 @@ def train(trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int
     """
     progress, data = state.load(trainer), trainer.data
     is_writer, began = not get_rank(), time.monotonic() - progress.seconds
-    batches = iterate_batches(trainer.config.seed, len(data.queries), trainer.config.batch_size, trainer.steps)
     with ProgressLine("training", total=trainer.steps) as line:
         if progress.step:
             line.print_line(f"resuming after step {progress.step:,} of {trainer.steps:,}")
             line.update(progress.step)
-        for number, pairs in enumerate(itertools.islice(batches, progress.step, None), start=progress.step + 1):
-            batch, rate = data.build_batch(pairs), trainer.optimizer.learning_rate
+        batches = iterate_contrastive_batches(data, trainer.config, progress.step)
+        for number, batch in enumerate(batches, start=progress.step + 1):
+            rate = trainer.optimizer.learning_rate
             loss, norm = trainer.step(number, batch)
             for quantity, value in (("loss", loss), ("gradient norm", norm)):
                 if not math.isfinite(value):

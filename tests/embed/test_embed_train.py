@@ -27,8 +27,15 @@ from megaenc.embed.config import ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveData, divide_texts
 from megaenc.embed.embedder import Embedder, EmbeddingConfig, read_embedding_config
 from megaenc.embed.pairs import TrainingPair, load_pairs
-from megaenc.embed.train import ContrastiveTrainer, StateFolder
+from megaenc.embed.train import (
+    ContrastiveTrainer,
+    StateFolder,
+    compute_batch_edges,
+    count_steps,
+    iterate_contrastive_batches,
+)
 from megaenc.embed.train_command import train_main
+from megaenc.errors import InputError
 
 silence_libraries()
 
@@ -169,6 +176,59 @@ def test_false_negatives_are_masked(models, symmetric):
             columns.append(np.log(denominator) - score[queries[j], candidates[j]])
         expected = (expected + np.mean(columns)) / 2
     assert actual == pytest.approx(expected, rel=1e-5)
+
+
+MIRRORED = [
+    TrainingPair("one", "two"),
+    TrainingPair("two", "one"),
+    TrainingPair("three", "four", ("three", "two")),
+    TrainingPair("four", "one"),
+]
+
+
+@pytest.mark.parametrize("prefixes", [("", ""), ("Ask: ", "Read: ")])
+@pytest.mark.parametrize("tokens", [100_000, 1])
+def test_a_text_is_no_negative_of_itself(models, prefixes, tokens):
+    embedding = EmbeddingConfig(query_prefix=prefixes[0], document_prefix=prefixes[1])
+    trainer = make_trainer(
+        models["encoder"], MIRRORED, embedding, negatives=2, symmetric=True, temperature=0.1, tokens_per_forward=tokens
+    )
+    batch = trainer.data.build_batch(np.arange(4))
+    queries, candidates = ["one", "two", "three", "four"], ["two", "one", "four", "one", "three", "two"]
+    equal = {(row, column) for row, query in enumerate(queries) for column, text in enumerate(candidates) if query == text}
+    answers = {(0, 5), (1, 3), (3, 1)}  # other copies of the pair's document
+    assert set(zip(batch.masked_rows.tolist(), batch.masked_columns.tolist(), strict=True)) == equal | answers
+    unit = trainer.embedder.embed(trainer.embedder.tokenize([prefixes[0] + text for text in queries]))
+    scores = unit @ trainer.embedder.embed(trainer.embedder.tokenize([prefixes[1] + text for text in candidates])).T / 0.1
+    for place in equal | answers:
+        scores[place] = -torch.inf
+    own = torch.arange(4)
+    expected = (torch.nn.functional.cross_entropy(scores, own) + torch.nn.functional.cross_entropy(scores[:, :4].T, own)) / 2
+    assert trainer.backward(batch) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_no_batch_is_without_a_negative(models):
+    assert [compute_batch_edges(pairs, 4) for pairs in (2, 4, 5, 8, 9, 10)] == [
+        [0, 2], [0, 4], [0, 5], [0, 4, 8], [0, 4, 9], [0, 4, 8, 10]
+    ]  # fmt: skip
+    assert compute_batch_edges(3, 2) == [0, 3] and count_steps(ContrastiveConfig(batch_size=4, epochs=2), 9) == 4
+    # Shuffled in many ways, both directions of a pair often share a batch of two.
+    both = [
+        TrainingPair("a", "b"),
+        TrainingPair("b", "a"),
+        TrainingPair("c", "d"),
+        TrainingPair("d", "c"),
+        TrainingPair("e", "f"),
+    ]
+    trainer = make_trainer(models["encoder"], both, batch_size=2, epochs=20)
+    batches = list(iterate_contrastive_batches(trainer.data, trainer.config))
+    assert len(batches) == trainer.steps == 40 and all(batch.has_negatives for batch in batches)
+    assert {len(batch.queries) for batch in batches} == {2, 3, 5}
+    resumed = list(iterate_contrastive_batches(trainer.data, trainer.config, 7))
+    assert [batch.texts.tolist() for batch in resumed] == [batch.texts.tolist() for batch in batches[7:]]
+    for pairs in (both[:2], [TrainingPair("a", text) for text in "bcdef"]):
+        with pytest.raises(InputError, match="--data: found no negative, as every document answers every query or is the query"):
+            make_trainer(models["encoder"], pairs, batch_size=2)
 
 
 def test_negatives_of_a_number_and_prefixes(models):
@@ -385,11 +445,15 @@ def test_an_export_that_reads_otherwise_is_not_written(models, pairs, tmp_path, 
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one(models, pairs, tmp_path):
     flags = ["--epochs", 5, "--tokens-per-forward", 150, "--symmetric"]
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    rows += [{"query": row["document"], "document": row["query"]} for row in rows[:8]]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     call(models["encoder"], pairs, tmp_path / "one", *flags)
     words = ["embed", "train", "--model", models["encoder"], "--data", pairs, "--output", tmp_path / "two", *FAST, *flags]
     runs.script(runs.ROOT / "megaenc/__main__.py", [str(word) for word in words], processes=2)
     one, two = read_rows(tmp_path / "one"), read_rows(tmp_path / "two")
-    assert [row["step"] for row in two] == list(range(1, 21)) and one[-1]["loss"] < one[0]["loss"]
+    assert [row["step"] for row in two] == list(range(1, 26)) and one[-1]["loss"] < one[0]["loss"]
     for name in ("loss", "gradient_norm", "learning_rate"):
         np.testing.assert_allclose([row[name] for row in two], [row[name] for row in one], rtol=1e-4, err_msg=name)
     assert json.loads((tmp_path / "two/training.json").read_text())["processes"] == 2
