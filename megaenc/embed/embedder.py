@@ -20,7 +20,7 @@ from megaenc.data.tokenizer.special_tokens import SpecialTokensMode, resolve_spe
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.embed.config import ContrastiveConfig, EmbeddingFlags
 from megaenc.errors import InputError, first_error_line
-from megaenc.finetune.model.backbone import AttentionDirection, PackedTexts, pack_texts
+from megaenc.finetune.model.backbone import AttentionDirection, Backbone, PackedTexts, pack_texts
 from megaenc.finetune.model.fingerprint import check_model_folder
 from megaenc.finetune.model.load import load_backbone
 from megaenc.finetune.tasks.base import POOLING_FUNCTIONS
@@ -186,17 +186,27 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 class Embedder:
-    """A model that embeds texts: tokenizer, backbone with packed attention, and pooling; InputError if no text fits."""
+    """A model that embeds texts: tokenizer, backbone with packed attention, and pooling; InputError if no text fits.
+
+    `check` is called with the float32 backbone and short random texts, as in `load_backbone`.
+    """
 
     def __init__(
-        self, folder: str, config: EmbeddingConfig, *, device: torch.device, dtype: torch.dtype, batch_size: int = 32
+        self,
+        folder: str,
+        config: EmbeddingConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_size: int = 32,
+        check: Callable[[Backbone, PackedTexts], None] = lambda backbone, texts: None,
     ) -> None:
         self.folder, self.config, self.batch_size = folder, config, batch_size
         self.tokenizer = load_tokenizer(folder)
         if config.special_tokens != "own":
             special = resolve_special_tokens(self.tokenizer, config.special_tokens)
             self.tokenizer = set_special_tokens(self.tokenizer, special)
-        self.backbone = load_backbone(folder, config.attention, device=device, dtype=dtype)
+        self.backbone = load_backbone(folder, config.attention, device=device, dtype=dtype, check=check)
         self.max_length = min(config.max_length or DEFAULT_LENGTH, self.backbone.context_length)
         added = self.tokenizer.num_special_tokens_to_add()
         if self.max_length <= added:  # tokenizers would not cut at all

@@ -21,7 +21,8 @@ from megaenc.embed.embedder import Embedder, read_embedding_config
 from megaenc.errors import InputError
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.kept_model import padding_id
-from megaenc.finetune.model.task_class import build_hf_model
+from megaenc.finetune.model.backbone import Backbone, PackedTexts
+from megaenc.finetune.model.task_class import build_hf_model, check_same_outputs
 
 _CHECKED_TEXTS = 16
 _TOLERANCE = 1e-5
@@ -53,6 +54,14 @@ def export_embedder(
         except InputError as error:
             message = str(error).replace(str(folder), "the written folder")
             raise InputError(f"--output {target}: nothing is written, as the model cannot be exported: {message}") from None
+
+
+def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
+    """Raise InputError unless transformers' class, as `export_embedder` writes it, has the states of `backbone`."""
+    hf_model = build_hf_model(backbone, nn.Identity(), TaskFamily.IR, (), None).to(backbone.device)
+    flag = f"--attention {backbone.attention}"
+    advice = "expected an attention that an export has too; leave --attention out, or choose another --model"
+    check_same_outputs(hf_model, texts, lambda: backbone.compute_states(texts), flag, advice)
 
 
 def _write_tokenizer(folder: Path, embedder: Embedder, model_type: str) -> None:

@@ -139,7 +139,7 @@ def _train(
     from megaenc.backend.initialize import retain_freed_memory
     from megaenc.embed.contrastive import ContrastiveData
     from megaenc.embed.embedder import Embedder
-    from megaenc.embed.export import export_embedder
+    from megaenc.embed.export import check_exportable, export_embedder
     from megaenc.embed.train import ContrastiveTrainer, NonFiniteTrainingError, StateFolder, train
     from megaenc.finetune.train import make_deterministic
 
@@ -148,7 +148,7 @@ def _train(
     if backend.is_cpu:
         retain_freed_memory()
     dtype = torch.bfloat16 if contrastive.precision == "bf16" else torch.float32
-    embedder = Embedder(folder, embedding, device=backend.device, dtype=dtype)
+    embedder = Embedder(folder, embedding, device=backend.device, dtype=dtype, check=check_exportable)
     if settings.contrastive.max_length > embedder.max_length:
         raise InputError(
             f"--max-length: found {settings.contrastive.max_length}, expected at most the {embedder.max_length} tokens that the "

@@ -508,6 +508,10 @@ def test_truncated_embeddings(models, beir, tmp_path, refusal):
         ),
         ("--model {model} --data {pairs} --output new --max-length 65", "--max-length: found 65, expected at most the 64 tokens"),
         ("--model {model} --data {pairs} --output new --max-steps 1", "--warmup: found 0.1 and 1 step"),
+        (
+            "--model {model} --data {pairs} --output new --attention causal --warmup 0 --batch-size 8",
+            "--attention causal: transformers' EuroBertModel computes other outputs than the run; expected an attention that",
+        ),
         ("--model {model} --data {pairs} --output new --log-interval 0", "--log-interval: found 0, expected at least 1"),
         ("--model {model} --data {pairs} --output new --temperature 0", "--temperature: found 0.0, expected more than 0"),
     ],
