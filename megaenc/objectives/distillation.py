@@ -91,9 +91,8 @@ class Teacher:
         config = load_hf_config(folder)
         size = getattr(config, "vocab_size", 0)
         if size < vocabulary.size:
-            raise InputError(
-                f"teacher {path}: a vocabulary of {size} ids, expected at least the {vocabulary.size} of the tokenizer"
-            )
+            owner = "the tokenizer" if vocabulary.fingerprint else "made-up packs"
+            raise InputError(f"teacher {path}: a vocabulary of {size} ids, expected at least the {vocabulary.size} of {owner}")
         _check_tokenizer(Path(path), vocabulary)
         self.path, self.vocabulary = path, vocabulary
         self.model = load_masked_lm(folder, config).requires_grad_(False)
@@ -109,13 +108,15 @@ class Teacher:
         """Return (ids int64[N, K], logits float64[N, K]) of the `count` likeliest tokens at `positions` of `inputs`, best first.
 
         Special tokens are left out. K is `count`, or the number of other tokens if that is smaller. Each document is read
-        without the others. Raises InputError for a pack longer than the model's context, because a document may be as long.
+        without the others. Raises InputError for a pack longer than the model's context, because a document may be as long; the
+        made-up packs of checks, whose vocabulary is of no tokenizer, have only short documents.
         """
         import torch
 
-        if len(pack.tokens) > self.context_length:
+        needed = len(pack.tokens) if self.vocabulary.fingerprint else int(np.diff(pack.edges).max())
+        if needed > self.context_length:
             raise InputError(
-                f"teacher {self.path}: reads up to {self.context_length} tokens, expected the {len(pack.tokens)} of a pack; "
+                f"teacher {self.path}: reads up to {self.context_length} tokens, expected the {needed} of a pack; "
                 "use a smaller --seq-length or another teacher"
             )
         count = min(count, len(text_token_ids(self.vocabulary)))
@@ -169,8 +170,8 @@ def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
     """Raise InputError if `folder` has a tokenizer and it is another than that of `vocabulary`."""
     from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 
-    if not (folder / "tokenizer.json").exists():
-        return
+    if not vocabulary.fingerprint or not (folder / "tokenizer.json").exists():
+        return  # made-up vocabularies have no tokenizer
     try:
         teacher = read_vocabulary(load_tokenizer(folder))
     except InputError as error:

@@ -206,12 +206,18 @@ def test_a_tokenizer_of_its_own_must_be_the_run_s(teacher, small_corpus, tmp_pat
         Distillation(VOCABULARY, teacher=str(folder)).targets(random_pack(0), SampleRandomness(0, 0, 0))
 
 
-def test_objective_check_passes(tmp_path, monkeypatch):
-    """With a teacher of a small vocabulary that holds the ids of the made-up packs."""
+def test_objective_check_passes(small_corpus, tmp_path, monkeypatch):
+    """With a teacher that has a tokenizer, and a context shorter than the made-up packs but not than their documents."""
     monkeypatch.setattr(measure, "_PACKS", 16)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    write_teacher(tmp_path, vocab_size=1000, max_position_embeddings=2048, num_key_value_heads=1, **shape)
+    write_teacher(tmp_path, vocab_size=1000, max_position_embeddings=512, num_key_value_heads=1, **shape)
+    shutil.copytree(small_corpus.tokenizer, tmp_path, dirs_exist_ok=True)
     _, results = check.run_checks(check.CheckConfig(f"distill(teacher={tmp_path},mask=0.1,top_k=4)"))
     assert [result.name for result in results if result.passed is False] == []
     rows = {result.name: result.text for result in results}
     assert rows["leaks"].startswith("0.0 %") and rows["determinism"] == "equal in another order and in another process"
+
+
+def test_objective_check_names_the_vocabulary_that_it_needs(teacher):
+    _, [result] = check.run_checks(check.CheckConfig(f"distill(teacher={teacher})"))
+    assert result.text.endswith(f"teacher {teacher}: a vocabulary of 50 ids, expected at least the 1000 of made-up packs")
