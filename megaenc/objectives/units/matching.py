@@ -1,6 +1,7 @@
 """Units of several tokens that are hidden together: words, and the collocations listed in a file."""
 
 import json
+import math
 import os
 import zipfile
 from dataclasses import dataclass
@@ -100,6 +101,26 @@ class CollocationMatcher:
         return selected, longest[selected]
 
 
+def _find_too_large_array(path: str) -> str:
+    """Return a complaint about an array that takes more bytes than its whole file, or an empty string.
+
+    Only headers are read: a damaged shape or a compressed array could take any amount of memory.
+    """
+    file_size = os.path.getsize(path)
+    with zipfile.ZipFile(path) as archive:
+        for name in _ARRAYS:
+            with archive.open(f"{name}.npy") as stream:
+                version = np.lib.format.read_magic(stream)
+                is_first = version == (1, 0)
+                read_header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read_header(stream)
+            array_size = math.prod(shape) * dtype.itemsize
+            if array_size > file_size:
+                complaint = f"array `{name}` of shape {list(shape)} takes {array_size:,} bytes"
+                return f"{complaint}, expected at most the {file_size:,} of the file, without compression"
+    return ""
+
+
 @lru_cache(maxsize=8)
 def load_collocations(path: str) -> Collocations:
     """Return the Collocations in the file `path`, read once in a process; InputError for another or a damaged file."""
@@ -107,6 +128,8 @@ def load_collocations(path: str) -> Collocations:
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file; {written_by}")
     try:
+        if too_large := _find_too_large_array(path):
+            raise InputError(f"{path}: {too_large}; {written_by}")
         with np.load(path, allow_pickle=False) as arrays:
             tokens, pmi, counts, facts = (arrays[name] for name in _ARRAYS)
         facts = json.loads(str(facts))

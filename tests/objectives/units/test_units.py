@@ -1,8 +1,11 @@
 """Words and collocations hidden as a whole: against a walk along the tokens, and in numbers."""
 
 import dataclasses
+import io
 import itertools
 import math
+import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -187,6 +190,31 @@ def test_units_that_cannot_be(file, tmp_path):
             MaskedLanguageModeling(VOCABULARY, **options)
         assert str(caught.value).startswith("mlm: option `unit`: ") and complaint in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def write_claim(path, source, shape) -> str:
+    """Write the collocations of `source` with another shape in the header of `tokens`."""
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(path, "w") as changed:
+        for name in archive.namelist():
+            data = archive.read(name)
+            if name == "tokens.npy":
+                stream = io.BytesIO()
+                np.lib.format.write_array_header_1_0(stream, {"descr": "<i4", "fortran_order": False, "shape": shape})
+                data = stream.getvalue() + data[-20:]
+            changed.writestr(name, data)
+    return str(path)
+
+
+def test_arrays_larger_than_their_file_are_refused_before_they_are_read(file, tmp_path, monkeypatch):
+    claimed = write_claim(tmp_path / "claimed.npz", file, (2**32, 5))
+    np.savez_compressed(tmp_path / "packed.npz", tokens=np.zeros((10**6, 5), np.int32), pmi=0, counts=0, facts="")
+    monkeypatch.setattr(np, "load", None)
+    for path, shape, size in (
+        (claimed, "[4294967296, 5]", "85,899,345,920"),
+        (str(tmp_path / "packed.npz"), "[1000000, 5]", "20,000,000"),
+    ):
+        with pytest.raises(InputError, match=rf"array `tokens` of shape {re.escape(shape)} takes {size} bytes, .* of the"):
+            MaskedLanguageModeling(VOCABULARY, unit=path)
 
 
 def test_units_of_a_made_up_vocabulary_are_accepted():
