@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megaenc.atomic_io import resolve_path, temporary_path
@@ -42,19 +42,45 @@ def check_parent_writable(path: Path, flag: str) -> None:
         raise InputError(f"{flag} {path}: cannot write to the folder {path.parent}: {error.strerror}") from None
 
 
-def check_output_file(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if no file can be written to `path`: a folder or device, or no writable parent.
+def check_output_file(path: Path, flag: str, *, inputs: Iterable[str | Path] = (), overwrite: bool = True) -> None:
+    """Raise InputError, naming `flag`, if the file `path` cannot or must not be written.
 
-    Call it before the work, and `create_parent_dir` before the file is written.
+    It cannot if it is a folder or a device, or has no writable parent. It must not if it is one of `inputs` (see
+    `refuse_input`) or, without `overwrite`, if it exists. Call it before the work, and `create_parent_dir` before the file is
+    written.
     """
     try:
         target = resolve_path(path)
+        exists = os.path.lexists(path)
         kind = "a folder" if target.is_dir() else "" if target.is_file() or not target.exists() else "no regular file"
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be accessed: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"{flag} {str(path)!r}: holds a null character; expected another name") from None
     if kind:
         raise InputError(f"{flag} {path}: found {kind}, expected the name of a file")
+    refuse_input(path, flag, inputs)
+    if exists and not overwrite:
+        raise InputError(f"{flag} {path}: exists already; give --overwrite to replace it, or choose another name")
     check_parent_writable(path, flag)
+
+
+def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
+    """Raise InputError, naming `flag`, if the existing file `path` is one of `inputs`, or in a folder of them.
+
+    Links are followed. Inputs that do not exist, such as names on the Hub, are left out.
+    """
+    if not os.path.lexists(path):
+        return
+    # A link is replaced, not its target: both places count.
+    places = [resolve_path(path), resolve_path(path.parent) / path.name]
+    for source in inputs:
+        if not os.path.exists(source):
+            continue
+        if os.path.exists(path) and os.path.samefile(path, source):
+            raise InputError(f"{flag} {path}: is the input {source}, expected another name")
+        if any(place.is_relative_to(resolve_path(Path(source))) for place in places):
+            raise InputError(f"{flag} {path}: is a file of the input {source}, expected another name")
 
 
 def create_parent_dir(path: Path, flag: str) -> None:

@@ -182,8 +182,9 @@ def test_a_kept_classifier_gives_clients_what_predict_gives(made, labelled, pair
     for data in (labelled, pairs):
         kept = tmp_path / f"kept-{data.name}"
         command(run_main, "--model", made.hf, "--dataset", data, "--output", tmp_path / "out", *FINETUNE, "--save-model", kept)
-        command(predict_main, "--model", kept, "--input", data / "test.jsonl", "--output", tmp_path / "found.jsonl")
-        found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+        output = tmp_path / f"found-{data.name}.jsonl"
+        command(predict_main, "--model", kept, "--input", data / "test.jsonl", "--output", output)
+        found = [json.loads(line) for line in output.read_text().splitlines()]
         rows = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()]
         classify = pipeline("text-classification", str(kept))
         texts = [{name: row[name] for name in ("text", "text_pair") if name in row} for row in rows]

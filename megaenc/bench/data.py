@@ -77,7 +77,7 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
     check_process_count("--simulated-workers", config.simulated_workers)
     if config.compare == "libraries" and config.simulated_workers != DataBenchConfig.simulated_workers:
         raise InputError(f"--simulated-workers {config.simulated_workers}: has no effect without --compare workers")
-    check_output_file(Path(config.output), "--output")
+    check_output_file(Path(config.output), "--output", inputs=config.input)
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         text, tokenizer = _prepare_inputs(config, Path(folder))
         if config.compare == "workers":

@@ -60,6 +60,8 @@ class EmbedEvalConfig:
     """rank the documents of BEIR folders by BM25 too"""
     output: str = ""
     """file to write all numbers to as well; its suffix gives the format: .json, .csv or .md"""
+    overwrite: bool = False
+    """replace the file of --output if it exists"""
 
 
 @handle_command_errors
@@ -76,7 +78,9 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:
-        check_output_file(output, "--output")
+        models, data = _name_all("--model", settings.model), _name_all("--data", settings.data)
+        inputs = (settings.config, *models.values(), *data.values())
+        check_output_file(output, "--output", inputs=inputs, overwrite=settings.overwrite)
     with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
         rows, configs, origin = _evaluate(settings)
         if settings.output:

@@ -40,6 +40,8 @@ class MineConfig:
     """BEIR folders or pairs whose documents are searched too"""
     output: str = ""
     """.jsonl file to write: the pairs with `query`, `document` and `negatives`, the most similar first"""
+    overwrite: bool = False
+    """replace the file of --output if it exists"""
     negatives: int = 4
     """hard negatives of a pair, or fewer if too few documents follow the rules"""
     depth: int = 100
@@ -67,7 +69,8 @@ def mine_main(argv: Sequence[str] | None = None) -> None:
     output = Path(settings.output)
     if output.suffix != ".jsonl":
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .jsonl")
-    check_output_file(output, "--output")
+    inputs = (settings.config, settings.model, *settings.data, *settings.corpus)
+    check_output_file(output, "--output", inputs=inputs, overwrite=settings.overwrite)
     with exit_on_sigterm(), create_parent_with_rollback(output, "--output"):
         pairs, negatives = _mine(settings)
         with atomic_files(output) as [temporary], open(temporary, "w", encoding="utf-8") as stream:

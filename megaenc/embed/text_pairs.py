@@ -14,13 +14,13 @@ from typing import Literal, TextIO
 import numpy as np
 
 from megaenc import counter_rng, flags
-from megaenc.atomic_io import atomic_files, exit_on_sigterm, resolve_path
+from megaenc.atomic_io import atomic_files, exit_on_sigterm
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.sources.resolve import InputConfig, JsonKey, ResolvedInputs, read_blocks, resolve_inputs
 from megaenc.data.tokenizer.fast_encode import replace_surrogates
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import check_minimums
-from megaenc.output_paths import check_output_file, create_parent_with_rollback
+from megaenc.output_paths import check_output_file, create_parent_with_rollback, refuse_input
 
 _WORD = re.compile(r"\S+")
 _BLANK_LINES = re.compile(r"\n\s*\n")
@@ -35,6 +35,8 @@ class TextPairsConfig(InputConfig):
     """.jsonl file to write, a line with `query` and `document` for each pair"""
     method: Literal["adjacent", "spans"]
     """adjacent: two neighbouring paragraphs; spans: two random spans of the same part of a document, which may overlap"""
+    overwrite: bool = False
+    """replace the file of --output if it exists"""
     count: int = 0
     """pairs to write, drawn evenly from the whole input; 0: all"""
     seed: int = 0
@@ -58,10 +60,9 @@ def pairs_main(argv: Sequence[str] | None = None) -> None:
     output = Path(settings.output)
     if output.suffix != ".jsonl":
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .jsonl")
-    check_output_file(output, "--output")
+    check_output_file(output, "--output", inputs=settings.input, overwrite=settings.overwrite)
     inputs = resolve_inputs(settings, [settings.json_key])
-    if str(resolve_path(output)) in [str(resolve_path(Path(path))) for path, _, _ in inputs.file_stats()]:
-        raise InputError(f"--output {output}: is an --input, expected another name")
+    refuse_input(output, "--output", [path for path, _, _ in inputs.file_stats()])
     for message in inputs.messages:
         print_rank_0(message)
     with (

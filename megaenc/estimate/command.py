@@ -30,6 +30,7 @@ from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
 _DEFAULT_VOCAB_SIZES = {"small": 32_768, "tiny": 8_192, "modernbert-base": 50_368, "modernbert-large": 50_368}
 _DEFAULT_VOCAB_SIZES |= dict.fromkeys(("gemma3-270m", "gemma3-1b", "embeddinggemma-300m"), 262_144) | {"neobert-base": 30_522}
 _STUDY_VOCAB_SIZE = 128_256
+_CORPUS_SUFFIXES = (".bin", ".idx", ".json")
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `megaenc estimate`: print the estimate and a suggested layout; write them as JSON to --output."""
     silence_libraries()
     config = parse_estimate_config(sys.argv[1:] if argv is None else argv, "megaenc estimate")
-    if config.output:
-        check_output_file(Path(config.output), "--output")
     phases = _split_phases(config)
+    if config.output:
+        corpora = [prefix for phase in phases for prefix in phase.pretrain.data.data_path]
+        inputs = [config.pretrain.config, *(f"{prefix}{suffix}" for prefix in corpora for suffix in _CORPUS_SUFFIXES)]
+        check_output_file(Path(config.output), "--output", inputs=inputs)
     reports = [build_report(phase) for phase in phases]
     console = build_rich_console(width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
     for phase, report in zip(phases, reports, strict=True):

@@ -32,6 +32,8 @@ class PredictConfig:
     are ignored"""
     output: str = ""
     """JSONL file of predictions, one for each row, in order; by default standard output"""
+    overwrite: bool = False
+    """replace the file of --output if it exists"""
 
 
 @handle_command_errors
@@ -43,7 +45,8 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
         if not getattr(settings, name):
             raise InputError(f"--{name}: missing; see `megaenc finetune predict --help`")
     if settings.output:
-        check_output_file(Path(settings.output), "--output")
+        inputs = (settings.model, settings.input)
+        check_output_file(Path(settings.output), "--output", inputs=inputs, overwrite=settings.overwrite)
     folder = Path(settings.model)
     if not (folder / MODEL_DETAILS).is_file():
         raise InputError(f"--model {folder}: no {MODEL_DETAILS}, expected a folder that --save-model or --keep wrote")

@@ -147,7 +147,7 @@ def test_several_models_and_data_sets_without_bm25(models, beir, tmp_path, capsy
 
 def test_lengths_and_attention_are_those_of_the_flags(models, beir, tmp_path):
     means = []
-    for flags in ([], ["--max-length", "4"], ["--attention", "causal"]):
+    for flags in ([], ["--max-length", "4", "--overwrite"], ["--attention", "causal", "--overwrite"]):
         eval_main(["--model", str(models["decoder"]), "--data", str(beir(f"b{len(means)}")), "--precision", "fp32",
                    "--output", str(tmp_path / "x.json"), *flags])  # fmt: skip
         results = json.loads((tmp_path / "x.json").read_text())

@@ -489,7 +489,7 @@ def test_truncated_embeddings(models, beir, tmp_path, refusal):
     assert "--truncate-dim: found 33, expected at most 32" in refusal(eval_main, [*flags, "--truncate-dim", 33])
     scores = []
     for size in (0, 2):
-        eval_main([str(word) for word in (*flags, "--truncate-dim", size, "--output", tmp_path / "x.json")])
+        eval_main([str(word) for word in (*flags, "--truncate-dim", size, "--output", tmp_path / "x.json", "--overwrite")])
         results = json.loads((tmp_path / "x.json").read_text())
         assert results["models"]["encoder"]["truncate_dim"] == size
         scores.append(results["rows"][-2]["mean"])

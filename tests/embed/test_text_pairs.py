@@ -19,7 +19,7 @@ def make(tmp_path, monkeypatch, capsys):
     def make(texts: list[str], *flags: str) -> tuple[list[tuple[str, str]], str]:
         content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(content.encode()))
-        pairs_main(["--input", "corpus.jsonl.gz", "--output", "new/pairs.jsonl", *flags])
+        pairs_main(["--input", "corpus.jsonl.gz", "--output", "new/pairs.jsonl", "--overwrite", *flags])
         with open(tmp_path / "new/pairs.jsonl", encoding="utf-8") as stream:
             rows = [json.loads(line) for line in stream]
         assert all(row.keys() == {"query", "document"} for row in rows)
@@ -148,7 +148,7 @@ def test_text_files_are_documents(tmp_path, monkeypatch):
         ("--input a.jsonl --output new/x.jsonl", "--method: missing"),
         ("--input a.jsonl --output new/x.jsonl --method title", "--method: found 'title', expected one of adjacent"),
         ("--input a.jsonl --output new/x.csv --method spans", "--output new/x.csv: found the ending '.csv', expected .jsonl"),
-        ("--input a.jsonl --output ./a.jsonl --method spans", "--output a.jsonl: is an --input, expected another name"),
+        ("--input a.jsonl --output ./a.jsonl --method spans", "--output a.jsonl: is the input a.jsonl, expected another name"),
         ("--input a.jsonl --output a.jsonl/x.jsonl --method spans", "cannot write to the folder"),
         ("--input nowhere.jsonl --output new/x.jsonl --method spans", "nowhere.jsonl: no such file or folder"),
         ("--input a.jsonl --output new/x.jsonl --method spans --count -1", "--count: found -1, expected at least 0"),

@@ -240,7 +240,7 @@ def test_a_grid_keeps_models(keep, models, labelled, tmp_path):
 
 
 def predict(folder, source, output):
-    predict_main(["--model", str(folder), "--input", str(source), "--output", str(output)])
+    predict_main(["--model", str(folder), "--input", str(source), "--output", str(output), "--overwrite"])
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 

@@ -225,7 +225,7 @@ ROWS = [
     (f"{PAIRS} --input text.jsonl --seed -1", "--seed"),
     (f"{PAIRS} --input text.jsonl --min-words 0", "--min-words"),
     (f"{PAIRS} --input text.jsonl --max-words 8", "--max-words"),
-    ("megaenc embed pairs --method spans --input text.jsonl --output text.jsonl", "--output text.jsonl: is an --input"),
+    ("megaenc embed pairs --method spans --input text.jsonl --output text.jsonl", "--output text.jsonl: is the input"),
     ("megaenc embed pairs --method spans --input text.jsonl --output new.txt", "--output new.txt"),
     ("megaenc embed pairs --method spans --input text.jsonl --output file/new.jsonl", "file/new.jsonl"),
     (MINE, "--model"),

@@ -23,7 +23,7 @@ from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results import aggregate
 from megaenc.finetune.results.aggregate import IntervalKind, ScoreCell, ScoreReader
 from megaenc.finetune.results.files import Result, read_result_tree
-from megaenc.output_paths import check_output_file, create_parent_with_rollback
+from megaenc.output_paths import check_output_file, create_parent_with_rollback, refuse_input
 
 PAPER_METRIC = "paper's"
 _WIDTH = 80
@@ -299,6 +299,8 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         check_output_file(output, "--output")
     with create_parent_with_rollback(output, "--output") if settings.output else contextlib.nullcontext():
         results = read_result_tree(settings.results)
+        if settings.output:
+            refuse_input(output, "--output", [result.path for result in results])
         summary = build_summary(results, settings.metrics, settings.interval)
         if settings.output:
             atomic_write(output, format_summary(summary, output.suffix))

@@ -204,6 +204,7 @@ class EmbedStage(StageRunner):
         """Return the command line of `megaenc embed eval` for the model `name`."""
         data = [f"{dataset}={folder}" for dataset, folder in self.data.folders.items()]
         paths = {"model": f"{name}={self.models[name]}", "data": data, "output": self._file(name)}
+        paths["overwrite"] = True  # a file that lacks scores, such as those of a set added to the manifest
         bm25 = {} if self._needs_bm25(name) else {"bm25": False}
         return megaenc_command("embed", "eval", *format_flags({**paths, **self._rules(name), **bm25}))
 

@@ -67,12 +67,12 @@ def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
     stage, root = stages["embed/base"], data / STUDY / "embed" / "base"
     sets = ["--data", f"sci={data}/ir/sci", f"demo_ir={data}/{STUDY}/demo/demo_ir"]
     expected = [["embed", "eval", "--model", f"pretrained={data}/{STUDY}/hf/base", *sets, "--output", f"{root}/pretrained.json"]]
-    expected[0].append("--query-prefix=- ")
+    expected[0] += ["--overwrite", "--query-prefix=- "]
     for seed in range(2):
         training = ["embed", "train", "--model", f"{data}/{STUDY}/hf/base", "--data", f"{data}/qa/pairs.jsonl", "--output"]
         expected.append([*training, f"{root}/seed-{seed}", "--seed", str(seed), "--batch-size", "64", "--query-prefix=- "])
         folder, output = f"seed-{seed}={root}/seed-{seed}", f"{root}/seed-{seed}.json"
-        expected.append(["embed", "eval", "--model", folder, *sets, "--output", output, "--no-bm25"])
+        expected.append(["embed", "eval", "--model", folder, *sets, "--output", output, "--overwrite", "--no-bm25"])
     assert stage.needs == ("export/base",) and stage.progress() == (0, 3)
     assert [words(command) for command in stage.remaining_commands()] == expected
     for number, finish in enumerate(
