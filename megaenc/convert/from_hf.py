@@ -31,7 +31,7 @@ from megaenc.errors import InputError, first_error_line
 from megaenc.hf.checkpoint import TrainableHFCheckpoint
 from megaenc.hf.model import find_model_class
 from megaenc.model.config import ModelConfig
-from megaenc.output_paths import create_parent_dir, refuse_existing
+from megaenc.output_paths import create_parent_with_rollback, refuse_existing
 from megaenc.training.checkpoint_dir import file_digests
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, TOKENIZER_DIR
 from megaenc.training.run_init import Ancestor, RunInit
@@ -134,7 +134,7 @@ def from_hf(
 
     The run folder has a checkpoint of step 0 with only the weights, in `dtype`, and a config.yaml with the flags of runs that
     start from it (`--init-from`). Weights are read one by one, so that memory holds the model once. Raises InputError, and leaves
-    no folder, if anything does not fit.
+    no folder, if anything does not fit or a weight is NaN or infinite.
     """
     refuse_existing(output, "--output")
     hf_source = open_hf_source(source, tie=tie)
@@ -144,8 +144,7 @@ def from_hf(
         mask = dataclasses.replace(mask, origin="untrained")
     model = dataclasses.replace(hf_source.model, vocab_size=max(hf_source.model.vocab_size, mask.id + 1))
     weights = parse_dtype(dtype, "source", hf_source.dtype)
-    create_parent_dir(output, "--output")
-    with atomic_dir(output) as folder:
+    with create_parent_with_rollback(output, "--output"), atomic_dir(output) as folder:
         origin = hf_source.facts | {"mask_token": dataclasses.asdict(mask)}
         path, objective = str(hf_source.folder.path.resolve()), infer_objective(hf_source.config, hf_source.family)
         stage = Ancestor(

@@ -126,7 +126,9 @@ def predict(folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples
     config = load_hf_config(hf)
     set_labels(config, labels)
     device = detect_backend().device
-    model, _ = load_model(hf, config, find_task_class(config, family), f"a model of {family}")
+    model, report = load_model(hf, config, find_task_class(config, family), f"a model of {family}")
+    if missing := sorted(report["missing_keys"]):
+        raise InputError(f"--model {folder}: no tensor `{missing[0]}`, expected all weights of a {type(model).__name__}")
     model = model.to(device)
     tokenizer = load_tokenizer(folder)
     encoder = TextEncoder(tokenizer, protocol.max_length, read_template(tokenizer))

@@ -123,17 +123,39 @@ class TrainableHFCheckpoint(HFCheckpoint):
                 raise InputError(f"{file}: tensor `{stored}`: found a weight that the model of {CONFIG} does not have")
 
     def tensor(self, name: str) -> "Tensor":
-        """Read the weight `name` from its file and return it as a tensor; the file is closed again to free its pages."""
+        """Read the weight `name` from its file and return it as a tensor; the file is closed again to free its pages.
+
+        Raises InputError for a number that is NaN or infinite.
+        """
         file, stored = self._stored[name]
         with _open_safetensors(file, "pt") as tensors:
-            return tensors.get_tensor(stored)
+            tensor = tensors.get_tensor(stored)
+        check_finite(tensor, stored, file)
+        return tensor
 
     def iter_row_chunks(self, name: str, rows: int) -> "Iterator[Tensor]":
-        """Yield the weight `name` as tensors of `rows` rows in order; the last one may have fewer."""
+        """Yield the weight `name` as tensors of `rows` rows in order; the last one may have fewer.
+
+        Raises InputError for a number that is NaN or infinite.
+        """
         file, stored = self._stored[name]
         for start in range(0, self.shapes[name][0], rows):
             with _open_safetensors(file, "pt") as tensors:
-                yield tensors.get_slice(stored)[start : start + rows]
+                part = tensors.get_slice(stored)[start : start + rows]
+            check_finite(part, stored, file)
+            yield part
+
+
+def check_finite(tensor: "Tensor", name: str, file: Path) -> None:
+    """Raise InputError, naming `file` and the tensor, if a number of the weight `tensor` is NaN or infinite."""
+    if not tensor.numel():
+        return
+    # Both are NaN if one number is. `isfinite` allocates copies and is a hundred times slower.
+    for extreme in tensor.aminmax():
+        if not extreme.isfinite():
+            raise InputError(
+                f"{file}: tensor `{name}`: found {extreme.item()}, expected finite weights; download or train it again"
+            )
 
 
 def _drop_loading_fields(value: Any) -> Any:

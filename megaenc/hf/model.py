@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from megaenc.errors import InputError, first_error_line, format_error
-from megaenc.hf.checkpoint import HFCheckpoint
+from megaenc.hf.checkpoint import HFCheckpoint, check_finite
 
 _HUB_KERNEL_MODELS = (
     "mra",
@@ -125,7 +125,7 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
     """Return (`kind` model in float32 and eval mode with `folder`'s weights, loading report); InputError if they misfit.
 
     `options` are passed to the class; `expected` describes the model in errors. Raises InputError for a config or weights of
-    another model, and, before memory is allocated, for a config that needs too much.
+    another model, for weights that are NaN or infinite, and, before memory is allocated, for a config that needs too much.
     """
     import torch
 
@@ -152,7 +152,7 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
     del empty
     try:
         with folder.slices() as weights:
-            return kind.from_pretrained(
+            model, report = kind.from_pretrained(
                 None,
                 config=config,
                 state_dict=weights,
@@ -165,3 +165,11 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
             )
     except Exception as error:  # tensors with the right names and wrong dtypes raise errors of many types
         raise InputError(f"{folder.flag} {folder.path}: {first_error_line(error)}; expected {expected}") from None
+    prefix = f"{model.base_model_prefix}."
+    for name, parameter in model.named_parameters():
+        # A model without head may be in a file of one with a head, and the other way round.
+        names = (name, prefix + name, name.removeprefix(prefix))
+        stored = next((candidate for candidate in names if candidate in folder.headers), name)
+        file = folder.headers[stored].file if stored in folder.headers else folder.path
+        check_finite(parameter.detach(), stored, file)
+    return model, report

@@ -4,6 +4,8 @@ import json
 import os
 import struct
 
+from safetensors.torch import load_file, save_file
+
 
 def edit(**values):
     """Fields of config.json."""
@@ -46,6 +48,18 @@ def index(where):
     return change
 
 
+def spoil(name, value):
+    """A number of one tensor."""
+
+    def change(folder):
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        tensors[name].view(-1)[-1] = value
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return change
+
+
 def pickles(name):
     return lambda folder: (folder / "model.safetensors").rename(folder / name)
 
@@ -84,6 +98,14 @@ CONFIG = {
     "rope of nothing": (edit(rope_parameters={"rope_type": "dynamic", "rope_theta": -1.0}), ""),
 }
 WEIGHTS = {
+    "NaN in a layer": (
+        spoil("model.layers.1.mlp.up_proj.weight", float("nan")),
+        "model.safetensors: tensor `model.layers.1.mlp.up_proj.weight`: found nan, expected finite weights",
+    ),
+    "infinite embedding": (
+        spoil("model.embed_tokens.weight", float("-inf")),
+        "model.safetensors: tensor `model.embed_tokens.weight`: found -inf, expected finite weights",
+    ),
     "only a pickle": (pickles("pytorch_model.bin"), "safetensors"),
     "only a checkpoint": (pickles("model.pt"), "safetensors"),
     "weights are a FIFO": (instead("model.safetensors", os.mkfifo), "safetensors"),

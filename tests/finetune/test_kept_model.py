@@ -12,6 +12,7 @@ import runs
 import test_train
 import tokenizer_shapes
 import torch
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score
 from transformers import (
     BertConfig,
@@ -389,6 +390,30 @@ def test_results_with_other_special_tokens_name_the_flags(templated, labelled, t
 def test_the_words_of_the_card_are_the_tokens_of_the_sentence(name, tmp_path):
     tokenizer = load_tokenizer(tokenizer_shapes.save(tokenizer_shapes.SHAPES[name](), tmp_path / name))
     assert needs_spaced_words(tokenizer) == (name in ("modernbert", "roberta", "llama3", "gemma", "qwen"))
+
+
+def change_weights(folder, target, change):
+    """Copy a kept model and change its tensors by name in place."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("case", ["eurobert-linear-sc-fp32", "llama-linear-tc-fp32", "modernbert-native-qa-fp32"])
+def test_models_with_missing_or_nan_weights_are_refused(case, trained, labelled, tmp_path, refusal):
+    folder, *_ = trained[case]
+    head = "score.weight" if case.startswith("llama") else "classifier.weight"
+    [source] = (labelled / CASES[case][2]).glob("test.*")
+    output = tmp_path / "found.jsonl"
+    argv = ["--input", source, "--output", output]
+    missing = change_weights(folder, tmp_path / "missing", lambda tensors: tensors.pop(head))
+    assert f"--model {missing}: no tensor `{head}`" in refusal(predict_main, ["--model", missing, *argv])
+    spoiled = change_weights(folder, tmp_path / "spoiled", lambda tensors: tensors[head][0].fill_(float("nan")))
+    message = refusal(predict_main, ["--model", spoiled, *argv])
+    assert f"{spoiled}/model.safetensors: tensor `{head}`: found nan, expected finite weights" in message
+    assert not output.exists()
 
 
 def test_rows_that_cannot_be_predicted_are_named(trained, tmp_path, refusal):
