@@ -10,10 +10,12 @@ import pytest
 from megaenc.embed.command import eval_main
 from megaenc.embed.hard_negatives import mine_main
 from megaenc.embed.text_pairs import pairs_main
+from megaenc.embed.train_command import train_main
 from megaenc.errors import InputError
 from megaenc.estimate.command import main as estimate_main
 from megaenc.finetune.predict import predict_main
 from megaenc.finetune.results.summary import summary_main
+from megaenc.objectives.units.collocations import main as collocations_main
 from megaenc.output_paths import check_output_file
 
 PREDICT = (predict_main, "--model kept --input in.jsonl")
@@ -21,6 +23,9 @@ MINE = (mine_main, "--model kept --data in.jsonl --corpus beir")
 PAIRS = (pairs_main, "--input in.jsonl --method adjacent --min-words 1 --max-words 4")
 EVAL = (eval_main, "--data x=beir --no-bm25 --model y=kept")
 ESTIMATE = (estimate_main, "--gpu h100 --config run.json --data-path corpus")
+
+
+LONG = "x" * 300
 
 
 @pytest.fixture
@@ -109,3 +114,28 @@ def test_new_files_in_an_input_folder_are_allowed(folder):
     with pytest.raises(InputError, match="is a file of the input"):  # the link would be replaced, which the input contains
         os.symlink(Path("done.json").resolve(), "beir/more.json")
         check_output_file(Path("beir/more.json"), "--output", inputs=["beir"])
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "found"),
+    [
+        (predict_main, f"--model {LONG} --input in.jsonl", f"--model {LONG}: no finetuning.json"),
+        (predict_main, f"--model kept --input {LONG}", f"--input {LONG}: no such file"),
+        (predict_main, f"--model kept --input in.jsonl --output {LONG}", f"--output {LONG}: cannot be accessed: File name too"),
+        (
+            predict_main,
+            f"--model kept --input in.jsonl --output {LONG[:250]}",
+            "cannot write to the folder .: File name too long",
+        ),
+        (train_main, f"--model kept --data in.jsonl --output {LONG}", f"--output {LONG}: cannot be accessed: File name too long"),
+        (train_main, f"--model kept --data in.jsonl --output {LONG}/a", f"--output {LONG}/a: cannot be accessed: File name too"),
+        (collocations_main, f"--tokenizer kept --output new --data-path {LONG}", f"{LONG}.idx: no such file"),
+        (collocations_main, f"--tokenizer kept --output new --data-path {LONG}.bin", f"{LONG}.bin.idx: no such file"),
+        (collocations_main, f"--tokenizer kept --output new --data-path {LONG}/a", f"{LONG}/a.idx: no such file"),
+    ],
+)
+def test_names_that_are_too_long_are_one_line(folder, refusal, main, flags, found):
+    Path("kept/finetuning.json").write_text('{"family": "SC", "protocol": {}}')
+    before = read_all(folder)
+    assert found in refusal(main, flags.split())
+    assert read_all(folder) == before

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m megaenc embed train --model demo/hf --data pairs.
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ def train_main(argv: Sequence[str] | None = None) -> None:
     check_process_count("--threads", settings.contrastive.threads)
     check_minimums(settings, save_interval=1, log_interval=1)
     output = Path(settings.output)
-    if not (output / TRAINING_DETAILS).is_file():
+    if not os.path.isfile(output / TRAINING_DETAILS):  # False for a name that is too long too
         refuse_existing(output, "--output")
     check_parent_writable(output, "--output")
     with exit_on_sigterm(), create_parent_with_rollback(output, "--output"):

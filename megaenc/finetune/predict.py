@@ -1,6 +1,7 @@
 """Predict labels, tags or answers with a fine-tuned model that was kept (`megaenc finetune predict`)."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import formats
+from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import Dataset, Examples, Question, TaggedWords, TaskFamily
 from megaenc.finetune.results.files import MODEL_DETAILS
+from megaenc.hf.checkpoint import shorten_repr
 from megaenc.json_files import read_json_object
 from megaenc.output_paths import check_output_file, create_parent_dir
 
@@ -48,25 +51,19 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
         inputs = (settings.model, settings.input)
         check_output_file(Path(settings.output), "--output", inputs=inputs, overwrite=settings.overwrite)
     folder = Path(settings.model)
-    if not (folder / MODEL_DETAILS).is_file():
+    if not os.path.isfile(folder / MODEL_DETAILS):  # False for a name that is too long too
         raise InputError(f"--model {folder}: no {MODEL_DETAILS}, expected a folder that --save-model or --keep wrote")
-    details = read_json_object(folder / MODEL_DETAILS, "what a run wrote there")
-    try:
-        family, protocol = TaskFamily(details["family"]), FinetuneConfig(**details["protocol"])
-        pair_template = str(details.get("pair_template", ""))
-        pair_template.format(text="", text_pair="")
-    except (LookupError, TypeError, ValueError, AttributeError):
-        raise InputError(f"{folder / MODEL_DETAILS}: not as a run writes it; expected a folder that it has kept") from None
+    family, protocol, pair_template = _read_details(folder / MODEL_DETAILS)
     if family == TaskFamily.IR:
         raise InputError(f"--model {folder}: found a retrieval model; use it with SentenceTransformer, as its README.md shows")
-    if not Path(settings.input).is_file():
+    if not os.path.isfile(settings.input):
         raise InputError(f"--input {settings.input}: no such file; expected {formats.EXPECTED_FORMATS}")
     rows = list(formats.read_rows(Path(settings.input)))
     if not rows:
         raise InputError(f"--input {settings.input}: holds no row, expected at least one")
     examples = _build_examples(family, rows, pair_template)
     lines = [
-        json.dumps(({"id": row["id"]} if "id" in row else {}) | prediction, ensure_ascii=False, default=str) + "\n"
+        _format_line(({"id": row["id"]} if "id" in row else {}) | prediction)
         for (_, row), prediction in zip(rows, predict(folder, family, protocol, examples), strict=True)
     ]
     if not settings.output:
@@ -77,6 +74,47 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     print_rank_0(f"{len(lines):,} predictions: {settings.output}")
 
 
+def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
+    """Return task family, protocol and pair template of a kept model from its finetuning.json.
+
+    Raises:
+        InputError: a field is missing, unknown or of another type, or the template is invalid.
+    """
+    details = read_json_object(file, "what a run wrote there")
+    family = details.get("family")
+    if family not in list(TaskFamily):
+        raise InputError(f"{file}: field `family`: found {shorten_repr(family)}, expected one of {', '.join(TaskFamily)}")
+    values = details.get("protocol")
+    if not isinstance(values, dict):
+        raise InputError(f"{file}: field `protocol`: found {shorten_repr(values)}, expected the flags of a run")
+    protocol = flags.replace_fields(FinetuneConfig(), values, source=f"{file}: protocol")
+    pair_template = details.get("pair_template", "")
+    if not isinstance(pair_template, str):
+        raise InputError(f"{file}: field `pair_template`: found {shorten_repr(pair_template)}, expected text")
+    if pair_template:
+        try:
+            DatasetConfig(pair_template=pair_template).check()
+        except InputError as error:
+            raise InputError(f"{file}: field `pair_template`: {error}") from None
+    return TaskFamily(family), protocol, pair_template
+
+
+def _read_labels(file: Path) -> tuple[str, ...]:
+    """Return the labels of a model from its config.json, in order; InputError unless they are names that differ."""
+    names = read_json_object(file, "the configuration of a model").get("id2label")
+    labels = tuple(names.get(str(index)) for index in range(len(names))) if isinstance(names, dict) else ()
+    if not labels or not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
+        value = "no such field" if names is None else f"found {shorten_repr(names)}"
+        raise InputError(f'{file}: field `id2label`: {value}, expected names that differ under "0", "1" and so on')
+    return labels
+
+
+def _format_line(prediction: dict[str, Any]) -> str:
+    """Return a prediction as a line of JSON, with lone surrogates, which UTF-8 does not have, as escapes."""
+    line = json.dumps(prediction, ensure_ascii=False)
+    return line.encode("utf-8", "backslashreplace").decode() + "\n"
+
+
 def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]]], pair_template: str) -> Examples:
     """Return the examples of a family without labels; InputError, naming file and line, for a missing or wrong field.
 
@@ -85,6 +123,7 @@ def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]
 
     def build() -> Iterator[Any]:
         for location, row in rows:
+            formats.check_id(row, location)
             if family == TaskFamily.SC:
                 if row.get("text_pair") and not pair_template:
                     raise InputError(f"{location}: field `text_pair`: expected both texts in `text`, joined as in training")
@@ -120,18 +159,32 @@ def predict(folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples
     from megaenc.hf.model import load_hf_config, load_model
 
     check_model_folder(str(folder))
-    names = read_json_object(folder / "config.json")["id2label"]
-    labels = tuple(names[key] for key in sorted(names, key=int))
+    labels = _read_labels(folder / "config.json")
     hf = HFCheckpoint(folder, "--model")
     config = load_hf_config(hf)
     set_labels(config, labels)
+    model_class = find_task_class(config, family)
+    architectures = hf.config.get("architectures")
+    if model_class is None or architectures != [model_class.__name__]:
+        expected = "another task" if model_class is None else f"[{model_class.__name__!r}]"
+        raise InputError(
+            f"{hf.config_file}: field `architectures`: found {shorten_repr(architectures)}, expected {expected}: {MODEL_DETAILS} "
+            f"describes a model of {family}"
+        )
+    tokenizer = load_tokenizer(folder)
+    template = read_template(tokenizer)
+    context = getattr(config, "max_position_embeddings", protocol.max_length)
+    if not template.count < protocol.max_length <= context:
+        raise InputError(
+            f"{folder / MODEL_DETAILS}: field `max_length`: found {protocol.max_length}, expected {template.count + 1} to "
+            f"{context} tokens, those that the model reads"
+        )
+    encoder = TextEncoder(tokenizer, protocol.max_length, template)
     device = detect_backend().device
-    model, report = load_model(hf, config, find_task_class(config, family), f"a model of {family}")
+    model, report = load_model(hf, config, model_class, f"a model of {family}")
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"--model {folder}: no tensor `{missing[0]}`, expected all weights of a {type(model).__name__}")
     model = model.to(device)
-    tokenizer = load_tokenizer(folder)
-    encoder = TextEncoder(tokenizer, protocol.max_length, read_template(tokenizer))
     task = TASKS[family](Dataset("", family, labels, "", "", "", lambda split: []), protocol)
     data = task.encode(examples, encoder)
     outside = labels.index("O") if "O" in labels else 0

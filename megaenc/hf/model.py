@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import math
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError, first_error_line, format_error
@@ -161,15 +162,27 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
                 **options,
             )
     except Exception as error:  # tensors with the right names and wrong dtypes raise errors of many types
         raise InputError(f"{folder.flag} {folder.path}: {first_error_line(error)}; expected {expected}") from None
-    prefix = f"{model.base_model_prefix}."
+    for name, stored_shape, shape in sorted(report["mismatched_keys"]):
+        file, stored = _find_stored(folder, model, name)
+        raise InputError(
+            f"{file}: tensor `{stored}`: found shape {list(stored_shape)}, but {list(shape)} by config.json; expected {expected}"
+        )
     for name, parameter in model.named_parameters():
-        # A model without head may be in a file of one with a head, and the other way round.
-        names = (name, prefix + name, name.removeprefix(prefix))
-        stored = next((candidate for candidate in names if candidate in folder.headers), name)
-        file = folder.headers[stored].file if stored in folder.headers else folder.path
+        file, stored = _find_stored(folder, model, name)
         check_finite(parameter.detach(), stored, file)
     return model, report
+
+
+def _find_stored(folder: HFCheckpoint, model: Any, name: str) -> tuple[Path, str]:
+    """Return the file (without one: the folder) of a model's parameter and its name there."""
+    # A model without head may be in a file of one with a head, and the other way round.
+    prefix = f"{model.base_model_prefix}."
+    for stored in (name, prefix + name, name.removeprefix(prefix)):
+        if stored in folder.headers:
+            return folder.headers[stored].file, stored
+    return folder.path, name

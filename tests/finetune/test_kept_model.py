@@ -284,7 +284,10 @@ def test_pairs_are_joined_as_in_training_whatever_the_format(models, tmp_path, r
     assert predict(tmp_path / "kept", tmp_path / "pairs.parquet", tmp_path / "parquet.jsonl") == found
     details = json.loads((tmp_path / "kept" / "finetuning.json").read_text())
     argv = ["--model", tmp_path / "kept", "--input", tmp_path / "pairs.parquet"]
-    for value, said in (("{text", "not as a run writes it"), (None, "row 1: field `text_pair`: expected both texts in `text`")):
+    for value, said in (
+        ("{text", "field `pair_template`: --pair-template '{text': expected '}'"),
+        (None, "row 1: field `text_pair`: expected both texts in `text`"),
+    ):
         changed = {name: part for name, part in (details | {"pair_template": value}).items() if part is not None}
         (tmp_path / "kept" / "finetuning.json").write_text(json.dumps(changed))  # None: as of older versions
         assert said in refusal(predict_main, argv)
@@ -414,6 +417,77 @@ def test_models_with_missing_or_nan_weights_are_refused(case, trained, labelled,
     message = refusal(predict_main, ["--model", spoiled, *argv])
     assert f"{spoiled}/model.safetensors: tensor `{head}`: found nan, expected finite weights" in message
     assert not output.exists()
+
+
+ODD_FIELDS = [
+    ("config.json", {"id2label": None}, "config.json: field `id2label`: no such field, expected names that differ"),
+    ("config.json", {"id2label": {}}, "config.json: field `id2label`: found {}"),
+    ("config.json", {"id2label": ["bad", "good"]}, "config.json: field `id2label`: found ['bad', 'good']"),
+    ("config.json", {"id2label": {"0": "bad", "2": "good"}}, "config.json: field `id2label`: found {'0': 'bad', '2': 'good'}"),
+    ("config.json", {"id2label": {"0": "bad", "x": "good"}}, "config.json: field `id2label`: found"),
+    ("config.json", {"id2label": {"0": "bad", "1": "bad"}}, "config.json: field `id2label`: found"),
+    ("config.json", {"id2label": {"0": "bad", "1": 7}}, "config.json: field `id2label`: found"),
+    ("config.json", {"id2label": {"0": "a", "1": "b", "2": "c"}}, "model.safetensors: tensor `classifier."),
+    ("config.json", {"architectures": ["EuroBertForMaskedLM"]}, "expected ['EuroBertForSequenceClassification']"),
+    ("config.json", {"architectures": 3}, "config.json: field `architectures`: found 3"),
+    ("finetuning.json", {"family": None}, "finetuning.json: field `family`: found None, expected one of SC, TC, QA, IR"),
+    ("finetuning.json", {"family": ["SC"]}, "finetuning.json: field `family`: found ['SC']"),
+    ("finetuning.json", {"family": "TC"}, "finetuning.json describes a model of TC"),
+    ("finetuning.json", {"protocol": None}, "finetuning.json: field `protocol`: found None"),
+    ("finetuning.json", {"protocol": [1]}, "finetuning.json: field `protocol`: found [1]"),
+    ("finetuning.json", {"protocol": {"max_lenght": 8}}, "protocol: unknown field `max_lenght`; did you mean `max_length`?"),
+    ("finetuning.json", {"protocol": {"max_length": "8"}}, "protocol: field `max_length`: found '8', expected a int"),
+    ("finetuning.json", {"protocol": {"max_length": float("nan")}}, "protocol: field `max_length`: found nan, expected a int"),
+    ("finetuning.json", {"protocol": {"head": ["linear"]}}, "protocol: field `head`: found ['linear']"),
+    ("finetuning.json", {"protocol": {"max_length": -1}}, "field `max_length`: found -1, expected 2 to 64 tokens"),
+    ("finetuning.json", {"protocol": {"max_length": 1}}, "field `max_length`: found 1, expected 2 to 64 tokens"),
+    ("finetuning.json", {"protocol": {"max_length": 10**30}}, "expected 2 to 64 tokens, those that the model reads"),
+    ("finetuning.json", {"protocol": {}}, "field `max_length`: found 0, expected 2 to 64 tokens"),
+    ("finetuning.json", {"pair_template": 5}, "finetuning.json: field `pair_template`: found 5, expected text"),
+    (
+        "finetuning.json",
+        {"pair_template": "{text} {text_pair:{text}}"},
+        "--pair-template '{text} {text_pair:{text}}': found a format",
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "changes", "words"), ODD_FIELDS)
+def test_odd_fields_of_a_kept_model_are_named(file, changes, words, trained, tmp_path, refusal):
+    folder = tmp_path / "kept"
+    shutil.copytree(trained["eurobert-linear-sc-fp32"][0], folder)
+    values = json.loads((folder / file).read_text()) | changes
+    (folder / file).write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "stan", "tokens": ["stan"]}\n')
+    message = refusal(predict_main, ["--model", folder, "--input", rows])
+    assert str(folder) in message and words in message
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e400", "0.5", "true", "[1]", '{"a": NaN}'])
+def test_ids_that_are_neither_text_nor_an_integer_are_refused(value, trained, tmp_path, refusal):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f'{{"id": 1, "text": "stan"}}\n{{"id": {value}, "text": "stan"}}\n')
+    message = refusal(predict_main, ["--model", trained["eurobert-linear-sc-fp32"][0], "--input", rows])
+    assert "rows.jsonl:2: key `id`: found " in message and message.endswith(", expected text or an integer")
+
+
+@pytest.mark.parametrize("family", ["sc", "tc", "qa"])
+def test_lone_surrogates_are_written_as_in_the_input(family, trained, tmp_path, capsys):
+    """UTF-8 has none, but JSON's escapes do."""
+    rows = tmp_path / "rows.jsonl"
+    context = {
+        "sc": '"text": "stan \\ud800"',
+        "tc": '"tokens": ["stan", "\\udfff"]',
+        "qa": '"question": "\\ud800", "context": "\\udc00"',
+    }
+    rows.write_text(f'{{"id": "\\ud800é", {context[family]}}}\n{{"id": null, {context[family]}}}\n')
+    case = "modernbert-native-qa-fp32" if family == "qa" else f"eurobert-linear-{family}-fp32"
+    found = predict(trained[case][0], rows, tmp_path / "found.jsonl")
+    assert [row["id"] for row in found] == ["\ud800é", None]
+    capsys.readouterr()
+    predict_main(["--model", str(trained[case][0]), "--input", str(rows)])
+    assert (tmp_path / "found.jsonl").read_text(encoding="utf-8") in capsys.readouterr().out
 
 
 def test_rows_that_cannot_be_predicted_are_named(trained, tmp_path, refusal):

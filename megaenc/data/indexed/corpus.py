@@ -351,9 +351,10 @@ def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabular
 def _suggest_prefix(prefix: str) -> str:
     """Return a `did you mean` hint for a prefix with an extension or without the `_KEY_document` suffix, else an empty string."""
     path = Path(prefix)
-    if path.suffix in (".bin", ".idx", ".json") and path.with_suffix(".idx").is_file():
+    # os.path's functions, unlike Path's, return False for a name that is too long.
+    if path.suffix in (".bin", ".idx", ".json") and os.path.isfile(path.with_suffix(".idx")):
         return f"; did you mean `{path.with_suffix('')}`?"
-    others = sorted(path.parent.glob(glob.escape(path.name) + "*.idx")) if path.name and path.parent.is_dir() else []
+    others = sorted(path.parent.glob(glob.escape(path.name) + "*.idx")) if path.name and os.path.isdir(path.parent) else []
     return f"; did you mean `{others[0].with_suffix('')}`?" if others else ""
 
 

@@ -344,8 +344,7 @@ def build_example(
     SC: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens` and `tags`. QA: `question`, `context` and
     `answers`, a mapping of two lists: `text` and `answer_start`. Raises InputError for an invalid row.
     """
-    if isinstance(row_id := row.get("id"), bool) or not isinstance(row_id, (str, int, type(None))):
-        raise InputError(f"{location}: key `id`: found {_format_value(row_id)}, expected text or an integer")
+    row_id = check_id(row, location)
     name = name if row_id is None else str(row_id)
     if family is TaskFamily.TC:
         return _build_tagged_words(row, location, name, labels)
@@ -353,6 +352,14 @@ def build_example(
         return _build_question(row, location, name)
     label = labels.index(get_value(row, "label", location), location)
     return build_labelled_text(row, location, name, label, pair_template)
+
+
+def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
+    """Return the id of a row, None without one; InputError at `location` unless it is text or an integer."""
+    row_id = row.get("id")
+    if isinstance(row_id, bool) or not isinstance(row_id, (str, int, type(None))):
+        raise InputError(f"{location}: key `id`: found {_format_value(row_id)}, expected text or an integer")
+    return row_id
 
 
 def build_labelled_text(row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str) -> LabelledText:

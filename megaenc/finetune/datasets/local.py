@@ -57,7 +57,10 @@ class DatasetConfig:
             return
         flag = f"--pair-template {self.pair_template!r}"
         try:
-            fields = {part for _, part, _, _ in string.Formatter().parse(self.pair_template) if part is not None}
+            parts = list(string.Formatter().parse(self.pair_template))
+            if any(spec or conversion for _, _, spec, conversion in parts):
+                raise ValueError("found a format or conversion of a field")
+            fields = {part for _, part, _, _ in parts if part is not None}
             if fields == {"text", "text_pair"}:
                 self.pair_template.format(text="", text_pair="")
         except (ValueError, LookupError) as error:
