@@ -1,5 +1,6 @@
 """Predict labels, tags or answers with a fine-tuned model that was kept (`megaenc finetune predict`)."""
 
+import contextlib
 import json
 import os
 import sys
@@ -37,6 +38,8 @@ class PredictConfig:
     """JSONL file of predictions, one for each row, in order; by default standard output"""
     overwrite: bool = False
     """replace the file of --output if it exists"""
+    all_scores: bool = False
+    """classification: add `scores`, the probability of every label, to each prediction"""
 
 
 @handle_command_errors
@@ -61,10 +64,15 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     rows = list(formats.read_rows(Path(settings.input)))
     if not rows:
         raise InputError(f"--input {settings.input}: holds no row, expected at least one")
+    if settings.all_scores and family != TaskFamily.SC:
+        raise InputError(f"--all-scores: found a model of {family}, expected one of SC: labels of single texts or pairs")
     examples = _build_examples(family, rows, pair_template)
+    # Without a file, standard output has only the predictions.
+    with contextlib.nullcontext() if settings.output else contextlib.redirect_stdout(sys.stderr):
+        predictions = predict(folder, family, protocol, examples, all_scores=settings.all_scores)
     lines = [
         _format_line(({"id": row["id"]} if "id" in row else {}) | prediction)
-        for (_, row), prediction in zip(rows, predict(folder, family, protocol, examples), strict=True)
+        for (_, row), prediction in zip(rows, predictions, strict=True)
     ]
     if not settings.output:
         sys.stdout.writelines(lines)
@@ -140,8 +148,13 @@ def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]
     return list(build())
 
 
-def predict(folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples: Examples) -> list[dict[str, Any]]:
-    """Return the prediction for each of `examples` by the kept model in `folder`: label and probability, tags, or answer."""
+def predict(
+    folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples: Examples, *, all_scores: bool = False
+) -> list[dict[str, Any]]:
+    """Return the prediction for each of `examples` by the kept model in `folder`: label and probability, tags, or answer.
+
+    `all_scores`: add the probability of every label to that of a text or pair.
+    """
     import numpy as np
     import torch
 
@@ -196,7 +209,10 @@ def predict(folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples
             if family == TaskFamily.SC:
                 for row, probabilities in zip(part, outputs.softmax(-1), strict=True):
                     best = int(probabilities.argmax())
-                    predictions[row] = {"label": labels[best], "score": round(float(probabilities[best]), 6)}
+                    scores = [round(score, 6) for score in probabilities.tolist()]
+                    predictions[row] = {"label": labels[best], "score": scores[best]}
+                    if all_scores:
+                        predictions[row]["scores"] = dict(zip(labels, scores, strict=True))
             else:
                 for row, logits in zip(part, outputs.split(data.lengths[part].tolist()), strict=True):
                     values = logits.numpy()

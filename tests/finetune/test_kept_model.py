@@ -25,6 +25,7 @@ from transformers import (
     ModernBertForMaskedLM,
     OPTConfig,
     OPTForCausalLM,
+    pipeline,
 )
 
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
@@ -332,7 +333,7 @@ def templated(models, tmp_path_factory):
 def test_pairs_have_the_tokenizers_own_special_tokens(model, flags, templated, pairs, tmp_path):
     """In `predict`, a pipeline and CrossEncoder: the score of the run; a classifier of the first token reads the template's."""
     from sentence_transformers import CrossEncoder
-    from transformers import AutoTokenizer, pipeline
+    from transformers import AutoTokenizer
 
     kept = tmp_path / "kept"
     path = train(templated / model, pairs, tmp_path / "out", *flags, "--save-model", kept, "--precision", "fp32")
@@ -393,6 +394,33 @@ def test_results_with_other_special_tokens_name_the_flags(templated, labelled, t
 def test_the_words_of_the_card_are_the_tokens_of_the_sentence(name, tmp_path):
     tokenizer = load_tokenizer(tokenizer_shapes.save(tokenizer_shapes.SHAPES[name](), tmp_path / name))
     assert needs_spaced_words(tokenizer) == (name in ("modernbert", "roberta", "llama3", "gemma", "qwen"))
+
+
+def test_standard_output_has_only_predictions(trained, labelled, capsys):
+    source = labelled / "sc" / "test.jsonl"
+    predict_main(["--model", str(trained["eurobert-linear-sc-fp32"][0]), "--input", str(source)])
+    printed = capsys.readouterr()
+    found = [json.loads(line) for line in printed.out.splitlines()]
+    assert [row["id"] for row in found] == [json.loads(line)["id"] for line in source.read_text().splitlines()]
+    assert {tuple(row) for row in found} == {("id", "label", "score")}
+    assert printed.err == "predicting  100 %\n"
+
+
+def test_scores_of_all_labels(trained, labelled, tmp_path, refusal):
+    """Those of transformers' pipeline."""
+    folder, source = trained["modernbert-native-sc-fp32"][0], labelled / "sc" / "test.jsonl"
+    output = tmp_path / "found.jsonl"
+    predict_main(["--model", str(folder), "--input", str(source), "--output", str(output), "--all-scores"])
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+    expected = pipeline("text-classification", str(folder), top_k=None)(texts)
+    for row, scores in zip(found, expected, strict=True):
+        assert row["scores"] == pytest.approx({one["label"]: one["score"] for one in scores}, abs=2e-6)
+        assert list(row["scores"]) == ["bad", "good"] and row["score"] == row["scores"][row["label"]] == max(
+            row["scores"].values()
+        )
+    argv = ["--model", trained["eurobert-linear-tc-fp32"][0], "--input", labelled / "tc" / "test.jsonl", "--all-scores"]
+    assert "--all-scores: found a model of TC, expected one of SC" in refusal(predict_main, argv)
 
 
 def change_weights(folder, target, change):
@@ -487,7 +515,7 @@ def test_lone_surrogates_are_written_as_in_the_input(family, trained, tmp_path, 
     assert [row["id"] for row in found] == ["\ud800é", None]
     capsys.readouterr()
     predict_main(["--model", str(trained[case][0]), "--input", str(rows)])
-    assert (tmp_path / "found.jsonl").read_text(encoding="utf-8") in capsys.readouterr().out
+    assert (tmp_path / "found.jsonl").read_text(encoding="utf-8") == capsys.readouterr().out
 
 
 def test_rows_that_cannot_be_predicted_are_named(trained, tmp_path, refusal):
