@@ -36,6 +36,8 @@ class ExportProvenance:
     license: str = "unknown"
     sentences: bool = False  # whether the export has the files of sentence-transformers
     architecture: str = ""  # transformers' class that loads the export; empty if there is none
+    transformers: str = ""  # its lowest version that gives the same numbers; empty if unknown
+    dtype: str = "float32"  # of the weights
     converted: bool = False  # whether it is a Hugging Face model that was not trained here; `schedule` is then inferred
     added_token: str = ""  # the mask token that was added when such a model was converted
     merge: MergeRecord | None = None  # checkpoints that were merged; `schedule` is then the last objective of one
@@ -232,12 +234,18 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
             f" It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, which runs the code of {HUB_CODE} on the Hub, "
             "written for transformers 4. `megaenc finetune`, `megaenc embed` and `megaenc fill-mask` run none."
         )
-    text = f" It loads with `{provenance.architecture}` of transformers"
+    version = f" {provenance.transformers} or later" if provenance.transformers else ""
+    text = f" It loads with `{provenance.architecture}` of transformers{version}"
     if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
         text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"
     if provenance.sentences:
         text += (
             ". `SentenceTransformer` gives the mean of its hidden states, in float32 unless `model_kwargs` has another `dtype`"
+        )
+    if provenance.dtype != "float32":
+        text += (
+            f". The weights are in {provenance.dtype}: to fine-tune them or to export them to ONNX, give `from_pretrained` "
+            '`dtype="float32"`, as small steps of an optimizer are lost otherwise'
         )
     return f"{text}."
 

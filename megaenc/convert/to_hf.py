@@ -31,6 +31,7 @@ from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tok
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import GENERATION
+from megaenc.hf.model import find_lowest_version, save_hf_config
 from megaenc.objectives import Attention
 from megaenc.output_paths import create_parent_dir, refuse_existing
 from megaenc.training.checkpoint_dir import CheckpointDir
@@ -164,7 +165,7 @@ class Exporter:
         with run.load_encoder(step, len(probe.documents[0])) as (step, encoder):
             provenance = self._provenance(step)
             self.config.prediction_shift = provenance.select_objective(self.attention).shift
-            self.config.save_pretrained(folder)
+            save_hf_config(self.config, folder)
             if self.attention == Attention.CAUSAL and run.generation:
                 write_json(folder / GENERATION, run.generation)
             for parameter in encoder.parameters():  # one by one, so that memory holds them once
@@ -211,7 +212,7 @@ class Exporter:
 
     def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
         """Write the tokenizer, verify it as loaded from the export, and return its entry of conversion.json."""
-        self.config.save_pretrained(folder)  # it influences the class with which transformers loads the tokenizer
+        save_hf_config(self.config, folder)  # it influences the class with which transformers loads the tokenizer
         write_tokenizer(self.tokenizer, folder)
         try:
             proof = verify_tokenizer(folder, self.tokenizer, self.config.model_type, self.special_tokens)
@@ -243,6 +244,8 @@ class Exporter:
             license=self.license,
             sentences=self.sentences,
             architecture=self.config.architectures[0],
+            transformers=find_lowest_version(self.config),
+            dtype=str(self.dtype).removeprefix("torch."),
             converted=run.converted and not run.merge,
             added_token=run.added_token,
             merge=run.merge,

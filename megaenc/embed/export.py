@@ -23,6 +23,7 @@ from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.kept_model import padding_id
 from megaenc.finetune.model.backbone import Backbone, PackedTexts
 from megaenc.finetune.model.task_class import build_hf_model, check_same_outputs
+from megaenc.hf.model import save_hf_model
 
 _CHECKED_TEXTS = 16
 _TOLERANCE = 1e-5
@@ -40,7 +41,7 @@ def export_embedder(
     config = embedder.config
     with atomic_dir(target) as folder:
         hf_model = build_hf_model(embedder.backbone, nn.Identity(), TaskFamily.IR, (), padding_id(embedder.tokenizer))
-        hf_model.save_pretrained(folder)
+        save_hf_model(hf_model, folder)
         _write_tokenizer(folder, embedder, hf_model.config.model_type)
         del hf_model
         prompts = {"query": config.query_prefix, "document": config.document_prefix}

@@ -38,6 +38,7 @@ from megaenc.finetune.results import files as result_files
 from megaenc.finetune.results.files import SplitScores
 from megaenc.finetune.tasks import FinetuneTask, TaskModel
 from megaenc.finetune.tokenized import TextEncoder, TokenizedSplit, TokenizedTexts, choose_special_tokens
+from megaenc.hf.model import find_lowest_version, save_hf_config, save_hf_model
 from megaenc.output_paths import create_parent_with_rollback
 
 _MAX_CHECKED_TOKENS = 2048
@@ -111,7 +112,7 @@ class ModelKeeper:
     def check_tokenizer(self, config: Any) -> None:
         """Raise InputError unless the tokenizer, as transformers loads it next to `config`, encodes texts as the run does."""
         with tempfile.TemporaryDirectory() as name:
-            config.save_pretrained(name)
+            save_hf_config(config, Path(name))
             self._write_tokenizer(Path(name), config.model_type)
 
     def keep(
@@ -177,7 +178,7 @@ class ModelKeeper:
             padding = padding_id(self.encoder.tokenizer)
             pooling = self.task.protocol.pooling
             hf_model = build_hf_model(model.backbone, model.head, self.task.family, self.task.label_names, padding, pooling)
-            hf_model.save_pretrained(folder)
+            save_hf_model(hf_model, folder)
             config = hf_model.config
             del hf_model
             self._write_tokenizer(folder, config.model_type)
@@ -188,7 +189,8 @@ class ModelKeeper:
             write_json(folder / result_files.MODEL_DETAILS, details)
             needs_spaces = self.task.family == TaskFamily.TC and needs_spaced_words(load_tokenizer(folder))
             architecture = config.architectures[0]
-            card = build_finetuned_card(target.resolve().name, details, architecture, needs_spaces=needs_spaces)
+            version = find_lowest_version(config)
+            card = build_finetuned_card(target.resolve().name, details, architecture, version, needs_spaces=needs_spaces)
             (folder / "README.md").write_text(card, encoding="utf-8")
             loaded = find_task_class(config, self.task.family).from_pretrained(folder, local_files_only=True)
             check_same_model(loaded.eval(), self.task, model, _pack_some(data, model))

@@ -47,11 +47,15 @@ model.similarity(queries, documents)""",
 _SPACED_WORDS = '[words[0], *(f" {word}" for word in words[1:])]'
 
 
-def build_finetuned_card(name: str, details: Mapping[str, Any], architecture: str, *, needs_spaces: bool = False) -> str:
+def build_finetuned_card(
+    name: str, details: Mapping[str, Any], architecture: str, version: str = "", *, needs_spaces: bool = False
+) -> str:
     """Return the text of README.md for a fine-tuned model called `name`.
 
     Args:
         details: content of finetuning.json.
+        architecture: transformers' class that loads the model.
+        version: the lowest version of transformers that gives the same numbers; empty if unknown.
         needs_spaces: whether the tokenizer gives the tokens of a sentence only for words with a space before each but the first.
     """
     family = TaskFamily(details["family"])
@@ -89,7 +93,7 @@ tags: [megaenc]
 # {markdown.escape(name)}
 
 {markdown.escape(details["model"])} fine-tuned on {markdown.escape(details["train_on"])}. It loads with
-`{architecture}` of transformers.
+`{architecture}` of transformers{f" {version} or later" if version else ""}.
 
 ```python
 {usage}

@@ -1,25 +1,41 @@
-"""Loading of transformers models from Hugging Face folders without network access or code from the folder.
+"""Loading of transformers models from Hugging Face folders without network access or code from the folder, and saving.
 
 transformers gets the config and weights that were read here, never the folder, so that adapters, pickles, custom code and Hub
-kernels named in its files are ignored.
+kernels named in its files are ignored. What is saved has the fields of older versions too.
 """
 
 import copy
 import dataclasses
 import inspect
+import json
 import math
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError, first_error_line, format_error
-from megaenc.hf.checkpoint import HFCheckpoint, check_finite
+from megaenc.hf.checkpoint import CONFIG, HFCheckpoint, check_finite
+from megaenc.json_files import read_json_object
 
 _HUB_KERNEL_MODELS = (
     "mra",
     "rwkv",
     "yoso",
 )  # models for which transformers downloads kernels from the Hub
+_OLD_MODELS = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "modernbert",
+)  # models tested with transformers 4.57
+_NEW_MODELS = ("eurobert", "modernbert-decoder")
+_FULL, _LOCAL = "full_attention", "sliding_attention"  # keys of `rope_parameters` and kinds of layers
 _MAX_BUFFER_BYTES = 1 << 32  # masks and tables that a model computes itself
 _MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler or a head
 
@@ -186,3 +202,68 @@ def _find_stored(folder: HFCheckpoint, model: Any, name: str) -> tuple[Path, str
         if stored in folder.headers:
             return folder.headers[stored].file, stored
     return folder.path, name
+
+
+def save_hf_config(config: Any, folder: Path) -> None:
+    """Write the config.json of a transformers `config` to `folder`, with the fields that older versions read.
+
+    Versions before 5 ignore `rope_parameters` and silently compute with their own defaults instead.
+    """
+    config.save_pretrained(folder)
+    values = read_json_object(folder / CONFIG)
+    values |= _build_older_fields(values)
+    (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save_hf_model(model: Any, folder: Path) -> None:
+    """Write the transformers `model` to `folder`, its config by `save_hf_config`, all files with the process's mode."""
+    model.save_pretrained(folder)
+    save_hf_config(model.config, folder)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / CONFIG, file)  # safetensors' own is 0600, whatever the umask
+
+
+def find_lowest_version(config: Any) -> str:
+    """Return the lowest version of transformers that computes a saved model of `config` as it was trained; empty if unknown.
+
+    Tested are 4.57 and 5.3. 4.57 has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own order, computes
+    other windows for its decoder, and takes the factor of YaRN from the context.
+    """
+    if config.model_type not in _OLD_MODELS + _NEW_MODELS:
+        return ""
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_new = config.model_type in _NEW_MODELS or rope.get("rope_type") == "yarn"
+    if getattr(config, "is_causal", None) is False:
+        is_new = True
+    if config.model_type == "modernbert" and _find_global_period(config.layer_types) is None:
+        is_new = True
+    return "5.3" if is_new else "4.57"
+
+
+def _build_older_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields by which versions before 5 read what a config.json says in `rope_parameters` and `layer_types`."""
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return {}
+    if "rope_type" in rope:
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        return {"rope_theta": rope["rope_theta"]} | ({} if rope["rope_type"] == "default" else {"rope_scaling": scaling})
+    if not {_FULL, _LOCAL} <= set(rope):
+        return {}
+    if values["model_type"].startswith("gemma3"):
+        fields = {"rope_theta": rope[_FULL]["rope_theta"], "rope_local_base_freq": rope[_LOCAL]["rope_theta"]}
+        scaling = {name: value for name, value in rope[_FULL].items() if name != "rope_theta"}
+        return fields | ({} if scaling["rope_type"] == "default" else {"rope_scaling": scaling})
+    if values["model_type"].startswith("modernbert"):
+        fields = {"global_rope_theta": rope[_FULL]["rope_theta"], "local_rope_theta": rope[_LOCAL]["rope_theta"]}
+        period = _find_global_period(values["layer_types"])
+        return fields | ({} if period is None else {"global_attn_every_n_layers": period})
+    return {}
+
+
+def _find_global_period(kinds: list[str]) -> int | None:
+    """Return n if the layers with full attention, of `kinds`, are 0, n, 2 n, ...; None for any other order."""
+    number = len(kinds)
+    full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
+    period = full[1] if len(full) > 1 else number
+    return period if full == list(range(0, number, period)) else None

@@ -94,7 +94,8 @@ def test_of_a_model_that_came_in_nothing_is_said_to_be_trained(small_corpus, tmp
     (folder,) = (tmp_path / "out").iterdir()
     text = (folder / "README.md").read_text()
     assert folder.name == "qwen3" and "# qwen3\n\nA text encoder as it came in: nothing was trained since." in text
-    assert "pipeline_tag: feature-extraction\n" in text and "with `Qwen3ForCausalLM` of transformers, which reads both" in text
+    assert "pipeline_tag: feature-extraction\n" in text
+    assert "with `Qwen3ForCausalLM` of transformers 5.3 or later, which reads both" in text
     assert "Its weights are those of `qwen3`, a Hugging Face model of type qwen3. Attention" in text
     assert "| made for | under attention |" in text and "It came in reading under causal attention" in text
     for words in ("pretrained", "was trained under", "last trained", "first weights", " step", "added"):
