@@ -212,16 +212,25 @@ class Embedder:
         if self.max_length <= added:  # tokenizers would not cut at all
             raise InputError(f"--max-length: found {self.max_length}, expected room for text next to {added} added tokens")
 
-    def tokenize(self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> list[np.ndarray]:
-        """Return the token ids of each text, int32[tokens], with the tokenizer's own special tokens, cut to `max_length`."""
+    def tokenize(
+        self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None, *, quiet: bool = False
+    ) -> list[np.ndarray]:
+        """Return the token ids of each text, int32[tokens], with the tokenizer's own special tokens, cut to `max_length`.
+
+        `progress` receives the number of tokenized texts. Prints how many texts are cut, unless `quiet`.
+        """
         rows: list[np.ndarray] = []
+        truncated = 0
         for start in range(0, len(texts), _TEXTS_PER_BATCH):
             batch = [replace_surrogates(text) for text in texts[start : start + _TEXTS_PER_BATCH]]
             if self.config.lower_case:
                 batch = [text.lower() for text in batch]
-            ids = self.tokenizer(batch, truncation=True, max_length=self.max_length, return_attention_mask=False)["input_ids"]
-            rows += [np.array(row, dtype=np.int32) for row in ids]
+            encoded = self.tokenizer(batch, truncation=True, max_length=self.max_length, return_attention_mask=False)
+            rows += [np.array(row, dtype=np.int32) for row in encoded["input_ids"]]
+            truncated += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
             progress(len(rows))
+        if truncated and not quiet:
+            print_rank_0(f"{truncated:,} of {len(texts):,} texts are longer than {self.max_length} tokens and are cut")
         return rows
 
     def pool(self, packed: PackedTexts) -> Tensor:

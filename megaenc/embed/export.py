@@ -83,8 +83,8 @@ def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> 
     order = np.argsort(data.lengths, kind="stable")
     some = order[np.linspace(0, len(order) - 1, min(_CHECKED_TEXTS, len(order))).astype(int)]
     texts = [data.texts[at] for at in some] + [text for text in PROBES if text.strip()]
-    rows = embedder.tokenize(texts)
-    for text, expected, actual in zip(texts, rows, reloaded.tokenize(texts), strict=True):
+    rows = embedder.tokenize(texts, quiet=True)
+    for text, expected, actual in zip(texts, rows, reloaded.tokenize(texts, quiet=True), strict=True):
         if not np.array_equal(expected, actual):
             raise InputError(
                 f"its tokenizer encodes {text[:40]!r} as {actual[:8].tolist()}, the trained model's as {expected[:8].tolist()}"

@@ -200,6 +200,8 @@ def predict(
     model = model.to(device)
     task = TASKS[family](Dataset("", family, labels, "", "", "", lambda split: []), protocol)
     data = task.encode(examples, encoder)
+    if data.truncated_count:
+        print_rank_0(f"{data.truncated_count:,} of {len(data):,} texts are longer than {encoder.max_length} tokens and are cut")
     outside = labels.index("O") if "O" in labels else 0
     predictions: list[dict[str, Any]] = [{}] * len(data)
     done = 0

@@ -10,10 +10,11 @@ import ir_measures
 import pytest
 import torch
 from ir_measures import R, nDCG
+from transformers import AutoTokenizer
 
 from megaenc.embed.command import eval_main
 from megaenc.embed.embedder import Embedder
-from megaenc.embed.evaluate import rank_by_bm25
+from megaenc.embed.evaluate import RetrievalSet, rank_by_bm25
 from megaenc.finetune.datasets.beir import compute_test_fingerprint, load_beir_test
 from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 
@@ -145,7 +146,7 @@ def test_several_models_and_data_sets_without_bm25(models, beir, tmp_path, capsy
     assert "BM25" not in capsys.readouterr().out
 
 
-def test_lengths_and_attention_are_those_of_the_flags(models, beir, tmp_path):
+def test_lengths_and_attention_are_those_of_the_flags(models, beir, tmp_path, capsys):
     means = []
     for flags in ([], ["--max-length", "4", "--overwrite"], ["--attention", "causal", "--overwrite"]):
         eval_main(["--model", str(models["decoder"]), "--data", str(beir(f"b{len(means)}")), "--precision", "fp32",
@@ -158,6 +159,11 @@ def test_lengths_and_attention_are_those_of_the_flags(models, beir, tmp_path):
             "causal" if "causal" in flags else "bidirectional",
         )
     assert len(set(means)) == 3
+    said = [line for line in capsys.readouterr().out.splitlines() if line.endswith("are cut")]
+    data = RetrievalSet.load("", tmp_path / "b1")
+    texts = data.queries + list(dict.fromkeys(data.documents))
+    longer = sum(len(ids) > 4 for ids in AutoTokenizer.from_pretrained(models["decoder"])(texts)["input_ids"])
+    assert said == [f"{longer} of {len(texts)} texts are longer than 4 tokens and are cut"]
 
 
 @pytest.mark.parametrize(

@@ -396,7 +396,7 @@ def test_the_words_of_the_card_are_the_tokens_of_the_sentence(name, tmp_path):
     assert needs_spaced_words(tokenizer) == (name in ("modernbert", "roberta", "llama3", "gemma", "qwen"))
 
 
-def test_standard_output_has_only_predictions(trained, labelled, capsys):
+def test_standard_output_has_only_predictions(trained, labelled, tmp_path, capsys):
     source = labelled / "sc" / "test.jsonl"
     predict_main(["--model", str(trained["eurobert-linear-sc-fp32"][0]), "--input", str(source)])
     printed = capsys.readouterr()
@@ -404,6 +404,10 @@ def test_standard_output_has_only_predictions(trained, labelled, capsys):
     assert [row["id"] for row in found] == [json.loads(line)["id"] for line in source.read_text().splitlines()]
     assert {tuple(row) for row in found} == {("id", "label", "score")}
     assert printed.err == "predicting  100 %\n"
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text("".join(json.dumps({"text": "word " * count}) + "\n" for count in (1, 2, 5000)))
+    predict_main(["--model", str(trained["eurobert-linear-sc-fp32"][0]), "--input", str(longer)])
+    assert re.search(r"^1 of 3 texts are longer than \d+ tokens and are cut\n", capsys.readouterr().err)
 
 
 def test_scores_of_all_labels(trained, labelled, tmp_path, refusal):

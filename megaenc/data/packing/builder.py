@@ -79,6 +79,12 @@ class RunData:
         for _, prefix in pairs:
             corpus = Corpus.open(prefix)
             corpus.check_vocabulary(vocabulary)
+            for other in corpora:
+                if other.fingerprint == corpus.fingerprint:
+                    raise InputError(
+                        f"--data-path: {prefix} has the same text as {other.prefix}, expected each corpus once; "
+                        "give it a greater weight to read it more often"
+                    )
             corpora.append(corpus)
             special_tokens.append(corpus.find_special_tokens(vocabulary.eos_id))
             check_same_special_tokens(corpora[0].prefix, special_tokens[0], prefix, special_tokens[-1])

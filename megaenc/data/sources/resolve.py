@@ -146,6 +146,8 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
             if path.is_dir():
                 origin["files"] = sum(len(source.file_stats) for source in sources)
         inputs.origins.append(origin)
+    if len(settings.input) > 1:
+        inputs.messages.extend(_find_files_read_twice(inputs))
     # A flag without effect is a mistake.
     if settings.sample_by != "document" and "text" not in kinds:
         raise InputError(f"--sample-by {settings.sample_by}: none of --input is a text file (.txt, .text, .md)")
@@ -158,6 +160,18 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
     if settings.delimiter is not None and not kinds & {"csv", "tsv"}:
         raise InputError(f"--delimiter {settings.delimiter!r}: none of --input is a CSV or TSV file")
     return inputs
+
+
+def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
+    """Return a message if a file of `inputs` is read more than once, by the same or by another name, else no message."""
+    known, repeated = set(), []
+    for source in inputs.sources:
+        for path, *_ in source.file_stats:
+            stat = os.stat(path)
+            if (stat.st_dev, stat.st_ino) in known:
+                repeated.append(path)
+            known.add((stat.st_dev, stat.st_ino))
+    return [f"--input: {len(repeated):,} files are read more than once: {format_paths(repeated)}"] if repeated else []
 
 
 def _check_delimiter(delimiter: str | None) -> None:

@@ -1,5 +1,7 @@
 """From `--data-path` to packs: blends, held-out text, what is reported, and an order that nothing but data and seed decides."""
 
+import os
+import shutil
 from fractions import Fraction
 from itertools import islice
 
@@ -96,6 +98,15 @@ def test_the_order_of_a_blend_is_pinned(corpora, packing):
         "concat": [[0, 32], [0, 9, 18, 27, 32]],
         "random-length": [[0, 13, 32], [0, 13, 32]],
     }[packing]
+
+
+@pytest.mark.parametrize("place", [os.link, shutil.copy])
+def test_the_same_text_under_two_names_is_refused(corpora, tmp_path, place):
+    for suffix in (".bin", ".idx", ".json"):
+        if os.path.exists(corpora[0] + suffix):
+            place(corpora[0] + suffix, tmp_path / f"again{suffix}")
+    with pytest.raises(InputError, match=r"again has the same text as .*/a, expected each corpus once"):
+        open_data(corpora[0], corpora[1], str(tmp_path / "again"))
 
 
 def test_a_corpus_that_is_not_there_is_named(corpora, tmp_path):

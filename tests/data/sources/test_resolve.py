@@ -59,6 +59,18 @@ def test_suffixes_in_capitals_are_the_same(tmp_path, name):
     assert texts_of(tmp_path / name) == texts_of(tmp_path) == texts
 
 
+def test_files_that_are_read_twice_are_named(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    os.link(path, tmp_path / "linked.jsonl")
+    copy = write_jsonl(tmp_path / "copy.jsonl", ["x"])
+    said = "--input: 1 files are read more than once: "
+    assert resolve_paths(path, copy).messages == []
+    assert resolve_paths(path, copy, path).messages == [f"{said}{path}"]
+    assert resolve_paths(path, tmp_path / "linked.jsonl").messages == [f"{said}{tmp_path / 'linked.jsonl'}"]
+    folder = text_folder(tmp_path / "folder", {"b.txt": "b"})
+    assert resolve_paths(folder, folder / "b.txt").messages[-1] == f"{said}{folder / 'b.txt'}"
+
+
 def test_linked_folders_are_read_once_and_loops_end(tmp_path):
     elsewhere = text_folder(tmp_path / "elsewhere", {"x.txt": "x", "deep/y.txt": "y"})
     folder = text_folder(tmp_path / "folder", {"b/b.txt": "b"})
