@@ -54,7 +54,10 @@ def parse(
 
 
 def _expand_optional_switches(settings: type, argv: Sequence[str]) -> list[str]:
-    """Return `argv` with --flag and --no-flag of fields of type `bool | None`, which may be unset, as --flag True or False."""
+    """Return `argv` with --flag and --no-flag as --flag True and False.
+
+    Only of fields of type `bool | None`, which may be unset.
+    """
     names = _find_optional_switches(settings)
     arguments = []
     for word in argv:
@@ -68,7 +71,10 @@ def _expand_optional_switches(settings: type, argv: Sequence[str]) -> list[str]:
 
 
 def _find_optional_switches(settings: type) -> set[str]:
-    """Return the names of the fields of type `bool | None` of a dataclass and of nested ones."""
+    """Return the names of a dataclass's fields of type `bool | None`.
+
+    Fields of nested dataclasses count.
+    """
     names = set()
     for name, kind in get_type_hints(settings).items():
         if dataclasses.is_dataclass(kind):
@@ -83,10 +89,13 @@ MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader that refuses equal keys, recursive aliases and those that expand to more than MAX_YAML_VALUES."""
+    """PyYAML's SafeLoader without equal keys, recursion or explosion of aliases."""
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the document's root node, None if it is empty; YAMLError for equal keys or aliases that expand too far."""
+        """Return the document's root node, None if it is empty.
+
+        Raises YAMLError for equal keys or aliases that expand too far.
+        """
         if node := super().get_single_node():
             _count_values(node, {})
         return node
@@ -107,7 +116,10 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 def _check_unique_keys(node: yaml.Node) -> None:
-    """Raise YAMLError if `node` is a mapping with two equal keys, of which YAML would keep the last."""
+    """Raise YAMLError if `node` is a mapping with two equal keys.
+
+    YAML would keep the last.
+    """
     keys = set()
     for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
         if not isinstance(key_node, yaml.ScalarNode):
@@ -175,7 +187,10 @@ def _read_fields(path: str | Path) -> dict[str, Any]:
 
 
 def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
-    """Return `values` by field name, with underscores; InputError, beginning with `place`, for two spellings of a name."""
+    """Return `values` by field name, with underscores.
+
+    Raises InputError, beginning with `place`, for two spellings of a name.
+    """
     fields: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")

@@ -43,7 +43,7 @@ def check_parent_writable(path: Path, flag: str) -> None:
 
 
 def check_output_file(path: Path, flag: str, *, inputs: Iterable[str | Path] = (), overwrite: bool = True) -> None:
-    """Raise InputError, naming `flag`, if the file `path` cannot or must not be written.
+    """Raise InputError if the file `path` cannot or must not be written.
 
     It cannot if it is a folder or a device, or has no writable parent. It must not if it is one of `inputs` (see
     `refuse_input`) or, without `overwrite`, if it exists. Call it before the work, and `create_parent_dir` before the file is
@@ -66,7 +66,9 @@ def check_output_file(path: Path, flag: str, *, inputs: Iterable[str | Path] = (
 
 
 def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
-    """Raise InputError, naming `flag`, if the existing file `path` is one of `inputs`, or in a folder of them.
+    """Raise InputError if the existing file `path` is or belongs to an input.
+
+    The error names `flag`.
 
     Links are followed. Inputs that do not exist, such as names on the Hub, are left out.
     """

@@ -115,7 +115,10 @@ from those of megatron-core's model.
 
 
 def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
-    """Return the card's section about the special tokens around a text; empty if they are unknown."""
+    """Return the card's section about the special tokens around a text.
+
+    Empty if they are unknown.
+    """
     if not provenance.document:
         return ""
     text = f"In training a document was {markdown.inline_code(provenance.document)}. "

@@ -95,7 +95,10 @@ class RunCheckpoint:
 
     @property
     def special_tokens(self) -> SpecialTokens | None:
-        """Return the special tokens around each document in training; None if no run of this version trained the weights."""
+        """Return the special tokens around each document in training, or None.
+
+        None if no run of a version that records them trained the weights.
+        """
         values = self.facts.get("special_tokens")
         return None if values is None else SpecialTokens.from_json(values, f"{self.folder / RUN_FILE}: field `special_tokens`")
 

@@ -141,12 +141,17 @@ class Exporter:
             self.tokenizer = set_special_tokens(self.tokenizer, self.special_tokens)
 
     def _describe_document(self) -> str:
-        """Return a document of training with its special tokens, for the card; empty without any, or if they are unknown."""
+        """Return a document of training with its special tokens, for the card.
+
+        Empty without special tokens, or if they are unknown.
+        """
         special = self.run.special_tokens
         return special.describe(self.tokenizer) if special is not None and special.count else ""
 
     def _choose_special_tokens(self) -> SpecialTokens | None:
-        """Return the special tokens that the export's tokenizer adds to a text; None if it stays as it is.
+        """Return the special tokens that the export's tokenizer adds to a text.
+
+        None if the tokenizer stays as it is.
 
         A bidirectional export adds those of training. One with causal attention, which continues texts, does not end them.
         """

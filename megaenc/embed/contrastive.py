@@ -106,7 +106,10 @@ class ContrastiveBatch:
 
     @property
     def has_negatives(self) -> bool:
-        """Return whether a query has a candidate that is neither masked nor its own document; else the loss is constant."""
+        """Return whether a query has a negative; without, the loss is constant.
+
+        A negative is a candidate that is neither masked nor the query's own document.
+        """
         return len(self.masked_rows) < len(self.queries) * (len(self.documents) - 1)
 
     def compute_loss(self, vectors: Tensor, config: ContrastiveConfig) -> Tensor:

@@ -72,7 +72,7 @@ class RetrievalSet:
 
     @property
     def _own_ids(self) -> Sequence[str | None]:
-        """Return the id of the document that each query's ranking leaves out if the corpus has it."""
+        """Return the id of the document that each query's ranking leaves out."""
         if not self.query_ids:
             return [None] * len(self.relevant)
         return list(map(find_own_document, self.query_ids, self.relevant))

@@ -58,7 +58,10 @@ def export_embedder(
 
 
 def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
-    """Raise InputError unless transformers' class, as `export_embedder` writes it, has the states of `backbone`."""
+    """Raise InputError unless an export would have the states of `backbone`.
+
+    The export is transformers' class, as `export_embedder` writes it.
+    """
     hf_model = build_hf_model(backbone, nn.Identity(), TaskFamily.IR, (), None).to(backbone.device)
     flag = f"--attention {backbone.attention}"
     advice = "expected an attention that an export has too; leave --attention out, or choose another --model"

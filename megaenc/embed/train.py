@@ -39,7 +39,10 @@ def count_steps(config: ContrastiveConfig, pairs: int) -> int:
 
 
 def compute_batch_edges(pairs: int, batch_size: int) -> list[int]:
-    """Return the edges of an epoch's batches; a last batch of one pair joins the one before, as it may have no negative."""
+    """Return the edges of an epoch's batches.
+
+    A last batch of one pair joins the one before, as it may have no negative.
+    """
     edges = [*range(0, pairs, batch_size), pairs]
     if edges[-1] - edges[-2] == 1 and len(edges) > 2:
         del edges[-2]
@@ -49,7 +52,9 @@ def compute_batch_edges(pairs: int, batch_size: int) -> list[int]:
 def iterate_contrastive_batches(
     data: ContrastiveData, config: ContrastiveConfig, first_step: int = 0
 ) -> Iterator[ContrastiveBatch]:
-    """Yield the batch of each step from `first_step`, counted from 0, to the last; pairs are shuffled in every epoch.
+    """Yield the batch of each step from `first_step`, counted from 0.
+
+    Pairs are shuffled in every epoch.
 
     A batch without a negative, whose loss would be constant, takes the pairs of its neighbours in the epoch too.
 

@@ -23,7 +23,7 @@ _ONE_EOS = SpecialTokens("eod", after=(0,))  # probably, where nothing says what
 
 @dataclass(frozen=True)
 class LengthModel:
-    """Averages of a pack: token pairs that attend to each other, number of documents or their pieces, special tokens."""
+    """Averages over packs: attention pairs, documents and special tokens."""
 
     squares: float
     """sum of the squared lengths of documents and pieces of documents"""

@@ -95,7 +95,10 @@ class FinetuneConfig:
         return self.add_bos is not None or self.add_eos is not None
 
     def normalize_special_tokens(self) -> Self:
-        """Return a copy with add_bos and add_eos in place of a mode with the same tokens, as in results of earlier versions."""
+        """Return a copy with add_bos and add_eos in place of an equal mode.
+
+        Results of earlier versions have these fields.
+        """
         if self.adds_named_tokens:
             return replace(self, add_bos=bool(self.add_bos), add_eos=self.add_eos is not False)
         if self.special_tokens in ("eod", "none"):

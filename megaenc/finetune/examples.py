@@ -36,7 +36,7 @@ SplitName: TypeAlias = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Example of sequence classification: an id, a text, the index of its label, and the second text of a pair.
+    """Text or pair of texts with an id and the index of its label.
 
     A pair that a template joins is one text.
     """

@@ -48,7 +48,7 @@ class FillMaskConfig:
 
 @dataclass(frozen=True)
 class MaskScore:
-    """Number of masked tokens, the model's accuracy and loss on them, and the accuracy of the most frequent one."""
+    """Accuracy and loss on masked tokens, and the most frequent one's accuracy."""
 
     token_count: int
     accuracy: float
@@ -103,7 +103,9 @@ def compute_mask_score(
     limit: int,
     seq_length: int = 0,
 ) -> MaskScore:
-    """Mask a fraction `mask` of the first `limit` tokens as in MLM, and return the model's accuracy and loss on them.
+    """Return a model's accuracy and loss on masked tokens.
+
+    A fraction `mask` of the first `limit` tokens is masked as in MLM.
 
     Documents have the special tokens that the tokenizer adds, or at least an EOS, and are split into windows of at most
     `seq_length` tokens (see `choose_window_length`); the first token of a window is not scored. The masks are the same in every
@@ -156,7 +158,9 @@ def compute_mask_score(
 
 
 def choose_window_length(seq_length: int, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return the window length of --seq-length; for 0 the most tokens that both model and tokenizer read.
+    """Return the window length of --seq-length.
+
+    For 0 the most tokens that both model and tokenizer read.
 
     Raises:
         InputError: the model reads fewer tokens.

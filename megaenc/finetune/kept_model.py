@@ -255,7 +255,9 @@ class ModelKeeper:
 
 
 def needs_spaced_words(tokenizer: Any) -> bool:
-    """Return whether split words need a space before each but the first to get the tokens of the words joined by spaces.
+    """Return whether split words need a space before each but the first.
+
+    They do if they get other tokens than the words joined by spaces.
 
     transformers tokenizes each of split words by itself. SentencePiece adds a space to each, WordPiece knows none, but to
     byte-level BPE a word without one is another word.

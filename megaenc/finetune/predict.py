@@ -83,7 +83,9 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
 
 
 def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
-    """Return task family, protocol and pair template of a kept model from its finetuning.json.
+    """Return task family, protocol and pair template of a kept model.
+
+    `file` is its finetuning.json.
 
     Raises:
         InputError: a field is missing, unknown or of another type, or the template is invalid.
@@ -108,7 +110,10 @@ def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
 
 
 def _read_labels(file: Path) -> tuple[str, ...]:
-    """Return the labels of a model from its config.json, in order; InputError unless they are names that differ."""
+    """Return the labels of a model from its config.json, in order.
+
+    Raises InputError unless they are names that differ.
+    """
     names = read_json_object(file, "the configuration of a model").get("id2label")
     labels = tuple(names.get(str(index)) for index in range(len(names))) if isinstance(names, dict) else ()
     if not labels or not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
@@ -118,7 +123,10 @@ def _read_labels(file: Path) -> tuple[str, ...]:
 
 
 def _format_line(prediction: dict[str, Any]) -> str:
-    """Return a prediction as a line of JSON, with lone surrogates, which UTF-8 does not have, as escapes."""
+    """Return a prediction as a line of JSON.
+
+    Lone surrogates, which UTF-8 does not have, are written as escapes.
+    """
     line = json.dumps(prediction, ensure_ascii=False)
     return line.encode("utf-8", "backslashreplace").decode() + "\n"
 

@@ -72,7 +72,10 @@ def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np
 
 
 def choose_special_tokens(tokenizer: "PreTrainedTokenizerFast", protocol: FinetuneConfig) -> SpecialTokens:
-    """Return the special tokens around each text; InputError if the tokenizer lacks one that a flag asks for."""
+    """Return the special tokens around each text.
+
+    Raises InputError if the tokenizer lacks one that a flag asks for.
+    """
     if not protocol.adds_named_tokens:
         return resolve_special_tokens(tokenizer, protocol.special_tokens)
     before, after = (), ()
@@ -84,7 +87,10 @@ def choose_special_tokens(tokenizer: "PreTrainedTokenizerFast", protocol: Finetu
 
 
 def _find_token(tokenizer: "PreTrainedTokenizerFast", role: str, instead: str) -> int:
-    """Return the id of the token with `role`, or without one that with the role `instead`. Raises InputError."""
+    """Return the id of the token with `role`, else with the role `instead`.
+
+    Raises InputError if the tokenizer has neither.
+    """
     for name in (role, instead):
         token = getattr(tokenizer, f"{name}_token_id")
         if token is not None:
@@ -93,7 +99,7 @@ def _find_token(tokenizer: "PreTrainedTokenizerFast", role: str, instead: str) -
 
 
 def resolve_protocol(protocol: FinetuneConfig, tokenizer: "PreTrainedTokenizerFast") -> FinetuneConfig:
-    """Return `protocol` with the special tokens that a text has by default with this tokenizer.
+    """Return `protocol` with the default special tokens of the tokenizer.
 
     A template of only an EOS is recorded as --add-eos, as in results of earlier versions.
     """
@@ -107,7 +113,7 @@ def resolve_protocol(protocol: FinetuneConfig, tokenizer: "PreTrainedTokenizerFa
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Encoder of texts by a tokenizer, with maximum length and special tokens; InputError without room for a text.
+    """Encoder of texts by a tokenizer, with special tokens and a maximum length.
 
     A cut text keeps its last special tokens. Special tokens spelled in a text are tokenized as text. Raises InputError for a
     `max_length` too small for any text.
@@ -126,26 +132,37 @@ class TextEncoder:
 
     @property
     def max_text_tokens(self) -> int:
-        """Return the maximum number of tokens of a text: `max_length` minus the special tokens."""
+        """Return the maximum number of tokens of a text without special tokens."""
         return self.max_length - self.special_tokens.count
 
     @cached_property
     def cache_key(self) -> dict[str, Any]:
-        """Return the dict of all that determines a text's tokens: cache format, tokenizer, max_length, special tokens."""
+        """Return all that determines a text's tokens, as a dict.
+
+        Cache format, tokenizer, max_length and special tokens.
+        """
         rule = {"max_length": self.max_length, "special_tokens": self.special_tokens.to_json()}
         return {"format": _CACHE_FORMAT, "tokenizer": read_vocabulary(self.tokenizer).fingerprint, **rule}
 
     def add_special_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        """Return a text's `tokens` cut to `max_text_tokens`, with special tokens around them, int32[<= max_length]."""
+        """Return a text's cut `tokens` with special tokens, int32[<= max_length].
+
+        They are cut to `max_text_tokens`.
+        """
         return self.special_tokens.surround(tokens[: self.max_text_tokens]).astype(np.int32)
 
     def align_to_row(self, values: np.ndarray, fill: int) -> np.ndarray:
-        """Return `values`, one per token of a text, cut as its row and with `fill` at special tokens, int32[row's tokens]."""
+        """Return `values`, one per token of a text, as its row, int32[row's tokens].
+
+        They are cut as the row, with `fill` at special tokens.
+        """
         before, after = ([fill] * len(ids) for ids in (self.special_tokens.before, self.special_tokens.after))
         return np.concatenate([before, values[: self.max_text_tokens], after]).astype(np.int32)
 
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> TokenizedTexts:
-        """Return `texts`, tokenized and cut, as TokenizedTexts, with special tokens; InputError for an empty row.
+        """Return `texts`, tokenized, cut and with special tokens.
+
+        Raises InputError for an empty row.
 
         A pair of texts has the special tokens of the tokenizer's own pairs; the longer text is cut first.
         """
@@ -166,7 +183,10 @@ class TextEncoder:
         return TokenizedTexts.from_rows(rows, truncated)
 
     def _encode_pairs(self, texts: Sequence[str | tuple[str, str]]) -> list["Encoding"]:
-        """Return the encodings of texts and pairs of texts, cut and with special tokens. Raises InputError."""
+        """Return the encodings of texts and pairs, cut and with special tokens.
+
+        Raises InputError for a pair without room.
+        """
         if not self.special_tokens.count:
             raise InputError(
                 "--special-tokens none: found pairs of texts, whose boundary needs a token; expected another mode or a "
@@ -181,12 +201,15 @@ class TextEncoder:
 
     @property
     def has_room_for_pairs(self) -> bool:
-        """Return whether a pair has room for a token of each text next to its special tokens."""
+        """Return whether a pair has room for a token of each text."""
         return self._pair_tokenizer.num_special_tokens_to_add(is_pair=True) + 2 <= self.max_length
 
     @cached_property
     def _pair_tokenizer(self) -> "Tokenizer":
-        """Return the tokenizer that adds the special tokens and cuts a text or a pair, as transformers' `truncation=True`."""
+        """Return the tokenizer that cuts and surrounds a text or a pair.
+
+        It does so as transformers' `truncation=True`.
+        """
         backend = _copy_plain(set_special_tokens(self.tokenizer, self.special_tokens))
         backend.enable_truncation(self.max_length, strategy="longest_first")
         return backend
@@ -208,7 +231,10 @@ class TextEncoder:
 
 
 def _copy_plain(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
-    """Return a copy of a tokenizer's backend that neither pads nor cuts, and reads special tokens in a text as text."""
+    """Return a copy of a tokenizer's backend that neither pads nor cuts.
+
+    It reads special tokens spelled in a text as text.
+    """
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())

@@ -147,7 +147,10 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
 
 def check_finite(tensor: "Tensor", name: str, file: Path) -> None:
-    """Raise InputError, naming `file` and the tensor, if a number of the weight `tensor` is NaN or infinite."""
+    """Raise InputError if a number of a weight is NaN or infinite.
+
+    The error names `file` and the tensor.
+    """
     if not tensor.numel():
         return
     # Both are NaN if one number is. `isfinite` allocates copies and is a hundred times slower.

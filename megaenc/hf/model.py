@@ -1,4 +1,6 @@
-"""Loading of transformers models from Hugging Face folders without network access or code from the folder, and saving.
+"""Loading and saving of transformers models in Hugging Face folders.
+
+Neither network access nor code from the folder is used.
 
 transformers gets the config and weights that were read here, never the folder, so that adapters, pickles, custom code and Hub
 kernels named in its files are ignored. What is saved has the fields of older versions too.
@@ -35,7 +37,8 @@ _OLD_MODELS = (
     "modernbert",
 )  # models tested with transformers 4.57
 _NEW_MODELS = ("eurobert", "modernbert-decoder")
-_FULL, _LOCAL = "full_attention", "sliding_attention"  # keys of `rope_parameters` and kinds of layers
+FULL, LOCAL = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`, and keys of `rope_parameters`, of models with local layers."""
 _MAX_BUFFER_BYTES = 1 << 32  # masks and tables that a model computes itself
 _MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler or a head
 
@@ -195,7 +198,10 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
 
 
 def _find_stored(folder: HFCheckpoint, model: Any, name: str) -> tuple[Path, str]:
-    """Return the file (without one: the folder) of a model's parameter and its name there."""
+    """Return the file of a model's parameter and its name there.
+
+    Without a file, the folder.
+    """
     # A model without head may be in a file of one with a head, and the other way round.
     prefix = f"{model.base_model_prefix}."
     for stored in (name, prefix + name, name.removeprefix(prefix)):
@@ -205,7 +211,7 @@ def _find_stored(folder: HFCheckpoint, model: Any, name: str) -> tuple[Path, str
 
 
 def save_hf_config(config: Any, folder: Path) -> None:
-    """Write the config.json of a transformers `config` to `folder`, with the fields that older versions read.
+    """Write config.json to `folder`, with the fields that older versions read.
 
     Versions before 5 ignore `rope_parameters` and silently compute with their own defaults instead.
     """
@@ -216,7 +222,10 @@ def save_hf_config(config: Any, folder: Path) -> None:
 
 
 def save_hf_model(model: Any, folder: Path) -> None:
-    """Write the transformers `model` to `folder`, its config by `save_hf_config`, all files with the process's mode."""
+    """Write the transformers `model` to `folder`, its config by `save_hf_config`.
+
+    All files have the mode of the process.
+    """
     model.save_pretrained(folder)
     save_hf_config(model.config, folder)
     for file in folder.glob("*.safetensors"):
@@ -224,46 +233,48 @@ def save_hf_model(model: Any, folder: Path) -> None:
 
 
 def find_lowest_version(config: Any) -> str:
-    """Return the lowest version of transformers that computes a saved model of `config` as it was trained; empty if unknown.
+    """Return the lowest version of transformers that gives a model's numbers.
 
-    Tested are 4.57 and 5.3. 4.57 has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own order, computes
-    other windows for its decoder, and takes the factor of YaRN from the context.
+    Empty if it is unknown.
+
+    Tested are 4.57 and 5.3. 4.57 has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own order, and
+    computes other logits for its decoder.
     """
-    if config.model_type not in _OLD_MODELS + _NEW_MODELS:
-        return ""
-    rope = getattr(config, "rope_parameters", None) or {}
-    is_new = config.model_type in _NEW_MODELS or rope.get("rope_type") == "yarn"
-    if getattr(config, "is_causal", None) is False:
-        is_new = True
-    if config.model_type == "modernbert" and _find_global_period(config.layer_types) is None:
-        is_new = True
-    return "5.3" if is_new else "4.57"
+    kind = config.model_type
+    if kind in _NEW_MODELS or (kind in _OLD_MODELS and getattr(config, "is_causal", None) is False):
+        return "5.3"
+    if kind == "modernbert" and _find_global_period(config.layer_types) is None:
+        return "5.3"
+    return "4.57" if kind in _OLD_MODELS else ""
 
 
 def _build_older_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields by which versions before 5 read what a config.json says in `rope_parameters` and `layer_types`."""
+    """Return the fields in which older versions read rotary bases and layers.
+
+    Versions before 5 do not know `rope_parameters`, nor ModernBERT's `layer_types`.
+    """
     rope = values.get("rope_parameters")
     if not isinstance(rope, dict):
         return {}
     if "rope_type" in rope:
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {"rope_theta": rope["rope_theta"]} | ({} if rope["rope_type"] == "default" else {"rope_scaling": scaling})
-    if not {_FULL, _LOCAL} <= set(rope):
+    if not {FULL, LOCAL} <= set(rope):
         return {}
     if values["model_type"].startswith("gemma3"):
-        fields = {"rope_theta": rope[_FULL]["rope_theta"], "rope_local_base_freq": rope[_LOCAL]["rope_theta"]}
-        scaling = {name: value for name, value in rope[_FULL].items() if name != "rope_theta"}
+        fields = {"rope_theta": rope[FULL]["rope_theta"], "rope_local_base_freq": rope[LOCAL]["rope_theta"]}
+        scaling = {name: value for name, value in rope[FULL].items() if name != "rope_theta"}
         return fields | ({} if scaling["rope_type"] == "default" else {"rope_scaling": scaling})
     if values["model_type"].startswith("modernbert"):
-        fields = {"global_rope_theta": rope[_FULL]["rope_theta"], "local_rope_theta": rope[_LOCAL]["rope_theta"]}
+        fields = {"global_rope_theta": rope[FULL]["rope_theta"], "local_rope_theta": rope[LOCAL]["rope_theta"]}
         period = _find_global_period(values["layer_types"])
         return fields | ({} if period is None else {"global_attn_every_n_layers": period})
     return {}
 
 
 def _find_global_period(kinds: list[str]) -> int | None:
-    """Return n if the layers with full attention, of `kinds`, are 0, n, 2 n, ...; None for any other order."""
+    """Return n if the layers with full attention are 0, n, 2 n, ..., else None."""
     number = len(kinds)
-    full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
+    full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
     period = full[1] if len(full) > 1 else number
     return period if full == list(range(0, number, period)) else None

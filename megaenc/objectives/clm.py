@@ -25,7 +25,10 @@ class CausalLanguageModeling(Objective):
     shift = 1
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack: unchanged inputs; labels are text and ends of documents, never a first token."""
+        """Return the Targets of one pack, whose inputs are unchanged.
+
+        Labels are text and ends of documents, never a first token.
+        """
         is_predicted = text_token_mask(self.vocabulary)[pack.tokens]
         if self.vocabulary.eos_id is not None:
             is_predicted |= pack.tokens == self.vocabulary.eos_id

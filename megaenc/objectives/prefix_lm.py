@@ -35,7 +35,10 @@ class PrefixLanguageModeling(Objective):
             raise OptionError(self.name, "low", f"found {self.low:g}, expected at most high={self.high:g}")
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return one pack's Targets: a random prefix per document; text tokens after it, never the first, are predicted."""
+        """Return one pack's Targets, with a random prefix per document.
+
+        Text tokens after it, never the first of a document, are predicted.
+        """
         lengths = np.diff(pack.edges).astype(np.int64)
         shares = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))
         prefixes = np.minimum((shares * lengths).astype(np.int64), lengths - 1)

@@ -361,7 +361,10 @@ def read_config_file(path: str, default: PretrainConfig | None = None) -> Pretra
 
 
 def _check_schedule(fields: Mapping[str, Any]) -> None:
-    """Raise InputError if `fields` have both `phases` and `objective_schedule`, whatever its value."""
+    """Raise InputError for both `phases` and `objective_schedule`.
+
+    Whatever the value of the latter.
+    """
     schedule = fields.get("objective_schedule")
     if fields.get("phases") and schedule is not None:
         raise InputError(f"--objective-schedule: found {schedule} together with phases, expected `objective` of each phase")

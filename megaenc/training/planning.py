@@ -68,7 +68,10 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
 
 
 def _check_special_tokens(parts: Sequence[RunData]) -> None:
-    """Raise InputError for phases with different special tokens; print those of corpora that do not record them."""
+    """Raise InputError for phases with different special tokens.
+
+    Prints those of corpora that do not record them.
+    """
     for data in parts:
         check_same_special_tokens(
             parts[0].corpora[0].prefix, parts[0].special_tokens, data.corpora[0].prefix, data.special_tokens

@@ -196,7 +196,10 @@ def draw_run(
 
 
 def _find_corpus_losses(validation_rows: list[Row]) -> tuple[str, list[Row]]:
-    """Return the last validated objective that has losses by corpus, and the rows that have them; empty without any."""
+    """Return the last validated objective with losses by corpus, and its rows.
+
+    Empty if none has them.
+    """
     objectives = validation_rows[-1]["objectives"] if validation_rows else {}
     names = [name for name, result in objectives.items() if result.get("by_corpus")]
     if not names:
@@ -205,7 +208,10 @@ def _find_corpus_losses(validation_rows: list[Row]) -> tuple[str, list[Row]]:
 
 
 def _draw_corpora(panel: Any, validation_rows: list[Row], against: Against) -> None:
-    """Draw the change of the held-out loss since the first validation under one objective, a line per corpus."""
+    """Draw the change of held-out loss by corpus since the first validation.
+
+    Of one objective, a line per corpus.
+    """
     objective, rows = _find_corpus_losses(validation_rows)
     prefixes = list(rows[-1]["objectives"][objective]["by_corpus"])
     for prefix, (colour, marker) in assign_styles(prefixes).items():

@@ -178,7 +178,10 @@ def _check_value(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
 
 
 def _check_objectives(value: Any) -> dict[str, dict[str, Any]]:
-    """Return the checked loss, accuracy and most_frequent of each objective, and its losses by group. Raises ValueError."""
+    """Return the checked scores of each objective, and its losses by group.
+
+    Raises ValueError.
+    """
     if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
         raise ValueError("an object of objects")
     if missing := [key for key in _OBJECTIVE_CHECKS for result in value.values() if key not in result]:

@@ -32,7 +32,7 @@ def build_config(model_type: str, **options):
             "4.57",
         ),
         ("qwen2", {"is_causal": False}, {"rope_theta": 10000.0}, "5.3"),
-        ("qwen3", {"rope_parameters": hf_models.YARN}, {"rope_theta": 2500.0}, "5.3"),
+        ("qwen3", {"rope_parameters": hf_models.YARN}, {"rope_theta": 2500.0}, "4.57"),
         ("eurobert", {"mask_token_id": 1}, {"rope_theta": 10000.0}, "5.3"),
         (
             "modernbert",

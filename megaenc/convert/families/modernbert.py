@@ -9,6 +9,7 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import check_positive, shorten_repr
+from megaenc.hf.model import FULL, LOCAL
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 
@@ -28,7 +29,6 @@ _FIELDS = {
     "decoder_bias": "output_layer_bias",
 }
 """Fields of config.json with another name in ModelConfig."""
-FULL, LOCAL = "full_attention", "sliding_attention"
 ACTIVATIONS = ("gelu", "silu", "gelu_pytorch_tanh")
 ABSENT_OPTIONS = {
     "use_rope_scaling": (False, "scaled rotary positions"),

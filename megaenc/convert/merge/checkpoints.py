@@ -212,7 +212,10 @@ def _check_same_model(first: MergeSource, other: MergeSource) -> None:
 
 
 def _choose_special_tokens(sources: Sequence[MergeSource]) -> SpecialTokens | None:
-    """Return the special tokens of the first of `sources` that has any recorded, and print if others have different ones."""
+    """Return the recorded special tokens of the first of `sources` that has any.
+
+    Prints a line if others have different ones.
+    """
     recorded = [(source, source.run.special_tokens) for source in sources if source.run.special_tokens is not None]
     if not recorded:
         return None

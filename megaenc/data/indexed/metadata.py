@@ -71,7 +71,10 @@ class CorpusMetadata:
 
     @property
     def surrounding_tokens(self) -> SpecialTokens:
-        """Return the special tokens around each document; those of an earlier version follow from `append_eod`."""
+        """Return the special tokens around each document.
+
+        Those of corpora of earlier versions follow from `append_eod`.
+        """
         if self.special_tokens is not None:
             return SpecialTokens.from_json(self.special_tokens, "field `special_tokens`")
         return SpecialTokens("eod", after=(self.eod,)) if self.append_eod else SpecialTokens()

@@ -200,10 +200,16 @@ class _TokenChecker:
 
 
 class _EdgeChecker:
-    """Checker of one special token of each document, called with the chunks of a .bin in order."""
+    """Checker of one special token of each document.
+
+    It is called with the chunks of a .bin in order.
+    """
 
     def __init__(self, document_ends: Iterator[np.ndarray], place: int, token: int):
-        """Build a checker of `token` at index `place` of each document, which counts from the end if it is negative."""
+        """Build a checker of `token` at index `place` of each document.
+
+        `place` counts from the end if it is negative.
+        """
         self._remaining_ends = document_ends
         self._place, self._token = place, token
         self._starts = np.empty(0, np.int64)  # of documents that were read ahead
@@ -212,7 +218,7 @@ class _EdgeChecker:
         self._checked_documents = 0
 
     def __call__(self, chunk: np.ndarray, start: int) -> str:
-        """Return a description of the first document whose token at the place is in `chunk` and wrong, or an empty string.
+        """Return a description of the first wrong document in `chunk`, or ''.
 
         `chunk` holds the tokens from number `start` of the corpus on.
         """
@@ -241,7 +247,7 @@ class _EdgeChecker:
 
     @property
     def _positions(self) -> np.ndarray:
-        """Return the number in the corpus of the checked token of each document that was read ahead.
+        """Return the checked token's number of each document that was read ahead.
 
         In a document that is too short it is before or at its last token.
         """

@@ -134,7 +134,10 @@ class RunData:
 
 
 def check_same_special_tokens(first: str, special: SpecialTokens, second: str, other: SpecialTokens) -> None:
-    """Raise InputError unless the documents of two corpora, named by their prefixes, have the same special tokens."""
+    """Raise InputError unless two corpora have the same special tokens.
+
+    `first` and `second` are their prefixes.
+    """
     if special.is_same(other):
         return
     texts = [

@@ -124,7 +124,10 @@ def _build_job(settings: PreprocessConfig, prefixes: list[Path], inputs: resolve
 
 
 def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> SpecialTokens:
-    """Return the special tokens of documents, and print them before hours of work. Raises InputError."""
+    """Return the special tokens of documents, and print them.
+
+    Raises InputError, before hours of work, for a tokenizer without them.
+    """
     from megaenc.data.tokenizer.special_tokens import FLAG, read_template, resolve_special_tokens
 
     mode = settings.special_tokens_mode

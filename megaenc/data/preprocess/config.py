@@ -51,7 +51,7 @@ class PreprocessConfig(resolve.InputConfig):
 
     @property
     def special_tokens_mode(self) -> SpecialTokensMode:
-        """Return the mode of --special-tokens, that of --append-eod, or without both `none`."""
+        """Return the mode of --special-tokens or --append-eod, else `none`."""
         if self.append_eod:
             return "eod"
         return self.special_tokens or "none"

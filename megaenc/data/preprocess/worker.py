@@ -34,7 +34,9 @@ class TokenizedBlock:
 
 @dataclass(frozen=True)
 class BlockTokenizer:
-    """Callable from TextBlock to TokenizedBlock: parses, splits by `punkt` if set, encodes, adds special tokens.
+    """Callable that turns a TextBlock into a TokenizedBlock.
+
+    It parses, splits by `punkt` if set, encodes, and adds special tokens.
 
     With `deduplication` it also computes the band keys of each document.
     """
@@ -84,7 +86,9 @@ class BlockTokenizer:
         return tokens, lengths, counts, band_keys
 
     def _add_special_tokens(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return `tokens` with the special ones around each document, which belong to its first and last sequence.
+        """Return `tokens` with the special ones around each document.
+
+        They belong to its first and last sequence.
 
         `lengths` of these sequences grow in place; `counts` are the sequences of each document.
         """

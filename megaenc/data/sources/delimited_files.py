@@ -43,7 +43,10 @@ class RowBlock(TextBlock):
 
 
 class DelimitedFile(TextSource):
-    """Text source of a CSV or TSV file: rows are documents, and its only split points are 0 and 1."""
+    """Text source of a CSV or TSV file, whose rows are documents.
+
+    Its only split points are 0 and 1.
+    """
 
     end = 1
 
@@ -84,7 +87,9 @@ class DelimitedFile(TextSource):
         return min(offset, 1)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[RowBlock]:
-        """Yield all rows as RowBlocks of about 4 MiB, with `before` bytes added to their positions.
+        """Yield all rows as RowBlocks of about 4 MiB.
+
+        `before` bytes are added to their positions.
 
         Raises:
             InputError: The end of a row cannot be found because of a wrong quote.
@@ -106,7 +111,10 @@ class DelimitedFile(TextSource):
                 yield RowBlock(self.name, rows, lines.size, before + self.size)
 
     def _read_records(self, lines: "_DecodedLines") -> Iterator[tuple[int, list[str] | InputError]]:
-        """Yield (line number, cells) of the header and each row, with an error for cells that are not UTF-8."""
+        """Yield (line number, cells) of the header and each row.
+
+        An error takes the place of cells that are not UTF-8.
+        """
         records = split_csv(self.name, lines, self._delimiter) if self._is_csv else split_tsv(lines, self._delimiter)
         for number, cells in records:
             if lines.error is None:
@@ -130,14 +138,19 @@ def get_delimiter(is_csv: bool) -> str:
 
 
 def find_other_delimiter(header: str, delimiter: str) -> str | None:
-    """Return a usual character between cells that the header line has instead of `delimiter`, or None."""
+    """Return a usual delimiter that `header` has instead of `delimiter`.
+
+    None if it has `delimiter`, or no usual one.
+    """
     if delimiter in header:
         return None
     return next((other for other in ";\t,|" if other in header), None)
 
 
 def split_csv(path: str, lines: Iterable[str], delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the first line, cells) of each record of a CSV file that is not empty.
+    """Yield (number of the first line, cells) of each record of a CSV file.
+
+    Empty records are left out.
 
     Args:
         path: Name of the file, for errors.
@@ -162,7 +175,10 @@ def split_csv(path: str, lines: Iterable[str], delimiter: str = ",") -> Iterator
 
 
 def split_tsv(lines: Iterable[str], delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, cells) of each line of a TSV file that is not empty, without quoting, as in GLUE's files."""
+    """Yield (line number, cells) of each line of a TSV file.
+
+    There is no quoting, as in GLUE's files; empty lines are left out.
+    """
     for number, line in enumerate(lines, 1):
         content = line.removesuffix("\n").removesuffix("\r")
         if content:

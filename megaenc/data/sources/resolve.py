@@ -45,7 +45,7 @@ JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
 
 @dataclass(frozen=True)
 class InputConfig:
-    """Flags for text input of all commands that read text: inputs, unit, data set of the Hub, encoding and delimiter."""
+    """Flags for text input, the same in all commands that read text."""
 
     input: tuple[str, ...]
     """JSONL, CSV, TSV, Parquet or text files, folders of them or of a saved data set, or names of Hugging Face Hub data sets."""
@@ -163,7 +163,10 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
 
 
 def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
-    """Return a message if a file of `inputs` is read more than once, by the same or by another name, else no message."""
+    """Return a message about files that are read more than once, if any.
+
+    A file may have several names.
+    """
     known, repeated = set(), []
     for source in inputs.sources:
         for path, *_ in source.file_stats:
@@ -175,7 +178,7 @@ def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
 
 
 def _check_delimiter(delimiter: str | None) -> None:
-    """Raise InputError unless `delimiter` is None or one character that can stand between cells."""
+    """Raise InputError unless `delimiter` is None or can stand between cells."""
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
         expected = "one character, such as ';' or $'\\t' for a tab"
         raise InputError(f"--delimiter {delimiter!r}: expected {expected}")
@@ -341,7 +344,10 @@ def _folder_identity(folder: str | Path) -> tuple[int, int]:
 
 
 def _kind_from_suffix(name: str) -> str | None:
-    """Return jsonl, csv, tsv, text or parquet by the suffix of a file name, or None for an unknown suffix."""
+    """Return the kind of a file by its suffix, or None for an unknown one.
+
+    Kinds are jsonl, csv, tsv, text and parquet.
+    """
     name = name.lower()
     if name.endswith(".parquet"):
         return "parquet"

@@ -162,7 +162,9 @@ class FileBlock(TextBlock):
 
 @contextlib.contextmanager
 def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a plain, gzip or Zstandard file; yield the raw file and a stream of its UTF-8.
+    """Open a plain, gzip or Zstandard file.
+
+    Yields the raw file and a stream of its text as UTF-8.
 
     They are the same object for a plain file in UTF-8, whose bytes are not checked; text in another `encoding` is converted.
     The raw file's `tell` counts bytes on disk.
@@ -219,7 +221,10 @@ class _Utf8Stream(io.RawIOBase):
 
 
 def find_encoding(name: str) -> str:
-    """Return the usual name of the encoding of the flag --encoding; InputError if there is no such encoding of text."""
+    """Return the usual name of an encoding of text.
+
+    Raises InputError, naming --encoding, if there is no such encoding.
+    """
     try:
         with contextlib.suppress(UnicodeError):  # one blank is not a whole character in some encodings
             b" ".decode(name)
@@ -315,7 +320,7 @@ def format_missing_key(kind: str, key: str, names: Iterable[str]) -> str:
 
 
 def check_columns(name: str, columns: Sequence[str], keys: Sequence[str]) -> None:
-    """Raise InputError unless the table `name` has exactly one column for each of `keys`."""
+    """Raise InputError unless table `name` has each of `keys` exactly once."""
     for key in keys:
         if key not in columns:
             raise InputError(f"{name}: {format_missing_key('column', key, columns)}")
@@ -347,7 +352,10 @@ def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
 
 
 def guess_encoding(start: bytes) -> str:
-    """Return utf-16, utf-16le or utf-16be if the first bytes of a text look so, else utf-8."""
+    """Return the encoding that the first bytes of a text look like.
+
+    One of utf-16, utf-16le, utf-16be and utf-8.
+    """
     if start.startswith(_UTF16_MARKS):
         return "utf-16"
     if len(start) < 2 or (start[0] == 0) == (start[1] == 0):
@@ -356,7 +364,10 @@ def guess_encoding(start: bytes) -> str:
 
 
 def guess_8_bit_encoding(error: UnicodeDecodeError) -> str:
-    """Return cp1252 or latin1, the more probable encoding of text that is not UTF-8 because of `error`."""
+    """Return cp1252 or latin1 for text that is not UTF-8.
+
+    `error` is that of decoding it as UTF-8.
+    """
     return "cp1252" if error.object[error.start] < 0xA0 else "latin1"  # such bytes are control characters in Latin-1
 
 

@@ -1,4 +1,4 @@
-"""Special tokens around a text: the tokenizer's template, only an end of text, or none."""
+"""Special tokens around a text: a template, only an end of text, or none."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ _PROBED_TOKENS = 1000  # of the vocabulary, to find a text that has a token
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the special tokens before and after each text, and the mode that chose them."""
+    """Special tokens before and after each text, and the mode that chose them."""
 
     mode: SpecialTokensMode = "none"
     before: tuple[int, ...] = ()
@@ -31,7 +31,10 @@ class SpecialTokens:
 
     @classmethod
     def from_json(cls, values: Any, place: str) -> Self:
-        """Return the SpecialTokens of a JSON object as `to_json` gives it; InputError, naming `place`, for another."""
+        """Return the SpecialTokens of a JSON object as `to_json` gives it.
+
+        Raises InputError, naming `place`, for another object.
+        """
         try:
             tokens = cls(values["mode"], tuple(values["before"]), tuple(values["after"]))
         except (KeyError, TypeError):
@@ -83,7 +86,10 @@ def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
 
 
 def _iterate_texts(tokenizer: "PreTrainedTokenizerFast") -> Iterator[str]:
-    """Yield short texts, of which one has a token: a vocabulary of amino acids, for example, has none for most letters."""
+    """Yield short texts, of which one has a token.
+
+    A vocabulary of amino acids, for example, has none for most letters.
+    """
     yield "a"
     special = set(tokenizer.all_special_ids)
     for token, id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])[:_PROBED_TOKENS]:
@@ -118,7 +124,9 @@ def resolve_special_tokens(tokenizer: "PreTrainedTokenizerFast", mode: SpecialTo
 
 
 def set_special_tokens(tokenizer: "PreTrainedTokenizerFast", special: SpecialTokens) -> "PreTrainedTokenizerFast":
-    """Return a tokenizer that adds exactly `special` to a text: the same one if it does so already, else a changed copy.
+    """Return a tokenizer that adds exactly `special` to a text.
+
+    The same one if it does so already, else a changed copy.
 
     The copy ends, or begins, the second text of a pair as the first one: `A <eos> B <eos>`.
     """
@@ -130,7 +138,10 @@ def set_special_tokens(tokenizer: "PreTrainedTokenizerFast", special: SpecialTok
 def set_template(
     tokenizer: "PreTrainedTokenizerFast", special: SpecialTokens, *, between: Sequence[int]
 ) -> "PreTrainedTokenizerFast":
-    """Return a copy of a tokenizer with `special` around a text or a pair, and the ids `between` the texts of a pair."""
+    """Return a copy of a tokenizer with `special` around a text or a pair.
+
+    The ids `between` stand between the texts of a pair.
+    """
     from tokenizers import Tokenizer
 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -161,7 +172,7 @@ def set_template(
 
 
 def drop_template(post_processor: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the parts of a post-processor of tokenizer.json that add no special tokens.
+    """Return the parts of a post-processor that add no special tokens.
 
     These are ByteLevel's, which only correct the characters that a token stands for.
     """

@@ -209,7 +209,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
 
 
 def _train_interruptibly(backend: "Tokenizer", trainer: "BpeTrainer", texts: Iterable[str]) -> None:
-    """Train `backend` in a thread, because signal handlers run only between Python's own steps in the main thread."""
+    """Train `backend` in a thread, so that signals can end the training.
+
+    Signal handlers run only between Python's own steps in the main thread.
+    """
     errors: list[BaseException] = []
     stop = threading.Event()
 
@@ -238,7 +241,10 @@ def _train_interruptibly(backend: "Tokenizer", trainer: "BpeTrainer", texts: Ite
 
 
 def _compute_fingerprint(tokenizer: "PreTrainedTokenizerFast", with_template: bool = True) -> str:
-    """Compute the sha256 of everything in a tokenizer that decides ids; `with_template`: those around a text too."""
+    """Compute the sha256 of everything in a tokenizer that decides ids.
+
+    `with_template`: ids around a text too.
+    """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     del backend["padding"], backend["truncation"]
     if not with_template:

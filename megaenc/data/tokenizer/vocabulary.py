@@ -54,11 +54,14 @@ class Vocabulary:
 
     @cached_property
     def text_fingerprint(self) -> str:
-        """Return the fingerprint without the tokenizer's template: equal for tokenizers that give a text the same ids."""
+        """Return the fingerprint without the tokenizer's template.
+
+        It is equal for tokenizers that give a text the same ids.
+        """
         return self.hash_text_rules()
 
     def is_of_tokenizer(self, *fingerprints: str | None) -> bool:
-        """Return whether one of a tokenizer's recorded `fingerprints` says that it gives a text the same ids."""
+        """Return whether one of `fingerprints` is of a tokenizer with these ids."""
         return self.fingerprint in fingerprints or self.text_fingerprint in fingerprints
 
     def starts_words(self, tokens: np.ndarray) -> np.ndarray:

@@ -281,7 +281,10 @@ def _find_data_file(folder: Path, name: str) -> Path | None:
 
 
 def _find_first_file(paths: Iterable[Path]) -> Path | None:
-    """Return the first path that is a file, or is one with its suffixes in capitals, or None."""
+    """Return the first path that is a file, or None.
+
+    Suffixes may be in capitals.
+    """
     for path in paths:
         name, dot, suffixes = path.name.partition(".")
         for spelling in (path, path.with_name(name + dot + suffixes.upper())):

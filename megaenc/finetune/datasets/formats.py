@@ -139,7 +139,10 @@ def _starts_with_row(path: Path) -> bool:
 
 
 def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
-    """Yield the rows of a CSV or TSV file with a header; `tokens` and `tags` are split at spaces."""
+    """Yield the rows of a CSV or TSV file with a header.
+
+    `tokens` and `tags` are split at spaces.
+    """
     first_line = next((line for _, line in read_lines(path) if line), "")
     delimiter = get_delimiter(is_csv)
     if other := find_other_delimiter(first_line, delimiter):
@@ -158,7 +161,10 @@ def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
 
 
 def _split_words(line: str, separator: str | None = None) -> list[str]:
-    """Split at `separator`, or without one at tabs, spaces and line ends; other white space may be part of a word."""
+    """Split at `separator`, or without one at tabs, spaces and line ends.
+
+    Other white space may be part of a word.
+    """
     return _WORD.findall(line) if separator is None else line.split(separator)
 
 
@@ -266,7 +272,10 @@ _NO_REGRESSION = "found a number with a point, expected a class; regression is n
 
 
 def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelSet) -> bool:
-    """Return whether there are (location, row) pairs and all have the label -1, which is none of `labels`."""
+    """Return whether all rows have the label -1, which is none of `labels`.
+
+    False without rows.
+    """
     if _HIDDEN in labels.labels:
         return False
     has_rows = False
@@ -311,7 +320,9 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
 
 
 def check_label_names(family: TaskFamily, names: Any, place: str, *, is_encoded: bool = False) -> LabelSet:
-    """Return the LabelSet of listed `names`; InputError, beginning with `place`, if they are invalid.
+    """Return the LabelSet of listed `names`.
+
+    Raises InputError, beginning with `place`, if they are invalid.
 
     An integer in a row is a position, except that it is a name if some names are numbers.
     `is_encoded`: the rows hold the names as positions, whatever the names are.
@@ -355,7 +366,10 @@ def build_example(
 
 
 def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
-    """Return the id of a row, None without one; InputError at `location` unless it is text or an integer."""
+    """Return the id of a row, None without one.
+
+    Raises InputError at `location` unless it is text or an integer.
+    """
     row_id = row.get("id")
     if isinstance(row_id, bool) or not isinstance(row_id, (str, int, type(None))):
         raise InputError(f"{location}: key `id`: found {_format_value(row_id)}, expected text or an integer")
@@ -363,7 +377,10 @@ def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
 
 
 def build_labelled_text(row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str) -> LabelledText:
-    """Return a row of SC, whose `text_pair`, if it has one, is joined by the template, or by the tokenizer later."""
+    """Return the example of a row of sequence classification.
+
+    A `text_pair` is joined by the template here, or by the tokenizer later.
+    """
     text = get_value(row, "text", location, str)
     # A table has no null: its empty cell means the same.
     if row.get("text_pair") in (None, "") or not pair_template:

@@ -52,7 +52,10 @@ class DatasetConfig:
     """folder of the demo sets; missing ones are written there"""
 
     def check(self) -> None:
-        """Raise InputError if `pair_template` is neither a known name nor a format string of exactly `text` and `text_pair`."""
+        """Raise InputError for a `pair_template` that cannot join two texts.
+
+        It is a known name, or a format string of exactly `text` and `text_pair`.
+        """
         if self.pair_template in (TOKENIZER_PAIRS, STUDY_PAIRS):
             return
         flag = f"--pair-template {self.pair_template!r}"

@@ -153,7 +153,10 @@ def build_jobs(
 
 
 def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> FinetuneConfig:
-    """Return `protocol` with the special tokens that are the default of a model's tokenizer, if it asks for none."""
+    """Return `protocol` with the default special tokens of a tokenizer.
+
+    Unchanged if it asks for some.
+    """
     if protocol.special_tokens or protocol.adds_named_tokens:
         return protocol.normalize_special_tokens()
     from megaenc.data.tokenizer.tokenizer import load_tokenizer  # imports transformers

@@ -12,7 +12,10 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 
 class Classification(FinetuneTask):
-    """Sequence classification (SC) on a text's pooled states, by cross-entropy; the score is the accuracy."""
+    """Sequence classification on a text's pooled states, by cross-entropy.
+
+    The score is the accuracy.
+    """
 
     family: ClassVar[TaskFamily] = TaskFamily.SC
 

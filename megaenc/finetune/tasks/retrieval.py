@@ -105,7 +105,10 @@ class RetrievalTask(FinetuneTask):
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
-        """Return the embedding of each text of a pack, its pooled state scaled to length 1, float32[texts, hidden_size]."""
+        """Return the embedding of each text of a pack, float32[texts, hidden_size].
+
+        It is the pooled state scaled to length 1.
+        """
         pool = POOLING_FUNCTIONS[self.protocol.pooling]
         return normalize(pool(model.backbone.compute_states(packed), packed), dim=1)
 
@@ -204,7 +207,9 @@ def find_own_document(query: str, grade_of: Mapping[str, int]) -> str | None:
 
 
 def compute_query_baseline(grade_of: Mapping[str, int], documents: Collection[str], own: str | None) -> dict[str, float]:
-    """Return the expected metrics of a query over random orders of `documents` without the document `own`.
+    """Return a query's expected metrics over random orders of `documents`.
+
+    The document `own` is left out.
 
     `grade_of`: grades of all relevant documents, also of those that are not ranked.
     """

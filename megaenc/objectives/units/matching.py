@@ -102,7 +102,7 @@ class CollocationMatcher:
 
 
 def _find_too_large_array(path: str) -> str:
-    """Return a complaint about an array that takes more bytes than its whole file, or an empty string.
+    """Return a complaint about an array that is larger than its file, or ''.
 
     Only headers are read: a damaged shape or a compressed array could take any amount of memory.
     """
