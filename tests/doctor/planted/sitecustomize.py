@@ -44,7 +44,7 @@ if "megaenc.processes import serve_worker" in " ".join(sys.orig_argv):
             from importlib import metadata
 
             version = metadata.version
-            metadata.version = lambda name, version=version: "5.0.99" if name == "transformers" else version(name)
+            metadata.version = lambda name, version=version: "5.99.0" if name == "transformers" else version(name)
         elif fault == "clock ahead":
             clock = time.time
             time.time = lambda clock=clock: clock() + 90

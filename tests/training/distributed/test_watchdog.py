@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import psutil
 import pytest
 import runs
+import torch.distributed as dist
 
 from megaenc.training.distributed.watchdog import EXIT_HUNG, _format_hang, _parse_report
 
@@ -106,7 +106,7 @@ import torch.distributed as dist
 from megaenc.training.distributed import watchdog
 from megaenc import dist_env
 
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=dist_env.get_rank() == 0)
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
 watchdog._get_default_store = lambda: store
 watchdog.startup_timeout = lambda limit: limit
 
@@ -119,9 +119,8 @@ with watchdog.Watchdog({2 / 60}, None):
 
 
 def test_without_a_folder_one_rank_at_each_position_prints_its_stacks():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    command = [sys.executable, "-c", MANY, port]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives the ranks, like torchrun's
+    command = [sys.executable, "-c", MANY, str(store.port)]
     environments = [os.environ | {"RANK": str(rank), "WORLD_SIZE": "6", "OMP_NUM_THREADS": "1"} for rank in range(6)]
     ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in environments]
     printed = [rank.communicate(timeout=60)[1] for rank in ranks]
