@@ -117,9 +117,10 @@ class ProgressRow(NamedTuple):
 class ProgressLine:
     """Context manager of rank 0's progress line (description, bar, percentage, fields, time left), live on a terminal.
 
-    In a file or pipe it prints a plain line at most every `interval` seconds, and one at the end unless an exception occurred or
-    `closing=False`. `total` has the unit of `done`; None: unknown. With `row_widths`, the widths of stage (0: none) and bar, a
-    terminal shows the rows given to `update` over its full width instead.
+    In a file or pipe it prints a plain line at most every `interval` seconds, and one at the end unless an exception occurred.
+    With `closing=False` nothing stays at the end: neither that line nor, on a terminal, the bar. `total` has the unit of `done`;
+    None: unknown. With `row_widths`, the widths of stage (0: none) and bar, a terminal shows the rows given to `update` over its
+    full width instead.
 
         with ProgressLine("tokenizing", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)
@@ -167,7 +168,7 @@ class ProgressLine:
         columns += [text("fields[stage]", min_width=stage_width)] if stage_width else []
         columns += [BarColumn(bar_width=bar_width)] if self._widths or self.total is not None else []
         columns += [text("fields[tail]", ratio=2)]
-        return Progress(*columns, console=build_rich_console(), expand=bool(self._widths))
+        return Progress(*columns, console=build_rich_console(), expand=bool(self._widths), transient=not self.closing)
 
     def is_due(self, live_interval: float) -> bool:
         """Return whether `live_interval` seconds (without a terminal `self.interval`) passed since the last display."""

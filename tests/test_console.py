@@ -75,6 +75,18 @@ def test_a_terminal_gets_one_live_line(monkeypatch, total):
     assert "[training]" in last and "loss 2.25" in last and ("100 %" in last) == (total is not None)
 
 
+@pytest.mark.parametrize("closing", [True, False])
+def test_a_bar_without_a_closing_line_is_erased(monkeypatch, closing):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressLine("reading", total=8, closing=closing) as progress:
+        progress.update(8)
+    erase_line = "\x1b[2K"
+    assert terminal.getvalue().endswith(erase_line) == (not closing)
+
+
 @pytest.mark.slow
 def test_quiet_is_cheap_and_silences_others_but_not_us():
     code = """

@@ -96,7 +96,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
             print_rank_0(f"{pending.name}: importing torch and transformers")
             from megaenc.finetune.train import train_and_evaluate
 
-            with ProgressLine("loading", total=1.0) as line:
+            with ProgressLine("loading", total=1.0, closing=False) as line:
 
                 def report(progress: RunProgress) -> None:
                     line.update(estimate_completion(progress), description=progress.stage, **progress.fields)

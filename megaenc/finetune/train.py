@@ -108,7 +108,7 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
             result_files.write_failure(job, f"{error} after step {step}", step=step, protocol=protocol)
             optimizer.close()
             return False
-        if all(history.is_stopped for history in histories):
+        if step < steps and all(history.is_stopped for history in histories):
             print_rank_0(f"{job.name}: stopped after {step:,} of {steps:,} steps: --early-stopping {protocol.early_stopping}")
             break
         model.train()

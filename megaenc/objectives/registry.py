@@ -92,7 +92,7 @@ def _find_defect(objective: type) -> str:
     if not (isinstance(objective, type) and issubclass(objective, Objective)):
         return "is no subclass of megaenc.objectives.Objective"
     if inspect.isabstract(objective):
-        return "has no method `targets`"
+        return f"has no method `{min(objective.__abstractmethods__)}`"
     if not isinstance(getattr(objective, "name", None), str) or not isinstance(getattr(objective, "attention", None), Attention):
         return "lacks a `name` or an `attention` of type megaenc.objectives.Attention"
     if kind := COMBINATIONS.get(objective.name):

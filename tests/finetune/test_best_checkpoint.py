@@ -104,6 +104,9 @@ def test_early_stopping_ends_where_a_longer_training_has_been(model, data, tmp_p
     assert short["evaluations"] == whole["evaluations"][: short["steps"] // 2]
     assert short["trained"] == whole["trained"] and short["test"] == whole["test"]
     assert f"little ir 2e-02 sd0: stopped after {short['steps']} of 14 steps: --early-stopping 2" in capsys.readouterr().out
+    patience = (14 - whole["best_step"]) // 2
+    last = train(plan(model, [str(data / "ir")], tmp_path / "last", eval_interval=2, early_stopping=patience))["ir"]
+    assert last["steps"] == 14 and "stopped after" not in capsys.readouterr().out
 
 
 def test_sets_that_share_a_training_have_the_results_of_their_own(model, data, tmp_path):

@@ -109,6 +109,7 @@ def test_package_offers_a_built_in_name(install):
         ("", "broken:Thing", "cannot be loaded: AttributeError"),
         ("Thing = 3", "broken:Thing", "offers broken:Thing, which is no subclass of megaenc.objectives.Objective"),
         (COPYING, "broken:Objective", "offers broken:Objective, which has no method `targets`"),
+        ("from megaenc.objectives import Masking", "broken:Masking", "offers broken:Masking, which has no method `eligible`"),
         (COPYING, "broken:Copying", "offers broken:Copying, which is called `copying`"),
         (COPYING.replace('"copying"', '"mix"'), "broken:Copying", "which is called `mix`, which is a mixture in a schedule"),
         (COPYING.replace('name = "copying"', ""), "broken:Copying", "which lacks a `name` or an `attention`"),

@@ -3,6 +3,7 @@
 import re
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ import runs
 import torch
 
 from megaenc.backend import Backend
+from megaenc.training.logging import metrics_logger
 from megaenc.training.timers import StepTimers, memory_usage
 
 PARTS = ["data_seconds", "forward_backward_seconds", "optimizer_seconds"]
@@ -64,6 +66,13 @@ def test_rates_are_flops_over_seconds(timed_run):
         assert row["tflops_per_second"] == pytest.approx(rate)
     peaks = [row["tflops_per_second"] / row["model_flops_utilization"] for row in timed_run[:12]]
     assert peaks == pytest.approx([peaks[0]] * 12)
+
+
+@pytest.mark.parametrize(("is_cpu", "shown"), [(True, {}), (False, {"MFU": "51.2 %"})])
+def test_the_progress_line_shows_the_share_of_a_peak_from_a_data_sheet(is_cpu, shown):
+    row = {"loss": 2.5, "tokens_per_second": 1200.4, "model_flops_utilization": 0.512}
+    fields = metrics_logger._progress_fields(row, SimpleNamespace(is_cpu=is_cpu))
+    assert fields == {"loss": "2.500", "tokens/s": "1,200"} | shown
 
 
 def test_the_parts_of_one_process_are_its_step(small_corpus, tmp_path):

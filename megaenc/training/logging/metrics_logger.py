@@ -91,7 +91,7 @@ class MetricsLogger:
             self._log(METRICS_FILE, row | self._reduce_over_ranks())
         if self._stragglers and (report := self._stragglers.record_step(step)):
             self._log(STRAGGLERS_FILE, report)
-        self._line.update(step, description=row["objective"], **_progress_fields(row))
+        self._line.update(step, description=row["objective"], **_progress_fields(row, self._backend))
 
     def log_validation(self, step: int, progress: dict[str, Any], validate: Callable[[Engine], dict[str, Any]]) -> None:
         """Log a row of validation.jsonl with `step`, `progress` and the scores that `validate` returns for the engine."""
@@ -143,12 +143,15 @@ def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:
     return 0.0 if unknown_count else total
 
 
-def _progress_fields(row: dict[str, Any]) -> dict[str, str]:
+def _progress_fields(row: dict[str, Any], backend: Backend) -> dict[str, str]:
     """Return the values of the progress line: loss, tokens/s and, if known, MFU."""
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
     utilization = row["model_flops_utilization"]
     fields = {"loss": loss, "tokens/s": f"{row['tokens_per_second']:,.0f}"}
-    return fields if utilization is None else fields | {"MFU": f"{100 * utilization:.1f} %"}
+    # A CPU's peak is measured as the run begins, beside whatever else runs then.
+    if utilization is None or backend.is_cpu:
+        return fields
+    return fields | {"MFU": f"{100 * utilization:.1f} %"}
 
 
 PROFILE_DIR, TABLE_ROWS = "profile", 20
