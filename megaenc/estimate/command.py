@@ -30,6 +30,17 @@ from megaenc.training.config import PretrainConfig, has_bf16, merge_defaults
 _DEFAULT_VOCAB_SIZES = {"small": 32_768, "tiny": 8_192, "modernbert-base": 50_368, "modernbert-large": 50_368}
 _DEFAULT_VOCAB_SIZES |= dict.fromkeys(("gemma3-270m", "gemma3-1b", "embeddinggemma-300m"), 262_144) | {"neobert-base": 30_522}
 _STUDY_VOCAB_SIZE = 128_256
+_STUDY_MODELS = ("210m", "610m", "1b")
+_STUDY_RECIPE = {
+    "objective_schedule": "mlm(mask=0.4):1.0",
+    "packing": "random-length",
+    "seq_length": 2048,
+    "micro_batch_size": 6,
+    "global_batch_size": 1152,
+    "train_iters": 42_000,
+    "eval_interval": 1000,
+}
+"""Flags of configs/pretrain/encoder-*.yaml that change an estimate."""
 _CORPUS_SUFFIXES = (".bin", ".idx", ".json")
 
 
@@ -111,8 +122,11 @@ def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
 def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
     """Return the checked config: flags, over the `--config` file, over the preset of `--model`; raise InputError."""
     # All accelerators of the table support bf16; only torch can tell for this machine.
-    base = EstimateConfig(pretrain=PretrainConfig(bf16="--calibrate" not in argv or has_bf16()))
-    default = replace(base, pretrain=merge_defaults(argv, prog, base.pretrain))
+    pretrain = PretrainConfig(bf16="--calibrate" not in argv or has_bf16())
+    model = flags.find_flag_value(argv, "--model") or ""
+    if model.lower() in _STUDY_MODELS and not flags.find_flag_value(argv, "--config"):
+        pretrain = flags.replace_fields(pretrain, _STUDY_RECIPE, source="the study's recipe")
+    default = EstimateConfig(pretrain=merge_defaults(argv, prog, pretrain))
     config = flags.parse(EstimateConfig, argv, prog=prog, description=__doc__, default=default)
     layout = HypotheticalLayout(**flags.flatten(config.pretrain.layout))
     config = replace(config, pretrain=replace(config.pretrain, layout=layout))

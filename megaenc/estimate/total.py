@@ -14,6 +14,7 @@ from megaenc.estimate.step_time import StepTime, compute_step_time, micro_batch_
 
 SIMILAR_TIME = 1.02  # within this factor of the best time, the simpler layout is preferred
 _MAX_STAGES = 64
+_MOST_PACKS = 4096  # in a micro-batch; no device is faster with more
 _LAYOUT_FIELDS = (
     "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "pipeline_model_parallel_layout",
     "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "recompute_modules",
@@ -199,5 +200,5 @@ def format_layout_flags(case: LayoutCase) -> list[str]:
 
 
 def _divisors(number: int) -> list[int]:
-    """Return the divisors of `number` in ascending order."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    """Return the divisors of `number` up to _MOST_PACKS in ascending order."""
+    return [divisor for divisor in range(1, min(number, _MOST_PACKS) + 1) if number % divisor == 0]

@@ -9,6 +9,8 @@ from typing import Any
 
 from megaenc import flags
 from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT, KernelConfig, ParallelConfig
+from megaenc.data.indexed.corpus import parse_split
+from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.data.packing.packed_dataset import LONGEST_PACK
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, get_preset
@@ -25,6 +27,7 @@ from megaenc.training.phases import (
     BatchSizeSchedule,
     PhaseConfig,
     build_batch_sizes,
+    build_learning_rate,
     drop_alternatives,
     drop_wsd_flags,
     resolve_phases,
@@ -83,7 +86,18 @@ class PretrainConfig:
         """Raise InputError, naming the flag, for values out of range or impossible on `world_size` processes."""
         if self.phases:
             self._check_phases(world_size)
-            return
+        else:
+            self._check_settings(world_size)
+        self._check_length()
+        self.monitoring.check(self.output.save, self.total_iters, world_size)
+        build_learning_rate(self)
+        self._check_pseudo_perplexity()
+        parse_split(self.data.split)
+        for phase in self.phase_configs:
+            parse_data_path(phase.settings.data.data_path)
+
+    def _check_settings(self, world_size: int) -> None:
+        """Raise InputError for what `check` refuses in a run without `phases`, or in one of them, apart from its schedules."""
         self.layout.check(world_size)
         self.start.check()
         self.optimizer.check()
@@ -117,13 +131,11 @@ class PretrainConfig:
             )
         stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
         self._check_rampup(step * (stages if chunks > 1 else 1))
-        self._check_length()
         if chunks > 1 and micro_batches % stages:
             raise InputError(
                 f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
                 f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
             )
-        self.monitoring.check(self.output.save, self.total_iters, world_size)
 
     def check_limits(self) -> None:
         """Raise InputError, naming the flag, for a number out of range, or a ramp-up that leads nowhere."""
@@ -135,15 +147,12 @@ class PretrainConfig:
         self._check_rampup(divisor=1)
 
     def _check_phases(self, world_size: int) -> None:
-        """Raise InputError, naming the phase, if one of them would be refused as a run of its own, or all are too long."""
+        """Raise InputError, naming the phase, if one of them would be refused as a run of its own."""
         for number, phase in enumerate(self.phase_configs, 1):
-            monitoring = dataclasses.replace(self.monitoring, profile=False)  # its steps are those of the whole run
             try:
-                dataclasses.replace(phase.settings, monitoring=monitoring).check(world_size)
+                phase.settings._check_settings(world_size)
             except InputError as error:
                 raise InputError(f"phase {number}: {error}") from None
-        self._check_length()
-        self.monitoring.check(self.output.save, self.total_iters, world_size)
 
     def _check_window(self) -> None:
         """Raise InputError if the window of local layers is as long as a pack, so that they would attend globally."""
@@ -164,6 +173,17 @@ class PretrainConfig:
             raise InputError(
                 f"{flag}, which reads {tokens:,} tokens (--global-batch-size x --seq-length a step); "
                 f"expected at most {_MOST_TOKENS:,}"
+            )
+
+    def _check_pseudo_perplexity(self) -> None:
+        """Raise InputError for a pseudo-perplexity without validation, or of more passes than a pack has tokens."""
+        passes, longest = self.output.eval_pseudo_perplexity_passes, self.phase_configs[-1].settings.data.seq_length
+        flag = f"--eval-pseudo-perplexity-passes {passes}"
+        if passes and not self.eval_every:
+            raise InputError(f"{flag}: found with --eval-interval 0, expected an interval of validations")
+        if passes > longest:
+            raise InputError(
+                f"{flag}: expected at most --seq-length {longest}, with which one token of a document is hidden at a time"
             )
 
     def _check_float8(self) -> None:
@@ -298,7 +318,7 @@ _MOST_GROWING_STEPS = 10**6  # the first sample of each is held in memory
 
 _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
-    *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
+    *("seq_length", "eval_iters", "vocab_size", "make_vocab_size_divisible_by"),
 )
 _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval", "straggler_interval")
 _LAYERS = ("rewind_skip_iters", "muon_num_ns_steps", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")

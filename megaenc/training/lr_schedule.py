@@ -105,11 +105,14 @@ class WSDSchedule:
         return cls(*values, style, min_lr)
 
     def describe(self) -> str:
-        """Return text such as `to 0.002 over 10 steps, constant, to 0 over the last 10 steps (linear)`."""
+        """Return text such as `to 0.002 over 10 steps, constant, down over the last 10 steps (cosine) to 4.9e-05 in the last`."""
         text = f"to {self.peak:g} over {self.warmup:,} steps"
-        text += ", constant" if self.warmup + self.decay < self.total else ""
+        if self.warmup + self.decay < self.total:
+            text += ", constant"
+        if not self.decay:
+            return text
         style = "" if self.style == WSD_DECAY_STYLE else f" ({self.style})"
-        return text + (f", to {self.min_lr:g} over the last {self.decay:,} steps{style}" if self.decay else "")
+        return f"{text}, down over the last {self.decay:,} steps{style} to {self(self.total):.4g} in the last"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     settings.check(get_world_size())
     settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
-    _check_pseudo_perplexity(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
     for data_path in dict.fromkeys(data.data_path for data in data_configs):
         for _, prefix in parse_data_path(data_path):
@@ -81,18 +80,6 @@ def _check_special_tokens(parts: Sequence[RunData]) -> None:
     )
     for prefix in prefixes:
         print_rank_0(f"{prefix}: records no special tokens; by its documents --special-tokens {parts[0].special_tokens.mode}")
-
-
-def _check_pseudo_perplexity(settings: PretrainConfig) -> None:
-    """Raise InputError for a pseudo-perplexity without validation, or of more passes than a pack has tokens."""
-    passes, longest = settings.output.eval_pseudo_perplexity_passes, settings.phase_configs[-1].settings.data.seq_length
-    flag = f"--eval-pseudo-perplexity-passes {passes}"
-    if passes and not settings.eval_every:
-        raise InputError(f"{flag}: found with --eval-interval 0, expected an interval of validations")
-    if passes > longest:
-        raise InputError(
-            f"{flag}: expected at most --seq-length {longest}, with which one token of a document is hidden at a time"
-        )
 
 
 def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:

@@ -75,6 +75,14 @@ def test_help_teaches(capsys):
         (["--gpu", "h100", "--gpus", "2", "--micro-batch-size", "1", "--pipeline-model-parallel-size", "2",
           "--pipeline-model-parallel-layout", "Et|tL"], "layout Et|tL: expected E, t for each of the 4 layers"),
         (["--gpu", "h100", "--overlap-param-gather"], "--overlap-param-gather: needs"),
+        (["--gpu", "h100", "--lr-warmup-iters", "300"], "warm-up of 300 and decay of 10 steps do not fit in the 200 steps"),
+        (["--gpu", "h100", "--min-lr", "1"], "--min-lr: found 1, expected at most --lr"),
+        (["--gpu", "h100", "--lr-decay-style", "cosine", "--lr-wsd-decay-iters", "5"], "--lr-wsd-decay-iters: found 5"),
+        (["--gpu", "h100", "--phases", "{objective: mlm, train_iters: 9, lr_warmup_iters: 20}"], "phase 1: warm-up of 20"),
+        (["--gpu", "h100", "--phases", "{objective: mlm, train_iters: 9, data_path: ''}"], "--data-path: found an empty text"),
+        (["--gpu", "h100", "--vocab-size", "0"], "--vocab-size: found 0, expected 1 or more"),
+        (["--gpu", "h100", "--split", "1,2,3,4"], "--split"),
+        (["--gpu", "h100", "--eval-pseudo-perplexity-passes", "200"], "--eval-pseudo-perplexity-passes 200: expected at most"),
         (["--gpu", "h100", "--document-tokens", "0"], "--document-tokens: found 0"),
         (["--gpu", "h100", "--packing", "random-length", "--seq-length", "20"], "--packing random-length: found --seq-length 20"),
         (["--gpu", "h100", "--output", "/proc/nowhere/said.json"], "--output"),
@@ -87,3 +95,21 @@ def test_bad_input_is_one_line(refusal, flags, expected):
 def test_overlap_can_be_planned_on_a_machine_without_an_accelerator(capsys):
     main([*STUDY, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--no-suggest"])
     assert "gradients overlap" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["210m", "610m", "1b"])
+def test_a_size_of_the_study_has_its_recipe(size, capsys):
+    """Flags take precedence over it, as over a file."""
+    recipe = runs.ROOT / "configs" / "pretrain" / f"encoder-{size}.yaml"
+    printed = []
+    for start in (["--model", size], ["--config", str(recipe)]):
+        for more in ([], ["--train-tokens", "20000000000", "--objective-schedule", "clm"]):
+            main([*start, *more, "--gpu", "h100", "--gpus", "8", "--explain", "--no-suggest"])
+            printed.append(capsys.readouterr().out)
+    assert printed[:2] == printed[2:] and printed[0] != printed[1]
+
+
+def test_a_batch_of_a_billion_packs_is_searched_at_once(capsys):
+    """Micro-batches have up to 4,096 packs, whatever the global batch size."""
+    main(["--gpu", "h100", "--model", "tiny", "--global-batch-size", str(2**40), "--train-iters", "2"])
+    assert "--micro-batch-size 4096" in capsys.readouterr().out

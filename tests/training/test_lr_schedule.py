@@ -56,6 +56,8 @@ def test_styles_of_a_wsd_decay_by_hand(style, min_lr):
     expected = [0.6, 1.2, 1.2, 1.2, *(min_lr + (1.2 - min_lr) * share for share in SHARES[style])]
     assert [rate(step) for step in range(1, 9)] == pytest.approx(expected, rel=1e-12)
     assert rate(8) > min_lr  # the rate of no step is the minimum
+    name = "" if style == "linear" else f" ({style})"
+    assert rate.describe() == f"to 1.2 over 2 steps, constant, down over the last 4 steps{name} to {rate(8):.4g} in the last"
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])

@@ -26,6 +26,8 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     else:
         raise InputError(f"--data-path {' '.join(words)}: expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B")
     for number, (weight, prefix) in enumerate(pairs):
+        if not prefix:
+            raise InputError("--data-path: found an empty text, expected the prefix of a .bin and an .idx file")
         if weight is not None and weight <= 0:
             raise InputError(f"--data-path {' '.join(words)}: found weight {words[2 * number]}, expected more than 0")
         if os.path.realpath(prefix) in [os.path.realpath(earlier) for _, earlier in pairs[:number]]:
