@@ -52,7 +52,7 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
         try:
             tokenizer = _load_with_config(copy, config | {"tokenizer_class": _GENERIC_CLASS})
         except InputError as error:
-            raise InputError(str(error).replace("--tokenizer", "--input").replace(str(copy), str(folder))) from None
+            raise InputError(str(error).replace(str(copy), str(folder))) from None
         named = None
         if config.get("tokenizer_class") not in _GENERIC_CLASSES:
             with contextlib.suppress(InputError):

@@ -105,7 +105,8 @@ def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
         try:
             DatasetConfig(pair_template=pair_template).check()
         except InputError as error:
-            raise InputError(f"{file}: field `pair_template`: {error}") from None
+            complaint = str(error).removeprefix("--pair-template ")
+            raise InputError(f"{file}: field `pair_template`: {complaint}") from None
     return TaskFamily(family), protocol, pair_template
 
 

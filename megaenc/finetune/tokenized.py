@@ -179,7 +179,7 @@ class TextEncoder:
                 truncated += len(tokens) > self.max_text_tokens
                 rows.append(self.add_special_tokens(tokens))
         if empty := [number for number, row in enumerate(rows, start=1) if not len(row)]:
-            raise InputError(f"text {empty[0]}: found no token, expected some text or --add-eos")
+            raise InputError(f"text {empty[0]}: found no token, expected some text, or training with --add-eos")
         return TokenizedTexts.from_rows(rows, truncated)
 
     def _encode_pairs(self, texts: Sequence[str | tuple[str, str]]) -> list["Encoding"]:
@@ -189,8 +189,8 @@ class TextEncoder:
         """
         if not self.special_tokens.count:
             raise InputError(
-                "--special-tokens none: found pairs of texts, whose boundary needs a token; expected another mode or a "
-                "--pair-template with {text} and {text_pair}"
+                "pairs of texts: found --special-tokens none, expected training with another mode, as their boundary needs a "
+                "token, or with a --pair-template with {text} and {text_pair}"
             )
         if not self.has_room_for_pairs:
             raise InputError(

@@ -286,7 +286,7 @@ def test_pairs_are_joined_as_in_training_whatever_the_format(models, tmp_path, r
     details = json.loads((tmp_path / "kept" / "finetuning.json").read_text())
     argv = ["--model", tmp_path / "kept", "--input", tmp_path / "pairs.parquet"]
     for value, said in (
-        ("{text", "field `pair_template`: --pair-template '{text': expected '}'"),
+        ("{text", "field `pair_template`: '{text': expected '}'"),
         (None, "row 1: field `text_pair`: expected both texts in `text`"),
     ):
         changed = {name: part for name, part in (details | {"pair_template": value}).items() if part is not None}
@@ -479,7 +479,7 @@ ODD_FIELDS = [
     (
         "finetuning.json",
         {"pair_template": "{text} {text_pair:{text}}"},
-        "--pair-template '{text} {text_pair:{text}}': found a format",
+        "field `pair_template`: '{text} {text_pair:{text}}': found a format",
     ),
 ]
 

@@ -203,7 +203,7 @@ def test_pairs_need_room_for_their_special_tokens(tokenizer):
 
 
 def test_pairs_need_a_token_between_them(tokenizer):
-    with pytest.raises(InputError, match=r"--special-tokens none: found pairs of texts, .*--pair-template"):
+    with pytest.raises(InputError, match=r"pairs of texts: found --special-tokens none, .*--pair-template"):
         text_encoder(tokenizer, 20, add_eos=False).encode([("one", "two")])
 
 

@@ -63,14 +63,14 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if is_folder and not (folder / "tokenizer.json").exists():
-            raise InputError(
-                f"--tokenizer {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
-            ) from None
-        problem = "tokenizer.json cannot be loaded" if is_folder else "neither an existing folder nor a tokenizer on the Hub"
+            raise InputError(f"{name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer") from None
+        problem = f"{name}: tokenizer.json cannot be loaded"
+        if not is_folder:
+            problem = f"--tokenizer {name}: neither an existing folder nor a tokenizer on the Hub"
         reason = first_error_line(error, 160)
-        raise InputError(f"--tokenizer {name}: {problem}; expected a Hugging Face fast tokenizer ({reason})") from None
+        raise InputError(f"{problem}; expected a Hugging Face fast tokenizer ({reason})") from None
     if not getattr(tokenizer, "is_fast", False):
-        raise InputError(f"--tokenizer {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
+        raise InputError(f"{name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
     return tokenizer
 
 
@@ -85,7 +85,7 @@ def _build_class_config(folder: Path) -> Any:
     try:
         files = sorted(file for file in folder.iterdir() if file.suffix in _TEXT_SUFFIXES)
     except OSError as error:
-        raise InputError(f"--tokenizer {folder}: {error.strerror}; expected a folder that can be read") from None
+        raise InputError(f"{folder}: {error.strerror}; expected a folder that can be read") from None
     for file in files:
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise InputError(f"{file}: not a regular file; expected one of a Hugging Face tokenizer")
