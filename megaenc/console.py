@@ -6,7 +6,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -239,6 +239,12 @@ class ProgressLine:
             return []
         rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
         return [f"{format_duration((self.total - self._done) / rate)} left"]
+
+
+def format_paths(paths: Sequence[str]) -> str:
+    """Return the first three paths, joined by commas, and the number of others; bytes that are not UTF-8 are replaced."""
+    names = ", ".join(os.fsencode(path).decode("utf-8", "replace") for path in paths[:3])
+    return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 
 
 def format_number(value: Any) -> str:

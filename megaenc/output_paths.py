@@ -5,7 +5,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megaenc.atomic_io import resolve_path, temporary_path
+from megaenc.atomic_io import find_stale_temp_files, resolve_path, temporary_path
+from megaenc.console import format_paths, print_rank_0
 from megaenc.errors import InputError
 
 
@@ -25,6 +26,24 @@ def refuse_existing(path: Path, flag: str) -> None:
         raise InputError(f"{flag} {path}: the folder that this command runs in, expected another name")
     if exists and not empty:
         raise InputError(f"{flag} {path}: exists already; remove it or choose another name")
+
+
+def report_stale_files(*paths: Path) -> None:
+    """Print number, size and names of the temporary files that stopped runs left for `paths`; nothing if there are none.
+
+    All paths are in one folder. The files are not removed: a process id in the name may now belong to another process or to
+    another machine.
+    """
+    stale_files = find_stale_temp_files(*paths)
+    if stale_files:
+        size = 0
+        for file in (file for path in stale_files for file in (path, *path.rglob("*")) if not file.is_dir()):
+            with contextlib.suppress(OSError):
+                size += file.stat().st_size
+        print_rank_0(
+            f"{paths[0].parent}: {len(stale_files)} unfinished by a stopped run, {size / 1e6:,.1f} MB; remove them unless "
+            f"another process is writing them: {format_paths([path.name for path in stale_files])}"
+        )
 
 
 def check_parent_writable(path: Path, flag: str) -> None:

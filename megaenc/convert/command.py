@@ -13,8 +13,8 @@ import tyro
 from megaenc import flags
 from megaenc.atomic_io import exit_on_sigterm
 from megaenc.console import print_rank_0, silence_libraries
-from megaenc.data.preprocess.outputs import report_stale_files
 from megaenc.errors import InputError, closest_match, handle_command_errors
+from megaenc.output_paths import report_stale_files
 
 USAGE = """usage: {prog} DIRECTION [options]
 

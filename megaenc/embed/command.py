@@ -132,7 +132,7 @@ def _describe_origin(
     from megaenc.finetune.datasets.beir import compute_test_fingerprint
     from megaenc.finetune.model import fingerprint
 
-    weights = fingerprint.compute_model_fingerprints(list(models.values()), str(Path(settings.output).parent), save=False)
+    weights = fingerprint.compute_model_fingerprints(list(models.values()), str(Path(settings.output).parent))
     fingerprints = {
         name: {
             "model": digest,

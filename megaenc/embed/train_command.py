@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaenc import __version__, flags
-from megaenc.atomic_io import atomic_write, exit_on_sigterm, remove_path, try_lock
+from megaenc.atomic_io import atomic_write, exit_on_sigterm, find_stale_temp_files, remove_path, try_lock
 from megaenc.console import ProgressLine, format_duration, print_rank_0, silence_libraries
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
@@ -97,7 +97,7 @@ def _run(settings: EmbedTrainConfig, output: Path) -> None:
     names = ("pooling", "max_length", "query_prefix", "document_prefix")
     resolved = {name: getattr(embedding, name) for name in names} | {"attention": embedding.attention or ""}
     contrastive = dataclasses.replace(settings.contrastive, precision=precision, **resolved)
-    fingerprints = {"model": compute_model_fingerprints([folder], "", save=False)[0]}
+    fingerprints = {"model": compute_model_fingerprints([folder], "")[0]}
     fingerprints |= {"tokenizer": compute_tokenizer_fingerprint(folder), "data": pairs.digest}
     record = json.loads(json.dumps({"config": dataclasses.asdict(contrastive), "fingerprints": fingerprints}))
     if (output / TRAINING_DETAILS).is_file():
@@ -204,7 +204,9 @@ def _train(
     }
     _call_on_rank_0(lambda: export_embedder(output, embedder, data, details, progress.rows))
     if not get_rank():
-        remove_path(state)
+        # The lock is held: temporary folders are of killed processes.
+        for leftover in (state, *find_stale_temp_files(output)):
+            remove_path(leftover)
     print_rank_0(
         f"written: {output}: loss {progress.loss:.4f} after {progress.step:,} steps in {format_duration(progress.seconds)}; "
         f"{progress.masked:,} scores masked as false negatives"

@@ -22,8 +22,9 @@ from megaenc.finetune.grid.jobs import (
     try_lock_run,
 )
 from megaenc.finetune.grid.progress import estimate_completion
+from megaenc.finetune.model.fingerprint import save_fingerprints
 from megaenc.finetune.results import files as result_files
-from megaenc.output_paths import check_parent_writable, refuse_existing, remove_new_parents_on_error
+from megaenc.output_paths import check_parent_writable, refuse_existing, remove_new_parents_on_error, report_stale_files
 from megaenc.processes import check_process_count
 
 _BASELINE_DESCRIPTIONS = {
@@ -78,6 +79,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     check_parent_writable(output / "model", "--output")
     if settings.save_model:
         refuse_existing(Path(settings.save_model), "--save-model")
+        report_stale_files(Path(settings.save_model))
         check_parent_writable(Path(settings.save_model), "--save-model")
     from megaenc.finetune.datasets.registry import find_dataset
 
@@ -105,6 +107,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
                     train_and_evaluate(pending, report)
                 except DataUnavailable as error:  # only a grid retries it
                     raise InputError(str(error)) from None
+            save_fingerprints(settings.output)
     _print_scores(folder, job.family, was_finished=pending is None)
 
 

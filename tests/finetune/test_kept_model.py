@@ -168,6 +168,7 @@ def test_the_card_names_rate_seed_and_digests(trained):
 )
 def test_what_cannot_be_kept_is_said_before_training(name, family, flags, said, models, labelled, tmp_path, refusal):
     argv = ["--model", models / name, "--dataset", labelled / family, "--output", tmp_path / "out", *LEARNING, *flags]
+    (tmp_path / "out").mkdir()
     assert re.search(
         said, refusal(run_main, [*argv, "--save-model", tmp_path / "new" / "kept", "--max-steps", 10**6, "--epochs", 1e9])
     )

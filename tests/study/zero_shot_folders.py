@@ -86,5 +86,5 @@ def _fingerprints(folder: Path) -> dict[str, str]:
     """Return the fingerprints of a model's folder, without the stamp, so that they are compared."""
     from megaenc.finetune.model.fingerprint import compute_model_fingerprints, compute_tokenizer_fingerprint
 
-    [weights] = compute_model_fingerprints([str(folder)], str(folder.parent), save=False)
+    [weights] = compute_model_fingerprints([str(folder)], str(folder.parent))
     return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(folder))}

@@ -19,7 +19,6 @@ from megaenc.data.preprocess.outputs import (
     output_prefixes,
     refuse_existing_outputs,
     refuse_finished_outputs,
-    report_stale_files,
 )
 from megaenc.data.preprocess.partitions import write_in_partitions
 from megaenc.data.preprocess.resumable import read_merge_record
@@ -28,7 +27,12 @@ from megaenc.data.preprocess.worker import BlockTokenizer
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.errors import handle_command_errors
-from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, remove_new_parents_on_error
+from megaenc.output_paths import (
+    check_parent_writable,
+    create_parent_with_rollback,
+    remove_new_parents_on_error,
+    report_stale_files,
+)
 
 
 def preprocess(settings: PreprocessConfig) -> list[Path]:

@@ -1,14 +1,11 @@
 """Output files of preprocessing: names, checks for existing files and remains of interrupted runs."""
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megaenc.atomic_io import find_stale_temp_files, longest_file_name
-from megaenc.console import print_rank_0
-from megaenc.data.sources.resolve import format_paths
+from megaenc.atomic_io import longest_file_name
 from megaenc.errors import InputError
 from megaenc.output_paths import refuse_existing
 
@@ -53,24 +50,6 @@ def refuse_finished_outputs(prefixes: Sequence[Path]) -> None:
         raise InputError(
             f"--output-prefix {paths[-1]}: exists already; if another process of this command has written it, nothing is left "
             "to do, else remove it or choose another name"
-        )
-
-
-def report_stale_files(*paths: Path) -> None:
-    """Print number, size and names of the temporary files that stopped runs left for `paths`; nothing if there are none.
-
-    All paths are in one folder. The files are not removed: a process id in the name may now belong to another process or to
-    another machine.
-    """
-    stale_files = find_stale_temp_files(*paths)
-    if stale_files:
-        size = 0
-        for file in (file for path in stale_files for file in (path, *path.rglob("*")) if not file.is_dir()):
-            with contextlib.suppress(OSError):
-                size += file.stat().st_size
-        print_rank_0(
-            f"{paths[0].parent}: {len(stale_files)} unfinished by a stopped run, {size / 1e6:,.1f} MB; remove them unless "
-            f"another process is writing them: {format_paths([path.name for path in stale_files])}"
         )
 
 

@@ -11,11 +11,12 @@ from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.data.indexed.metadata import CorpusMetadata, read_corpus_metadata
 from megaenc.data.preprocess.claims import Claim
 from megaenc.data.preprocess.job import Counts, PreprocessJob
-from megaenc.data.preprocess.outputs import output_files, refuse_finished_outputs, refuse_foreign_outputs, report_stale_files
+from megaenc.data.preprocess.outputs import output_files, refuse_finished_outputs, refuse_foreign_outputs
 from megaenc.data.preprocess.resumable import BandKeys, PartitionExists, PartitionStore, read_merge_record
 from megaenc.data.preprocess.worker import TokenizedBlock
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError
+from megaenc.output_paths import report_stale_files
 
 POLL_SECONDS = 2.0
 """Maximum seconds between two looks at the claims of other processes while there is nothing else to do."""

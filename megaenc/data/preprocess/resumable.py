@@ -270,10 +270,21 @@ class PartitionStore:
         return names
 
     def _is_replaceable(self, names: list[str]) -> bool:
-        """Return whether the folder has neither this plan nor partitions nor live processes."""
+        """Return whether the folder has neither this plan nor partitions nor live processes.
+
+        Raises InputError for files without a plan: the folder appears with its plan and goes as a whole, so that they are of
+        somebody else.
+        """
         if any(map(_RECORD_NAME.fullmatch, names)):
             return False
         stored = read_json_or_empty(self.folder / _PLAN)
+        if names and not {_FOLDER_ID, "tokenizer"} & stored.keys():
+            if not self.folder.exists():
+                raise FileNotFoundError(self.folder)
+            raise InputError(
+                f"{self.folder}: holds no {_PLAN} of a corpus, expected the one next to its partitions; "
+                "choose another --output-prefix"
+            )
         is_own = all(json.dumps(stored.get(field)) == json.dumps(value) for field, value in self._plan.items())
         return not (is_own and _FOLDER_ID in stored) and not self._claims.read_live(names)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from megaenc.console import format_paths
 from megaenc.data.sources.base import LineFile, TextGroup, TextSource
 from megaenc.data.sources.delimited_files import DelimitedFile
 from megaenc.data.sources.text_files import UTF8, TextBlock, find_encoding, strip_compression_suffix
@@ -236,12 +237,6 @@ def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> t
         for each, split_point in ((ranges[0], ranges[0].start), (ranges[-1], ranges[-1].stop))
     ]
     return edges[0], edges[1] - edges[0]
-
-
-def format_paths(paths: Sequence[str]) -> str:
-    """Return the first three paths, joined by commas, and the number of others; bytes that are not UTF-8 are replaced."""
-    names = ", ".join(os.fsencode(path).decode("utf-8", "replace") for path in paths[:3])
-    return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 
 
 def _build_sources(files: Sequence[tuple[str, str]], settings: InputConfig, keys: Sequence[str]) -> Iterator[TextSource]:

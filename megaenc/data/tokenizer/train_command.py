@@ -9,7 +9,7 @@ from megaenc.atomic_io import atomic_dir, exit_on_sigterm
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.data.sources.resolve import InputConfig, JsonKey, read_blocks, resolve_inputs
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
+from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing, report_stale_files
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
     """Train a tokenizer on the input, write its folder atomically and print its size; InputError for unusable paths."""
     output = Path(settings.output)
     refuse_existing(output, "--output")
+    report_stale_files(output)
     inputs = resolve_inputs(settings, [settings.json_key])
     for message in inputs.messages:
         print_rank_0(message)

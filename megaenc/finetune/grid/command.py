@@ -156,6 +156,7 @@ def run_grid(settings: GridConfig, find_dataset: DatasetFinder, run_function: st
     print_grid_size(settings, plan)
     if settings.slurm.slurm:
         submit_jobs(plan.pending, run_function, settings.slurm, settings.local, settings.output)
+        save_fingerprints(settings.output)
         return
     logs = [log_path(job) for job in plan.pending]
     with remove_new_parents_on_error(*logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in plan.pending)):

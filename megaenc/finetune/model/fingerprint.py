@@ -36,11 +36,11 @@ def check_model_folder(folder: str) -> None:
     read_json_object(path / "config.json", "the configuration of a model")
 
 
-def compute_model_fingerprints(folders: Sequence[str], results: str, *, save: bool = True) -> list[str]:
-    """Return each model folder's SHA-256 (hex) of config.json and weights, or that cached in `results`; `save`: cache.
+def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str]:
+    """Return each model folder's SHA-256 (hex) of config.json and weights, or that cached in `results`.
 
     Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for files of this path, size and
-    time. `save`: add new fingerprints to that file.
+    time: see `save_fingerprints`.
     """
     known, marks = _read_fingerprint_file(results) | _COMPUTED_DIGESTS, [_compute_file_key(folder) for folder in folders]
     new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
@@ -55,8 +55,6 @@ def compute_model_fingerprints(folders: Sequence[str], results: str, *, save: bo
             before += sizes[mark]
             if _compute_file_key(folder) == mark:
                 _COMPUTED_DIGESTS[mark] = known[mark]
-    if save:
-        save_fingerprints(results)
     return [known[mark] for mark in marks]
 
 

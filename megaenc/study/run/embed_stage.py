@@ -316,7 +316,7 @@ def _fingerprint_model(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str
     stamp = compute_model_stamp(str(folder))
     if recorded.get("stamp") == stamp:
         return {name: value for name, value in recorded.items() if name != "stamp"}
-    [weights] = compute_model_fingerprints([str(folder)], str(folder.parent), save=False)
+    [weights] = compute_model_fingerprints([str(folder)], str(folder.parent))
     return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(folder))}
 
 

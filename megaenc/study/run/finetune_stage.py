@@ -223,5 +223,5 @@ class FinetuneStage(StageRunner):
 
     def _model_fingerprints(self) -> dict[str, str]:
         """Return the fingerprints of the exported model and its tokenizer."""
-        weights = compute_model_fingerprints([str(self._export)], str(self.folder.parent), save=False)
+        weights = compute_model_fingerprints([str(self._export)], str(self.folder.parent))
         return {"model": weights[0], "tokenizer": compute_tokenizer_fingerprint(str(self._export))}

@@ -515,9 +515,8 @@ def test_a_note_of_somebody_elses_parts_does_not_let_output_be_overwritten(corpu
         with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
             preprocess(flags(corpus, tokenizer_folder, append_eod=False))
         if hashes != noted:
-            with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
+            with pytest.raises(InputError, match=r"out_text_document\.idx: exists already|out_parts: holds no plan\.json"):
                 preprocess(flags(corpus, tokenizer_folder, append_eod=False, partitions=2))
-            (corpus.parent / "out_parts").mkdir(exist_ok=True)
     assert contents(prefix) == before
 
 

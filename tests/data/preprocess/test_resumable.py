@@ -217,6 +217,18 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings):
     assert names(tmp_path / "out_parts") == ["thesis.tex"]
 
 
+@pytest.mark.parametrize(
+    "files", [{"part-00001-text.bin": "years"}, {".of_work.tmp": ""}, {"plan.json": '{"steps": 3}', "merged": "{}"}]
+)
+def test_files_of_somebody_else_with_names_of_partitions_are_left_alone(tmp_path, settings, files):
+    (tmp_path / "out_parts").mkdir()
+    for name, content in files.items():
+        (tmp_path / "out_parts" / name).write_text(content)
+    with pytest.raises(InputError, match=r"out_parts: holds no plan\.json of a corpus, expected .*; choose another --output-pre"):
+        preprocess(settings)
+    assert {name: (tmp_path / "out_parts" / name).read_text() for name in names(tmp_path / "out_parts")} == files
+
+
 def test_a_part_that_is_not_whole_is_made_again(tmp_path, settings, expected_contents, monkeypatch):
     interrupted(settings, monkeypatch, after=3)
     with open(tmp_path / "out_parts" / "part-00002-text.bin", "rb+") as stream:

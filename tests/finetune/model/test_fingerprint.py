@@ -8,7 +8,19 @@ from fake_runs import make_model
 
 from megaenc.errors import InputError
 from megaenc.finetune.model import fingerprint
-from megaenc.finetune.model.fingerprint import FINGERPRINT_FILE, check_model_folder, compute_model_fingerprints
+from megaenc.finetune.model.fingerprint import (
+    FINGERPRINT_FILE,
+    check_model_folder,
+    compute_model_fingerprints,
+    save_fingerprints,
+)
+
+
+def compute_and_save(folders: list[str], results: str) -> list[str]:
+    """The fingerprints, which are then also in `results`."""
+    fingerprints = compute_model_fingerprints(folders, results)
+    save_fingerprints(results)
+    return fingerprints
 
 
 @pytest.fixture
@@ -21,42 +33,42 @@ def reads(monkeypatch) -> list[str]:
 
 def test_weights_are_read_once(tmp_path, reads):
     folders = [str(make_model(tmp_path / name)) for name in ("one", "two")]
-    first = compute_model_fingerprints(folders[:1], str(tmp_path))
-    both = compute_model_fingerprints(folders, str(tmp_path))
+    first = compute_and_save(folders[:1], str(tmp_path))
+    both = compute_and_save(folders, str(tmp_path))
     assert reads == ["one", "two"] and both[0] == first[0] != both[1]
-    assert compute_model_fingerprints(folders[::-1], str(tmp_path)) == both[::-1] and reads == ["one", "two"]
+    assert compute_and_save(folders[::-1], str(tmp_path)) == both[::-1] and reads == ["one", "two"]
 
 
 def test_the_fingerprint_is_of_names_and_bytes(tmp_path):
     model, whole = make_model(tmp_path / "one"), hashlib.sha256()
     for name in ("config.json", "model.safetensors"):
         whole.update(name.encode() + b"\0" + hashlib.sha256((model / name).read_bytes()).digest())
-    assert compute_model_fingerprints([str(model)], str(tmp_path)) == [whole.hexdigest()]
+    assert compute_and_save([str(model)], str(tmp_path)) == [whole.hexdigest()]
 
 
 def test_weights_that_change_behind_their_time_are_read_again(tmp_path, reads):
     """Other bytes of the same length under the same name and with the same time of change, as a copy may leave them."""
     model = make_model(tmp_path / "one")
     weights = model / "model.safetensors"
-    before, at = compute_model_fingerprints([str(model)], str(tmp_path)), weights.stat()
+    before, at = compute_and_save([str(model)], str(tmp_path)), weights.stat()
     weights.write_bytes(weights.read_bytes()[::-1])
     os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
     assert weights.stat().st_mtime_ns == at.st_mtime_ns
-    assert compute_model_fingerprints([str(model)], str(tmp_path)) != before and reads == ["one", "one"]
+    assert compute_and_save([str(model)], str(tmp_path)) != before and reads == ["one", "one"]
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', "\0"])
 def test_a_file_of_fingerprints_that_says_nothing_is_made_again(tmp_path, content):
     model = str(make_model(tmp_path / "one"))
-    whole = compute_model_fingerprints([model], str(tmp_path))
+    whole = compute_and_save([model], str(tmp_path))
     (tmp_path / FINGERPRINT_FILE).write_text(content)
-    assert compute_model_fingerprints([model], str(tmp_path)) == whole
+    assert compute_and_save([model], str(tmp_path)) == whole
     assert list(tmp_path.glob(".*")) == [tmp_path / FINGERPRINT_FILE]
 
 
 def test_no_folder_is_made_for_it(tmp_path):
     model = str(make_model(tmp_path / "one"))
-    assert compute_model_fingerprints([model], str(tmp_path / "new")) == compute_model_fingerprints([model], str(tmp_path))
+    assert compute_and_save([model], str(tmp_path / "new")) == compute_and_save([model], str(tmp_path))
     assert not (tmp_path / "new").exists()
 
 
