@@ -35,8 +35,8 @@ _OLD_MODELS = (
     "qwen3",
     "gemma3_text",
     "modernbert",
+    "modernbert-decoder",
 )  # models tested with transformers 4.57
-_NEW_MODELS = ("eurobert", "modernbert-decoder")
 FULL, LOCAL = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`, and keys of `rope_parameters`, of models with local layers."""
 _MAX_BUFFER_BYTES = 1 << 32  # masks and tables that a model computes itself
@@ -238,12 +238,14 @@ def find_lowest_version(config: Any) -> str:
     Empty if it is unknown.
 
     Tested are 4.57 and 5.3. 4.57 has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own order, and
-    computes other logits for its decoder.
+    gives the local layers of its decoder the rotary base of the global ones.
     """
     kind = config.model_type
-    if kind in _NEW_MODELS or (kind in _OLD_MODELS and getattr(config, "is_causal", None) is False):
+    if kind == "eurobert" or (kind in _OLD_MODELS and getattr(config, "is_causal", None) is False):
         return "5.3"
     if kind == "modernbert" and _find_global_period(config.layer_types) is None:
+        return "5.3"
+    if kind == "modernbert-decoder" and config.rope_parameters[FULL] != config.rope_parameters[LOCAL]:
         return "5.3"
     return "4.57" if kind in _OLD_MODELS else ""
 

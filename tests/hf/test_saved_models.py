@@ -53,6 +53,18 @@ def build_config(model_type: str, **options):
             "5.3",
         ),
         (
+            "modernbert-decoder",
+            {"rope_parameters": BASES, "layer_types": [FULL, LOCAL]},
+            {"global_rope_theta": 5000.0, "local_rope_theta": 300.0},
+            "5.3",
+        ),
+        (
+            "modernbert-decoder",  # Ettin's
+            {"rope_parameters": {FULL: BASES[FULL], LOCAL: BASES[FULL]}, "layer_types": [LOCAL, FULL, LOCAL, LOCAL]},
+            {"global_rope_theta": 5000.0, "local_rope_theta": 5000.0},
+            "4.57",
+        ),
+        (
             "gemma3_text",
             {"rope_parameters": BASES | {FULL: {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0}}},
             {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
