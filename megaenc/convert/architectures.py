@@ -304,8 +304,10 @@ def build_export_config(
     )
     if family.is_encoder:
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
-    elif attention == Attention.BIDIRECTIONAL and not own:
-        values["is_causal"] = False
+    elif attention == Attention.BIDIRECTIONAL:
+        values["use_cache"] = False  # keys of a text read both ways are of no use later, and cannot go to ONNX
+        if not own:
+            values["is_causal"] = False
     source = source or {}
     if source.get("classifier_pooling") in family.poolings and family.is_encoder:
         values["classifier_pooling"] = source["classifier_pooling"]

@@ -148,6 +148,8 @@ def test_a_decoder_says_that_it_is_bidirectional():
             assert values[field] is (field != "is_causal") and ("is_causal" in values) is (field == "is_causal")
             causal = written(name, model, Attention.CAUSAL)
             assert native_attention(parse_hf_config(causal, ""), family) == Attention.CAUSAL
+            # A cache of keys among the outputs cannot go to ONNX, nor continue a text that is read both ways.
+            assert (values["use_cache"], causal["use_cache"]) == (False, True)
 
 
 @pytest.mark.parametrize(
