@@ -235,7 +235,8 @@ def _format_loading_class(provenance: ExportProvenance, attention: Attention) ->
     if provenance.architecture == "NeoBERTLMHead":
         return (
             f" It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, which runs the code of {HUB_CODE} on the Hub, "
-            "written for transformers 4. `megaenc finetune`, `megaenc embed` and `megaenc fill-mask` run none."
+            "written for transformers 4: under 5 it computes other outputs, without an error. `megaenc finetune`, "
+            "`megaenc embed` and `megaenc fill-mask` run none."
         )
     version = f" {provenance.transformers} or later" if provenance.transformers else ""
     text = f" It loads with `{provenance.architecture}` of transformers{version}"

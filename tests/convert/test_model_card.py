@@ -111,7 +111,8 @@ def test_of_a_model_that_came_in_nothing_is_said_to_be_trained(small_corpus, tmp
             "NeoBERTLMHead",
             "BIDIRECTIONAL",
             "fill-mask",
-            "It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, which runs the code of chandar-lab/NeoBERT",
+            "It loads with `AutoModelForMaskedLM` and `trust_remote_code=True`, which runs the code of chandar-lab/NeoBERT "
+            "on the Hub, written for transformers 4: under 5 it computes other outputs, without an error.",
         ),
         (
             "Qwen3ForCausalLM",
