@@ -18,7 +18,7 @@ from pathlib import Path
 from megaenc.errors import InputError
 
 _LOCK_ATTEMPTS = 20  # other processes may keep removing the lock file
-_UNWRITABLE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_UNWRITABLE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def resolve_path(path: Path) -> Path:

@@ -70,10 +70,10 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
                 _discard_output()
                 sys.exit(141)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 _discard_output()
-                place = error.filename or "standard output, or a temporary file"
+                place = error.filename2 or error.filename or "standard output, or a temporary file"
                 _print_error(f"{place}: cannot be written to: {error.strerror}")
                 sys.exit(2)
             finally:

@@ -81,3 +81,27 @@ def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
     assert ended.returncode == 2
     assert ended.stderr == "error: standard output, or a temporary file: cannot be written to: No space left on device\n"
+
+
+def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
+    """In a file that a command replaces as a whole, and in one that a library copies to a temporary folder."""
+    (tmp_path / "large").write_bytes(bytes(100_000))
+    code = """
+import resource, shutil, sys
+from pathlib import Path
+from megaenc.atomic_io import atomic_write
+from megaenc.errors import handle_command_errors
+
+@handle_command_errors
+def main(call):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    call()
+
+calls = {"atomic": lambda: atomic_write(Path("out/file"), "x" * 2000), "copy": lambda: shutil.copy("large", "out/copy")}
+main(calls[sys.argv[1]])
+"""
+    (tmp_path / "out").mkdir()
+    for kind, place in (("atomic", "out"), ("copy", "out/copy")):
+        command = [sys.executable, "-c", code, kind]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr) == (2, f"error: {place}: cannot be written to: File too large\n")
