@@ -12,7 +12,7 @@ from megaenc.backend.reductions import gather_lowest, reduce_over_ranks
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
-from megaenc.model.attention.backends import BACKENDS, exclude_flash_attn, flash_attn_versions
+from megaenc.model.attention.backends import BACKENDS, exclude_flash_attn, exclude_unmeasured_flash_attn, flash_attn_versions
 from megaenc.model.attention.selftest import check_backend
 from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.objectives import Attention
@@ -49,6 +49,8 @@ def select_attention(
     sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
     sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **batch_shape}
     sizes["windows"] = tuple(dict.fromkeys(shape.layer_windows))
+    if requested == "auto":
+        exclude_unmeasured_flash_attn(backend.device)
     for name in BACKENDS if requested == "auto" else (requested,):
         available_count, failure = _check_on_all_ranks(name, sizes, failures)
         if not failure:

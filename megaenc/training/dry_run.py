@@ -5,11 +5,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from megaenc.backend import Backend, KernelConfig
+from megaenc.backend import Backend
 from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import parse_data_path
@@ -139,14 +140,15 @@ def _format_model(plan: Plan) -> str:
     return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
 
 
-def format_run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused_kernels: dict[str, bool], resumed: int) -> str:
-    """Return the 3-line header of a run: model, devices, kernels, `resumed` step (0: none), phases, --save, corpora."""
+def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], resumed: int) -> str:
+    """Return the 3-line header of a run: model, devices, kernels, `resumed` step (0: none), phases, --save, corpora.
+
+    `kernels`: `Engine.kernel_metadata`.
+    """
     settings, phases, rows = plan.settings, plan.schedule.phases, plan.corpus_usage
-    computed = (
-        settings.layout.describe(settings.shape.num_layers, get_world_size()) + f"; attention by {kernels.attention_backend}"
-    )
+    computed = f"{settings.layout.describe(settings.shape.num_layers, get_world_size())}; attention by {kernels['attention']}"
     if not backend.is_cpu:
-        computed += f"; fused kernels: {', '.join(name for name, used in fused_kernels.items() if used) or 'none'}"
+        computed += f"; fused kernels: {', '.join(name for name, used in kernels['fused'].items() if used) or 'none'}"
     start = f"resuming after step {resumed}" if resumed else plan.start.describe()
     phase_text = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
     more = f", ... ({len(phases):,} phases)" if len(phases) > _HEADER_PHASES else ""

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend, main_grad
 from megaenc.data.packing.packed_dataset import PackedDataset
+from megaenc.model.attention.backends import describe_backend
 from megaenc.model.encoder import build_model_chunks
 from megaenc.model.fp8.linear import check_linear_layers
 from megaenc.objectives import Objective
@@ -102,6 +103,8 @@ class Engine:
         sizes, seed = (settings.shape, plan.vocab_size, longest), settings.seed if init_weights else None
         self._encoders = encoders = build_model_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
         self.fused_kernels = dataclasses.asdict(encoders[0].fused)  # by name, whether the kernel is used; equal in all chunks
+        attention = describe_backend(self.kernels.attention_backend, backend.device)
+        self.kernel_metadata = dataclasses.asdict(self.kernels) | {"attention": attention, "fused": self.fused_kernels}
         self.config = encoders[0].config  # read by megatron-core's schedules
         self.config.finalize_model_grads_func = finalize_summed_grads
         self.step_timers = StepTimers()  # of one step

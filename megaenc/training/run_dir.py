@@ -1,7 +1,6 @@
 """The run directory: configuration, metadata, tokenizer and metrics files of one run, under a lock."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -14,7 +13,6 @@ import yaml
 
 from megaenc import flags
 from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, find_stale_temp_files, remove_path
-from megaenc.backend.parallel_config import KernelConfig
 from megaenc.console import truncate_text
 from megaenc.errors import InputError, LocalInputError
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
@@ -81,15 +79,12 @@ class RunDir:
             with atomic_dir(path / TOKENIZER_DIR) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
 
-    def write_plan(self, plan: "Plan", kernels: KernelConfig | None = None, fused_kernels: dict[str, bool] | None = None) -> None:
-        """Write run.json (metadata of `plan`, and `kernels` with `fused_kernels` once known) and config.yaml (all flags).
-
-        `fused_kernels`: whether each fused kernel is used, by name.
-        """
+    def write_plan(self, plan: "Plan", kernels: dict[str, Any] | None = None) -> None:
+        """Write run.json (metadata of `plan`, and `kernels`, those in use, once known) and config.yaml (all flags)."""
         path = self.path
         self.lock.check()
         if kernels:
-            self._kernels_entry = {"kernels": dataclasses.asdict(kernels) | {"fused": fused_kernels or {}}}
+            self._kernels_entry = {"kernels": kernels}
         # First, because run.json marks the directory as a run.
         atomic_write(path / RUN_FILE, json.dumps(plan.run_metadata | self._kernels_entry, indent=1))
         preset = flags.flatten(get_preset(plan.settings.model))  # of which null overrides a value

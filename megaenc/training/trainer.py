@@ -150,15 +150,15 @@ class _Trainer:
         self._progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
         self._engine = Engine(plan, backend)
         self._engine.local_votes = local_votes
-        kernels, fused_kernels = self._engine.kernels, self._engine.fused_kernels
+        kernels = self._engine.kernel_metadata
         if plan.settings.output.save:
-            broadcast_call(lambda: run_dir.write_plan(plan, kernels, fused_kernels))
+            broadcast_call(lambda: run_dir.write_plan(plan, kernels))
         watchdog.beat("load", self.start_step)
         if saved_state:
             checkpoints.load(self._engine, self.start_step)
         state = saved_state or _load_initial_state(self._engine, plan.start)
         self._losses = RecentLosses(state.get("losses"))
-        print_rank_0(format_run_header(plan, backend, kernels, fused_kernels, resumed=self.start_step if saved_state else 0))
+        print_rank_0(format_run_header(plan, backend, kernels, resumed=self.start_step if saved_state else 0))
         self._validator = Validator(plan) if plan.validation else None
         self.logger = MetricsLogger(plan, backend, self._engine, run_dir, self.start_step)
         self.logger.drop_rows_after(self.start_step if saved_state else -1)

@@ -62,7 +62,7 @@ def test_the_first_that_is_right_and_no_word_of_what_is_missing(kinds, expected,
 
 
 @pytest.mark.parametrize("requested", ["auto", "flash"])
-@pytest.mark.parametrize(("wrong", "tried"), [((), [3]), ((3,), [3, 4]), ((3, 4), [3, 4, 2]), ((3, 4, 2), [3, 4, 2])], ids=str)
+@pytest.mark.parametrize(("wrong", "tried"), [((), [4]), ((4,), [4, 3]), ((4, 3), [4, 3, 2]), ((4, 3, 2), [4, 3, 2])], ids=str)
 def test_another_flash_attn_takes_the_place_of_one_that_fails(wrong, tried, requested, one_process, monkeypatch, capsys):
     """Which may be an import or a compilation: the next backend is tried when the last version has failed, too."""
     from megaenc.model.attention import backends
@@ -78,7 +78,7 @@ def test_another_flash_attn_takes_the_place_of_one_that_fails(wrong, tried, requ
         return SelfTestResult(name, True, None, 0.06, WRONG if seen[-1] in wrong else "")
 
     monkeypatch.setattr(backends, "_excluded_versions", set())
-    monkeypatch.setattr(backends, "_installed_flash_versions", lambda: [3, 4, 2])
+    monkeypatch.setattr(backends, "_installed_flash_versions", lambda: [4, 3, 2])
     monkeypatch.setattr(backends, "_unsupported_reason", lambda version, device: "")
     monkeypatch.setattr(attention_select, "check_backend", check)
     if len(wrong) == 3 and requested == "flash":

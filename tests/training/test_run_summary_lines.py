@@ -16,7 +16,6 @@ import torch
     ],
 )
 def test_fused_kernels_are_named_where_there_is_an_accelerator(machine, used, text, small_corpus, one_process, monkeypatch):
-    from megaenc.backend import KernelConfig
     from megaenc.training.config import parse_config
     from megaenc.training.dry_run import format_run_header
     from megaenc.training.planning import build_plan
@@ -24,5 +23,5 @@ def test_fused_kernels_are_named_where_there_is_an_accelerator(machine, used, te
     plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN], "test"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: machine)
     backend = replace(one_process, name=machine)
-    first = format_run_header(plan, backend, KernelConfig(attention_backend="flash"), used, resumed=0).splitlines()[0]
+    first = format_run_header(plan, backend, {"attention": "flash", "fused": used}, resumed=0).splitlines()[0]
     assert text in first

@@ -29,8 +29,9 @@ BACKENDS = ("flash", "varlen", "cudnn", "onednn", "sdpa")
 # torch 2.11 detects grouped heads itself and lacks the keyword that later versions require.
 _GQA_OPTION = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-_FLASH_MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute", 2: "flash_attn"}
-"""Modules of flash-attn's versions, from the fastest on Hopper to the slowest."""
+_FLASH_MODULES = {4: "flash_attn.cute", 3: "flash_attn_interface", 2: "flash_attn"}
+"""Modules of flash-attn's versions in the order in which they are tried. On Hopper 4 has been measured, and 3 has not."""
+_FLASH_PACKAGES = {4: "flash-attn-4", 3: "flash-attn-3", 2: "flash-attn"}
 _HOPPER = (9, 0)
 _excluded_versions: set[int] = set()  # of flash-attn, in this process
 
@@ -114,7 +115,7 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window)
 
 
 def flash_attn_versions(device: torch.device) -> list[int]:
-    """Return the versions of flash-attn that are installed, support `device` and are not excluded, the fastest first."""
+    """Return the versions of flash-attn that are installed, support `device` and are not excluded, in the order of trial."""
     versions = _installed_flash_versions()
     return [number for number in versions if number not in _excluded_versions and not _unsupported_reason(number, device)]
 
@@ -125,11 +126,28 @@ def exclude_flash_attn(version: int) -> None:
     load_flash_kernel.cache_clear()
 
 
+def exclude_unmeasured_flash_attn(device: torch.device) -> None:
+    """Leave version 4 unused in this process on other GPUs than Hopper, where nobody has measured it."""
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) != _HOPPER:
+        exclude_flash_attn(4)
+
+
+def describe_backend(name: str, device: torch.device) -> str:
+    """Return the backend's name, for flash-attn with its release: `flash (flash-attn 4.0.0b36)`."""
+    if name != "flash":
+        return name
+    version = flash_attn_versions(device)[0]
+    release = str(version)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        release = metadata.version(_FLASH_PACKAGES[version])
+    return f"{name} (flash-attn {release})"
+
+
 def _installed_flash_versions() -> list[int]:
-    """Return the installed versions of flash-attn, the fastest first, without an import of any."""
+    """Return the installed versions of flash-attn in the order of trial, without an import of any."""
     installed = {3: util.find_spec(_FLASH_MODULES[3]) is not None}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        installed[4] = bool(metadata.version("flash-attn-4"))  # later releases of version 2 hold a `flash_attn.cute`, too
+        installed[4] = bool(metadata.version(_FLASH_PACKAGES[4]))  # later releases of version 2 hold a `flash_attn.cute`, too
     spec = util.find_spec(_FLASH_MODULES[2])
     installed[2] = spec is not None and spec.origin is not None  # version 4 installs a folder of that name and no module
     return [version for version in _FLASH_MODULES if installed.get(version)]

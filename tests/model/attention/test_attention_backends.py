@@ -139,7 +139,7 @@ def test_a_scale_of_its_own(way, plug):
 
 @pytest.mark.parametrize(
     ("capability", "hip", "expected"),
-    [((9, 0), None, "342"), ((8, 0), None, "2"), ((10, 0), None, "42"), ((12, 0), None, "42"), ((9, 0), "7.0", "2")],
+    [((9, 0), None, "432"), ((8, 0), None, "2"), ((10, 0), None, "42"), ((12, 0), None, "42"), ((9, 0), "7.0", "2")],
 )
 def test_each_device_has_its_versions_of_flash_attn(capability, hip, expected, plug, monkeypatch):
     """Those that are excluded one after the other, and then none."""
@@ -158,6 +158,30 @@ def test_each_device_has_its_versions_of_flash_attn(capability, hip, expected, p
         backends.exclude_flash_attn(int(version))
     assert "".join(called) == expected
     assert backends.flash_attn_versions(HOST) == []
+
+
+@pytest.mark.parametrize(("capability", "hip", "expected"), [((9, 0), None, "432"), ((10, 0), None, "2"), ((9, 0), "7.0", "2")])
+def test_only_measured_versions_are_chosen_without_a_name(capability, hip, expected, monkeypatch):
+    from megaenc.model.attention import backends
+
+    accelerator = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(backends, "_excluded_versions", set())
+    monkeypatch.setattr(backends, "_installed_flash_versions", lambda: [4, 3, 2])
+    backends.exclude_unmeasured_flash_attn(accelerator)
+    assert "".join(map(str, backends.flash_attn_versions(accelerator))) == expected
+
+
+def test_a_backend_is_named_with_its_release(monkeypatch):
+    from megaenc.model.attention import backends
+
+    monkeypatch.setattr(backends, "flash_attn_versions", lambda device: [4, 2])
+    kernels.install_4(monkeypatch, kernels.flash_attn_4)
+    assert backends.describe_backend("flash", HOST) == "flash (flash-attn 4.0.0b36)"
+    monkeypatch.setattr(backends, "flash_attn_versions", lambda device: [3])
+    assert backends.describe_backend("flash", HOST) == "flash (flash-attn 3)"  # built from sources, without metadata
+    assert backends.describe_backend("varlen", HOST) == "varlen"
 
 
 @pytest.fixture
@@ -376,10 +400,10 @@ def test_flash_attn_is_there_or_not(installed, capability, hip, monkeypatch):
         kernels.install_4(monkeypatch, kernels.flash_attn_4)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    usable = {(9, 0): [3, 4, 2], (8, 0): [2], (10, 0): [4, 2]}[capability] if not hip else [2]
+    usable = {(9, 0): [4, 3, 2], (8, 0): [2], (10, 0): [4, 2]}[capability] if not hip else [2]
     expected = [version for version in usable if version in installed]
     assert backends.flash_attn_versions(accelerator) == expected
-    hints = [HINTS[version] for version in (3, 4) if version in installed]
+    hints = [HINTS[version] for version in (4, 3) if version in installed]
     lacking = "; ".join(["flash-attn 2 is not installed", *hints]) if hints else "flash-attn is not installed"
     assert backends.missing_requirement("flash", accelerator, torch.bfloat16) == ("" if expected else lacking)
 
