@@ -86,15 +86,27 @@ def _find_optional_switches(settings: type) -> set[str]:
 
 MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 """Limits of a YAML file: its size in bytes, and its number of values with aliases expanded."""
+_MAX_NUMBER = 1000  # characters; Python cannot print an integer of more than 4,300 digits
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader without equal keys, recursion or explosion of aliases."""
+    """PyYAML's SafeLoader without equal keys, long numbers, recursion or explosion of aliases."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of `node`.
+
+        Raises YAMLError for a text that does not fit its tag, as in `!!int ""`.
+        """
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError):
+            problem = f"found {truncate_text(repr(node.value))}, expected a value of {node.tag}"
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from None
 
     def get_single_node(self) -> yaml.Node | None:
         """Return the document's root node, None if it is empty.
 
-        Raises YAMLError for equal keys or aliases that expand too far.
+        Raises YAMLError for equal keys, long numbers or aliases that expand too far.
         """
         if node := super().get_single_node():
             _count_values(node, {})
@@ -104,6 +116,9 @@ class YamlLoader(yaml.SafeLoader):
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return the number of values in `node` with aliases expanded; `counts` caches it by node identity."""
     if isinstance(node, yaml.ScalarNode):
+        if len(node.value) > _MAX_NUMBER and node.tag.endswith((":int", ":float")):
+            problem = f"found a number of {len(node.value):,} characters, expected at most {_MAX_NUMBER:,}"
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
         return 1
     if id(node) not in counts:
         _check_unique_keys(node)

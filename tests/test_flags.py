@@ -165,6 +165,12 @@ UNUSABLE = {
     "no text": (b"lr: \xff", "not UTF-8 text"),
     "no date": (b"lr: 2001-02-31", "not YAML: day is out of range"),
     "no float": (b"lr: 1" + 400 * b"0", "field `lr`: found 1000"),
+    "no text of an integer": (b'lr: !!int ""', "found '', expected a value of tag:yaml.org,2002:int"),
+    "no text of a date": (b"save: !!timestamp x", "found 'x', expected a value of tag:yaml.org,2002:timestamp"),
+    "no text of a bool": (b"bf16: !!bool x", "found 'x', expected a value of tag:yaml.org,2002:bool"),
+    "a float to the base of 60": (b"lr: 1" + 300 * b":1" + b".5", "expected a value of tag:yaml.org,2002:float"),
+    "an integer that cannot be printed": (b"save: 0x" + 4000 * b"f", "found a number of 4,002 characters"),
+    "an integer to the base of 60": (b"lr: 1" + 400_000 * b":1", "found a number of 800,001 characters"),
     "long": (b"lr: [" + 900 * b"1," + b"1]", "field `lr`: found [1, 1"),
 }
 
