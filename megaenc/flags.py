@@ -86,6 +86,7 @@ def _find_optional_switches(settings: type) -> set[str]:
 
 MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 """Limits of a YAML file: its size in bytes, and its number of values with aliases expanded."""
+_MAX_LEVELS = 100  # Python cannot print or write much deeper values
 _MAX_NUMBER = 1000  # characters; Python cannot print an integer of more than 4,300 digits
 
 
@@ -106,28 +107,32 @@ class YamlLoader(yaml.SafeLoader):
     def get_single_node(self) -> yaml.Node | None:
         """Return the document's root node, None if it is empty.
 
-        Raises YAMLError for equal keys, long numbers or aliases that expand too far.
+        Raises YAMLError for equal keys, long numbers or aliases that expand too far, RecursionError for deep nesting.
         """
         if node := super().get_single_node():
-            _count_values(node, {})
+            _measure(node, {})
         return node
 
 
-def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return the number of values in `node` with aliases expanded; `counts` caches it by node identity."""
+def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the number of values and levels in `node` with aliases expanded; `sizes` caches them by node identity."""
     if isinstance(node, yaml.ScalarNode):
         if len(node.value) > _MAX_NUMBER and node.tag.endswith((":int", ":float")):
             problem = f"found a number of {len(node.value):,} characters, expected at most {_MAX_NUMBER:,}"
             raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
-        return 1
-    if id(node) not in counts:
+        return 1, 0
+    if id(node) not in sizes:
         _check_unique_keys(node)
-        counts[id(node)] = MAX_YAML_VALUES  # while it is being counted: a node that contains itself exceeds the limit
+        sizes[id(node)] = MAX_YAML_VALUES, 0  # while it is being measured: a node that contains itself exceeds the limit
         parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
-    if counts[id(node)] > MAX_YAML_VALUES:
+        counts, levels = zip((1, 0), *(_measure(part, sizes) for part in parts), strict=True)
+        sizes[id(node)] = sum(counts), 1 + max(levels)
+    count, level = sizes[id(node)]
+    if count > MAX_YAML_VALUES:
         raise yaml.YAMLError(f"its aliases expand to more than {MAX_YAML_VALUES:,} values")
-    return counts[id(node)]
+    if level > _MAX_LEVELS:
+        raise RecursionError
+    return count, level
 
 
 def _check_unique_keys(node: yaml.Node) -> None:

@@ -158,6 +158,11 @@ UNUSABLE = {
     "mappings merged": (MERGED.encode(), "its aliases expand to more than 100,000 values"),
     "in itself": (b"lr: &a [*a]", "its aliases expand to more than 100,000 values"),
     "deep": (b"lr: " + 5000 * b"[", "nested too deeply"),
+    "deeper than can be written": (b"lr: " + 200 * b"[" + 200 * b"]", "nested too deeply"),
+    "deep by aliases": (
+        b"a0: &a0 1\n" + b"".join(b"a%d: &a%d [*a%d]\n" % (n, n, n - 1) for n in range(1, 3000)),
+        "nested too deeply",
+    ),
     "large": (b"#" * (1 << 20) + b"\n", "larger than 1,048,576 bytes"),
     "a key twice": (b"lr: 1\nsave: a\nlr: 2", "key `lr` is given twice"),
     "a nested key twice": (b"lr: {a: 1, 'a': 2}", "key `a` is given twice"),
