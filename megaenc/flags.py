@@ -335,7 +335,8 @@ _TITLES = re.compile("Missing argument|Value error|Unrecognized options|Parsing 
 def _simplify_error(message: str) -> str:
     """Return a boxed error message of tyro as one sentence that begins with the flag."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in message.splitlines()]
-    lines = [line for line in lines if line and not line.startswith("For full helptext") and not line.endswith(" --help")]
+    lines = [line for line in lines if line.strip("-")]  # tyro's rules if standard output is not UTF-8
+    lines = [line for line in lines if not line.startswith("For full helptext") and not line.endswith(" --help")]
     lines = [line for line in lines if not _TITLES.fullmatch(line)]
     for heading in ("Argument helptext:", "Got errors:"):
         if heading in lines:

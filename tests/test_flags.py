@@ -1,3 +1,4 @@
+import io
 import os
 from dataclasses import dataclass, field
 from typing import Literal
@@ -102,6 +103,14 @@ def test_the_line_begins_with_the_flag(arguments, sentence):
     with pytest.raises(InputError) as error:
         flags.parse(Choices, arguments, prog="command", description="")
     assert str(error.value) == f"{sentence} (see command --help)"
+
+
+def test_the_line_is_the_same_if_standard_output_is_not_utf_8(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    for argument, sentence in (("--lr=x", "--lr: found 'x', expected a number"), ("--savee=1", "did you mean --save?")):
+        with pytest.raises(InputError) as error:
+            flags.parse(Settings, [argument], prog="command", description="", default=DEFAULT)
+        assert sentence in str(error.value) and "----" not in str(error.value)
 
 
 def test_yaml_fills_in_nested_fields_under_either_spelling(tmp_path):
