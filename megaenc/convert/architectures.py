@@ -150,6 +150,8 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
     Its class follows from the family: code in the folder is never run. Raises InputError, naming `file`, for an invalid config.
     """
     family = find_family(values, file)
+    if family.is_encoder and values.get("is_causal"):  # only some of transformers' kernels follow it
+        raise InputError(f"{file}: field `is_causal`: found true, expected false: {family.model_type} models are bidirectional")
     if family.export_as:  # defaults of the export family are of another model
         fields = values | (rope if isinstance(rope := values.get("rope_parameters"), dict) else {})
         for name in _FIELDS_WITHOUT_SHAPE:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError, first_error_line, format_error
-from megaenc.hf.checkpoint import CONFIG, HFCheckpoint, check_finite
+from megaenc.hf.checkpoint import CONFIG, HFCheckpoint, check_finite, shorten_repr
 from megaenc.json_files import read_json_object
 
 _HUB_KERNEL_MODELS = (
@@ -56,6 +56,8 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
             raise InputError(
                 f"{where}: field `quantization_config`: found {quantization}, expected none: download the model in bf16 or fp32"
             )
+    if not isinstance(is_causal := values.get("is_causal", True), bool):  # transformers' kernels would read it differently
+        raise InputError(f"{where}: field `is_causal`: found {shorten_repr(is_causal)}, expected true or false")
     register_neobert(model_type)
     try:
         kind = CONFIG_MAPPING[model_type]
@@ -89,7 +91,9 @@ def find_model_class(architecture: str) -> Any:
 
 def is_causal_decoder(config: Any) -> bool:
     """Return whether transformers' decoder of `config` is causal, and not bidirectional by a field of config.json."""
-    return getattr(config, "is_causal", True) and getattr(config, "use_bidirectional_attention", None) is not True
+    if hasattr(type(config), "use_bidirectional_attention") and config.use_bidirectional_attention is True:
+        return False  # other models ignore the field
+    return getattr(config, "is_causal", True)
 
 
 def load_hf_config(folder: HFCheckpoint) -> Any:

@@ -147,6 +147,7 @@ def test_a_decoder_says_that_it_is_bidirectional():
             field = "use_bidirectional_attention" if name == "gemma3_text" else "is_causal"
             assert values[field] is (field != "is_causal") and ("is_causal" in values) is (field == "is_causal")
             causal = written(name, model, Attention.CAUSAL)
+            causal |= {} if name == "gemma3_text" else {"use_bidirectional_attention": True}  # which others ignore
             assert native_attention(parse_hf_config(causal, ""), family) == Attention.CAUSAL
             # A cache of keys among the outputs cannot go to ONNX, nor continue a text that is read both ways.
             assert (values["use_cache"], causal["use_cache"]) == (False, True)
@@ -419,6 +420,8 @@ def test_released_weights_must_say_what_their_tensors_do_not(field):
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping`: found 50.0, expected none"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "`final_logit_softcapping`: found 30.0, expected none"),
         ("gemma3_text", {"attention_bias": True}, "`attention_bias`: found true, expected false"),
+        ("modernbert", {"is_causal": True}, "`is_causal`: found true, expected false: modernbert models are bidirectional"),
+        ("llama", {"is_causal": None}, "`is_causal`: found None, expected true or false"),
         ("gemma3_text", {"is_causal": False}, "`is_causal`: found false, expected `use_bidirectional_attention` true"),
         ("gemma3_text", {"hidden_activation": "relu"}, "`hidden_activation`: found 'relu', expected gelu or silu or gelu_py"),
         ("gemma3_text", {"sliding_window": 1}, "`sliding_window`: found 1, expected 2 or more tokens"),
