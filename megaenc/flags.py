@@ -303,7 +303,8 @@ def _convert_value(place: str, kind: Any, value: Any) -> Any:
     if get_origin(kind) is Literal:
         if value in get_args(kind):
             return value
-        raise InputError(f"{place}: found {truncate_text(repr(value))}, expected one of {', '.join(map(str, get_args(kind)))}")
+        expected = ", ".join(map(str, get_args(kind))).removeprefix(", ")
+        raise InputError(f"{place}: found {truncate_text(repr(value))}, expected one of {expected}")
     if kind is YamlMapping:
         return (
             value
@@ -348,7 +349,7 @@ def _simplify_error(message: str) -> str:
     if match := re.search(r"parsing (--\S+): .*(?:int\(\) with base 10|string to float): ('.*')", sentence):
         return f"{match[1]}: found {match[2]}, expected a number"
     if match := re.match(r"invalid choice ('.*') for argument '(.+)'\. Expected one of \((.*?),?\)", sentence):
-        return f"{match[2]}: found {match[1]}, expected one of {match[3].replace(chr(39), '')}"
+        return f"{match[2]}: found {match[1]}, expected one of {match[3].replace(chr(39), '').removeprefix(', ')}"
     if match := re.match(r"Missing value for argument '(.+)'", sentence):
         return f"{match[1]}: no value given, expected one"
     if match := re.match(r"Missing from [^:]*: (.+)", sentence):

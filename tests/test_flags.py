@@ -88,6 +88,7 @@ def test_a_wrong_flag_is_one_line(arguments, words):
         (["--save"], "--save: no value given, expected one"),
         (["--save", "x", "--lr", "fast"], "--lr: found 'fast', expected a number"),
         (["--save", "x", "--mode", "c"], "--mode: found 'c', expected one of a, b"),
+        (["--save", "x", "--pooling", "c"], "--pooling: found 'c', expected one of mean, cls"),
         (["--save", "x", "--most", "many"], "--most: found 'many', expected a whole number or all"),
         (["--save", "x", "--mods", "a"], "--mods: no such flag; did you mean --mode?"),
         (["--save", "x", "--learning", "3"], "--learning: no such flag"),
@@ -98,6 +99,7 @@ def test_the_line_begins_with_the_flag(arguments, sentence):
     @dataclass(frozen=True)
     class Choices(Settings):
         mode: Literal["a", "b"] = "a"
+        pooling: Literal["", "mean", "cls"] = ""
         most: int | Literal["all"] | None = None
 
     with pytest.raises(InputError) as error:
@@ -236,7 +238,7 @@ def test_input_errors_end_a_command_with_code_2_and_one_line_from_rank_0(capsys,
 class Choices:
     """Words to choose from, and lists of words."""
 
-    packing: Literal["concat", "sentences"] = "concat"
+    packing: Literal["", "concat", "sentences"] = "concat"
     """How."""
     data_path: tuple[str, ...] = ()
     """What."""
