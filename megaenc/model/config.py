@@ -334,9 +334,9 @@ PRESETS = {
 
 def get_preset(name: str) -> ModelConfig:
     """Return the ModelConfig of the preset `name`, such as 610m, in any case; InputError, listing all, if unknown."""
-    if name.lower() not in PRESETS:
+    if (key := str(name).lower()) not in PRESETS:  # a YAML file may have any value
         raise InputError(f"--model: unknown preset {truncate_text(repr(name))}, expected one of {', '.join(PRESETS)}")
-    return PRESETS[name.lower()]
+    return PRESETS[key]
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel: int) -> int:

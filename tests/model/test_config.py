@@ -144,6 +144,8 @@ def test_shape_that_cannot_be(changes, tensor_parallel, complaint):
 
 def test_unknown_preset_lists_the_known():
     assert get_preset("610M") is PRESETS["610m"]
+    with pytest.raises(InputError, match="unknown preset True, expected one of 210m"):
+        get_preset(True)  # from a YAML file
     with pytest.raises(InputError, match="unknown preset 'huge', expected one of 210m, 610m, 1b, small, tiny, modern"):
         get_preset("huge")
 
