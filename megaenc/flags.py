@@ -88,10 +88,11 @@ MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
 """Limits of a YAML file: its size in bytes, and its number of values with aliases expanded."""
 _MAX_LEVELS = 100  # Python cannot print or write much deeper values
 _MAX_NUMBER = 1000  # characters; Python cannot print an integer of more than 4,300 digits
+_UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # the other surrogates stand for bytes of file names
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's SafeLoader without equal keys, long numbers, recursion or explosion of aliases."""
+    """PyYAML's SafeLoader without equal keys, long numbers, zero bytes, recursion or explosion of aliases."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of `node`.
@@ -107,7 +108,7 @@ class YamlLoader(yaml.SafeLoader):
     def get_single_node(self) -> yaml.Node | None:
         """Return the document's root node, None if it is empty.
 
-        Raises YAMLError for equal keys, long numbers or aliases that expand too far, RecursionError for deep nesting.
+        Raises YAMLError for equal keys, unusable texts or aliases that expand too far, RecursionError for deep nesting.
         """
         if node := super().get_single_node():
             _measure(node, {})
@@ -119,8 +120,11 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, i
     if isinstance(node, yaml.ScalarNode):
         if len(node.value) > _MAX_NUMBER and node.tag.endswith((":int", ":float")):
             problem = f"found a number of {len(node.value):,} characters, expected at most {_MAX_NUMBER:,}"
-            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
-        return 1, 0
+        elif match := _UNUSABLE.search(node.value):
+            problem = f"found the character {match[0]!r}, which neither texts nor file names have"
+        else:
+            return 1, 0
+        raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
     if id(node) not in sizes:
         _check_unique_keys(node)
         sizes[id(node)] = MAX_YAML_VALUES, 0  # while it is being measured: a node that contains itself exceeds the limit

@@ -181,6 +181,8 @@ UNUSABLE = {
     "no text": (b"lr: \xff", "not UTF-8 text"),
     "no date": (b"lr: 2001-02-31", "not YAML: day is out of range"),
     "no float": (b"lr: 1" + 400 * b"0", "field `lr`: found 1000"),
+    "a zero byte": (b'save: "a\\0b"', "found the character '\\x00', which neither texts nor file names have"),
+    "half a character": (b'save: "\\uD83D"', "found the character '\\ud83d', which neither texts nor file names have"),
     "no text of an integer": (b'lr: !!int ""', "found '', expected a value of tag:yaml.org,2002:int"),
     "no text of a date": (b"save: !!timestamp x", "found 'x', expected a value of tag:yaml.org,2002:timestamp"),
     "no text of a bool": (b"bf16: !!bool x", "found 'x', expected a value of tag:yaml.org,2002:bool"),
