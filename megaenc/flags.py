@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import math
@@ -258,6 +259,9 @@ def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
     return result
 
 
+_get_field_types = functools.cache(get_type_hints)
+
+
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
     """Return `settings` with `values` by field name, also nested ones, cast to the field's type; InputError if wrong.
 
@@ -270,7 +274,7 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
             raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else ""))
 
     def replace(node):
-        changes, types = {}, get_type_hints(type(node))
+        changes, types = {}, _get_field_types(type(node))
         for field in dataclasses.fields(node):
             current = getattr(node, field.name)
             if dataclasses.is_dataclass(current):

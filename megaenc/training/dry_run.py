@@ -15,6 +15,7 @@ from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.dist_env import get_rank, get_world_size
+from megaenc.objectives import Phase
 from megaenc.training.config import PretrainConfig
 from megaenc.training.plan import Plan
 
@@ -85,16 +86,22 @@ _PHASE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
 """Columns of the phase table in a run with `phases`."""
 
 
+def _is_mixture(phase: Phase) -> bool:
+    """Return whether each step of `phase` draws one of several objectives."""
+    return len(phase.choices) > 1 and not phase.is_sum
+
+
 def _objective_table(plan: Plan) -> Table:
     """Return a table of total steps, tokens and predicted tokens of each objective, over all phases."""
     parts_of: dict[str, list[range]] = defaultdict(list)
     steps_of: dict[str, int] = defaultdict(int)
     tokens_of: dict[str, int] = defaultdict(int)
     estimated: set[str] = set()
+    # Mixtures are evaluated step by step, long ones only at every `mixture_stride`-th step.
+    mixture_stride = max(1, sum(len(phase) for phase in plan.schedule.phases if _is_mixture(phase)) // _SAMPLED_STEPS)
     for phase in plan.schedule.phases:
-        # A mixture is evaluated step by step, a long one only at every `stride`-th step.
-        is_mixture = len(phase.choices) > 1 and not phase.is_sum
-        stride = len(phase) if not is_mixture else max(1, len(phase) // _SAMPLED_STEPS)
+        is_mixture = _is_mixture(phase)
+        stride = mixture_stride if is_mixture else len(phase)
         for first in range(phase.first_step, phase.last_step + 1, stride):
             part = range(first, min(first + stride, phase.last_step + 1))
             text = plan.schedule.text_at(first)
