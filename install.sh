@@ -109,3 +109,13 @@ sys.exit(not any("triton" in (found.metadata["Name"] or "") for found in distrib
     ;;
 esac
 pip_install --editable ".${extras:+[$extras]}"
+
+# A hint where another package would make runs faster; without NVIDIA's driver there is none to ask.
+case ",$extras," in
+  *,flash,*) ;;
+  *)
+    if nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -q '^9\.0'; then
+      echo "this machine has a Hopper GPU: EXTRAS=${extras:+$extras,}flash ./install.sh adds flash-attn 4 (at 1b 8 % more tokens/s)"
+    fi
+    ;;
+esac

@@ -70,6 +70,8 @@ def _check_on_all_ranks(name: str, sizes: dict[str, Any], failures: list[str]) -
     A version of flash-attn that fails on any rank is excluded on all, with a line in `failures`, as long as each has another one.
     """
     while True:
+        if name == "flash" and flash_attn_versions(sizes["device"])[:1] == [4]:
+            print_rank_0("attention: compiling flash-attn 4, about 20 seconds the first time")
         result = call_on_all(lambda: check_backend(name, **sizes))
         counts = reduce_over_ranks([result.available, not result.passed], ReduceOp.SUM)
         failure = _describe_failure(result, counts[1])

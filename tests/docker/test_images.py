@@ -87,7 +87,11 @@ def test_the_base_is_an_argument_with_a_pinned_default(dockerfile):
 @each_dockerfile
 def test_the_script_installs_and_a_user_without_rights_works(dockerfile):
     last = stages(dockerfile)[-1]
-    assert [rest for name, rest in steps(dockerfile) if name == "RUN" and "EXTRAS=''" in rest and "./install.sh" in rest]
+    assert [
+        rest
+        for name, rest in steps(dockerfile)
+        if name == "RUN" and re.search(r"EXTRAS=(''|\"\$EXTRAS\")", rest) and "./install.sh" in rest
+    ]
     assert [rest for name, rest in last if name == "USER"][-1] == "10001"
     assert [rest for name, rest in last if name == "WORKDIR"][-1] == "/work"
 

@@ -98,7 +98,7 @@ def refusal(**variables: str) -> str:
 
 def test_refusals_are_one_line(tmp_path):
     assert refusal(PYTHON="no-such-python") == "error: PYTHON=no-such-python does not run"
-    assert refusal(PYTHON=sys.executable, EXTRAS="dev,devv").startswith("error: EXTRAS: devv is not among cuda, rocm")
+    assert refusal(PYTHON=sys.executable, EXTRAS="dev,devv").startswith("error: EXTRAS: devv is not among cuda, flash, rocm")
 
     old = tmp_path / "python3.9"
     old.write_text('#!/bin/sh\ntest -z "$2"\n')  # says no to the first real question, which is its age
@@ -130,6 +130,17 @@ def test_an_argument_is_refused():
 def test_the_oldest_python_is_the_same_everywhere():
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
     assert f"sys.version_info < ({oldest.replace('.', ', ')})" in (ROOT / "install.sh").read_text()
+
+
+@pytest.mark.parametrize(("capability", "extras", "is_said"), [("9.0", "", True), ("9.0", "flash", False), ("8.0", "", False)])
+def test_what_makes_a_hopper_gpu_faster_is_said(environment, tmp_path, capability, extras, is_said):
+    query = tmp_path / "bin/nvidia-smi"
+    query.parent.mkdir()
+    query.write_text(f"#!/bin/sh\necho {capability}\n")
+    query.chmod(0o755)
+    ran = install(VENV=str(environment), EXTRAS=extras, PATH=f"{query.parent}:{os.environ['PATH']}")
+    assert ran.returncode == 0, ran.stderr
+    assert ("EXTRAS=flash ./install.sh adds flash-attn 4" in ran.stdout) == is_said
 
 
 def test_one_script_installs():

@@ -30,6 +30,15 @@ def test_every_backend_is_a_probe_and_none_is_wrong_here():
         assert findings["varlen"].result == "cannot be used: needs an accelerator"
 
 
+def test_what_makes_a_hopper_gpu_faster_is_said(monkeypatch):
+    from megaenc.model.attention import backends
+
+    monkeypatch.setattr(backends, "is_hopper", lambda device: True)
+    [finding] = numerics.check_attention_backend(ProbeContext(), "flash")
+    assert (finding.level, finding.result) == ("note", "flash-attn 4 is not installed")
+    assert finding.advice.startswith("EXTRAS=flash ./install.sh: 8 % more tokens/s")
+
+
 def test_a_backend_that_ignores_causal_is_named(monkeypatch):
     right = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *of, is_causal=False, **others: right(*of, **others))

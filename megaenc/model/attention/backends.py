@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 from collections.abc import Callable
 from importlib import metadata, util
 
@@ -126,9 +127,15 @@ def exclude_flash_attn(version: int) -> None:
     load_flash_kernel.cache_clear()
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Return whether `device` is an NVIDIA GPU of the Hopper generation, such as an H100 or H200."""
+    # AMD GPUs have other capabilities under the same numbers.
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER
+
+
 def exclude_unmeasured_flash_attn(device: torch.device) -> None:
     """Leave version 4 unused in this process on other GPUs than Hopper, where nobody has measured it."""
-    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) != _HOPPER:
+    if not is_hopper(device):
         exclude_flash_attn(4)
 
 
@@ -157,7 +164,6 @@ def _unsupported_reason(version: int, device: torch.device) -> str:
     """Return the reason why a version of flash-attn cannot train on `device`; an empty string if it can."""
     if version == 2:
         return ""
-    # AMD GPUs have other capabilities under the same numbers.
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if version == 3:
         return "" if capability == _HOPPER else "needs a Hopper GPU"
@@ -167,6 +173,7 @@ def _unsupported_reason(version: int, device: torch.device) -> str:
 @functools.cache
 def load_flash_kernel(device: torch.device) -> Kernel:
     """Return the attention function of the first of flash-attn's versions for `device` as a `Kernel`."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # version 4 keeps what it compiles for later runs
     function = importlib.import_module(_FLASH_MODULES[flash_attn_versions(device)[0]]).flash_attn_varlen_func
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window):
