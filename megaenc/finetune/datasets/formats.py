@@ -86,8 +86,11 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
     raise InputError(f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED_FORMATS}; or give --task")
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text) per line of a plain, gzip or Zstandard file, told by content; InputError if invalid."""
+def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield (number from 1, text) of each line of a file, with `keep_ends` with its end.
+
+    gzip and Zstandard are told by content. Raises InputError for invalid text.
+    """
     with open_decompressed(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > _MAX_LINE_BYTES:
@@ -95,10 +98,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             if number == 1 and (encoding := guess_encoding(line)) != UTF8:
                 raise InputError(f"{path}:1: looks like UTF-16 text, not UTF-8; {_format_conversion(encoding)}")
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 conversion = _format_conversion(guess_8_bit_encoding(error))
                 raise InputError(f"{path}:{number}: not UTF-8 text; {conversion}") from None
+            yield number, text if keep_ends else text.removesuffix("\n").removesuffix("\r")
 
 
 def _format_conversion(encoding: str) -> str:
@@ -147,7 +151,8 @@ def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
     delimiter = get_delimiter(is_csv)
     if other := find_other_delimiter(first_line, delimiter):
         raise InputError(f"{path}:1: found {other!r} between columns, expected {delimiter!r}; replace it, or write JSONL")
-    lines = (f"{line}\n" for _, line in read_lines(path))
+    # Line ends in a quoted cell are part of its text.
+    lines = (line for _, line in read_lines(path, keep_ends=True))
     header: list[str] = []
     for number, cells in split_csv(str(path), lines) if is_csv else split_tsv(lines):
         if header:

@@ -298,7 +298,7 @@ def test_csv_is_read_with_its_quotes(tmp_path):
     found = find_dataset(write(tmp_path / "t", **files, meta__json={"labels": ["negative", "positive"]}))
     assert found.load_split("validation") == [
         LabelledText("a", 'the "best", he said', 1),
-        LabelledText("b", "two\nlines\tand a tab", 0),
+        LabelledText("b", "two\r\nlines\tand a tab", 0),
         LabelledText("c", "long " * 50_000, 1),
     ]
     words = "tokens,tags\nAda wrote,B-PER O\n"
@@ -443,6 +443,13 @@ def test_only_line_feeds_end_lines(tmp_path, form):
         rows = [f"text{comma}label", *(f"{text}{comma}x" for text in texts)]
     (tmp_path / f"test.{form}").write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
     assert [example.text for example in find_dataset(str(tmp_path / f"test.{form}")).load_split("test")] == texts
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_ends_in_a_quoted_cell_are_text(tmp_path, end):
+    texts = ["a\r\nb", "a\rb", "\r\r\n", "a\nb\r"]
+    (tmp_path / "test.csv").write_bytes(end.join(["text,label", *(f'"{text}",x' for text in texts)]).encode())
+    assert [example.text for example in find_dataset(str(tmp_path / "test.csv")).load_split("test")] == texts
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "csv", "tsv", "conll"])
