@@ -230,7 +230,7 @@ def _read_squad(path: Path) -> Iterator[Row]:
             paragraph_location = f"{path}: data[{article_index}].paragraphs[{paragraph_index}]"
             for question in _get_objects(paragraph, "qas", paragraph_location):
                 location = f"{path}: question {get_value(question, 'id', paragraph_location)}"
-                answer_list = [] if question.get("is_impossible") else _get_objects(question, "answers", location)
+                answer_list = [] if _is_impossible(question, location) else _get_objects(question, "answers", location)
                 answers = {key: [answer.get(key) for answer in answer_list] for key in ("text", "answer_start")}
                 row = {"id": question["id"], "question": question.get("question"), "context": paragraph.get("context")}
                 yield location, row | {"answers": answers}
@@ -410,7 +410,7 @@ def _build_tagged_words(row: Mapping[str, Any], location: str, name: str, labels
 
 def _build_question(row: Mapping[str, Any], location: str, name: str) -> Question:
     """Convert a row of QA, whose answers must stand in the context. Raises InputError for an invalid row."""
-    answers = get_value(row, "answers", location)
+    answers = {"text": [], "answer_start": []} if _is_impossible(row, location) else get_value(row, "answers", location)
     if not isinstance(answers, Mapping):
         raise InputError(
             f"{location}: key `answers`: found {_format_value(answers)}, expected text and answer_start, a list each"
@@ -431,6 +431,17 @@ def _build_question(row: Mapping[str, Any], location: str, name: str) -> Questio
                 f"expected the answer {_format_value(text)}"
             )
     return Question(name, get_value(row, "question", location, str), context, tuple(map(Answer, texts, starts)))
+
+
+def _is_impossible(row: Mapping[str, Any], location: str) -> bool:
+    """Return whether a question is marked as unanswerable.
+
+    Raises InputError at `location` for any other mark than true, false or null.
+    """
+    mark = row.get("is_impossible")
+    if mark not in (None, False, True):
+        raise InputError(f"{location}: key `is_impossible`: found {_format_value(mark)}, expected true or false")
+    return bool(mark)
 
 
 def register_id(places: dict[str, str], key: str, location: str, kind: str = "id") -> None:

@@ -485,6 +485,24 @@ def test_questions_a_row(tmp_path):
         find_dataset(write(tmp_path / "y", **three([uneven]))).load_split("train")
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "squad"])
+def test_impossible_questions_have_no_answer_in_any_format(tmp_path, form):
+    def find(mark):
+        asked = {"id": "q", "question": "Who?", "is_impossible": mark}
+        context, answer = "Yes Ada did.", {"text": "Ada", "answer_start": 4}
+        row = asked | {"context": context, "answers": {key: [value] for key, value in answer.items()}}
+        content = {"data": [{"paragraphs": [{"context": context, "qas": [asked | {"answers": [answer]}]}]}]}
+        if form == "parquet":
+            datasets.Dataset.from_list([row]).to_parquet(tmp_path / "test.parquet")
+        else:
+            write(tmp_path, **({"test__json": content} if form == "squad" else {"test__jsonl": [row]}))
+        return find_dataset(str(next(tmp_path.glob("test.*")))).load_split("test")
+
+    assert [find(mark)[0].answers for mark in (True, False, None)] == [(), (Answer("Ada", 4),), (Answer("Ada", 4),)]
+    with pytest.raises(InputError, match=r"test.*: key `is_impossible`: found \"false\", expected true or false"):
+        find("false")
+
+
 def test_questions_of_squads_json_of_both_versions(tmp_path):
     files = {"train-v2__0__json": squad(impossible=True), "dev-v2__0__json__gz": squad(), "test__json": squad()}
     found = find_dataset(write(tmp_path / "s", **files))
