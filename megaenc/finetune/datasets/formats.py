@@ -371,14 +371,15 @@ def build_example(
 
 
 def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
-    """Return the id of a row, None without one.
+    """Return the id of a row, None without one or for an empty one.
 
     Raises InputError at `location` unless it is text or an integer.
     """
     row_id = row.get("id")
     if isinstance(row_id, bool) or not isinstance(row_id, (str, int, type(None))):
         raise InputError(f"{location}: key `id`: found {_format_value(row_id)}, expected text or an integer")
-    return row_id
+    # A table has no null: its empty cell means the same.
+    return None if row_id == "" else row_id
 
 
 def build_labelled_text(row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str) -> LabelledText:

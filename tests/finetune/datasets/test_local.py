@@ -54,6 +54,13 @@ def test_classified_texts_of_jsonl_with_the_labels_of_meta_json(tmp_path):
     assert found.load_split("test") == [LabelledText("b", "bad", 0)]
 
 
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "parquet"])
+def test_an_empty_id_is_none_in_every_format(tmp_path, form):
+    rows = [{"id": row_id, "text": "x", "label": "y"} for row_id in ("", "a", "")]
+    found = find_dataset(write_rows(tmp_path / "x", form, rows))
+    assert [example.id for example in found.load_split("test")] == ["0", "a", "2"]
+
+
 def test_labels_without_meta_json_are_those_of_train_sorted(tmp_path):
     words = [{"text": "x", "label": "yes"}, {"text": "y", "label": "no"}]
     found = find_dataset(write(tmp_path / "words", **three(words)))
