@@ -27,7 +27,7 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for fields in batch.to_pylist():
                     yield f"{path}:row {row}", fields
                     row += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # also text or dates that Python does not know
         raise InputError(f"{path}:row {row}: cannot be read as Parquet ({first_error_line(error)})") from None
 
 

@@ -389,6 +389,13 @@ def test_a_file_that_is_not_parquet(tmp_path):
         find_dataset(str(tmp_path / "twice.parquet"))
 
 
+def test_a_date_that_python_does_not_know_is_one_line(tmp_path):
+    days = pyarrow.array([2**31 - 1], pyarrow.int32()).cast(pyarrow.date32())
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"], "label": ["y"], "day": days}), tmp_path / "test.parquet")
+    with pytest.raises(InputError, match=r"test.parquet:row 1: cannot be read as Parquet \(days=2147483647"):
+        find_dataset(str(tmp_path / "test.parquet"))
+
+
 CONLL = """-DOCSTART- -X- O O
 
 # not a hash alone
