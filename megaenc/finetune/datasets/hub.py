@@ -129,15 +129,18 @@ def build_hub_examples(
     """
     # Names of integer tags on the Hub, if it has them.
     tags = getattr(data.features[spec.fields["tags"]], "feature", None) if spec.family is TaskFamily.TC else None
-    names = getattr(tags, "names", None)
+    names = dict(enumerate(getattr(tags, "names", None) or ()))
     examples, errors = [], []
     for number, hub_row in zip(numbers, data.to_list(), strict=True):
         row = {ours: hub_row[theirs] for ours, theirs in spec.fields.items()}
         row["id"] = hub_row["id"] if spec.family is TaskFamily.QA and isinstance(hub_row.get("id"), str) else f"{on_hub}-{number}"
         if spec.family is TaskFamily.TC:
-            if not row["tokens"]:
+            if row["tokens"] == row["tags"] == []:
                 continue
-            row["tags"] = [names[tag] if names and isinstance(tag, int) else tag for tag in row["tags"]]
+            if names and row["tags"] is not None:
+                row["tags"] = [names.get(tag, tag) for tag in row["tags"]]
+        if "is_impossible" in hub_row:
+            row["is_impossible"] = hub_row["is_impossible"]
         try:
             place = f"{name}: {on_hub} row {number + 1}"
             examples.append(formats.build_example(spec.family, row, place, "", labels, spec.template))

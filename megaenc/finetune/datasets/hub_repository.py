@@ -77,6 +77,9 @@ def load_hub_repository(name: str, reference: HubReference, flags: DatasetConfig
         raise InputError(f"{place}: found the splits {format_names(list(data))}, expected train, validation and test")
     first = data[splits.get("train") or next(iter(splits.values()))]
     family, fields = _find_columns(place, first.column_names, flags.task)
+    for on_hub in splits.values():
+        if missing := set(fields.values()) - set(columns := data[on_hub].column_names):
+            raise InputError(f"{place}: {on_hub}: no column `{min(missing)}`; found {format_names(columns)}")
     labels = _find_labels(place, family, first, fields, splits)
     if family is TaskFamily.SC and len(splits) == 3:
         test_rows = (("", {"label": label}) for label in data[splits["test"]][fields["label"]])

@@ -112,6 +112,34 @@ def test_pairs_labels_without_names_tags_and_questions(on_hub):
         find_dataset("org/asked", task="SC")
 
 
+def test_questions_of_the_hub_that_are_impossible_have_no_answer(on_hub):
+    asked = {"question": ["Who?"] * 2, "context": ["Ada"] * 2, "answers": [{"text": ["Ada"], "answer_start": [0]}] * 2}
+    on_hub(asked=dict.fromkeys(("train", "test"), Dataset.from_dict(asked | {"is_impossible": [True, False]})))
+    assert [example.answers for example in find_dataset("org/asked").load_split("test")] == [(), (Answer("Ada", 0),)]
+
+
+@pytest.mark.parametrize("tokens, tags, message", [
+    (["x"], [-1], r"test row 1: tag 1: found -1, expected IOB2"),
+    (["x"], [2], r"test row 1: label 2: outside the label set, expected 0 to 1"),
+    (["x"], None, r"test row 1: key `tags`: found null, expected a list"),
+    (None, [0], r"test row 1: key `tokens`: found null, expected a list"),
+])  # fmt: skip
+def test_tags_of_the_hub_that_name_no_class_are_one_line(on_hub, tokens, tags, message):
+    features = Features({"tokens": Sequence(Value("string")), "tags": Sequence(ClassLabel(names=["O", "B-PER"]))})
+    good = Dataset.from_dict({"tokens": [["x"]], "tags": [[0]]}, features=features)
+    bad = Dataset.from_list([{"tokens": tokens, "tags": tags}]).cast(features)
+    on_hub(people={"train": good, "validation": good, "test": bad})
+    with pytest.raises(InputError, match=message):
+        find_dataset("org/people").load_split("test")
+
+
+def test_a_split_of_the_hub_without_a_column_is_one_line(on_hub, monkeypatch):
+    splits = {"train": reviews(4), "validation": reviews(4), "test": reviews(4).remove_columns("label")}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: splits)
+    with pytest.raises(InputError, match=r"data set films \(org/films\): test: no column `label`; found `sentence`, `idx`"):
+        find_dataset("org/films")
+
+
 @pytest.mark.parametrize("content, message", [
     ({"train": Dataset.from_dict({"body": ["x"], "stars": [1]})},
      r"data set odd \(org/odd\): found the columns `body`, `stars`, expected text \(or sentence\) and label"),
