@@ -452,6 +452,17 @@ def test_models_with_missing_or_nan_weights_are_refused(case, trained, labelled,
     assert not output.exists()
 
 
+def test_questions_of_squads_json_need_no_answers(trained, tmp_path):
+    asked = {"question": "which?", "id": "q"}
+    (tmp_path / "asked.json").write_text(json.dumps({"data": [{"paragraphs": [{"context": "stan mill", "qas": [asked]}]}]}))
+    test_train.write(tmp_path / "asked.jsonl", [asked | {"context": "stan mill"}])
+    first, second = (
+        predict(trained["modernbert-native-qa-fp32"][0], tmp_path / name, tmp_path / "found.jsonl")
+        for name in ("asked.json", "asked.jsonl")
+    )
+    assert first == second and first[0]["id"] == "q"
+
+
 ODD_FIELDS = [
     ("config.json", {"id2label": None}, "config.json: field `id2label`: no such field, expected names that differ"),
     ("config.json", {"id2label": {}}, "config.json: field `id2label`: found {}"),

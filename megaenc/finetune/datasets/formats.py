@@ -230,10 +230,11 @@ def _read_squad(path: Path) -> Iterator[Row]:
             paragraph_location = f"{path}: data[{article_index}].paragraphs[{paragraph_index}]"
             for question in _get_objects(paragraph, "qas", paragraph_location):
                 location = f"{path}: question {get_value(question, 'id', paragraph_location)}"
-                answer_list = [] if _is_impossible(question, location) else _get_objects(question, "answers", location)
-                answers = {key: [answer.get(key) for answer in answer_list] for key in ("text", "answer_start")}
-                row = {"id": question["id"], "question": question.get("question"), "context": paragraph.get("context")}
-                yield location, row | {"answers": answers}
+                row = question | {"context": paragraph.get("context")}
+                if "answers" in row:  # predictions need none
+                    answer_list = [] if question.get("is_impossible") else _get_objects(question, "answers", location)
+                    row["answers"] = {key: [answer.get(key) for answer in answer_list] for key in ("text", "answer_start")}
+                yield location, row
 
 
 def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[str, Any]]:

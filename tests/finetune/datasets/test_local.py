@@ -739,6 +739,10 @@ BAD_SQUAD = {
     "no data": ({"questions": []}, r"found rows with questions, expected rows with text and label"),
     "cut short": ('{"data": [', r"train.json: not JSON: .*; expected SQuAD's layout"),
     "no paragraphs": ({"data": [{"title": "T"}]}, r"train.json: data\[0\]: no key `paragraphs`; found `title`"),
+    "no answers": (
+        {"data": [{"paragraphs": [{"context": "c", "qas": [{"id": "q", "question": "q"}]}]}]},
+        r"train.json: question q: no key `answers`",
+    ),
     "no id": ({"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q"}]}]}]}, r"paragraphs\[0\]: no key `id`"),
 }
 
