@@ -206,9 +206,17 @@ def predict(
     model, report = load_model(hf, config, model_class, f"a model of {family}")
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"--model {folder}: no tensor `{missing[0]}`, expected all weights of a {type(model).__name__}")
+    if foreign := sorted(report["unexpected_keys"]):
+        raise InputError(f"--model {folder}: found a tensor `{foreign[0]}`, which a {type(model).__name__} does not have")
     model = model.to(device)
     task = TASKS[family](Dataset("", family, labels, "", "", "", lambda split: []), protocol)
     data = task.encode(examples, encoder)
+    rows = model.get_input_embeddings().num_embeddings
+    if wrong := [token for token in (data.tokens.max(initial=0), config.pad_token_id or 0) if not 0 <= token < rows]:
+        raise InputError(
+            f"--model {folder}: found the token id {wrong[0]}, expected 0 to {rows - 1}, those of the model; its tokenizer or "
+            "`pad_token_id` is that of another model"
+        )
     if data.truncated_count:
         print_rank_0(f"{data.truncated_count:,} of {len(data):,} texts are longer than {encoder.max_length} tokens and are cut")
     outside = labels.index("O") if "O" in labels else 0
@@ -217,6 +225,8 @@ def predict(
     with torch.inference_mode(), ProgressLine("predicting", total=len(data)) as line:
         for part in batch_by_tokens(data.lengths, _TOKENS_PER_FORWARD):
             outputs = compute_hf_outputs(model, pack_texts(data.gather_rows(part), device)).cpu()
+            if not bool(outputs.isfinite().all()):
+                raise InputError(f"--model {folder}: computes scores that are NaN or infinite, expected a model that was trained")
             if family == TaskFamily.SC:
                 for row, probabilities in zip(part, outputs.softmax(-1), strict=True):
                     best = int(probabilities.argmax())

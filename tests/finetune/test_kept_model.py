@@ -452,6 +452,35 @@ def test_models_with_missing_or_nan_weights_are_refused(case, trained, labelled,
     assert not output.exists()
 
 
+HARMED = {
+    "huge": (lambda tensors: [tensor.fill_(3e38) for tensor in tensors.values()], "computes scores that are NaN or infinite"),
+    "foreign": (
+        lambda tensors: tensors.update({"decoder.weight": torch.ones(1)}),
+        "found a tensor `decoder.weight`, which a EuroBertForSequenceClassification does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), HARMED.values(), ids=HARMED)
+def test_weights_that_give_no_scores_are_refused(change, words, trained, labelled, tmp_path, refusal):
+    folder = change_weights(trained["eurobert-linear-sc-fp32"][0], tmp_path / "kept", change)
+    argv = ["--model", folder, "--input", labelled / "sc" / "test.jsonl", "--output", tmp_path / "found.jsonl"]
+    said = refusal(predict_main, [*argv, "--all-scores"])
+    assert str(folder) in said and words in said and not (tmp_path / "found.jsonl").exists()
+
+
+@pytest.mark.parametrize("family", ["sc", "tc"])
+def test_a_tokenizer_of_another_model_is_refused(family, trained, labelled, tmp_path, refusal):
+    folder = tmp_path / "kept"
+    shutil.copytree(trained[f"eurobert-linear-{family}-fp32"][0], folder)
+    values = json.loads((folder / "tokenizer.json").read_text())
+    words = values["model"]["vocab"]
+    argv = ["--model", folder, "--input", labelled / family / "test.jsonl"]
+    values["model"]["vocab"] = {word: number + 1000 * (number > 1) for word, number in words.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    assert re.search(r"kept: found the token id \d+, expected 0 to 399, those of the model", refusal(predict_main, argv))
+
+
 def test_questions_of_squads_json_need_no_answers(trained, tmp_path):
     asked = {"question": "which?", "id": "q"}
     (tmp_path / "asked.json").write_text(json.dumps({"data": [{"paragraphs": [{"context": "stan mill", "qas": [asked]}]}]}))
@@ -464,6 +493,7 @@ def test_questions_of_squads_json_need_no_answers(trained, tmp_path):
 
 
 ODD_FIELDS = [
+    ("config.json", {"pad_token_id": -1}, "found the token id -1, expected 0 to 399"),
     ("config.json", {"id2label": None}, "config.json: field `id2label`: no such field, expected names that differ"),
     ("config.json", {"id2label": {}}, "config.json: field `id2label`: found {}"),
     ("config.json", {"id2label": ["bad", "good"]}, "config.json: field `id2label`: found ['bad', 'good']"),
