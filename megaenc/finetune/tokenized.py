@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaenc.atomic_io import atomic_files, find_stale_temp_files, remove_path, try_lock
-from megaenc.data.tokenizer.fast_encode import replace_surrogates
+from megaenc.data.tokenizer.fast_encode import load_backend, replace_surrogates
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, resolve_special_tokens, set_special_tokens
 from megaenc.data.tokenizer.tokenizer import encode_documents, read_vocabulary
 from megaenc.errors import InputError
@@ -235,9 +235,7 @@ def _copy_plain(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
 
     It reads special tokens spelled in a text as text.
     """
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend = load_backend(tokenizer.backend_tokenizer.to_str())
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = True

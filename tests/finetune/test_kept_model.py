@@ -479,6 +479,10 @@ def test_a_tokenizer_of_another_model_is_refused(family, trained, labelled, tmp_
     values["model"]["vocab"] = {word: number + 1000 * (number > 1) for word, number in words.items()}
     (folder / "tokenizer.json").write_text(json.dumps(values))
     assert re.search(r"kept: found the token id \d+, expected 0 to 399, those of the model", refusal(predict_main, argv))
+    values["model"]["vocab"] = {word: min(number, 258) for word, number in words.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    said = refusal(predict_main, argv)
+    assert re.search(r"tokenizer.json: Token `.+` out of vocabulary .*; expected a Hugging Face fast tokenizer$", said)
 
 
 def test_questions_of_squads_json_need_no_answers(trained, tmp_path):

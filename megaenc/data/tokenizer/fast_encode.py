@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from megaenc.errors import InputError, first_error_line
+
 # Texts on which tokenizers have differed: white space, contractions, digits, scripts without spaces, combining marks, joiners,
 # control characters, characters beyond the basic plane, long runs.
 PROBES = (
@@ -36,6 +38,17 @@ PROBES = (
 )
 
 
+def load_backend(tokenizer_json: str) -> Tokenizer:
+    """Return the backend of a fast tokenizer from its serialization.
+
+    Raises InputError for one that cannot be loaded again, such as one whose ids repeat.
+    """
+    try:
+        return Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # tokenizers has no type of its own
+        raise InputError(f"tokenizer.json: {first_error_line(error)}; expected a Hugging Face fast tokenizer") from None
+
+
 class FastEncoder:
     """Encoder of documents by gigatoken where its ids match, else by tokenizers; picklable, and needs no transformers."""
 
@@ -44,7 +57,7 @@ class FastEncoder:
 
         use_gigatoken: whether gigatoken may be used; None compares its ids with the reference first.
         """
-        self._reference = Tokenizer.from_str(tokenizer_json)
+        self._reference = load_backend(tokenizer_json)
         self._reference.no_padding()
         self._reference.no_truncation()
         self._reference.encode_special_tokens = True  # a special token spelled in the text is text
