@@ -20,7 +20,7 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 GENERATION = "generation_config.json"
 _WITH_OUTPUT_LAYER = ("model.", "lm_head.", "head.", "decoder.")  # prefixes in models with an output layer
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_DTYPES = ("F32", "BF16", "F16")
+FLOAT_DTYPES = ("F32", "BF16", "F16")
 _COMPUTED = ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
 # Fields of config.json that tell transformers how to load a model (its source and code) or what it returns besides states.
 _LOADING = re.compile(
@@ -102,8 +102,8 @@ class TrainableHFCheckpoint(HFCheckpoint):
             name = stored if stored.startswith(_WITH_OUTPUT_LAYER) else f"model.{stored}"
             if name in self._stored:
                 raise InputError(f"{file}: holds `{stored}` a second time (it is in {self._stored[name][0].name} already)")
-            if dtype not in _DTYPES:
-                raise InputError(f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(_DTYPES)}")
+            if dtype not in FLOAT_DTYPES:
+                raise InputError(f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
             self._stored[name], self.shapes[name] = (file, stored), shape
 
     @property

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError, first_error_line, format_error
-from megaenc.hf.checkpoint import CONFIG, HFCheckpoint, check_finite, shorten_repr
+from megaenc.hf.checkpoint import CONFIG, FLOAT_DTYPES, HFCheckpoint, check_finite, shorten_repr
 from megaenc.json_files import read_json_object
 
 _HUB_KERNEL_MODELS = (
@@ -197,6 +197,8 @@ def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **o
         )
     for name, parameter in model.named_parameters():
         file, stored = _find_stored(folder, model, name)
+        if stored in folder.headers and (dtype := folder.headers[stored].dtype) not in (*FLOAT_DTYPES, "F64"):
+            raise InputError(f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
         check_finite(parameter.detach(), stored, file)
     return model, report
 

@@ -454,6 +454,10 @@ def test_models_with_missing_or_nan_weights_are_refused(case, trained, labelled,
 
 HARMED = {
     "huge": (lambda tensors: [tensor.fill_(3e38) for tensor in tensors.values()], "computes scores that are NaN or infinite"),
+    "integers": (
+        lambda tensors: tensors.update({"classifier.bias": tensors["classifier.bias"].to(torch.uint8)}),
+        "tensor `classifier.bias`: found dtype U8, expected one of F32, BF16, F16",
+    ),
     "foreign": (
         lambda tensors: tensors.update({"decoder.weight": torch.ones(1)}),
         "found a tensor `decoder.weight`, which a EuroBertForSequenceClassification does not have",
