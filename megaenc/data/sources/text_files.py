@@ -321,11 +321,12 @@ def format_missing_key(kind: str, key: str, names: Iterable[str]) -> str:
 
 def check_columns(name: str, columns: Sequence[str], keys: Sequence[str]) -> None:
     """Raise InputError unless table `name` has each of `keys` exactly once."""
+    counts = Counter(columns)
     for key in keys:
-        if key not in columns:
+        if key not in counts:
             raise InputError(f"{name}: {format_missing_key('column', key, columns)}")
-        if columns.count(key) > 1:
-            raise InputError(f"{name}: found {columns.count(key)} columns `{key}`, expected one")
+        if counts[key] > 1:
+            raise InputError(f"{name}: found {counts[key]} columns `{key}`, expected one")
 
 
 def format_names(names: Iterable[str]) -> str:

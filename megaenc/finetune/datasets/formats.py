@@ -5,6 +5,7 @@ Every error begins with a location, such as file and line.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,7 +37,7 @@ from megaenc.json_files import DuplicateKeyError, parse_json
 IOB2 = re.compile(r"O|[BI]-\S+")
 _WORD = re.compile(r"[^ \t\r\n]+")
 _POSITION = re.compile(r"-?\d{1,18}")
-_NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", re.IGNORECASE)
 _HIDDEN = "-1"
 """Label of every row of a test split whose labels are not published, as in GLUE."""
 EXPECTED_FORMATS = (
@@ -186,7 +187,7 @@ def _read_conll(path: Path) -> Iterator[Row]:
     width = max((len(row) for row in words), default=0)
     if width < 2:
         raise InputError(f"{path}: found no line of a word and its tag, expected a word and a tag of IOB2 a line")
-    hits = [sum(len(row) > at and bool(IOB2.fullmatch(row[at])) for row in words) for at in range(width)]
+    hits = Counter(at for row in words for at, cell in enumerate(row) if IOB2.fullmatch(cell))
     column = max(range(1, width), key=lambda at: (hits[at], at))
     word_column = 1 if column > 1 and all(re.fullmatch(r"\d+([-.]\d+)?", row[0]) for row in words) else 0
     for _, sentence in groupby(cells, key=lambda cell: bool(cell[1].strip())):
@@ -259,6 +260,11 @@ class LabelSet:
         """Return whether a label is the name of a number; then no text is a position."""
         return any(_POSITION.fullmatch(label) for label in self.labels)
 
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        """Return the index of each label."""
+        return {label: index for index, label in enumerate(self.labels)}
+
     def index(self, value: Any, location: str) -> int:
         """Return the index of the label `value`: a name or, if `is_indexed`, an index; InputError if it is unknown."""
         name = parse_label(value, location)
@@ -267,11 +273,11 @@ class LabelSet:
             if 0 <= int(value) < len(self.labels):
                 return int(value)
             raise InputError(f"{location}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}")
-        if name not in self.labels:
+        if name not in self._indices:
             raise InputError(
                 f"{location}: label {value!r}: outside the label set, expected one of {format_name_list(self.labels)}"
             )
-        return self.labels.index(name)
+        return self._indices[name]
 
 
 _NO_REGRESSION = "found a number with a point, expected a class; regression is not supported"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megaenc.data.sources.text_files import check_columns
 from megaenc.errors import InputError, first_error_line
 from megaenc.json_files import parse_json
 
@@ -21,8 +22,7 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         # Buffered reads and no read-ahead: a row group may be larger than memory.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             names = file.schema_arrow.names
-            if repeated := [name for name in names if names.count(name) > 1]:
-                raise InputError(f"{path}: found {names.count(repeated[0])} columns `{repeated[0]}`, expected one")
+            check_columns(str(path), names, names)
             for batch in file.iter_batches(_ROWS_PER_BATCH, use_threads=False):
                 for fields in batch.to_pylist():
                     yield f"{path}:row {row}", fields

@@ -1,6 +1,8 @@
+import contextlib
 import gzip
 import json
 import os
+import time
 
 import datasets
 import numpy as np
@@ -865,6 +867,23 @@ def test_files_that_would_harm_their_reader_are_one_line(case, tmp_path):
     with pytest.raises(InputError, match=message):
         for split in ("train", "test"):
             find_dataset(str(folder)).load_split(split)
+
+
+LARGE = {
+    "columns": ("csv", f"text,label,{','.join(map(str, range(20_000)))}\nx,y{',1' * 20_000}\n"),
+    "labels": ("jsonl", "".join(f'{{"text": "x", "label": "{number} y"}}\n' for number in range(40_000))),
+    "digits": ("csv", f"text,label\nx,{'1' * 20_000}x\ny,0.5\n"),
+    "words": ("txt", "word " * 20_000 + "O\n" + "a word O\n" * 10_000),
+}
+
+
+@pytest.mark.parametrize("form, content", LARGE.values(), ids=LARGE)
+def test_large_files_take_no_quadratic_time(tmp_path, form, content):
+    (tmp_path / f"test.{form}").write_text(content)
+    start = time.perf_counter()
+    with contextlib.suppress(InputError):
+        find_dataset(str(tmp_path / f"test.{form}")).load_split("test")
+    assert time.perf_counter() - start < 9
 
 
 def test_digits_without_end_are_a_name_like_any_other(tmp_path):
