@@ -478,6 +478,8 @@ def _format_value(value: Any) -> str:
     """Format `value` as JSON of at most 40 characters, for an error message."""
     try:
         text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:  # parsed with fewer calls on the stack
+        text = f"a deep {type(value).__name__}"
     except TypeError:
         text = repr(value)
     return text if len(text) <= 40 else text[:39] + "…"

@@ -886,6 +886,14 @@ def test_large_files_take_no_quadratic_time(tmp_path, form, content):
     assert time.perf_counter() - start < 9
 
 
+def test_a_value_nested_too_deeply_to_be_quoted_is_named_by_its_type():
+    value = []
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(InputError, match=r"^x:1: key `text`: found a deep list, expected text$"):
+        formats.get_value({"text": value}, "text", "x:1", str)
+
+
 def test_digits_without_end_are_a_name_like_any_other(tmp_path):
     rows = [{"text": "a", "label": DIGITS}, {"text": "b", "label": "1"}]
     assert find_dataset(write(tmp_path / "x", **three(rows))).labels == ("1", DIGITS)
