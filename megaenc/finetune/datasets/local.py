@@ -3,7 +3,7 @@
 import functools
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -90,7 +90,7 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     if family is TaskFamily.SC and isinstance(row.get("label"), float):
         formats.parse_label(row["label"], location)  # refuses floats before a grid is planned
     template = pair_template if family is TaskFamily.SC else ""
-    labels = _read_label_set(path / "meta.json", family, first_file)
+    labels = _read_label_set(path / "meta.json", family, list(files.values()))
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
     rule = template_rule(template, lambda: _has_pairs(files.values()))
     fingerprint = hash_json({"files": content, "rules": [family, labels.labels, rule]})
@@ -182,21 +182,30 @@ def _read_examples(path: Path, family: TaskFamily, labels: formats.LabelSet, tem
     return examples
 
 
-def _read_label_set(file: Path, family: TaskFamily, first_file: Path) -> formats.LabelSet:
-    """Return the labels of meta.json next to the files, else of the first file's Parquet schema, else of its rows."""
+def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) -> formats.LabelSet:
+    """Return the labels of meta.json, else of the first data file's Parquet schema, else of its rows.
+
+    Raises InputError for Parquet files whose class names differ, because the rows hold positions in them.
+    """
     if family is TaskFamily.QA:
         return formats.LabelSet((), is_indexed=False)
-    key = "labels" if family is TaskFamily.SC else "tags"
+    key, column = ("labels", "label") if family is TaskFamily.SC else ("tags", "tags")
+    first_file = data_files[0]
+    class_names = {other: read_parquet_label_names(other, column) for other in data_files if other.suffix.lower() == ".parquet"}
     metadata = read_json_object(file, "an object with labels or tags", unique_keys=True) if file.exists() else {}
     label_names = metadata.get(key, metadata.get("labels"))
+    first_names = class_names.get(first_file)
     if label_names is not None:
-        return formats.check_label_names(family, label_names, f"{file}: key `{key}`")
-    if first_file.suffix.lower() == ".parquet":
-        column = "label" if family is TaskFamily.SC else "tags"
-        label_names = read_parquet_label_names(first_file, column)
-        if label_names is not None:
-            place = f"{first_file}: names of column `{column}`"
-            return formats.check_label_names(family, label_names, place, is_encoded=True)
+        return formats.check_label_names(family, label_names, f"{file}: key `{key}`", is_encoded=first_names is not None)
+    for other, names in class_names.items():
+        if names not in (None, first_names):
+            name_list = formats.format_name_list(names)
+            raise InputError(
+                f"{other}: names of column `{column}`: found {name_list}, expected those of {first_file} or a {file.name}"
+            )
+    if first_names is not None:
+        place = f"{first_file}: names of column `{column}`"
+        return formats.check_label_names(family, first_names, place, is_encoded=True)
     return formats.collect_labels(family, formats.read_rows(first_file))
 
 

@@ -369,6 +369,27 @@ def test_class_names_in_a_parquet_file_are_the_labels(tmp_path):
     assert found.labels == ("O", "B-PER") and found.load_split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
 
 
+def test_class_names_that_differ_between_files_are_refused(tmp_path):
+    def write_named(path, names):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        datasets.Dataset.from_list([{"text": "x", "label": 0}, {"text": "y", "label": 1}], features=features).to_parquet(path)
+
+    for split, names in (("train", ["1", "0"]), ("valid", ["1", "0"]), ("test", ["0", "1"])):
+        write_named(tmp_path / f"{split}.parquet", names)
+    message = r"test.parquet: names of column `label`: found 0, 1, expected those of .*train.parquet or a meta.json"
+    with pytest.raises(InputError, match=message):
+        find_dataset(str(tmp_path))
+    write_named(tmp_path / "test.parquet", ["1", "0"])
+    found = find_dataset(str(tmp_path))
+    assert found.labels == ("1", "0") and [example.label for example in found.load_split("test")] == [0, 1]
+    write(tmp_path, meta__json={"labels": ["1", "0"]})
+    assert [example.label for example in find_dataset(str(tmp_path)).load_split("test")] == [0, 1]
+    write(tmp_path, meta__json={}, train__jsonl=[{"text": "x", "label": 0}, {"text": "y", "label": 1}])
+    (tmp_path / "train.parquet").unlink()
+    with pytest.raises(InputError, match=r"valid.parquet: names of column `label`: found 1, 0, expected those of .*train.jsonl"):
+        find_dataset(str(tmp_path))
+
+
 @pytest.mark.parametrize("rows, message", [
     ([{"text": "x", "label": 1}, {"text": None, "label": 0}], r"train.parquet:row 2: key `text`: found null, expected text"),
     ([{"text": "x", "label": 0.5}], r"train.parquet:row 1: label 0.5: .* regression is not supported"),
