@@ -12,7 +12,7 @@ from typing import Any
 from megaenc import flags
 from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine, print_rank_0, silence_libraries
-from megaenc.errors import InputError, handle_command_errors
+from megaenc.errors import InputError, first_error_line, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.local import DatasetConfig
@@ -224,7 +224,11 @@ def predict(
     done = 0
     with torch.inference_mode(), ProgressLine("predicting", total=len(data)) as line:
         for part in batch_by_tokens(data.lengths, _TOKENS_PER_FORWARD):
-            outputs = compute_hf_outputs(model, pack_texts(data.gather_rows(part), device)).cpu()
+            try:
+                outputs = compute_hf_outputs(model, pack_texts(data.gather_rows(part), device)).cpu()
+            except Exception as error:  # with odd fields, a model class may fail in any way
+                reason = f"{type(model).__name__} fails: {first_error_line(error)}"
+                raise InputError(f"{hf.config_file}: {reason}; expected what a run wrote there") from None
             if not bool(outputs.isfinite().all()):
                 raise InputError(f"--model {folder}: computes scores that are NaN or infinite, expected a model that was trained")
             if family == TaskFamily.SC:

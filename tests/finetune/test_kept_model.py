@@ -501,6 +501,7 @@ def test_questions_of_squads_json_need_no_answers(trained, tmp_path):
 
 
 ODD_FIELDS = [
+    ("config.json", {"classifier_pooling": "x"}, "config.json: EuroBertForSequenceClassification fails: cannot access"),
     ("config.json", {"pad_token_id": -1}, "found the token id -1, expected 0 to 399"),
     ("config.json", {"id2label": None}, "config.json: field `id2label`: no such field, expected names that differ"),
     ("config.json", {"id2label": {}}, "config.json: field `id2label`: found {}"),
