@@ -157,6 +157,19 @@ def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]
     return list(build())
 
 
+@contextlib.contextmanager
+def _name_failures(place: Path, part: str) -> Iterator[None]:
+    """Turn any error of a library in the block, such as one that odd fields cause, into an InputError at `place`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:  # also panics of Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{place}: {part} fails: {first_error_line(error)}; expected what a run wrote there") from None
+
+
 def predict(
     folder: Path, family: TaskFamily, protocol: FinetuneConfig, examples: Examples, *, all_scores: bool = False
 ) -> list[dict[str, Any]]:
@@ -194,7 +207,8 @@ def predict(
             f"describes a model of {family}"
         )
     tokenizer = load_tokenizer(folder)
-    template = read_template(tokenizer)
+    with _name_failures(folder, "its tokenizer"):
+        template = read_template(tokenizer)
     context = getattr(config, "max_position_embeddings", protocol.max_length)
     if not template.count < protocol.max_length <= context:
         raise InputError(
@@ -210,7 +224,8 @@ def predict(
         raise InputError(f"--model {folder}: found a tensor `{foreign[0]}`, which a {type(model).__name__} does not have")
     model = model.to(device)
     task = TASKS[family](Dataset("", family, labels, "", "", "", lambda split: []), protocol)
-    data = task.encode(examples, encoder)
+    with _name_failures(folder, "its tokenizer"):
+        data = task.encode(examples, encoder)
     rows = model.get_input_embeddings().num_embeddings
     if wrong := [token for token in (data.tokens.max(initial=0), config.pad_token_id or 0) if not 0 <= token < rows]:
         raise InputError(
@@ -224,11 +239,8 @@ def predict(
     done = 0
     with torch.inference_mode(), ProgressLine("predicting", total=len(data)) as line:
         for part in batch_by_tokens(data.lengths, _TOKENS_PER_FORWARD):
-            try:
+            with _name_failures(hf.config_file, type(model).__name__):
                 outputs = compute_hf_outputs(model, pack_texts(data.gather_rows(part), device)).cpu()
-            except Exception as error:  # with odd fields, a model class may fail in any way
-                reason = f"{type(model).__name__} fails: {first_error_line(error)}"
-                raise InputError(f"{hf.config_file}: {reason}; expected what a run wrote there") from None
             if not bool(outputs.isfinite().all()):
                 raise InputError(f"--model {folder}: computes scores that are NaN or infinite, expected a model that was trained")
             if family == TaskFamily.SC:

@@ -14,6 +14,8 @@ import tokenizer_shapes
 import torch
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score
+from tokenizers import Tokenizer
+from tokenizers import models as models_of_tokens
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -498,6 +500,19 @@ def test_questions_of_squads_json_need_no_answers(trained, tmp_path):
         for name in ("asked.json", "asked.jsonl")
     )
     assert first == second and first[0]["id"] == "q"
+
+
+@pytest.mark.parametrize("family", ["sc", "tc"])
+def test_a_tokenizer_that_fails_is_named(family, trained, labelled, tmp_path, refusal):
+    folder = tmp_path / "kept"
+    shutil.copytree(trained[f"eurobert-linear-{family}-fp32"][0], folder)
+    argv = ["--model", folder, "--input", labelled / family / "test.jsonl"]
+    Tokenizer(models_of_tokens.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    said = f"{folder}: its tokenizer fails: WordLevel error: Missing [UNK] token from the vocabulary; expected"
+    assert said in refusal(predict_main, argv)
+    values = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": "x"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    assert f"{folder}: its tokenizer fails: '>' not supported" in refusal(predict_main, argv)
 
 
 ODD_FIELDS = [
