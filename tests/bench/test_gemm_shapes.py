@@ -1,0 +1,54 @@
+"""The rates of a layer's products on the CPU, and the kernels in triton's interpreter: figures have what they are made of."""
+
+import json
+import os
+import sys
+
+import pytest
+import runs
+
+BENCHMARKS = runs.ROOT / "benchmarks"
+
+
+def test_each_product_has_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gemm_shapes
+
+    output = tmp_path / "shapes.json"
+    flags = ["--device", "cpu", "--models", "tiny", "--packs", "1", "--square", "64", "--seconds", "0.001"]
+    gemm_shapes.main([*flags, "--output", str(output)])
+    results = json.loads(output.read_text())
+    assert len(results["products"]) == 4 * 3 and results["kernels"] == []
+    assert {row["matrix"] for row in results["products"]} == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+    assert all(row["tokens"] == 2048 and row["tflops"]["default"] > 0 for row in results["products"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("cpu: square product ") and len(lines) == 1 + 12
+
+
+def test_without_an_accelerator_it_says_how_to_try_it(tmp_path, monkeypatch, refusal):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is an accelerator")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gemm_shapes
+
+    assert "--device cpu --packs 1 tries the script" in refusal(gemm_shapes.main, ["--output", tmp_path / "x.json"])
+
+
+@pytest.mark.slow
+def test_each_kernel_can_be_called():
+    pytest.importorskip("triton")
+    code = """
+import torch, gemm_shapes
+from megaenc.model.config import get_preset
+kernels = gemm_shapes.build_kernels(get_preset("tiny"), 4, torch.device("cpu"))
+for name, (call, size) in kernels.items():
+    call()
+    assert size > 0, name
+print(len(kernels))
+"""
+    environment = runs.surroundings() | {"TRITON_INTERPRET": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), environment.get("PYTHONPATH", "")])
+    ended = runs.run([sys.executable, "-c", code], environment=environment)
+    assert ended.stdout == "7\n"
