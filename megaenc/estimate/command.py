@@ -146,6 +146,8 @@ def _check_config(config: EstimateConfig) -> None:
         raise InputError(f"--mfu: found {config.mfu}, expected a fraction of the peak above 0 and at most 1 (0.4 is 40 %)")
     if config.calibrate and config.mfu is not None:
         raise InputError(f"--mfu {config.mfu}: found with --calibrate, expected only one of the two")
+    if config.pretrain.micro_batch_size == "auto":
+        raise InputError("--micro-batch-size: found auto, expected a number of packs; the last lines of an estimate suggest one")
     if not config.gpu and not config.calibrate:
         raise InputError("--gpu: missing, expected a device such as h100 or mi250x, or --calibrate to measure this machine")
     if not config.calibrate and not config.pretrain.bf16:

@@ -97,7 +97,8 @@ class Rates:
 def _from_data_sheet(name, tflops, gib, tb_s, devices, inside_gb_s, between_gb_s, gemm, attention) -> Rates:
     """Return the rates expected from a data sheet, with matrix products and attention at given fractions of the peak.
 
-    The fractions are typical of library kernels on matrices with thousands of rows, attention forward and backward; unmeasured.
+    The fractions are typical of library kernels on matrices with thousands of rows, attention forward and backward;
+    docs/estimate.md compares them with an H200.
     """
     peak, elementwise = tflops * 1e12, _MEMORY_EFFICIENCY * (tb_s * 1e12)
     return Rates(

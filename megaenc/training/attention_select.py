@@ -27,7 +27,7 @@ def select_plan_attention(plan: Plan, backend: Backend) -> str:
     settings, requested = plan.settings, plan.settings.kernels.attention_backend
     phases = [phase.settings for phase in settings.phase_configs]
     batch_shape = {"seq_length": max(each.data.seq_length for each in phases)}
-    batch_shape["packs"] = max(each.micro_batch_size for each in phases)
+    batch_shape["packs"] = max(each.packs_at_once for each in phases)
     return select_attention(requested, settings.shape, settings.layout, plan.dtype, masks, backend, **batch_shape)
 
 

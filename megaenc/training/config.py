@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megaenc import flags
 from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT, KernelConfig, ParallelConfig
@@ -30,6 +31,7 @@ from megaenc.training.phases import (
     build_learning_rate,
     drop_alternatives,
     drop_wsd_flags,
+    parse_phase,
     resolve_phases,
 )
 
@@ -58,8 +60,8 @@ class PretrainConfig:
     """number of training steps; 200 without this flag and --train-tokens"""
     train_tokens: int | None = None
     """number of training tokens, instead of --train-iters; rounded up to whole steps"""
-    micro_batch_size: int = 8
-    """packs that one process trains on at once"""
+    micro_batch_size: int | Literal["auto"] = 8
+    """packs that one process trains on at once; auto: the most that fit an accelerator's memory, measured as a run starts"""
     global_batch_size: int = 16
     """packs of a step, summed over all processes"""
     rampup_batch_size: tuple[int, ...] | None = None
@@ -116,18 +118,18 @@ class PretrainConfig:
                 f"--train-tokens: found {self.train_tokens} together with --train-iters {self.train_iters}, expected one of them"
             )
         self._check_window()
-        row, tensor = self.micro_batch_size * self.data.seq_length, self.layout.tensor_model_parallel_size
+        row, tensor = self.packs_at_once * self.data.seq_length, self.layout.tensor_model_parallel_size
         if self.layout.sequence_parallel and row % tensor:
             raise InputError(
                 f"--sequence-parallel: a row of {row} tokens (--micro-batch-size x --seq-length) is no multiple of "
                 f"--tensor-model-parallel-size {tensor}"
             )
         copies = self.data_parallel_size(world_size)
-        step = self.micro_batch_size * copies
+        step = self.packs_at_once * copies
         if self.global_batch_size % step:
             raise InputError(
                 f"--global-batch-size: found {self.global_batch_size}, expected a multiple of {step} "
-                f"(--micro-batch-size {self.micro_batch_size} x {copies} data-parallel ranks)"
+                f"(--micro-batch-size {self.packs_at_once} x {copies} data-parallel ranks)"
             )
         stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
         self._check_rampup(step * (stages if chunks > 1 else 1))
@@ -196,7 +198,7 @@ class PretrainConfig:
                 f"--recompute-modules activation: has no effect with {flag}, which saves the activation's output in 8 bits; "
                 "leave one of them out"
             )
-        row = self.micro_batch_size * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
+        row = self.packs_at_once * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
         if self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_ALIGNMENT:
             raise InputError(
                 f"{flag}: a row of {row} tokens (--micro-batch-size x --seq-length, divided by --sequence-parallel), "
@@ -226,6 +228,26 @@ class PretrainConfig:
             )
         if start % divisor or increment % divisor:
             raise InputError(f"{flag}: expected START and INCREMENT to be multiples of {divisor}, like --global-batch-size")
+
+    @property
+    def packs_at_once(self) -> int:
+        """Return --micro-batch-size; 1 for `auto`, until a run has measured what fits."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+
+    @property
+    def has_auto_micro_batches(self) -> bool:
+        """Return whether the micro-batches of a phase are to be measured."""
+        return any(phase.settings.micro_batch_size == "auto" for phase in self.phase_configs)
+
+    def with_micro_batch_sizes(self, sizes: Sequence[int]) -> "PretrainConfig":
+        """Return a copy with a number of packs for each phase as its micro-batch."""
+        if not self.phases:
+            return dataclasses.replace(self, micro_batch_size=sizes[0])
+        phases = [
+            json.dumps(parse_phase(text, "phases") | {"micro_batch_size": size})
+            for text, size in zip(self.phases, sizes, strict=True)
+        ]
+        return dataclasses.replace(self, phases=tuple(map(flags.YamlMapping, phases)))
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:

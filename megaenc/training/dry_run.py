@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from megaenc.backend import Backend
+from megaenc.backend import Backend, detect_backend
 from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import parse_data_path
@@ -52,6 +52,9 @@ def print_dry_run(plan: Plan) -> None:
     optimizer = settings.optimizer.optimizer
     rate = f"{plan.learning_rate.describe()}{'' if optimizer == 'adamw' else f'; optimizer {optimizer}'}"
     console.print(f"learning rate: {rate}\nvalidation: {validation}")
+    backend = detect_backend()
+    if not backend.is_cpu and not settings.has_auto_micro_batches:
+        console.print(f"`--micro-batch-size auto` measures how many packs fit {backend.description} at once")
 
 
 def _corpus_table(plan: Plan) -> Table:

@@ -92,7 +92,7 @@ class Engine:
         final = settings.phase_configs[-1].settings  # validation has the batches of the last phase
         self.sampler = DataParallelSampler(
             final.global_batch_size,
-            final.micro_batch_size,
+            final.packs_at_once,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
@@ -141,6 +141,12 @@ class Engine:
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
+    def use_plan(self, plan: Plan) -> None:
+        """Train by `plan` from now on, which differs in its micro-batches alone."""
+        self.plan = plan
+        packs = plan.settings.phase_configs[-1].settings.packs_at_once
+        self.sampler = dataclasses.replace(self.sampler, micro_batch_size=packs)
+
     def enter_phase(self, step: int) -> None:
         """Give the model the rotary base of the phase of `step`; before the first step, of the first phase."""
         base = self.plan.settings.phase_at(step).settings.shape.rotary_base
@@ -180,7 +186,7 @@ class Engine:
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
         """Return the sample numbers of each micro-batch of this rank in `step`, as one list per micro-batch, in order."""
         sizes = {"global_batch_size": self.plan.batch_size(step)}
-        sizes["micro_batch_size"] = self.plan.settings.phase_at(step).settings.micro_batch_size
+        sizes["micro_batch_size"] = self.plan.settings.phase_at(step).settings.packs_at_once
         sampler = dataclasses.replace(self.sampler, **sizes)
         positions = sampler.samples(self.plan.samples_read(step - 1))
         return [[self.plan.sample_at(position) for position in row] for row in positions]

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from megaenc.backend.device import detect_backend
 from megaenc.console import print_rank_0
 from megaenc.data.indexed.corpus import refuse_raw_text
 from megaenc.data.packing.blended_dataset import parse_data_path
@@ -14,6 +15,7 @@ from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
 from megaenc.training.config_groups import DataConfig
+from megaenc.training.micro_batches import check_can_measure
 from megaenc.training.parent_run import record_run_init, resolve_data_order, resolve_run_init
 from megaenc.training.phases import build_learning_rate
 from megaenc.training.plan import Plan
@@ -26,6 +28,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     `given`: the fields whose values were given and are no defaults (None: all), which may change rotary positions of --init-from.
     """
     settings.check(get_world_size())
+    check_can_measure(settings, detect_backend())
     settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)

@@ -28,7 +28,7 @@ from megaenc.training.distributed.watchdog import STACKS_DIR, Watchdog
 from megaenc.training.dry_run import format_run_footer, format_run_header, format_spike
 from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.logging.metrics_logger import MetricsLogger
-from megaenc.training.micro_batches import TokenGroups
+from megaenc.training.micro_batches import TokenGroups, fill_micro_batches
 from megaenc.training.nonfinite import report_skipped_step
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import RunDir
@@ -150,6 +150,9 @@ class _Trainer:
         self._progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
         self._engine = Engine(plan, backend)
         self._engine.local_votes = local_votes
+        if plan.settings.has_auto_micro_batches:
+            self.plan = fill_micro_batches(plan, self._engine)
+            self._engine.use_plan(self.plan)
         kernels = self._engine.kernel_metadata
         if plan.settings.output.save:
             broadcast_call(lambda: run_dir.write_plan(plan, kernels))

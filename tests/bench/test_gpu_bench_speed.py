@@ -10,6 +10,7 @@ import torch
 
 from megaenc.backend import KernelConfig
 from megaenc.bench.gpu import breakdown, speed
+from megaenc.training import micro_batches
 from megaenc.training.engine import StepMetrics, TrainStepResult
 
 
@@ -19,14 +20,16 @@ def card(monkeypatch):
     tried: list[int] = []
     fits = {"most": 1000}
 
-    def peak(engine, objective, packs):
+    def peak(engine, objective, samples, data):
+        packs = len(samples)
         tried.append(packs)
         if packs > fits["most"]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return 10.0 + {"clm": 3.0, "mlm": 4.0}[objective] * packs
 
-    monkeypatch.setattr(speed, "_peak_batch_memory", peak)
-    monkeypatch.setattr(speed, "_discard_batch", lambda engine: None)
+    monkeypatch.setattr(micro_batches, "measure_peak", peak)
+    monkeypatch.setattr(micro_batches, "discard_batch", lambda engine: None)
+    monkeypatch.setattr(micro_batches, "reduce_over_ranks", lambda values, operation: values)
     monkeypatch.setattr(speed.synthetic, "configure_batches", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80.0, 90.0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4.0)
@@ -37,13 +40,13 @@ def filled(*objectives, seq_length=2**20) -> int:
     engine = SimpleNamespace(train_step=lambda step: None, device=torch.device("cuda"))
     shape = SimpleNamespace(ffn_hidden_size=16, query_size=16)
     setup = SimpleNamespace(seq_length=seq_length, shape=shape, parse_objective=lambda text: text)
-    return speed.find_largest_batch(engine, setup, objectives, itertools.count(1))
+    return speed.fill_memory(engine, setup, objectives, itertools.count(1))
 
 
 def test_the_largest_micro_batch_is_one_that_was_tried(card):
-    most = int((speed.MEMORY_FRACTION * 84 - 10) / 3)
+    most = int((micro_batches.MEMORY_FRACTION * 84 - 10) / 3)
     assert filled("clm") == most and {most, most + 1} <= set(card.tried) and len(card.tried) <= 7
-    assert filled("clm", "mlm") == int((speed.MEMORY_FRACTION * 84 - 10) / 4), "every objective has to fit"
+    assert filled("clm", "mlm") == int((micro_batches.MEMORY_FRACTION * 84 - 10) / 4), "every objective has to fit"
     card.fits["most"] = 7
     assert filled("clm") == 7
     assert filled("clm", seq_length=2**24) == 3, "kernels that count in 32 bits go no further"
@@ -77,7 +80,7 @@ class Memory:
 
 def timed(monkeypatch, engine: Memory, deadline: float) -> speed.SpeedMeasurement:
     monkeypatch.setattr(speed.synthetic, "configure_batches", engine.lay)
-    monkeypatch.setattr(speed, "_discard_batch", lambda engine: None)
+    monkeypatch.setattr(speed, "discard_batch", lambda engine: None)
     setup = SimpleNamespace(seq_length=8, bf16=True)
     host = SimpleNamespace(is_cpu=True, peak_flops=lambda dtype: 0.0)
     return speed.SpeedMeasurement(engine, setup, host, packs=10, micro_batches=2, seconds=0.0, deadline=deadline)

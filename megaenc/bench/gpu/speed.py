@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +16,8 @@ from megaenc.bench.gpu.breakdown import ProfiledEngine, count_synchronizations, 
 from megaenc.bench.gpu.worker import JobResult
 from megaenc.bench.synthetic_docs import BenchSetup
 from megaenc.bench.train_worker import measure_usage, peak_memory
-from megaenc.objectives import Objective
 from megaenc.training.engine import StepMetrics, TrainStepResult
-
-MEMORY_FRACTION = 0.92  # fraction of the free memory for tensors; the rest is fragmentation
-MAX_TENSOR_SIZE = 2**31 - 1  # elements of a tensor that 32-bit kernels can index
+from megaenc.training.micro_batches import discard_batch, find_largest_batch, largest_indexable, measure_room
 
 
 @dataclass
@@ -46,7 +42,7 @@ class SpeedMeasurement:
             except torch.OutOfMemoryError:
                 if self.packs == 1 or time.monotonic() > self.deadline:
                     raise
-            _discard_batch(self.engine)
+            discard_batch(self.engine)
             self.packs = min(self.packs - 1, int(0.9 * self.packs))
 
     def _time_step(self) -> tuple[TrainStepResult, float]:
@@ -108,7 +104,7 @@ def measure_speed(
     """
     measurement = _start_measurement(setup, objectives, packs, micro_batches, seconds, deadline)
     engine = measurement.engine
-    measurement.packs = packs or find_largest_batch(engine, setup, objectives, measurement.steps)
+    measurement.packs = packs or fill_memory(engine, setup, objectives, measurement.steps)
     for objective in objectives:
         if time.monotonic() > deadline:
             yield ["speed", name, "left out", objective], "no time left"
@@ -126,7 +122,7 @@ def measure_speed(
 def find_common_packs(setup: BenchSetup, objective: str, deadline: float) -> Iterator[JobResult]:
     """Yield the most packs of a micro-batch that fit with the kernels of `setup`, for all kernels that need no more memory."""
     measurement = _start_measurement(setup, [objective], 1, 1, 0.0, deadline)
-    yield ["compare", "packs"], find_largest_batch(measurement.engine, setup, [objective], measurement.steps)
+    yield ["compare", "packs"], fill_memory(measurement.engine, setup, [objective], measurement.steps)
     del measurement
     synthetic.destroy_process()
 
@@ -155,36 +151,11 @@ def _allocation_retries() -> int:
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
-def find_largest_batch(engine: ProfiledEngine, setup: BenchSetup, objectives: Sequence[str], steps: Iterator[int]) -> int:
+def fill_memory(engine: ProfiledEngine, setup: BenchSetup, objectives: Sequence[str], steps: Iterator[int]) -> int:
     """Return the most packs of a micro-batch that fit the device memory under all objectives; 1 on a CPU."""
     synthetic.configure_batches(engine, setup, objectives[0], 1, 1)
     engine.train_step(next(steps))  # allocates the optimizer state
     if engine.device.type == "cpu":
         return 1
-    free, _ = torch.cuda.mem_get_info()
-    room = MEMORY_FRACTION * (free + torch.cuda.memory_reserved())
-
-    def too_large(packs: int) -> bool:
-        try:
-            is_too_large = any(_peak_batch_memory(engine, setup.parse_objective(text), packs) > room for text in objectives)
-        except torch.OutOfMemoryError:
-            is_too_large = True
-        _discard_batch(engine)
-        return is_too_large
-
-    most = MAX_TENSOR_SIZE // (setup.seq_length * max(2 * setup.shape.ffn_hidden_size, setup.shape.query_size))
-    return max(1, bisect_left(range(1, most + 1), True, key=too_large))
-
-
-def _peak_batch_memory(engine: ProfiledEngine, objective: Objective, packs: int) -> float:
-    """Return the peak bytes of tensors in one micro-batch of `packs` packs."""
-    synthetic.reset_peak_memory()
-    with engine.no_grad_reduction():
-        engine.local_loss_and_grad_norm(range(packs), objective)
-    return float(torch.cuda.max_memory_allocated())
-
-
-def _discard_batch(engine: ProfiledEngine) -> None:
-    """Free the memory of a micro-batch that did not fit."""
-    engine.zero_grad()
-    synthetic.free_memory()
+    candidates = range(1, max(1, largest_indexable(setup.shape, setup.seq_length)) + 1)
+    return find_largest_batch(engine, list(map(setup.parse_objective, objectives)), candidates, measure_room())

@@ -1,0 +1,25 @@
+"""The pretraining command where a stand-in for an accelerator's memory fits 9 packs at once on the first rank and 5 on others."""
+
+import sys
+
+from megaenc.backend import prepare_megatron
+from megaenc.console import silence_libraries
+from megaenc.dist_env import get_rank
+
+if __name__ == "__main__":
+    silence_libraries()
+    prepare_megatron()
+    from megaenc.training import micro_batches, planning
+    from megaenc.training.command import main
+
+    def measure_peak(engine, objective, samples, packs):
+        """Run the micro-batch, of which each pack takes 100 bytes."""
+        with engine.no_grad_reduction():
+            engine.local_loss_and_grad_norm(samples, objective, packs)
+        return 100.0 * len(samples)
+
+    micro_batches.measure_peak = measure_peak
+    micro_batches.measure_room = lambda: 500.0 if get_rank() else 900.0
+    micro_batches._STATE_BYTES = 0
+    planning.check_can_measure = lambda settings, backend: None
+    main(sys.argv[1:])
