@@ -242,7 +242,10 @@ class ProgressLine:
 
 
 def format_paths(paths: Sequence[str]) -> str:
-    """Return the first three paths, joined by commas, and the number of others; bytes that are not UTF-8 are replaced."""
+    """Return the first three paths, joined by commas, and the number of others.
+
+    Bytes that are not UTF-8 are replaced.
+    """
     names = ", ".join(os.fsencode(path).decode("utf-8", "replace") for path in paths[:3])
     return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 

@@ -29,7 +29,7 @@ def refuse_existing(path: Path, flag: str) -> None:
 
 
 def report_stale_files(*paths: Path) -> None:
-    """Print number, size and names of the temporary files that stopped runs left for `paths`; nothing if there are none.
+    """Print the temporary files that stopped runs left for `paths`, if any.
 
     All paths are in one folder. The files are not removed: a process id in the name may now belong to another process or to
     another machine.

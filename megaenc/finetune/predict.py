@@ -159,7 +159,10 @@ def _build_examples(family: TaskFamily, rows: Sequence[tuple[str, dict[str, Any]
 
 @contextlib.contextmanager
 def _name_failures(place: Path, part: str) -> Iterator[None]:
-    """Turn any error of a library in the block, such as one that odd fields cause, into an InputError at `place`."""
+    """Turn any error of a library in the block into an InputError at `place`.
+
+    Odd fields cause such errors.
+    """
     try:
         yield
     except InputError:

@@ -99,7 +99,10 @@ class PretrainConfig:
             parse_data_path(phase.settings.data.data_path)
 
     def _check_settings(self, world_size: int) -> None:
-        """Raise InputError for what `check` refuses in a run without `phases`, or in one of them, apart from its schedules."""
+        """Raise InputError for settings that a run or a phase cannot have.
+
+        Schedules are left to `check`.
+        """
         self.layout.check(world_size)
         self.start.check()
         self.optimizer.check()
@@ -149,7 +152,7 @@ class PretrainConfig:
         self._check_rampup(divisor=1)
 
     def _check_phases(self, world_size: int) -> None:
-        """Raise InputError, naming the phase, if one of them would be refused as a run of its own."""
+        """Raise InputError, naming the phase, for settings it cannot have."""
         for number, phase in enumerate(self.phase_configs, 1):
             try:
                 phase.settings._check_settings(world_size)
@@ -178,7 +181,10 @@ class PretrainConfig:
             )
 
     def _check_pseudo_perplexity(self) -> None:
-        """Raise InputError for a pseudo-perplexity without validation, or of more passes than a pack has tokens."""
+        """Raise InputError for an impossible pseudo-perplexity.
+
+        It needs a validation, and at most as many passes as a pack has tokens.
+        """
         passes, longest = self.output.eval_pseudo_perplexity_passes, self.phase_configs[-1].settings.data.seq_length
         flag = f"--eval-pseudo-perplexity-passes {passes}"
         if passes and not self.eval_every:

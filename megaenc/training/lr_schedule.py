@@ -105,7 +105,10 @@ class WSDSchedule:
         return cls(*values, style, min_lr)
 
     def describe(self) -> str:
-        """Return text such as `to 0.002 over 10 steps, constant, down over the last 10 steps (cosine) to 4.9e-05 in the last`."""
+        """Return the schedule as text for the console.
+
+        `to 0.002 over 10 steps, constant, down over the last 10 steps (cosine) to 4.9e-05 in the last`
+        """
         text = f"to {self.peak:g} over {self.warmup:,} steps"
         if self.warmup + self.decay < self.total:
             text += ", constant"

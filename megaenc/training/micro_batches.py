@@ -1,4 +1,4 @@
-"""Micro-batches: building them from packs, distribution over data-parallel ranks, prefetching, and the size that fits."""
+"""Micro-batches: building, distribution over ranks, prefetching, largest size."""
 
 import dataclasses
 import gc
@@ -206,7 +206,7 @@ class Prefetcher:
 
 
 def check_can_measure(settings: PretrainConfig, backend: Backend) -> None:
-    """Raise InputError if `--micro-batch-size auto` is given where it cannot be measured."""
+    """Raise InputError for `--micro-batch-size auto` where it cannot be measured."""
     if not settings.has_auto_micro_batches:
         return
     flag, layout = "--micro-batch-size auto", settings.layout
@@ -220,7 +220,7 @@ def check_can_measure(settings: PretrainConfig, backend: Backend) -> None:
 
 
 def fill_micro_batches(plan: "Plan", engine: "Engine") -> "Plan":
-    """Return `plan` with a number for each `--micro-batch-size auto`: the most packs that fit on every rank.
+    """Return `plan` with the most packs that fit in place of each `auto`.
 
     All ranks call it together, before the first step. The weights stay as they are.
     """
@@ -250,10 +250,10 @@ def find_largest_batch(
     packs: PackedDataset | None = None,
     first: int = 0,
 ) -> int:
-    """Return the largest of the ascending `candidates` that fits on every rank under all objectives; the first if none.
+    """Return the largest of the ascending `candidates` that fits on every rank.
 
-    All ranks call it together, and try the same. `room`: bytes for tensors; `packs`: data, by default of the first phase, read
-    from sample `first` on.
+    It fits under all objectives; the first candidate if none does. All ranks call it together, and try the same. `room`: bytes
+    for tensors; `packs`: data, by default of the first phase, read from sample `first` on.
     """
 
     def too_large(count: int) -> bool:
@@ -276,7 +276,7 @@ def measure_room() -> float:
 
 
 def measure_peak(engine: "Engine", objective: Objective, samples: Sequence[int], packs: PackedDataset | None) -> float:
-    """Return the peak bytes of tensors in one micro-batch of the packs `samples`, forward and backward."""
+    """Return the peak bytes of tensors in a micro-batch of the packs `samples`."""
     torch.cuda.reset_peak_memory_stats()
     with engine.no_grad_reduction():
         engine.local_loss_and_grad_norm(samples, objective, packs)
@@ -291,12 +291,12 @@ def discard_batch(engine: "Engine") -> None:
 
 
 def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
-    """Return the most packs of `seq_length` tokens whose largest activation 32-bit kernels can index."""
+    """Return the most packs whose activations 32-bit kernels can index."""
     return MAX_TENSOR_SIZE // (seq_length * max(2 * shape.ffn_hidden_size, shape.query_size))
 
 
 def _list_candidates(settings: PretrainConfig, replicas: int) -> list[int]:
-    """Return the micro-batch sizes that divide every batch of a phase on each of `replicas`, in ascending order."""
+    """Return in ascending order the sizes that divide each of `replicas`' batches."""
     batches = [settings.global_batch_size, *(settings.rampup_batch_size or ())[:2]]
     share = math.gcd(*batches) // replicas
     most = max(1, min(share, largest_indexable(settings.shape, settings.data.seq_length)))

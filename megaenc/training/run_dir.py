@@ -80,7 +80,7 @@ class RunDir:
                 plan.tokenizer.save_pretrained(temporary)
 
     def write_plan(self, plan: "Plan", kernels: dict[str, Any] | None = None) -> None:
-        """Write run.json (metadata of `plan`, and `kernels`, those in use, once known) and config.yaml (all flags)."""
+        """Write run.json (metadata of `plan`, `kernels` in use) and config.yaml."""
         path = self.path
         self.lock.check()
         if kernels:

@@ -88,9 +88,9 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
 
 
 def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text) of each line of a file, with `keep_ends` with its end.
+    """Yield the number, from 1, and the text of each line of a file.
 
-    gzip and Zstandard are told by content. Raises InputError for invalid text.
+    `keep_ends`: with the line's end. gzip and Zstandard are told by content. Raises InputError for invalid text.
     """
     with open_decompressed(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):

@@ -183,7 +183,7 @@ def _read_examples(path: Path, family: TaskFamily, labels: formats.LabelSet, tem
 
 
 def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) -> formats.LabelSet:
-    """Return the labels of meta.json, else of the first data file's Parquet schema, else of its rows.
+    """Return the labels of meta.json, else of the first Parquet schema, else of rows.
 
     Raises InputError for Parquet files whose class names differ, because the rows hold positions in them.
     """

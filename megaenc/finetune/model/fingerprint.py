@@ -37,7 +37,7 @@ def check_model_folder(folder: str) -> None:
 
 
 def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str]:
-    """Return each model folder's SHA-256 (hex) of config.json and weights, or that cached in `results`.
+    """Return the SHA-256 (hex) of each model folder's config.json and weights.
 
     Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for files of this path, size and
     time: see `save_fingerprints`.

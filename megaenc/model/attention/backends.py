@@ -116,7 +116,10 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window)
 
 
 def flash_attn_versions(device: torch.device) -> list[int]:
-    """Return the versions of flash-attn that are installed, support `device` and are not excluded, in the order of trial."""
+    """Return the usable versions of flash-attn in the order of trial.
+
+    Those are installed, support `device` and are not excluded.
+    """
     versions = _installed_flash_versions()
     return [number for number in versions if number not in _excluded_versions and not _unsupported_reason(number, device)]
 
@@ -128,19 +131,22 @@ def exclude_flash_attn(version: int) -> None:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether `device` is an NVIDIA GPU of the Hopper generation, such as an H100 or H200."""
+    """Return whether `device` is a Hopper GPU, such as an H100 or H200."""
     # AMD GPUs have other capabilities under the same numbers.
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER
 
 
 def exclude_unmeasured_flash_attn(device: torch.device) -> None:
-    """Leave version 4 unused in this process on other GPUs than Hopper, where nobody has measured it."""
+    """Leave version 4 unused in this process on other GPUs than Hopper.
+
+    Nobody has measured it there.
+    """
     if not is_hopper(device):
         exclude_flash_attn(4)
 
 
 def describe_backend(name: str, device: torch.device) -> str:
-    """Return the backend's name, for flash-attn with its release: `flash (flash-attn 4.0.0b36)`."""
+    """Return the backend's name, with a release: `flash (flash-attn 4.0.0b36)`."""
     if name != "flash":
         return name
     version = flash_attn_versions(device)[0]
@@ -151,7 +157,7 @@ def describe_backend(name: str, device: torch.device) -> str:
 
 
 def _installed_flash_versions() -> list[int]:
-    """Return the installed versions of flash-attn in the order of trial, without an import of any."""
+    """Return the installed versions of flash-attn, without importing any."""
     installed = {3: util.find_spec(_FLASH_MODULES[3]) is not None}
     with contextlib.suppress(metadata.PackageNotFoundError):
         installed[4] = bool(metadata.version(_FLASH_PACKAGES[4]))  # later releases of version 2 hold a `flash_attn.cute`, too
