@@ -2,9 +2,9 @@
 
     python benchmarks/gemm_shapes.py --output shapes.json
 
-Products are those of the presets' layers with micro-batches that fill 140 GB, forward and both gradients, in bfloat16, with each
-library for them that torch offers and, with --autotune, by torch.compile. They are compared with a large square product.
-Elementwise kernels are megaenc's, compared with a copy. Takes about a minute; each row is printed as soon as it is measured.
+Products are those of the presets' layers with micro-batches that filled an H200, forward and both gradients, in bfloat16, with
+each library for them that torch offers and, with --autotune, by torch.compile. They are compared with a large square product.
+Elementwise kernels are megaenc's, compared with a copy. Each row is printed as soon as it is measured.
 --device cpu --packs 1 tries the script without a GPU.
 """
 

@@ -14,7 +14,7 @@ class KernelConfig:
     """Flags that choose the layers' kernels: attention backend, fused kernels, Transformer Engine or not, and float8."""
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "onednn", "sdpa"] = "auto"
-    """attention within documents. flash: flash-attn 2, 3 or 4, if installed; varlen: torch's kernel over all documents of a
+    """attention within documents. flash: flash-attn 4, 3 or 2, if installed; varlen: torch's kernel over all documents of a
     pack; cudnn: cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); onednn: matrix products
     on a CPU with AVX512-BF16 and without AMX, in bfloat16; sdpa: torch's scaled dot product, document by document, on every
     device; auto: the first of them that passes a self-test on every rank at the start"""

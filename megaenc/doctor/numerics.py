@@ -20,7 +20,7 @@ _HIDDEN, _HEAD_DIM, _FFN, _VOCABULARY = 768, 64, 3072, 32_768  # of the kernel c
 _FORMATS = ("hybrid", "e4m3")
 _ADVICE_SDPA = "torch's own attention is broken here and trains wrongly: reinstall torch"
 _ADVICE_BACKEND = "--attention-backend auto detects this too and uses a slower one: install a version built for this torch"
-_ADVICE_FLASH = "EXTRAS=flash ./install.sh: 8 % more tokens/s at 1b than with torch's attention, measured on an H200"
+_ADVICE_FLASH = "EXTRAS=flash ./install.sh (CUDA 13): 8 % more tokens/s at 1b under MLM, measured on an H200"
 _ADVICE_KERNEL = "runs detect this too and use torch instead, which is slower: install the triton built for this torch"
 
 
@@ -107,22 +107,22 @@ def check_attention_backend(context: ProbeContext, name: str) -> list[Finding]:
     from megaenc.model.attention.selftest import check_backend
     from megaenc.objectives import Attention
 
-    if name == "flash" and is_hopper(device) and 4 not in flash_attn_versions(device):
-        return [note(name, "flash-attn 4 is not installed", _ADVICE_FLASH)]
-
+    is_slower = name == "flash" and is_hopper(device) and 4 not in flash_attn_versions(device)
     dtypes = (torch.float32, torch.bfloat16) if name == "sdpa" else (torch.bfloat16,)
     sizes = dict(heads=_HEADS, groups=_QUERY_GROUPS, seq_length=_SEQ_LENGTH)
     worst = 0.0
     for dtype, width in itertools.product(dtypes, _HEAD_DIMS):
         verdict = check_backend(name, **sizes, head_dim=width, dtype=dtype, device=device)
         if not verdict.available:
-            return [ok(name, f"cannot be used: {verdict.reason}")]
+            text = f"cannot be used: {verdict.reason}"
+            return [note(name, text, _ADVICE_FLASH) if is_slower else ok(name, text)]
         if not verdict.passed:
             advice = _ADVICE_SDPA if name == "sdpa" else _ADVICE_BACKEND
             return [problem(name, f"{verdict.reason}, in {_dtype_name(dtype)}", advice, mismatch_level="note")]
         worst = max(worst, verdict.error / verdict.tolerance)
     masks, widths, kinds = ", ".join(Attention), " and ".join(map(str, _HEAD_DIMS)), " and ".join(map(_dtype_name, dtypes))
-    return [ok(name, f"right: {masks}; heads {widths} wide; {kinds}; {100 * worst:.0f} % of the error allowed")]
+    text = f"right: {masks}; heads {widths} wide; {kinds}; {100 * worst:.0f} % of the error allowed"
+    return [note(name, f"{text}; version 4 is not installed", _ADVICE_FLASH) if is_slower else ok(name, text)]
 
 
 def kernel_probes(context: ProbeContext) -> list[Finding | Probe]:

@@ -35,8 +35,8 @@ def test_what_makes_a_hopper_gpu_faster_is_said(monkeypatch):
 
     monkeypatch.setattr(backends, "is_hopper", lambda device: True)
     [finding] = numerics.check_attention_backend(ProbeContext(), "flash")
-    assert (finding.level, finding.result) == ("note", "flash-attn 4 is not installed")
-    assert finding.advice.startswith("EXTRAS=flash ./install.sh: 8 % more tokens/s")
+    assert (finding.level, finding.result) == ("note", "cannot be used: needs an accelerator")
+    assert finding.advice.startswith("EXTRAS=flash ./install.sh (CUDA 13): 8 % more tokens/s")
 
 
 def test_a_backend_that_ignores_causal_is_named(monkeypatch):

@@ -10,7 +10,7 @@ BUFFERS, COMMUNICATION, IDLE = "gradient buffers, copies", "communication", "idl
 
 SUGGESTIONS = {
     MATMUL: "larger micro-batches (recompute attention to make room), --fp8-format where the chip has 8-bit products",
-    FORWARD: (faster := "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper"),
+    FORWARD: (faster := "another --attention-backend (see the comparison): flash-attn 4 on Hopper, if it is not in use"),
     BACKWARD: faster,
     ELEMENTWISE: "the activation inside the matrix product before it",
     LOSS: "a larger part of the predictions at a time: fewer and larger matrix products",
