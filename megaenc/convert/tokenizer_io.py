@@ -75,7 +75,7 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
 def _load_with_config(folder: Path, config: dict[str, Any]) -> Any:
     """Write `config` as the tokenizer_config.json of `folder` and load the tokenizer."""
     (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-    return load_tokenizer(folder)
+    return load_tokenizer(folder, "--input")
 
 
 def _raise_too_many_ids(folder: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int) -> None:

@@ -202,7 +202,7 @@ class Embedder:
         check: Callable[[Backbone, PackedTexts], None] = lambda backbone, texts: None,
     ) -> None:
         self.folder, self.config, self.batch_size = folder, config, batch_size
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder, "--model")
         if config.special_tokens != "own":
             special = resolve_special_tokens(self.tokenizer, config.special_tokens)
             self.tokenizer = set_special_tokens(self.tokenizer, special)

@@ -80,7 +80,7 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
     from megaenc.hf.checkpoint import HFCheckpoint
 
     hf = HFCheckpoint(Path(folder), "--model")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, "--model")
     if tokenizer.mask_token_id is None:
         raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
     model = hf_model.load_masked_lm(hf, hf_model.load_hf_config(hf))

@@ -209,7 +209,7 @@ def predict(
             f"{hf.config_file}: field `architectures`: found {shorten_repr(architectures)}, expected {expected}: {MODEL_DETAILS} "
             f"describes a model of {family}"
         )
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, "--model")
     with _name_failures(folder, "its tokenizer"):
         template = read_template(tokenizer)
     context = getattr(config, "max_position_embeddings", protocol.max_length)

@@ -50,7 +50,7 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     backend = detect_backend()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
     task = TASKS[job.family](datasets[0], job.protocol)
-    tokenizer = load_tokenizer(job.model.location)
+    tokenizer = load_tokenizer(job.model.location, "--model")
     backbone, native_head = load_model(job, task, tokenizer, device=backend.device, dtype=_DTYPES[precision])
     max_length = job.protocol.max_length or round(_CONTEXT_FRACTION * backbone.context_length)
     if max_length > backbone.context_length:

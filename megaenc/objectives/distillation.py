@@ -172,7 +172,7 @@ def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
 
     if not vocabulary.fingerprint or not (folder / "tokenizer.json").exists():
         return  # made-up vocabularies have no tokenizer
-    teacher = read_vocabulary(load_tokenizer(folder))
+    teacher = read_vocabulary(load_tokenizer(folder, "teacher"))
     if not vocabulary.is_of_tokenizer(teacher.fingerprint, teacher.text_fingerprint):
         raise InputError(
             f"teacher {folder}: its tokenizer ({teacher.fingerprint[:12]}) is not the run's ({vocabulary.fingerprint[:12]}), "

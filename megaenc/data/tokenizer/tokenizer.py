@@ -45,36 +45,40 @@ _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of the files that tran
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
-def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
-    """Return the Hugging Face fast tokenizer in a folder or of a Hub name; InputError if missing, unreadable or slow."""
+def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTrainedTokenizerFast":
+    """Return the Hugging Face fast tokenizer in a folder or of a Hub name.
+
+    Raises:
+        InputError: it is missing, unreadable or slow; the message begins with `flag`, which names it.
+    """
     name = str(name_or_dir)
     folder = Path(name)
     # Paths are ruled out first, because transformers waits long for the Hub.
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and os.path.isdir(folder.parent))
     is_folder = os.path.isdir(folder)  # False also for a name that is too long
     if not is_folder and (is_path or os.path.exists(folder)):
-        raise InputError(f"--tokenizer {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
+        raise InputError(f"{flag} {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
     from transformers import AutoTokenizer
 
-    local = {"config": _build_class_config(folder), "local_files_only": True} if is_folder else {}
+    local = {"config": _build_class_config(folder, flag), "local_files_only": True} if is_folder else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **local)
     except BaseException as error:  # OSError, KeyError, JSON and HTTP errors, panics of Rust and more
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if is_folder and not (folder / "tokenizer.json").exists():
-            raise InputError(f"{name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer") from None
-        problem = f"{name}: tokenizer.json cannot be loaded"
-        if not is_folder:
-            problem = f"--tokenizer {name}: neither an existing folder nor a tokenizer on the Hub"
+            raise InputError(
+                f"{flag} {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
+            ) from None
+        problem = "tokenizer.json cannot be loaded" if is_folder else "neither an existing folder nor a tokenizer on the Hub"
         reason = first_error_line(error, 160)
-        raise InputError(f"{problem}; expected a Hugging Face fast tokenizer ({reason})") from None
+        raise InputError(f"{flag} {name}: {problem}; expected a Hugging Face fast tokenizer ({reason})") from None
     if not getattr(tokenizer, "is_fast", False):
-        raise InputError(f"{name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
+        raise InputError(f"{flag} {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
     return tokenizer
 
 
-def _build_class_config(folder: Path) -> Any:
+def _build_class_config(folder: Path, flag: str) -> Any:
     """Build the model config from which transformers chooses the tokenizer's class, with only the relevant fields of config.json.
 
     Raises InputError for a file in the folder that could block or that leads to another folder.
@@ -85,7 +89,7 @@ def _build_class_config(folder: Path) -> Any:
     try:
         files = sorted(file for file in folder.iterdir() if file.suffix in _TEXT_SUFFIXES)
     except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; expected a folder that can be read") from None
+        raise InputError(f"{flag} {folder}: {error.strerror}; expected a folder that can be read") from None
     for file in files:
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise InputError(f"{file}: not a regular file; expected one of a Hugging Face tokenizer")

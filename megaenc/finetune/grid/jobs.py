@@ -162,7 +162,7 @@ def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> Fin
     from megaenc.data.tokenizer.tokenizer import load_tokenizer  # imports transformers
     from megaenc.finetune.tokenized import resolve_protocol
 
-    return resolve_protocol(protocol, load_tokenizer(model.location))
+    return resolve_protocol(protocol, load_tokenizer(model.location, "--model"))
 
 
 def check_learning_rate(flag: str, rate: float) -> None:
