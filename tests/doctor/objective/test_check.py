@@ -93,7 +93,11 @@ LEAKS = {
     ),
 }  # fmt: skip
 CASES = {f"labels_{name}": (*code, words) for name, (*code, words) in LEAKS.items()} | {
-    "the_clock_of_python": ("", f"at = at[: random.Random(hash('x')).randrange(9, 99)]; {HIDDEN}", "differ in another process"),
+    "the_seed_of_hashes": (
+        "",
+        f"at = np.array(sorted(random.Random(hash('x')).sample(at.tolist(), len(at) // 2)), np.int64); {HIDDEN}",
+        "differ in another process",
+    ),
     "the_thread": (
         "", f"at = at[threading.current_thread() is threading.main_thread() :]; {HIDDEN}", "inputs: in a prefetching thread",
     ),
