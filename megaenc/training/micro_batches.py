@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megaenc.backend import Backend
 from megaenc.backend.reductions import reduce_over_ranks
 from megaenc.console import print_rank_0
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
-from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
 from megaenc.model.packed_sequences import PackedSequences, copy_to_device
 from megaenc.objectives import Objective, SoftLabels
@@ -203,20 +201,6 @@ class Prefetcher:
                 self._pending.append((remaining[0], self._pool.submit(self._build, remaining.popleft())))
             _, future = self._pending.popleft()
             yield future.result()
-
-
-def check_can_measure(settings: PretrainConfig, backend: Backend) -> None:
-    """Raise InputError for `--micro-batch-size auto` where it cannot be measured."""
-    if not settings.has_auto_micro_batches:
-        return
-    flag, layout = "--micro-batch-size auto", settings.layout
-    if backend.is_cpu:
-        raise InputError(f"{flag}: fills the memory of an accelerator, and this machine has none; expected a number of packs")
-    if layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size > 1:
-        # One rank that runs out of memory would leave the others of its replica waiting.
-        raise InputError(
-            f"{flag}: measures a model on one device, found tensor or pipeline parallelism; expected a number of packs"
-        )
 
 
 def fill_micro_batches(plan: "Plan", engine: "Engine") -> "Plan":

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megaenc.backend.device import detect_backend
+from megaenc.backend.device import Backend, detect_backend
 from megaenc.console import print_rank_0
 from megaenc.data.indexed.corpus import refuse_raw_text
 from megaenc.data.packing.blended_dataset import parse_data_path
@@ -15,7 +15,6 @@ from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
 from megaenc.training.config_groups import DataConfig
-from megaenc.training.micro_batches import check_can_measure
 from megaenc.training.parent_run import record_run_init, resolve_data_order, resolve_run_init
 from megaenc.training.phases import build_learning_rate
 from megaenc.training.plan import Plan
@@ -28,7 +27,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     `given`: the fields whose values were given and are no defaults (None: all), which may change rotary positions of --init-from.
     """
     settings.check(get_world_size())
-    check_can_measure(settings, detect_backend())
+    check_auto_micro_batches(settings, detect_backend())
     settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
@@ -67,6 +66,20 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     start = resolve_run_init(plan, given)
     plan = dataclasses.replace(plan, settings=record_run_init(settings, start), start=start)
     return plan.with_skipped(*resolve_skip_ranges(plan))
+
+
+def check_auto_micro_batches(settings: PretrainConfig, backend: Backend) -> None:
+    """Raise InputError for `--micro-batch-size auto` where it cannot be measured."""
+    if not settings.has_auto_micro_batches:
+        return
+    flag, layout = "--micro-batch-size auto", settings.layout
+    if backend.is_cpu:
+        raise InputError(f"{flag}: fills the memory of an accelerator, and this machine has none; expected a number of packs")
+    if layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size > 1:
+        # One rank that runs out of memory would leave the others of its replica waiting.
+        raise InputError(
+            f"{flag}: measures a model on one device, found tensor or pipeline parallelism; expected a number of packs"
+        )
 
 
 def _check_special_tokens(parts: Sequence[RunData]) -> None:

@@ -56,8 +56,8 @@ def test_model_parallelism_is_refused():
 
     from megaenc.errors import InputError
     from megaenc.training.config import parse_config
-    from megaenc.training.micro_batches import check_can_measure
+    from megaenc.training.planning import check_auto_micro_batches
 
     settings = parse_config(["--micro-batch-size", "auto", "--tensor-model-parallel-size", "2"], "test")
     with pytest.raises(InputError, match="measures a model on one device, found tensor or pipeline parallelism"):
-        check_can_measure(settings, SimpleNamespace(is_cpu=False))
+        check_auto_micro_batches(settings, SimpleNamespace(is_cpu=False))

@@ -21,5 +21,5 @@ if __name__ == "__main__":
     micro_batches.measure_peak = measure_peak
     micro_batches.measure_room = lambda: 500.0 if get_rank() else 900.0
     micro_batches._STATE_BYTES = 0
-    planning.check_can_measure = lambda settings, backend: None
+    planning.check_auto_micro_batches = lambda settings, backend: None
     main(sys.argv[1:])
