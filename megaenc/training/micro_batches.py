@@ -1,39 +1,23 @@
-"""Micro-batches: building, distribution over ranks, prefetching, largest size."""
+"""Micro-batches: building them from packs, their distribution over data-parallel ranks, and prefetching."""
 
-import dataclasses
-import gc
-import math
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
-from megaenc.backend.reductions import reduce_over_ranks
-from megaenc.console import print_rank_0
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
-from megaenc.model.config import ModelConfig
 from megaenc.model.packed_sequences import PackedSequences, copy_to_device
 from megaenc.objectives import Objective, SoftLabels
-from megaenc.training.config import PretrainConfig
-
-if TYPE_CHECKING:
-    from megaenc.training.engine import Engine
-    from megaenc.training.plan import Plan
 
 DEPTH = 2  # prefetched micro-batches: the next, and one more in case it takes longer than usual
 FIRST_RANGE = 128  # positions in the first range of TokenGroups; the later ranges double
-MEMORY_FRACTION = 0.92  # fraction of the free memory for tensors; the rest is fragmentation
-MAX_TENSOR_SIZE = 2**31 - 1  # elements of a tensor that 32-bit kernels can index
-_STATE_BYTES = 8  # of AdamW's moments of a parameter, which the first step allocates
 
 
 @dataclass(frozen=True)
@@ -201,87 +185,3 @@ class Prefetcher:
                 self._pending.append((remaining[0], self._pool.submit(self._build, remaining.popleft())))
             _, future = self._pending.popleft()
             yield future.result()
-
-
-def fill_micro_batches(plan: "Plan", engine: "Engine") -> "Plan":
-    """Return `plan` with the most packs that fit in place of each `auto`.
-
-    All ranks call it together, before the first step. The weights stay as they are.
-    """
-    state_size = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
-    room = measure_room() - _STATE_BYTES * state_size
-    objectives = plan.schedule.final_objectives().values()
-    settings, sizes = plan.settings, []
-    for phase in settings.phase_configs:
-        if phase.settings.micro_batch_size != "auto":
-            sizes.append(phase.settings.packs_at_once)
-            continue
-        engine.enter_phase(phase.first_step)
-        candidates = _list_candidates(phase.settings, engine.sampler.size)
-        data = plan.data_at(phase.first_step).train, plan.first_sample(phase.first_step)
-        sizes.append(find_largest_batch(engine, objectives, candidates, room, *data))
-    engine.enter_phase(1)
-    text = " and ".join(f"{packs:,}" for packs in dict.fromkeys(sizes))
-    print_rank_0(f"--micro-batch-size auto: {text} packs at once, the most that fit and divide a rank's share of a batch")
-    return dataclasses.replace(plan, settings=settings.with_micro_batch_sizes(sizes))
-
-
-def find_largest_batch(
-    engine: "Engine",
-    objectives: Collection[Objective],
-    candidates: Sequence[int],
-    room: float,
-    packs: PackedDataset | None = None,
-    first: int = 0,
-) -> int:
-    """Return the largest of the ascending `candidates` that fits on every rank.
-
-    It fits under all objectives; the first candidate if none does. All ranks call it together, and try the same. `room`: bytes
-    for tensors; `packs`: data, by default of the first phase, read from sample `first` on.
-    """
-
-    def too_large(count: int) -> bool:
-        try:
-            samples = range(first, first + count)
-            is_too_large = any(measure_peak(engine, objective, samples, packs) > room for objective in objectives)
-        except torch.OutOfMemoryError:
-            is_too_large = True
-        discard_batch(engine)
-        [votes] = reduce_over_ranks([is_too_large], ReduceOp.MAX)
-        return bool(votes)
-
-    return candidates[max(0, bisect_left(candidates, True, key=too_large) - 1)]
-
-
-def measure_room() -> float:
-    """Return the bytes of this device that tensors can have."""
-    free, _ = torch.cuda.mem_get_info()
-    return MEMORY_FRACTION * (free + torch.cuda.memory_reserved())
-
-
-def measure_peak(engine: "Engine", objective: Objective, samples: Sequence[int], packs: PackedDataset | None) -> float:
-    """Return the peak bytes of tensors in a micro-batch of the packs `samples`."""
-    torch.cuda.reset_peak_memory_stats()
-    with engine.no_grad_reduction():
-        engine.local_loss_and_grad_norm(samples, objective, packs)
-    return float(torch.cuda.max_memory_allocated())
-
-
-def discard_batch(engine: "Engine") -> None:
-    """Free the memory of a micro-batch that did not fit."""
-    engine.zero_grad()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
-    """Return the most packs whose activations 32-bit kernels can index."""
-    return MAX_TENSOR_SIZE // (seq_length * max(2 * shape.ffn_hidden_size, shape.query_size))
-
-
-def _list_candidates(settings: PretrainConfig, replicas: int) -> list[int]:
-    """Return in ascending order the sizes that divide each of `replicas`' batches."""
-    batches = [settings.global_batch_size, *(settings.rampup_batch_size or ())[:2]]
-    share = math.gcd(*batches) // replicas
-    most = max(1, min(share, largest_indexable(settings.shape, settings.data.seq_length)))
-    return [packs for packs in range(1, most + 1) if share % packs == 0]

@@ -23,12 +23,13 @@ from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.manager import CheckpointManager
 from megaenc.training.checkpoint_dir import DamagedCheckpointError
 from megaenc.training.distributed.collectives import abort_all_on_error, broadcast_call, check_same_plan
+from megaenc.training.distributed.largest_batch import fill_micro_batches
 from megaenc.training.distributed.signals import SignalHandler
 from megaenc.training.distributed.watchdog import STACKS_DIR, Watchdog
 from megaenc.training.dry_run import format_run_footer, format_run_header, format_spike
 from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.logging.metrics_logger import MetricsLogger
-from megaenc.training.micro_batches import TokenGroups, fill_micro_batches
+from megaenc.training.micro_batches import TokenGroups
 from megaenc.training.nonfinite import report_skipped_step
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import RunDir

@@ -10,7 +10,7 @@ import torch
 
 from megaenc.backend import KernelConfig
 from megaenc.bench.gpu import breakdown, speed
-from megaenc.training import micro_batches
+from megaenc.training.distributed import largest_batch
 from megaenc.training.engine import StepMetrics, TrainStepResult
 
 
@@ -27,9 +27,9 @@ def card(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return 10.0 + {"clm": 3.0, "mlm": 4.0}[objective] * packs
 
-    monkeypatch.setattr(micro_batches, "measure_peak", peak)
-    monkeypatch.setattr(micro_batches, "discard_batch", lambda engine: None)
-    monkeypatch.setattr(micro_batches, "reduce_over_ranks", lambda values, operation: values)
+    monkeypatch.setattr(largest_batch, "measure_peak", peak)
+    monkeypatch.setattr(largest_batch, "discard_batch", lambda engine: None)
+    monkeypatch.setattr(largest_batch, "reduce_over_ranks", lambda values, operation: values)
     monkeypatch.setattr(speed.synthetic, "configure_batches", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80.0, 90.0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4.0)
@@ -44,9 +44,9 @@ def filled(*objectives, seq_length=2**20) -> int:
 
 
 def test_the_largest_micro_batch_is_one_that_was_tried(card):
-    most = int((micro_batches.MEMORY_FRACTION * 84 - 10) / 3)
+    most = int((largest_batch.MEMORY_FRACTION * 84 - 10) / 3)
     assert filled("clm") == most and {most, most + 1} <= set(card.tried) and len(card.tried) <= 7
-    assert filled("clm", "mlm") == int((micro_batches.MEMORY_FRACTION * 84 - 10) / 4), "every objective has to fit"
+    assert filled("clm", "mlm") == int((largest_batch.MEMORY_FRACTION * 84 - 10) / 4), "every objective has to fit"
     card.fits["most"] = 7
     assert filled("clm") == 7
     assert filled("clm", seq_length=2**24) == 3, "kernels that count in 32 bits go no further"

@@ -9,8 +9,9 @@ from megaenc.dist_env import get_rank
 if __name__ == "__main__":
     silence_libraries()
     prepare_megatron()
-    from megaenc.training import micro_batches, planning
+    from megaenc.training import planning
     from megaenc.training.command import main
+    from megaenc.training.distributed import largest_batch
 
     def measure_peak(engine, objective, samples, packs):
         """Run the micro-batch, of which each pack takes 100 bytes."""
@@ -18,8 +19,8 @@ if __name__ == "__main__":
             engine.local_loss_and_grad_norm(samples, objective, packs)
         return 100.0 * len(samples)
 
-    micro_batches.measure_peak = measure_peak
-    micro_batches.measure_room = lambda: 500.0 if get_rank() else 900.0
-    micro_batches._STATE_BYTES = 0
+    largest_batch.measure_peak = measure_peak
+    largest_batch.measure_room = lambda: 500.0 if get_rank() else 900.0
+    largest_batch._STATE_BYTES = 0
     planning.check_auto_micro_batches = lambda settings, backend: None
     main(sys.argv[1:])

@@ -16,8 +16,8 @@ from megaenc.bench.gpu.breakdown import ProfiledEngine, count_synchronizations, 
 from megaenc.bench.gpu.worker import JobResult
 from megaenc.bench.synthetic_docs import BenchSetup
 from megaenc.bench.train_worker import measure_usage, peak_memory
+from megaenc.training.distributed.largest_batch import discard_batch, find_largest_batch, largest_indexable, measure_room
 from megaenc.training.engine import StepMetrics, TrainStepResult
-from megaenc.training.micro_batches import discard_batch, find_largest_batch, largest_indexable, measure_room
 
 
 @dataclass
