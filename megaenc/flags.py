@@ -117,7 +117,10 @@ class YamlLoader(yaml.SafeLoader):
 
 
 def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return the number of values and levels in `node` with aliases expanded; `sizes` caches them by node identity."""
+    """Return the number of values and levels in `node` with aliases expanded.
+
+    `sizes` caches them by node identity.
+    """
     if isinstance(node, yaml.ScalarNode):
         if len(node.value) > _MAX_NUMBER and node.tag.endswith((":int", ":float")):
             problem = f"found a number of {len(node.value):,} characters, expected at most {_MAX_NUMBER:,}"
@@ -274,7 +277,8 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
             raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else ""))
 
     def replace(node):
-        changes, types = {}, _get_field_types(type(node))
+        changes = {}
+        types = _get_field_types(type(node))
         for field in dataclasses.fields(node):
             current = getattr(node, field.name)
             if dataclasses.is_dataclass(current):

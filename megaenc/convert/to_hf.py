@@ -118,7 +118,7 @@ class Exporter:
         check_license(license)
         self.dtype = parse_dtype(dtype, "run", run.dtype)
         self.family, self.attention = select_export_family(architecture, run)
-        self.tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR)
+        self.tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR, "--load")
         vocabulary = read_vocabulary(self.tokenizer)
         run.check_vocabulary(vocabulary)
         self.tokenizer.model_max_length = run.seq_length

@@ -215,9 +215,10 @@ class Embedder:
     def tokenize(
         self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None, *, quiet: bool = False
     ) -> list[np.ndarray]:
-        """Return the token ids of each text, int32[tokens], with the tokenizer's own special tokens, cut to `max_length`.
+        """Return the token ids of each text, int32[tokens], cut to `max_length`.
 
-        `progress` receives the number of tokenized texts. Prints how many texts are cut, unless `quiet`.
+        They include the tokenizer's own special tokens. `progress` receives the number of tokenized texts. Prints how many texts
+        are cut, unless `quiet`.
         """
         rows: list[np.ndarray] = []
         truncated = 0

@@ -152,7 +152,10 @@ def _allocation_retries() -> int:
 
 
 def fill_memory(engine: ProfiledEngine, setup: BenchSetup, objectives: Sequence[str], steps: Iterator[int]) -> int:
-    """Return the most packs of a micro-batch that fit the device memory under all objectives; 1 on a CPU."""
+    """Return the most packs of a micro-batch that fit the device; 1 on a CPU.
+
+    They fit under all objectives.
+    """
     synthetic.configure_batches(engine, setup, objectives[0], 1, 1)
     engine.train_step(next(steps))  # allocates the optimizer state
     if engine.device.type == "cpu":

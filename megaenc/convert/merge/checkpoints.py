@@ -105,7 +105,7 @@ def merge(
         _check_same_model(sources[0], source)
     furthest = max(sources, key=lambda source: source.step)  # the first of them
     run = furthest.run
-    tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR)
+    tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR, "--load")
     vocabulary = read_vocabulary(tokenizer)
     run.check_vocabulary(vocabulary)
     objective = last_objectives(run.schedule(vocabulary), furthest.step, run.settings.total_iters)[0].describe()

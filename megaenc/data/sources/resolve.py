@@ -168,7 +168,8 @@ def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
 
     A file may have several names.
     """
-    known, repeated = set(), []
+    known = set()
+    repeated = []
     for source in inputs.sources:
         for path, *_ in source.file_stats:
             stat = os.stat(path)

@@ -79,9 +79,10 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
 
 
 def _build_class_config(folder: Path, flag: str) -> Any:
-    """Build the model config from which transformers chooses the tokenizer's class, with only the relevant fields of config.json.
+    """Build the model config from which transformers chooses the tokenizer's class.
 
-    Raises InputError for a file in the folder that could block or that leads to another folder.
+    It has only the relevant fields of config.json. Raises InputError for a file in the folder that could block or that leads to
+    another folder.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
