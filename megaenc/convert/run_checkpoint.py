@@ -177,13 +177,11 @@ class RunCheckpoint:
 @contextlib.contextmanager
 def report_removal(checkpoints: CheckpointDir, step: int, flag: str = "--ckpt-step") -> Iterator[None]:
     """Convert an error in the block into an InputError, naming `flag`, if the checkpoint of `step` was removed meanwhile."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         yield
     except InputError:
         raise
-    except (Exception, CheckpointException):  # as many types as there are files and readers of them
+    except Exception:  # as many types as there are files and readers of them
         if checkpoints.is_complete(step):
             raise
         raise InputError(

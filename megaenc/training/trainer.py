@@ -149,7 +149,7 @@ class _Trainer:
         self.metrics, self.votes = StepMetrics(), ()
         self._run_dir, self._checkpoints, self._watchdog = run_dir, checkpoints, watchdog
         self._progress = {name: (saved_state or vars(plan.start))[name] for name in PROGRESS_FIELDS}
-        self._engine = Engine(plan, backend)
+        self._engine = Engine(plan, backend, init_weights=not (saved_state or plan.start.run))
         self._engine.local_votes = local_votes
         if plan.settings.has_auto_micro_batches:
             self.plan = fill_micro_batches(plan, self._engine)

@@ -1,11 +1,9 @@
 """How a run ended, against a run that was left alone; and whether what a kill has left can be trusted."""
 
 import json
-import pickle
 from pathlib import Path
 
 import runs
-import torch
 from faults.moments import FaultRun
 
 from megaenc.training.checkpoint_dir import find_content_damage, find_size_damage
@@ -44,18 +42,9 @@ def damaged_checkpoints(run: FaultRun) -> list[str]:
 
 
 def _checkpoint(run: FaultRun, step: int) -> dict[str, object]:
-    """What is in it, by name: state.json with the checksum of every shard, and plain values.
-
-    Two files say the same in other words: one pickles equal strings once or twice, the other names the attempt and lists shards
-    in the order in which their writers were done.
-    """
-    folder = run.checkpoints / f"iter_{step:07d}"
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    del state["sha256"]  # of the checksums of those two as well
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.storage_meta = None
-    common = torch.load(folder / "common.pt", weights_only=False)
-    return state | state.pop("files") | {"common.pt": common, ".metadata": metadata}
+    """What is in it, by name: fields of state.json, and the checksum of every file."""
+    state = json.loads((run.checkpoints / f"iter_{step:07d}" / "state.json").read_text(encoding="utf-8"))
+    return state | state.pop("files")
 
 
 def _rows(file: Path) -> list[dict]:

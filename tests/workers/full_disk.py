@@ -4,38 +4,30 @@ import errno
 import os
 import sys
 
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
+from megaenc.backend import prepare_megatron
 from megaenc.training.command import main
 
-WRITERS = {
-    "common": (TorchCommonSaveStrategy, "save_common"),
-    "shard": (FileSystemWriterAsync, "write_preloaded_data"),
-    "metadata": (FileSystemWriterAsync, "finish"),
-}
+FUNCTIONS = {"shard": "write_chunks", "metadata": "publish_chunks"}
 
 
-def fill(owner: type, name: str) -> None:
-    """Let the second call, and all after it, of a method of megatron-core run out of space."""
-    before, calls = getattr(owner, name), []
+def fill(name: str) -> None:
+    """Let the second call, and all after it, of a function that writes files of a checkpoint run out of space."""
+    from megaenc.training.checkpoint import manager
 
-    def full(*arguments, **named):
+    before, calls = getattr(manager, name), []
+
+    def full(*arguments):
         calls.append(1)
-        if len(calls) <= (2 if name == "write_preloaded_data" else 1):  # a save has two shards a rank
-            return before(*arguments, **named)
-        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if name != "write_preloaded_data":
-            raise error
-        _, number, _, results, running, _ = arguments  # it hands its errors on, and is called without an instance
-        results.put((number, error))
-        return running.get()
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return before(*arguments)
 
-    setattr(owner, name, staticmethod(full) if name == "write_preloaded_data" else full)
+    setattr(manager, name, full)
 
 
 if __name__ == "__main__":
     rank, _, what = sys.argv.pop(1).partition(":")
+    prepare_megatron()
     if rank == os.environ.get("RANK", "0"):
-        fill(*WRITERS[what])
+        fill(FUNCTIONS[what])
     main(prog="pretrain_encoder.py")

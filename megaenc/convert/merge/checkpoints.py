@@ -262,8 +262,9 @@ def _open_reader(loader: "CheckpointLoader", source: MergeSource, encoder: torch
     """Yield a WeightReader of a verified checkpoint; InputError if the checkpoint is removed meanwhile."""
     from megaenc.training.checkpoint.loader import WeightReader
 
-    with report_removal(loader, source.step, f"{source.flag} RUN@STEP"), loader.open_verified(source.step) as folder:
-        yield WeightReader(folder, encoder)
+    with report_removal(loader, source.step, f"{source.flag} RUN@STEP"):
+        _, reader = loader.open_verified(source.step)
+        yield WeightReader(reader, encoder)
 
 
 @torch.no_grad()

@@ -1,12 +1,12 @@
 """Atomic synchronous and asynchronous checkpoint writing, with retention."""
 
 import contextlib
+import dataclasses
 import json
 import os
-import queue
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,24 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megaenc.atomic_io import atomic_write, fsync_path, remove_path
 from megaenc.backend.reductions import reduce_over_ranks
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError, LocalInputError, first_error_line
-from megaenc.training.checkpoint.loader import CheckpointLoader, sharded_state_dict
-from megaenc.training.checkpoint.safe_pickle import check_loadable
-from megaenc.training.checkpoint.strategies import gather_in_first_replica, start_save
+from megaenc.training.checkpoint.chunk_files import publish_chunks, write_chunks
+from megaenc.training.checkpoint.loader import CheckpointLoader
+from megaenc.training.checkpoint.state_tensors import list_engine_state, list_module_state
 from megaenc.training.checkpoint_dir import (
     DIGEST_FIELD,
     STATE_FILE,
     TRACKER_FILE,
     DamagedCheckpointError,
     UnreadableCheckpointError,
-    file_digest,
     file_digests,
     json_digest,
 )
@@ -40,71 +37,6 @@ from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import saw_same_data
-
-Digests = dict[str, dict[str, Any]]
-Bucket = tuple[str, str, tuple[list, list]]  # of megatron-core: path, name in the metadata, (byte items, tensor items)
-
-
-class ShardedStateWriter:
-    """Writer of a sharded state dict to a checkpoint directory: each rank writes its shards, then rank 0 the metadata.
-
-    All ranks construct it and call `write_metadata` together, on the main thread.
-    """
-
-    def __init__(self, state: dict[str, Any], folder: Path, copy: bool) -> None:
-        """Plan the shards of `state` in the empty directory `folder` and copy this rank's shards off the accelerator.
-
-        With `copy`, shards in host memory are copied too, so that `state` may change before they are written. LocalInputError on
-        rank 0 if it cannot write to the directory.
-        """
-        self.folder = folder
-        tensors_in_state = (each.data for each in nested_values(state) if isinstance(getattr(each, "data", None), torch.Tensor))
-        addresses = set(map(_address, tensors_in_state))
-        # Replaces megatron-core's queue, whose server process dies of signals to the process group and outlives this process.
-        self._results = filesystem_async._results_queue = queue.Queue()
-        with _convert_disk_errors(folder, LocalInputError):
-            self._request = start_save(state, folder)
-        self._buckets: list[Bucket] = self._request.preload_fn() if self._request.async_fn else []
-        if copy:  # only tensors of `state`: megatron-core has already copied parts of tensors
-            self._buckets = [
-                (path, name, (plain, [(item, each.clone() if _address(each) in addresses else each) for item, each in tensors]))
-                for path, name, (plain, tensors) in self._buckets
-            ]
-
-    def write_shards(self) -> Digests:
-        """Write this rank's shards to the disk, a thread per file; return size and SHA-256 of each by file name; {} if none.
-
-        Not by megatron-core's forked processes: a fork next to threads of gloo or a GPU may hang, and a killed one is awaited
-        forever. InputError if a file cannot be written.
-        """
-        if not self._buckets:
-            return {}
-        [transforms, _] = self._request.async_fn.args
-        buckets, self._buckets = self._buckets, []
-        results, running = queue.Queue(), queue.Queue()
-
-        def write_bucket(number: int) -> tuple[str, dict[str, Any]]:
-            running.put(number)
-            file = Path(buckets[number][0])
-            write_data = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-            write_data(transforms, number, buckets[number], results, running, True)
-            return file.name, file_digest(file) if file.exists() else {}
-
-        with _convert_disk_errors(self.folder, InputError):
-            with ThreadPoolExecutor(len(buckets)) as pool:
-                shard_digests = dict(pool.map(write_bucket, range(len(buckets))))
-            write_results = dict(results.get() for _ in buckets)
-            for result in write_results.values():
-                if isinstance(result, Exception):
-                    raise result
-        self._results.put(write_results)
-        return shard_digests
-
-    def write_metadata(self) -> None:
-        """Write the metadata of all shards; all ranks call it, rank 0 writes the file or raises LocalInputError."""
-        with _convert_disk_errors(self.folder, LocalInputError):
-            for finalize in self._request.finalize_fns:
-                finalize()
 
 
 def format_write_error(folder: Path, error: Exception) -> str:
@@ -116,21 +48,22 @@ def format_write_error(folder: Path, error: Exception) -> str:
     return f"{folder}: cannot be written to: {reason}"
 
 
+def _write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
+    """Write this rank's chunks. Raises InputError if they cannot be written."""
+    with _convert_disk_errors(folder):
+        write_chunks(folder, rank, chunks)
+
+
 @contextlib.contextmanager
-def _convert_disk_errors(folder: Path, kind: type[InputError]) -> Iterator[None]:
-    """Convert an error of the disk inside the context into an error of `kind`."""
+def _convert_disk_errors(folder: Path) -> Iterator[None]:
+    """Convert an error of the disk inside the context into an InputError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         full = "PytorchStreamWriter" in str(error) or "inline_container" in str(error)  # messages of torch's C++ writer
         if isinstance(error, RuntimeError) and not full:
             raise
-        raise kind(format_write_error(folder, error)) from None
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return the memory address of the storage of `tensor`."""
-    return tensor.untyped_storage().data_ptr()
+        raise InputError(format_write_error(folder, error)) from None
 
 
 class CheckpointManager(CheckpointLoader):
@@ -199,38 +132,34 @@ class CheckpointManager(CheckpointLoader):
         """Run a save in stages; yield the future of each, which must be done on all ranks before the next stage."""
         self._attempt = attempt = broadcast_call(lambda: self._create_attempt_dir(step))
         state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
+        updates = max(group.get("step", 0) for group in engine.optimizer.param_groups)
         try:
-            sharded = ShardedStateWriter(sharded_state_dict(engine, is_loading=False), attempt, copy)
-            yield (writing := self._thread.submit(sharded.write_shards))
-            shards = {
-                name: entry for each in gather_in_first_replica(call_on_all(writing.result)) for name, entry in each.items()
-            }
-            sharded.write_metadata()
+            chunks = [chunk for tensor in list_engine_state(engine) if tensor.is_first_copy for chunk in tensor.chunks()]
+            if copy:
+                chunks = [dataclasses.replace(chunk, data=chunk.data.to("cpu", copy=True)) for chunk in chunks]
+            writing = self._thread.submit(_write_chunks, attempt, get_rank(), chunks)
+            del chunks  # the copy, once it is written
+            yield writing
+            call_on_all(writing.result)
             self._attempt = None  # only rank 0 continues
-            publish = partial(self._publish, attempt, state, shards, engine.plan) if get_rank() == 0 else lambda: None
+            ranks = dist.get_world_size()
+            publish = partial(self._publish, attempt, state, ranks, updates, engine.plan) if get_rank() == 0 else lambda: None
             yield (publishing := self._thread.submit(publish))
             broadcast_call(publishing.result)
         except InputError as error:
-            if get_rank() == 0 and not isinstance(error, LocalInputError):
+            if get_rank() == 0:  # which prints it
                 shutil.rmtree(attempt, ignore_errors=True)
-            if get_rank() == 0 or isinstance(error, LocalInputError):  # the ranks that print it
                 error = type(error)(f"{error}; step {step} is not saved, {self._describe_last_checkpoint(step)}")
             raise error from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write weights of unsharded `module`, freeing them on the way, as the checkpoint of step 0 with run `identity`."""
+        """Write weights of a module that is not divided over ranks, as the checkpoint of step 0.
+
+        `identity`: that of the run.
+        """
         attempt = self._create_attempt_dir(0)
-        state = module.sharded_state_dict(prefix="model.")
-        for name, factory in state.items():
-            if isinstance(factory, ShardedTensorFactory):
-                state[name] = factory.build()
-                for part in nested_values(state[name]):
-                    part.data = part.data.clone()
-                factory.data.untyped_storage().resize_(0)
-        weights = ShardedStateWriter({"model": {"0": state}}, attempt, copy=False)
-        shards = weights.write_shards()
-        weights.write_metadata()
-        self._publish(attempt, {"step": 0, "identity": identity}, shards)
+        _write_chunks(attempt, 0, [chunk for tensor in list_module_state(module).values() for chunk in tensor.chunks()])
+        self._publish(attempt, {"step": 0, "identity": identity}, ranks=1, updates=0)
 
     @contextlib.contextmanager
     def drain_saves(self) -> Iterator[None]:
@@ -269,16 +198,19 @@ class CheckpointManager(CheckpointLoader):
             ) from None
         return attempt
 
-    def _publish(self, attempt: Path, state: dict[str, Any], shards: Digests, plan: Plan | None = None) -> None:
-        """Make the written checkpoint in `attempt` permanent: add state.json, rename it, update the tracker, delete old ones."""
+    def _publish(self, attempt: Path, state: dict[str, Any], ranks: int, updates: int, plan: Plan | None = None) -> None:
+        """Make a checkpoint that all `ranks` have written permanent, on rank 0.
+
+        Add indexes and state.json, rename the directory, update the tracker and delete old checkpoints.
+        """
         target = self.path(state["step"])
-        check_loadable(attempt)
-        with _convert_disk_errors(attempt, InputError):
+        with _convert_disk_errors(attempt):
+            shards = publish_chunks(attempt, ranks, updates)
             files = [file for file in sorted(attempt.iterdir()) if file.name not in shards]
             for path in (*files, attempt):
                 fsync_path(path)
             state["files"] = dict(sorted((shards | file_digests(files)).items()))
-        with _convert_disk_errors(self.folder, InputError):
+        with _convert_disk_errors(self.folder):
             atomic_write(attempt / STATE_FILE, json.dumps(state | {DIGEST_FIELD: json_digest(state)}, indent=1))
             fsync_path(attempt)
             self.before_publish()

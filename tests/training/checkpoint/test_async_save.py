@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import runs
 from checkpoint_helpers import assert_only_step_4, errors
-from torch.distributed.checkpoint import FileSystemReader
 
 from megaenc.errors import InputError, LocalInputError
 from megaenc.training.checkpoint.manager import CheckpointManager
@@ -47,18 +46,12 @@ def curve(folder: Path) -> list[tuple]:
 
 
 def assert_same_checkpoints(folder: Path, other: Path, steps: list[int]) -> None:
-    """The same files, the same bytes in all shards, and the same tensors at the same places in them."""
+    """The same files, with the same bytes."""
     for step in steps:
         paths = [CheckpointManager(run / "checkpoints").path(step) for run in (folder, other)]
         actual, expected = (json.loads((path / "state.json").read_text()) for path in paths)
         assert sorted(actual["files"]) == sorted({*os.listdir(paths[0])} - {"state.json"})
         assert sorted(actual["files"]) == sorted(expected["files"])
-        one, two = (FileSystemReader(path).read_metadata() for path in paths)
-        assert one.state_dict_metadata == two.state_dict_metadata
-        assert one.storage_data == two.storage_data
-        for files in (actual["files"], expected["files"]):
-            del files[".metadata"]  # it names its folder
-        del actual["sha256"], expected["sha256"]
         assert actual == expected
 
 
@@ -179,17 +172,23 @@ def engine(one_process, small_corpus):
 
 @pytest.mark.parametrize("error", [InputError, LocalInputError, RuntimeError])
 def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, monkeypatch):
-    from megaenc.training.checkpoint import manager
+    from megaenc.training.checkpoint import chunk_files
 
-    checkpoints, file_digest, hashed_files = CheckpointManager(tmp_path), manager.file_digest, []
-    monkeypatch.setattr(manager, "file_digest", lambda file: (hashed_files.append(file), time.sleep(0.3), file_digest(file))[-1])
+    checkpoints, file_digest, hashed_files = CheckpointManager(tmp_path), chunk_files.file_digest, []
+
+    def hash_slowly(file):
+        hashed_files.append(file.name)
+        time.sleep(0.6)
+        return file_digest(file)
+
+    monkeypatch.setattr(chunk_files, "file_digest", hash_slowly)
     engine.train_step(1)
     with pytest.raises(error, match="of another kind"), checkpoints.drain_saves():
         checkpoints.save(engine, 1, {}, block=False)
         checkpoints.finish_save(block=False)
         assert checkpoints.steps() == []
         raise error("of another kind")
-    assert len(hashed_files) == 2
+    assert hashed_files == ["__0_0.distcp"]
     assert checkpoints.verify(1)["step"] == 1
     assert [path.name for path in tmp_path.glob(".*")] == []
 

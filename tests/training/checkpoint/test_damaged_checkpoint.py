@@ -193,16 +193,15 @@ def test_a_node_that_does_not_see_the_shards_says_so(copy, small_corpus, monkeyp
     assert f"{missing}: not found on " in message and "expected a directory that all nodes share" in message
 
 
-def test_a_failed_read_is_an_error_that_ends_all_ranks(monkeypatch):
-    """torch raises what is no Exception."""
-    from torch.distributed import checkpoint as torch_checkpoint
+def test_a_shard_that_is_cut_after_its_checksum_is_one_line(copy, small_corpus, monkeypatch, refusal):
+    from megaenc.training.checkpoint.loader import CheckpointLoader
 
-    from megaenc.training.checkpoint import strategies
+    cut, verify = shard(copy, 12), CheckpointLoader.verify
 
-    def fail(*_, **__):
-        raise torch_checkpoint.CheckpointException("read", {})
+    def verify_before(self, *arguments):
+        state = verify(self, *arguments)
+        os.truncate(cut, 1000)
+        return state
 
-    monkeypatch.setattr(torch_checkpoint, "load_state_dict", fail)
-    monkeypatch.setattr(strategies, "is_in_first_replica", lambda: True)
-    with pytest.raises(RuntimeError, match="CheckpointException"):
-        strategies._read({}, None, None)
+    monkeypatch.setattr(CheckpointLoader, "verify", verify_before)
+    assert f"{cut}: ends early" in refusal(main, flags(small_corpus, copy))

@@ -23,9 +23,9 @@ def test_disk_that_fills_up(small_corpus, small_disk):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("where", ["1:shard", "0:common", "0:metadata"])
+@pytest.mark.parametrize("where", ["1:shard", "0:metadata"])
 def test_full_for_one_rank_ends_both_with_one_line(where, small_corpus, tmp_path):
-    """Rank 0 writes common.pt and .metadata alone, while the other waits for it: it has to be told."""
+    """Rank 0 writes the indexes alone, while the other waits for it: it has to be told."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--save-interval", "4"]
     flags += ["--tensor-model-parallel-size", "2"]
     result = runs.script(runs.WORKERS / "full_disk.py", [where, *flags], processes=2, expect=1, timeout=90)

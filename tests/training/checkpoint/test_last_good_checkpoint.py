@@ -67,10 +67,9 @@ def test_the_checkpoint_of_another_model_is_refused_and_all_stay_as_they_are(sma
     assert [row["step"] for row in runs.metrics(copy)] == list(range(1, 14))
 
 
-def test_a_hostile_pickle_is_refused_and_all_stay_as_they_are(small_corpus, copy, tmp_path, refusal):
-    forge(checkpoint(copy, 12) / "common.pt", f"cos\nmkdir\n(S'{tmp_path / 'traces'}'\ntR.".encode())
+def test_an_index_of_no_save_is_refused_and_all_stay_as_they_are(small_corpus, copy, refusal):
+    forge(checkpoint(copy, 12) / "index.json", b'{"optimizer_step": 12, "chunks": [7]}')
     before = content(copy / "checkpoints")
     line = refusal(main, flags(small_corpus, copy))
-    assert f"{checkpoint(copy, 12) / 'common.pt'}: " in line
+    assert f"{checkpoint(copy, 12) / 'index.json'}: not written by a save" in line
     assert content(copy / "checkpoints") == before
-    assert not (tmp_path / "traces").exists()

@@ -1,0 +1,312 @@
+"""Files of a checkpoint: chunks of tensors, each written by one rank, and the index of them.
+
+The format is that of torch's distributed checkpoints and of megatron-core: `__3_0.distcp` holds the
+chunks of rank 3 as archives of torch.save, `.metadata` their places. `index.json` has the same places
+as plain text, and the bytes at which elements begin. megaenc reads only these, so that nothing is
+unpickled.
+"""
+
+import json
+import math
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megaenc.errors import InputError
+from megaenc.json_files import MAX_TEXT, parse_json, read_regular_file
+from megaenc.training.checkpoint_dir import file_digest
+
+INDEX_FILE = "index.json"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_READERS = 4  # threads, each with a buffer of at most one chunk
+_INDEX_READERS = 16  # threads: on a shared disk a small file takes a while, but no processor
+
+Digests = dict[str, dict[str, Any]]
+"""Size and SHA-256 of files by name."""
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """Rectangle of a tensor, and its place in a file."""
+
+    key: str
+    """Name of the tensor."""
+    dtype: str
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    archive_start: int
+    """Byte of the file at which the archive begins."""
+    archive_bytes: int
+    data_start: int
+    """Byte of the file at which the elements begin."""
+
+    @property
+    def corner(self) -> tuple[int, ...]:
+        """Return the offset in the tensor after the last row, column, ..."""
+        return tuple(start + size for start, size in zip(self.global_offset, self.shape, strict=True))
+
+    @property
+    def last_row(self) -> tuple[int, ...]:
+        """Return the indices in the tensor of the last row, which are none in a vector."""
+        return tuple(end - 1 for end in self.corner[:-1])
+
+
+def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
+    """Write and sync the chunks of `rank`, and an index of them for `publish_chunks`.
+
+    Raises OSError.
+    """
+    file, places = folder / f"__{rank}_0.distcp", []
+    digests: Digests = {}
+    if chunks:
+        with open(file, "wb") as stream:
+            for chunk in chunks:
+                start = stream.tell()
+                torch.save(_host_tensor(chunk), stream)
+                places.append((start, stream.tell() - start))
+            stream.flush()
+            os.fsync(stream.fileno())
+        digests[file.name] = file_digest(file)
+    index = {"files": digests, "chunks": []}
+    for chunk, place in zip(chunks, places, strict=True):
+        index["chunks"].append(asdict(_describe_chunk(chunk, file, *place)))
+    _rank_index(folder, rank).write_text(json.dumps(index))
+
+
+def _rank_index(folder: Path, rank: int) -> Path:
+    """Return the path of the index of the chunks of `rank`, which is there until the checkpoint is published."""
+    return folder / f"__{rank}_0.json"
+
+
+def _host_tensor(chunk: ShardedTensor) -> torch.Tensor:
+    """Return the elements of `chunk` as a tensor in host memory, not copied if they are there.
+
+    Its storage holds nothing else, because torch.save writes whole storages.
+    """
+    values = chunk.data.detach().cpu().reshape(-1).view(torch.uint8)
+    return torch.from_numpy(values.numpy()).view(chunk.dtype).view(_box_shape(chunk))
+
+
+def _box_shape(chunk: ShardedTensor) -> tuple[int, ...]:
+    """Return the shape of `chunk` with an axis for each one of the whole tensor."""
+    return (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)
+
+
+def _describe_chunk(chunk: ShardedTensor, file: Path, archive_start: int, archive_bytes: int) -> StoredChunk:
+    """Return the place of a chunk that has been written."""
+    with open(file, "rb") as stream:
+        archive = torch._C.PyTorchFileReader(_create_file_view(stream, archive_start, archive_bytes))
+        data_start = archive_start + archive.get_record_offset("data/0")
+    return StoredChunk(
+        key=chunk.key,
+        dtype=str(chunk.dtype).removeprefix("torch."),
+        global_shape=tuple(chunk.global_shape),
+        global_offset=tuple(chunk.global_offset),
+        shape=_box_shape(chunk),
+        file=file.name,
+        archive_start=archive_start,
+        archive_bytes=archive_bytes,
+        data_start=data_start,
+    )
+
+
+def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
+    """Check the chunks of all `ranks`, write their index; return the digests of their files.
+
+    `optimizer_step`: number of updates made. Raises OSError, and RuntimeError if the chunks of a tensor
+    overlap or leave elements out.
+    """
+    with ThreadPoolExecutor(_INDEX_READERS) as pool:
+        texts = pool.map(lambda rank: _rank_index(folder, rank).read_bytes(), range(ranks))
+        indexes = [json.loads(text) for text in texts]
+    digests = {name: digest for index in indexes for name, digest in index["files"].items()}
+    entries = [entry for index in indexes for entry in index["chunks"]]
+    chunks = [_parse_chunk(entry, digests) for entry in entries]
+    for tensor in _group_by_key(chunks).values():
+        check_coverage(tensor)
+    content = json.dumps({"optimizer_step": optimizer_step, "chunks": entries}).encode()
+    if len(content) > MAX_TEXT:  # no load would read it
+        raise RuntimeError(f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}")
+    (folder / INDEX_FILE).write_bytes(content)
+    _write_metadata(folder, chunks)
+    TorchCommonSaveStrategy("torch", 1).save_common({"optimizer_step": optimizer_step}, folder)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    with ThreadPoolExecutor(_INDEX_READERS) as pool:
+        list(pool.map(lambda rank: _rank_index(folder, rank).unlink(), range(ranks)))
+    return digests
+
+
+def _write_metadata(folder: Path, chunks: Sequence[StoredChunk]) -> None:
+    """Write the index of `chunks` for torch's and megatron-core's readers."""
+    tensors, storage = {}, {}
+    for key, stored in _group_by_key(chunks).items():
+        boxes = [dcp.ChunkStorageMetadata(torch.Size(each.global_offset), torch.Size(each.shape)) for each in stored]
+        properties = dcp.TensorProperties(dtype=_DTYPES[stored[0].dtype])
+        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(stored[0].global_shape), boxes)
+        for each, box in zip(stored, boxes, strict=True):
+            place = filesystem._StorageInfo(each.file, each.archive_start, each.archive_bytes)
+            storage[dcp.MetadataIndex(key, box.offsets)] = place
+    metadata = dcp.Metadata(tensors, storage_data=storage, version=filesystem.CURRENT_DCP_VERSION)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def check_coverage(chunks: Sequence[StoredChunk]) -> None:
+    """Raise RuntimeError unless the chunks of a tensor hold each of its elements once."""
+    shape, elements = chunks[0].global_shape, 0
+    active: list[StoredChunk] = []  # those with rows in common with the current chunk
+    for chunk in sorted(chunks, key=lambda each: each.global_offset):
+        active = [other for other in active if other.last_row >= chunk.global_offset[:-1]]
+        overlaps = any(
+            chunk.global_offset[-1] < other.corner[-1] and other.global_offset[-1] < chunk.corner[-1] for other in active
+        )
+        is_inside = all(end <= size for end, size in zip(chunk.corner, shape, strict=True))
+        if chunk.global_shape != shape or not is_inside or overlaps:
+            raise RuntimeError(f"{chunk.key}: {chunk} overlaps with another chunk or leaves the tensor")
+        elements += math.prod(chunk.shape)
+        active.append(chunk)
+    if elements != math.prod(shape):
+        raise RuntimeError(f"{chunks[0].key}: found chunks of {elements:,} elements, expected {math.prod(shape):,}")
+
+
+def read_index(folder: Path, digests: Digests) -> bytes:
+    """Return the index of a checkpoint of files with `digests`; InputError if it is none."""
+    file = folder / INDEX_FILE
+    try:
+        content = read_regular_file(file)
+        parse_index(content, digests)
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file}: not written by a save ({error}); do not use this checkpoint") from None
+    return content
+
+
+def parse_index(content: bytes, digests: Digests) -> tuple[int, list[StoredChunk]]:
+    """Return the updates made and the chunks of the index `content`.
+
+    Raises ValueError, KeyError, TypeError or AttributeError if it is none.
+    """
+    index = parse_json(content)
+    if type(index["optimizer_step"]) is not int or index["optimizer_step"] < 0:
+        raise ValueError(f"optimizer_step: found {index['optimizer_step']}")
+    return index["optimizer_step"], [_parse_chunk(entry, digests) for entry in index["chunks"]]
+
+
+def _parse_chunk(entry: dict[str, Any], digests: Digests) -> StoredChunk:
+    """Return the chunk of a JSON object; ValueError if it is none in files of `digests`."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    if values.keys() != {field.name for field in fields(StoredChunk)}:
+        raise ValueError("a chunk has other fields")
+    chunk = StoredChunk(**values)
+    boxes = (chunk.global_shape, chunk.global_offset, chunk.shape)
+    numbers = [number for box in boxes for number in box]
+    numbers += [chunk.archive_start, chunk.archive_bytes, chunk.data_start]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError(f"{chunk.key}: sizes or offsets are no numbers")
+    if not chunk.shape or len({len(box) for box in boxes}) > 1 or any(size != 1 for size in chunk.shape[:-2]):
+        raise ValueError(f"{chunk.key}: a chunk is no rectangle")
+    data_bytes = math.prod(chunk.shape) * _DTYPES[chunk.dtype].itemsize
+    if chunk.data_start + data_bytes > digests[chunk.file]["bytes"]:
+        raise ValueError(f"{chunk.key}: a chunk is not in its file")
+    return chunk
+
+
+def _group_by_key(chunks: Iterable[StoredChunk]) -> dict[str, list[StoredChunk]]:
+    """Return the chunks of each tensor."""
+    tensors = defaultdict(list)
+    for chunk in chunks:
+        tensors[chunk.key].append(chunk)
+    return dict(tensors)
+
+
+class ChunkReader:
+    """Reader of rectangles of a checkpoint's tensors, which may lie across any stored chunks."""
+
+    def __init__(self, folder: Path, chunks: Iterable[StoredChunk]):
+        self._folder, self._tensors = folder, _group_by_key(chunks)
+
+    def has(self, prefix: str) -> bool:
+        """Return whether the name of a tensor begins with `prefix`."""
+        return any(key.startswith(prefix) for key in self._tensors)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor; InputError if there is none of that name."""
+        if key not in self._tensors:
+            raise InputError(f"{self._folder / INDEX_FILE}: found no tensor {key}, expected that of the run's model")
+        return self._tensors[key][0].global_shape
+
+    def read(self, chunks: Iterable[ShardedTensor]) -> None:
+        """Fill the `data` of `chunks`, converted to its data type, with threads.
+
+        Rows that the checkpoint's vocabulary lacks become zero. Raises OSError, and InputError if
+        elements are missing.
+        """
+        with ThreadPoolExecutor(_READERS) as pool:
+            for _ in pool.map(self._read_chunk, chunks):
+                pass
+
+    def _read_chunk(self, chunk: ShardedTensor) -> None:
+        """Fill the `data` of one chunk."""
+        stored_shape = self.shape(chunk.key)
+        size = np.array(_box_shape(chunk))
+        if stored_shape != tuple(chunk.global_shape) and not chunk.allow_shape_mismatch:
+            raise InputError(
+                f"{self._folder / INDEX_FILE}: {chunk.key}: found the shape {stored_shape}, expected {chunk.global_shape}"
+            )
+        target, offset = chunk.data.view(tuple(size)), np.array(chunk.global_offset)
+        missing = math.prod(np.clip(np.array(stored_shape) - offset, 0, size).tolist())
+        if missing < target.numel():
+            target.zero_()
+        stored = self._tensors[chunk.key]
+        starts = np.maximum([each.global_offset for each in stored], offset)
+        stops = np.minimum([each.corner for each in stored], offset + size)
+        for number in np.flatnonzero((starts < stops).all(1)):
+            start, stop = starts[number] - offset, stops[number] - offset
+            values = self._read_box(stored[number], starts[number] - stored[number].global_offset, stop - start)
+            target[tuple(map(slice, start, stop))].copy_(values)
+            missing -= values.numel()
+        if missing > 0:
+            raise InputError(f"{self._folder / INDEX_FILE}: {chunk.key}: found no chunk for {missing:,} elements")
+
+    def _read_box(self, chunk: StoredChunk, start: np.ndarray, size: np.ndarray) -> torch.Tensor:
+        """Return the rectangle of `size` at `start` of a stored chunk."""
+        dtype = _DTYPES[chunk.dtype]
+        width, (columns, *_) = chunk.shape[-1], reversed(size.tolist())
+        first_row = int(start[-2]) if len(start) > 1 else 0
+        rows = math.prod(size.tolist()) // columns
+        pieces = [(first_row + row, columns) for row in range(rows)]
+        if columns == width:
+            pieces = [(first_row, rows * columns)]
+        buffer = torch.empty(rows * columns, dtype=dtype)
+        view, done = memoryview(buffer.view(torch.uint8).numpy()), 0
+        with open(self._folder / chunk.file, "rb", buffering=0) as stream:
+            for row, count in pieces:
+                stream.seek(chunk.data_start + (row * width + int(start[-1])) * dtype.itemsize)
+                _read_into(stream, view[done : done + count * dtype.itemsize])
+                done += count * dtype.itemsize
+        return buffer.view(tuple(size))
+
+
+def _read_into(stream: BinaryIO, view: memoryview) -> None:
+    """Fill `view` from `stream`; OSError at the end of the file."""
+    while view:
+        count = stream.readinto(view)
+        if not count:
+            raise OSError(0, "ends early", stream.name)
+        view = view[count:]

@@ -1,0 +1,160 @@
+"""Weights and optimizer state of one rank, and the chunks of them that it saves."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from megaenc.training.engine import Engine
+from megaenc.training.optimizers import list_shards
+
+MAX_CHUNK_BYTES = 32 << 20
+"""Largest chunk, which bounds the buffers of a save and of a load."""
+MASTER_PREFIX = "optimizer.state.fp32_param."
+"""Prefix of the float32 master weights' names in checkpoints of bf16 runs."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A weight, or a state of the optimizer for it, as far as one rank holds it."""
+
+    number: int
+    """Number of the weight among those of the rank."""
+    prefix: str
+    """Text before the weight's name in a checkpoint; empty for the weight itself."""
+    shards: Sequence[ShardedTensor]
+    """Places of the rank's tensor-parallel part in the whole weight.
+
+    They follow each other in memory: one, or the gate and up projection of a fused matrix.
+    """
+    values: torch.Tensor
+    """Flat tensor of the elements that the rank holds."""
+    start: int
+    """Number of elements of the part before `values`."""
+    own: range
+    """Elements of the part that this rank alone of its data-parallel group saves and reads."""
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether no tensor-parallel or pipeline rank before this one holds the part."""
+        return not any(self.shards[0].replica_id[:2])
+
+    @property
+    def is_on_all_tensor_ranks(self) -> bool:
+        """Whether each tensor-parallel rank holds the whole weight."""
+        size = math.prod(self.shards[0].global_shape[self.shards[0].prepend_axis_num :])
+        return size == sum(math.prod(shard.local_shape) for shard in self.shards)
+
+    def elements(self, selected: range) -> torch.Tensor:
+        """Return the elements `selected` of the part, a view of `values`."""
+        return self.values[selected.start - self.start : selected.stop - self.start]
+
+    def chunks(self) -> Iterator[ShardedTensor]:
+        """Yield the rectangles of the whole weight that the elements `own` fill."""
+        first = 0
+        for shard in self.shards:
+            stop = first + math.prod(shard.local_shape)
+            common = range(max(self.own.start, first), min(self.own.stop, stop))
+            if common:
+                named = dataclasses.replace(shard, key=self.prefix + shard.key, data=None)
+                yield from cut_range(named, self.elements(common), common.start - first)
+            first = stop
+
+
+def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
+    """Yield the rectangles that a flat range of a matrix or vector fills.
+
+    These are the rest of a row, whole rows and the start of a row. Those larger than
+    MAX_CHUNK_BYTES are cut further.
+
+    Args:
+        shard: Place of the matrix or vector in the whole weight.
+        values: Flat tensor of the range.
+        start: Number of elements of the matrix before the range.
+    """
+    axes = len(shard.local_shape)
+    width = shard.local_shape[1] if axes == 2 else 1
+    limit = MAX_CHUNK_BYTES // values.element_size()
+    before, corner = shard.global_offset[: shard.prepend_axis_num], shard.global_offset[shard.prepend_axis_num :]
+    position = 0
+    while position < values.numel():
+        row, column = divmod(start + position, width)
+        size = min(values.numel() - position, limit)
+        if column or size < width:
+            rows, columns = 1, min(width - column, size)
+        else:
+            rows, columns = size // width, width
+        yield dataclasses.replace(
+            shard,
+            data=values[position : position + rows * columns].view((rows, columns)[:axes]),
+            dtype=values.dtype,
+            local_shape=(rows, columns)[:axes],
+            global_offset=(*before, *(at + more for at, more in zip(corner, (row, column), strict=False))),
+            axis_fragmentations=None,
+        )
+        position += rows * columns
+
+
+def list_engine_state(engine: Engine) -> list[StateTensor]:
+    """Return the weights of this rank and the optimizer's state for them.
+
+    States that no step has made yet are zero. With the distributed optimizer the elements `own` are
+    those that the rank updates; else all data-parallel ranks hold all, and each has an equal share.
+    """
+    [optimizer] = engine.optimizer.chained_optimizers
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    places = {id(weight): shards for chunk in engine.chunks for _, weight, shards in _find_places(chunk.module)}
+    weights = [weight for chunk in engine.chunks for weight in chunk.parameters()]
+    updated = list_shards(engine.chunks, optimizer)
+    if engine.layout.use_distributed_optimizer:
+        own = [range(0) if each.param is None else range(each.start, each.start + each.param.numel()) for each in updated]
+    else:
+        own = equal_shares(engine, parallel_state.get_data_parallel_rank())
+    tensors = []
+    for number, (weight, update) in enumerate(zip(weights, updated, strict=True)):
+        shards = places[id(weight)]
+        tensors.append(StateTensor(number, "", shards, weight.detach().view(-1), 0, own[number]))
+        if update.param is None:
+            continue
+        states = {f"optimizer.state.{name}.": state for name, state in optimizer.optimizer.state[update.param].items()}
+        if engine.plan.settings.bf16:
+            states[MASTER_PREFIX] = update.param.detach()
+        for prefix, state in states.items():
+            tensors.append(StateTensor(number, prefix, shards, state.view(-1), update.start, own[number]))
+    return tensors
+
+
+def equal_shares(engine: Engine, rank: int) -> list[range]:
+    """Return the elements of each weight in data-parallel rank `rank`'s share.
+
+    All weights of a pipeline stage, one after the other, are divided into shares of equal size.
+    """
+    ranks = parallel_state.get_data_parallel_world_size()
+    sizes = [weight.numel() for chunk in engine.chunks for weight in chunk.parameters()]
+    start, stop = (sum(sizes) * each // ranks for each in (rank, rank + 1))
+    shares = []
+    for size in sizes:
+        shares.append(range(max(0, min(start, size)), max(0, min(stop, size))))
+        start -= size
+        stop -= size
+    return shares
+
+
+def list_module_state(module: torch.nn.Module) -> dict[str, StateTensor]:
+    """Return by name the weights of a module that is not divided over ranks."""
+    return {
+        name: StateTensor(0, "", shards, weight.detach().view(-1), 0, range(weight.numel()))
+        for name, weight, shards in _find_places(module)
+    }
+
+
+def _find_places(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, list[ShardedTensor]]]:
+    """Yield name, weight and places in the whole weight of each weight of `module`."""
+    for name, value in module.sharded_state_dict(prefix="model.").items():
+        shards = value.build() if isinstance(value, ShardedTensorFactory) else [value]
+        if isinstance(shards[0], ShardedTensor):
+            yield name.removeprefix("model."), value.data, shards
