@@ -17,10 +17,6 @@ CPU = torch.device("cpu")
 
 # Modules that megatron-core imports on use; they must be loaded before `torch` is replaced in them.
 _LAZY_MODULES = (
-    "dist_checkpointing.strategies.filesystem_async",
-    "dist_checkpointing.strategies.fully_parallel",
-    "dist_checkpointing.strategies.state_dict_saver",
-    "dist_checkpointing.strategies.torch",
     "models.common.language_module.language_module",
     "transformer.transformer_block",
 )

@@ -33,7 +33,7 @@ def select_norm(model: ModelConfig, kernels: KernelConfig, fused: FusedKernels) 
     if model.normalization == "LayerNorm":
         return ModuleSpec(module=LayerNorm, params={"bias": model.norm_bias})
     if kernels.transformer_impl == "transformer_engine":
-        return transformer_engine.StatelessTENorm
+        return transformer_engine.RMSNormFactory
     return ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
 
 

@@ -1,9 +1,8 @@
 """Transformer Engine's layers, as megatron-core wraps them, with the parameter names of megatron-core's own layers.
 
-Extra state, which only delayed scaling needs, is left out of checkpoints, so that runs can switch between the two kinds.
+Checkpoints hold no extra state, which only delayed scaling needs, so that runs can switch between the two kinds.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -45,33 +44,13 @@ def _spec_provider() -> Any:
 
 
 def linear_classes() -> tuple[type, type]:
-    """Return Transformer Engine's column-parallel and row-parallel linear class, without extra state in checkpoints."""
+    """Return Transformer Engine's column-parallel and row-parallel linear class."""
     provider = _spec_provider()
-    return _without_extra_state(provider.column_parallel_linear()), _without_extra_state(provider.row_parallel_linear())
+    return provider.column_parallel_linear(), provider.row_parallel_linear()
 
 
-@functools.cache
-def _without_extra_state(linear: type) -> type:
-    """Return a subclass of `linear` without extra state, which accepts any extra state of a checkpoint."""
-    return type(linear.__name__, (linear,), {"get_extra_state": lambda self: None, "set_extra_state": lambda self, state: None})
-
-
-class StatelessTENorm:
-    """Factory of Transformer Engine's RMSNorm module: a call returns one whose state dict has only the weight."""
+class RMSNormFactory:
+    """Factory of Transformer Engine's RMSNorm module; a class, as megatron-core returns functions as they are."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-        norm = _spec_provider().layer_norm(rms_norm=True)(config=config, hidden_size=hidden_size, eps=eps)
-        if type(norm).get_extra_state is not torch.nn.Module.get_extra_state:
-            norm.register_state_dict_post_hook(_drop_extra_state)
-            norm.register_load_state_dict_pre_hook(_allow_missing_extra_state)
-        return norm
-
-
-def _drop_extra_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the extra state from a state dict; a post hook of `state_dict`."""
-    del state[f"{prefix}_extra_state"]
-
-
-def _allow_missing_extra_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Add an empty extra state to a state dict if it is missing; a pre hook of `load_state_dict`."""
-    state.setdefault(f"{prefix}_extra_state")
+        return _spec_provider().layer_norm(rms_norm=True)(config=config, hidden_size=hidden_size, eps=eps)

@@ -140,16 +140,16 @@ def test_a_library_that_cannot_say_why_it_failed_is_one_line_on_a_full_disk(at, 
 
 
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_one_line(llama, tmp_path, monkeypatch, refusal):
-    from megatron.core import dist_checkpointing
+    from megaenc.training.checkpoint.chunk_files import ChunkReader
 
     run = shutil.copytree(llama[1], tmp_path / "run")
-    load = dist_checkpointing.load
+    read = ChunkReader.read
 
-    def removed(*given, **options):
+    def removed(self, chunks):
         shutil.rmtree(run / "checkpoints" / "iter_0000000")
-        return load(*given, **options)
+        read(self, chunks)
 
-    monkeypatch.setattr(dist_checkpointing, "load", removed)
+    monkeypatch.setattr(ChunkReader, "read", removed)
     line = refusal(main, ["to-hf", "--load", run, "--output", tmp_path / "out"])
     assert "iter_0000000: was removed while it was read" in line
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

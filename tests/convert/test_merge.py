@@ -270,7 +270,7 @@ def test_any_layout_of_the_sources(trained, small_corpus, tmp_path):
     flags = [*small_corpus.flags, *SHORT, "--train-iters", "2"]
     parted, one = tmp_path / "t", trained[0]
     runs.script(runs.PRETRAIN, [*flags, *layout, "--save", str(parted)], processes=4)
-    assert len(list((parted / "checkpoints/iter_0000002").glob("*.distcp"))) > 4
+    assert len(list((parted / "checkpoints/iter_0000002").glob("*.distcp"))) == 4
     full = stored(parted, 2, MASTER)
     assert_bits(stored(merge(tmp_path / "m", "--load", parted, parted, "--dtype", "fp32"), 0), full)
     mixed = stored(merge(tmp_path / "mixed", "--load", parted, f"{one}@2", "--dtype", "fp32"), 0)

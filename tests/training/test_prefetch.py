@@ -76,8 +76,8 @@ from megaenc.training import engine
 from megaenc.training.micro_batches import Prefetcher
 if __name__ == '__main__':
     build = engine.Engine.__init__
-    def with_a_thread(self, *arguments):
-        build(self, *arguments)
+    def with_a_thread(self, *arguments, **named):
+        build(self, *arguments, **named)
         assert self._prefetcher is None  # on processors
         self._prefetcher = Prefetcher(self._build_micro_batch)
     engine.Engine.__init__ = with_a_thread

@@ -145,7 +145,8 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
         raise RuntimeError(f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}")
     (folder / INDEX_FILE).write_bytes(content)
     _write_metadata(folder, chunks)
-    TorchCommonSaveStrategy("torch", 1).save_common({"optimizer_step": optimizer_step}, folder)
+    common = {"optimizer": {"param_groups": [{"step": optimizer_step}]}}
+    TorchCommonSaveStrategy("torch", 1).save_common(common, folder)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     with ThreadPoolExecutor(_INDEX_READERS) as pool:
         list(pool.map(lambda rank: _rank_index(folder, rank).unlink(), range(ranks)))
