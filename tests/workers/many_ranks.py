@@ -1,8 +1,10 @@
 """One rank of many, alone: `RANK=R WORLD_SIZE=N many_ranks.py FOLDER NAME FLAGS...` runs the pretraining command as rank R of N.
 
 torch's fake process group stands in for the others, who answer as this rank would; a rank other than 0 receives what rank 0
-broadcast in an earlier call with the same FOLDER and NAME. FOLDER/NAME_R.json has, by phase (`start`, `load`, `step 1`, `save 3`,
-...), collectives, groups, accesses to the store and to files of the run, and seconds of processor time.
+broadcast in an earlier call with the same FOLDER and NAME. On rank 0 all ranks' chunks are written, zeros in the place of others'
+state: the ranges are those that the optimizer would give each. FOLDER/NAME_R.json has, by phase (`start`, `load`, `step 1`,
+`save 3`, ...), collectives, groups, accesses to the store and to files of the run, bytes of files written, and seconds of
+processor time.
 """
 
 import collections
@@ -12,15 +14,16 @@ import json
 import math
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  registers the backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,6 +67,14 @@ class Ledger(TorchDispatchMode):
         if threading.get_ident() == self.own:
             self.counts[self.phase][name] += number
 
+    @contextlib.contextmanager
+    def pause(self):
+        """Count nothing in the block, and no time."""
+        phase = self.phase
+        self.enter("others")
+        yield
+        self.enter(phase)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.record(func._schema.name.removeprefix("c10d::"), args)
@@ -84,10 +95,11 @@ class Ledger(TorchDispatchMode):
 
     def audit(self, event: str, args) -> None:
         if event in FILE_EVENTS and isinstance(args[0], (str, Path)) and str(args[0]).startswith(self.shared):
-            self.add(f"file {event.removeprefix('os.')}")
+            self.counts[self.phase][f"file {event.removeprefix('os.')}"] += 1  # in any thread
 
     def write(self, file: Path) -> None:
         self.enter("end")
+        self.counts.pop("others", None)
         phases = {name: dict(sorted(counts.items())) | {"seconds": self.seconds[name]} for name, counts in self.counts.items()}
         file.write_text(json.dumps(phases, indent=1))
 
@@ -123,16 +135,68 @@ class LedgerStore(dist.Store):
         self.ledger.add("store wait")
 
 
-def as_replica(value):
-    """What a rank that holds the same weights, but does not save them, sends in the place of `value`."""
-    if isinstance(value, SavePlan):
-        return dataclasses.replace(value, items=[])
-    if isinstance(value, list) and value and hasattr(value[0], "replica_id"):
-        for each in value:
-            each.replica_id = (*each.replica_id[:-1], 1) if isinstance(each.replica_id, tuple) else 1
-    if isinstance(value, dict) and all(isinstance(key, int) for key in value):  # results of writing
-        return {}
-    return value
+def chunks_of(engine, rank: int) -> list:
+    """The chunks that data-parallel rank `rank` saves."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from megaenc.training.checkpoint.state_tensors import list_engine_state
+
+    ranges = {}
+    for chunk in engine.chunks:
+        for buffer in chunk.buffers:
+            group = buffer.data_parallel_group
+            buffer.data_parallel_group = SimpleNamespace(rank=lambda: rank, size=group.size)
+            for buckets in DistributedOptimizer._build_gbuf_range_map(buffer).values():
+                for bucket in buckets:
+                    ranges |= {id(weight): places["param"] for weight, places in bucket["param_map"].items()}
+            buffer.data_parallel_group = group
+    weights = [weight for chunk in engine.chunks for weight in chunk.parameters()]
+    prefixes = {tensor.prefix: tensor.values.dtype for tensor in list_engine_state(engine)}
+    found = []
+    for tensor in (tensor for tensor in list_engine_state(engine) if not tensor.prefix):
+        if at := ranges.get(id(weights[tensor.number])):
+            own = range(at.start, at.end)
+            for prefix, dtype in prefixes.items():
+                part = {"prefix": prefix, "values": torch.zeros(len(own), dtype=dtype), "start": at.start, "own": own}
+                found += dataclasses.replace(tensor, **part).chunks()
+    return found
+
+
+def pretend_to_save(ledger: Ledger) -> None:
+    """Let rank 0 write the chunks of all ranks, and others theirs into a folder that rank 0 has published already."""
+    from megaenc.training.checkpoint import manager
+
+    write, publish, list_state = manager.write_chunks, manager.publish_chunks, manager.list_engine_state
+    engines = []
+
+    def remember(engine):
+        engines[:] = [engine]
+        return list_state(engine)
+
+    def write_and_count(folder, rank, chunks):
+        folder.mkdir(exist_ok=True)
+        write(folder, rank, chunks)
+        written = [file.stat().st_size for file in folder.glob(f"__{rank}_0.*")]
+        ledger.counts[ledger.phase]["chunk files"] += len(written)
+        ledger.counts[ledger.phase]["chunk bytes"] += sum(written)
+        if get_rank():
+            shutil.rmtree(folder)
+
+    def publish_all(folder, ranks, updates):
+        with ledger.pause():
+            fsync, os.fsync = os.fsync, lambda file: None
+            for rank in range(1, ranks):
+                write(folder, rank, chunks_of(engines[0], rank))
+            os.fsync = fsync
+        before, begin = set(folder.iterdir()), time.perf_counter()
+        digests = publish(folder, ranks, updates)
+        counts = ledger.counts[ledger.phase]
+        counts["publishing seconds"] = time.perf_counter() - begin
+        counts["index bytes"] = sum(file.stat().st_size for file in {*folder.iterdir()} - before)
+        counts["chunks"] = len(json.loads((folder / "index.json").read_text())["chunks"])
+        return digests
+
+    manager.write_chunks, manager.publish_chunks, manager.list_engine_state = write_and_count, publish_all, remember
 
 
 def pretend(ledger: Ledger, sent: Path) -> None:
@@ -140,6 +204,7 @@ def pretend(ledger: Ledger, sent: Path) -> None:
     prepare_megatron()
     from megaenc.backend import initialize
     from megaenc.training.distributed import collectives, watchdog
+    from megaenc.training.engine import Engine
 
     store = LedgerStore(ledger)
 
@@ -177,28 +242,14 @@ def pretend(ledger: Ledger, sent: Path) -> None:
             object_list[:] = pickle.loads(file.read_bytes())
         broadcast(list(object_list), src=get_rank(), group=group)  # counts; a fake one changes nothing
 
-    all_gather = dist.all_gather_object
-
-    def all_gather_replicas(object_list, obj, group=None):
-        all_gather(object_list, obj, group=group)
-        for number in range(1, len(object_list)):
-            object_list[number] = as_replica(object_list[number])
-
-    def gather_replicas(obj=None, object_gather_list=None, dst=None, group=None, **options):
-        ranks, file = dist.get_world_size(group), next_file("gather")
-        if get_rank() == 0:
-            file.write_bytes(pickle.dumps(len(pickle.dumps(obj))))
-        size = pickle.loads(file.read_bytes())  # of the largest object, up to which all are padded
-        dist.all_gather_into_tensor(torch.zeros(ranks, dtype=torch.long), torch.zeros(1, dtype=torch.long), group=group)
-        parts = torch.zeros(ranks, size, dtype=torch.uint8) if object_gather_list else None
-        dist.gather(torch.zeros(size, dtype=torch.uint8), None if parts is None else list(parts), group=group, dst=dst)
-        if object_gather_list:
-            other = pickle.dumps(as_replica(obj))
-            object_gather_list[:] = [obj, *(pickle.loads(other) for _ in range(ranks - 1))]
-
-    dist.all_gather_object, dist.gather_object = all_gather_replicas, gather_replicas
     dist.broadcast_object_list = broadcast_as_rank_0
-    beat, stat = watchdog.Watchdog.beat, os.stat
+    pretend_to_save(ledger)
+    build, beat, stat = Engine.__init__, watchdog.Watchdog.beat, os.stat
+
+    def build_with_weights(self, plan, backend, init_weights):  # no other rank sends any
+        build(self, plan, backend)
+
+    Engine.__init__ = build_with_weights
 
     def beat_and_mark(self, kind, step):
         if kind != "start":

@@ -75,15 +75,18 @@ class CheckpointLoader(CheckpointDir):
 
         All ranks call this together. Damaged checkpoints are reported on the console.
         """
-        identity = plan.identity
-        steps = broadcast_call(lambda: [step for step in reversed(self.steps_up_to_tracker()) if self.is_compatible(step, plan)])
-        for step, before in zip(steps, [*steps[1:], None], strict=False):
+        damage = None
+        for step in broadcast_call(lambda: self.steps_up_to_tracker()[::-1]):
+            if not broadcast_call(lambda step=step: self.is_compatible(step, plan)):
+                continue
+            if damage:
+                print_rank_0(f"{damage}: trying the checkpoint of step {step}")
             try:
-                return self.verify(step, identity)
-            except DamagedCheckpointError as damage:
-                if before is None:
-                    raise InputError(f"{damage}; no other is left; delete {self.folder} to start over") from None
-                print_rank_0(f"{damage}: trying the checkpoint of step {before}")
+                return self.verify(step, plan.identity)
+            except DamagedCheckpointError as error:
+                damage = error
+        if damage:
+            raise InputError(f"{damage}; no other is left; delete {self.folder} to start over")
         return None
 
     def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:
