@@ -32,6 +32,7 @@ LAYOUTS = {
     "one": ([], []),
     "DP2": ([*TORCHRUN, "2"], ["--use-distributed-optimizer"]),
     "one, torchrun": ([*TORCHRUN, "1"], []),
+    "DP4": ([*TORCHRUN, "4"], ["--use-distributed-optimizer", "--micro-batch-size", "1"]),
 }
 SAVES = (
     ["--save-interval", "1", "--keep-last", "3"],
@@ -44,8 +45,10 @@ SAVES = (
 class Campaign:
     """`kills` SIGKILLs over as many lives as that takes, in the folder `root`, on the corpus that `data` (flags) names."""
 
-    def __init__(self, root: Path, data: list[str], kills: int, seed: int):
+    def __init__(self, root: Path, data: list[str], kills: int, seed: int, layout: str | None = None, kind: str | None = None):
+        """`layout`: the only one; `kind`: of all moments, at which each worker is killed in turn."""
         self.root, self.data, self.wanted, self.seed = root, data, kills, seed
+        self.layout, self.kind = layout, kind
         self.kills: list[Kill] = []
         self.failures: list[str] = []
         self.lives = 0
@@ -58,9 +61,14 @@ class Campaign:
 
     def _life(self, number: int) -> None:
         random = Random(f"{self.seed} {number}")
-        layout, saves = list(LAYOUTS)[number % 4], SAVES[(number + number // 4) % 4]  # all 16 pairs, one after the other
+        # All pairs, one after the other.
+        layout, saves = self.layout or list(LAYOUTS)[number % len(LAYOUTS)], SAVES[(number + number // len(LAYOUTS)) % len(SAVES)]
         kills = min(random.randint(3, 9), self.wanted - len(self.kills))
-        self.live(layout, saves, [Moment.draw(random, bool(LAYOUTS[layout][0])) for _ in range(kills)])
+        moments = [Moment.draw(random, bool(LAYOUTS[layout][0])) for _ in range(kills)]
+        if self.kind:
+            turns = [(len(self.kills) + turn) % 4 / 4 + 0.01 for turn in range(kills)]
+            moments = [Moment(self.kind, moment.ahead, moment.into, which=turn) for moment, turn in zip(moments, turns, strict=True)]
+        self.live(layout, saves, moments)
 
     def live(self, layout: str, saves: list[str], moments: list[Moment]) -> None:
         """One more run, killed at these `moments` or until it is over."""
@@ -148,9 +156,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs, over as many runs as that takes")
     parser.add_argument("--seed", type=int, default=0, help="which moments and which processes")
+    parser.add_argument("--layout", choices=LAYOUTS, help="the only one")
+    parser.add_argument("--moment", choices=KINDS, help="kill each worker in turn at moments of this kind only")
     arguments = parser.parse_args()
     root, began = Path(tempfile.mkdtemp(prefix="faults_")), time.monotonic()
-    campaign = Campaign(root, corpus(root), arguments.kills, arguments.seed)
+    campaign = Campaign(root, corpus(root), arguments.kills, arguments.seed, arguments.layout, arguments.moment)
     print(f"{arguments.kills} kills, seed {arguments.seed}, in {root}", flush=True)
     campaign.run()
     minutes = (time.monotonic() - began) / 60
