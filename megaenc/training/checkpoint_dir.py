@@ -14,8 +14,8 @@ from megaenc.training.run_init import PROGRESS_FIELDS
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 STATE_FILE = "state.json"
-_WITHOUT_DIGEST = {"step", *PROGRESS_FIELDS, "losses", "skip_packs", "identity", "files"}
-"""Fields of a `state.json` without a digest, as older versions wrote it; any other is a damaged name."""
+INDEX_FILE = "index.json"
+"""File with the place of each part of each tensor."""
 
 
 class DamagedCheckpointError(InputError):
@@ -54,14 +54,19 @@ class CheckpointDir:
         return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Return state.json of checkpoint `step`; DamagedCheckpointError if missing, bad or a file's size is wrong."""
+        """Return state.json of checkpoint `step`.
+
+        Raises:
+            DamagedCheckpointError: It is missing or bad, or a file is missing or has another size.
+            InputError: The checkpoint has the format of an earlier version.
+        """
         path = self.path(step)
         if not path.is_dir():
             raise DamagedCheckpointError(f"{path}: missing, expected the checkpoint of step {step}")
         try:
             state = parse_json(read_regular_file(path / STATE_FILE))
-            expected = state.pop(DIGEST_FIELD, None)
-            if state.keys() - _WITHOUT_DIGEST if expected is None else expected != json_digest(state):
+            expected, is_earlier = state.pop(DIGEST_FIELD, None), "common.pt" in state["files"] and INDEX_FILE not in state["files"]
+            if expected != json_digest(state) and not (expected is None and is_earlier):
                 raise DamagedCheckpointError(f"{path / STATE_FILE}: its content changed; the checkpoint is damaged")
             if state["step"] != step:
                 raise ValueError(f"step {state['step']}")
@@ -69,6 +74,11 @@ class CheckpointDir:
             kinds = isinstance(state["identity"], dict) and state["files"] and all(isinstance(text, str) for text in texts)
             if not (kinds and all(type(state.get(name, 0)) in (int, float) for name in PROGRESS_FIELDS)):
                 raise ValueError("fields of another kind")
+            if is_earlier:
+                raise InputError(
+                    f"{path}: has the format of before 2026-11-26, expected a file {INDEX_FILE}; megaenc's git revision 1effa6e8 "
+                    "reads it: continue, export or merge the run with that one"
+                )
             damage = find_size_damage(path, state["files"])
         except OSError as error:
             kind = (

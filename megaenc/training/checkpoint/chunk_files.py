@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megaenc.errors import InputError
 from megaenc.json_files import MAX_TEXT, parse_json, read_regular_file
-from megaenc.training.checkpoint_dir import file_digest
+from megaenc.training.checkpoint_dir import INDEX_FILE, file_digest
 
-INDEX_FILE = "index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _READERS = 4  # threads, each with a buffer of at most one chunk
 _INDEX_READERS = 16  # threads: on a shared disk a small file takes a while, but no processor

@@ -15,7 +15,7 @@ from megaenc.backend.reductions import gather_lowest
 from megaenc.console import print_rank_0
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
-from megaenc.training.checkpoint.chunk_files import INDEX_FILE, ChunkReader, parse_index, read_index
+from megaenc.training.checkpoint.chunk_files import ChunkReader, parse_index, read_index
 from megaenc.training.checkpoint.state_tensors import (
     MASTER_PREFIX,
     StateTensor,

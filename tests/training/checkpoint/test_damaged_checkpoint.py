@@ -57,16 +57,22 @@ def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tm
     assert changed == []
 
 
-def test_a_state_without_a_digest_is_read_as_older_runs_wrote_it(saved_run, tmp_path):
-    shutil.copytree(checkpoint(saved_run, 12), tmp_path / "iter_0000012")
-    file = tmp_path / "iter_0000012" / "state.json"
-    state = json.loads(file.read_text())
-    digest = state.pop("sha256")
-    file.write_text(json.dumps(state, indent=1))
-    assert CheckpointDir(tmp_path).read_state(12) == state
-    file.write_text(json.dumps(state | {"sah256": digest}))
-    with pytest.raises(DamagedCheckpointError, match="its content changed"):
-        CheckpointDir(tmp_path).read_state(12)
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_a_checkpoint_of_an_earlier_version_is_one_line(has_digest, small_corpus, copy, tmp_path, refusal):
+    """Which says what reads it; nothing is removed, and nothing begins anew."""
+    for step in (4, 8, 12):
+        (checkpoint(copy, step) / "index.json").unlink()
+        change_state(checkpoint(copy, step), lambda state: state["files"].pop("index.json"))
+        if not has_digest:
+            file = checkpoint(copy, step) / "state.json"
+            state = json.loads(file.read_text())
+            del state["sha256"]
+            file.write_text(json.dumps(state))
+    before = sorted(copy.rglob("*"))
+    for command, more in ((main, flags(small_corpus, copy)), (convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])):
+        line = refusal(command, more)
+        assert f"{checkpoint(copy, 12)}: has the format of before 2026-11-26" in line and "1effa6e8 reads it" in line
+    assert sorted(copy.rglob("*")) == before
 
 
 @pytest.mark.parametrize("wrong", [{"identity": None}, {"files": {}}, {"files": {"common.pt": {"bytes": 1}}}, {"tokens": "1"}])

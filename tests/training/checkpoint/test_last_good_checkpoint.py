@@ -73,3 +73,22 @@ def test_an_index_of_no_save_is_refused_and_all_stay_as_they_are(small_corpus, c
     line = refusal(main, flags(small_corpus, copy))
     assert f"{checkpoint(copy, 12) / 'index.json'}: not written by a save" in line
     assert content(copy / "checkpoints") == before
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_file_of_any_rank_is_named(small_corpus, tmp_path):
+    """Of four ranks with the distributed optimizer: lost, cut or changed, the run goes on from the checkpoint before."""
+    run = tmp_path / "run"
+    command = flags(small_corpus, run, "--use-distributed-optimizer", "--micro-batch-size", "1")
+    runs.script(runs.PRETRAIN, [*command, "--save-interval", "4", "--exit-interval", "8"], processes=4)
+    saved = shards(run, 8)
+    assert sorted(saved) == [f"__{rank}_0.distcp" for rank in range(4)]
+    for rank, damage in enumerate([Path.unlink, cut_short, flip_a_bit, flip_a_bit]):
+        shard = checkpoint(run, 8) / f"__{rank}_0.distcp"
+        damage(shard)
+        output = runs.script(runs.PRETRAIN, [*command, "--exit-interval", "8"], processes=4).stdout
+        [line] = [line for line in output.splitlines() if str(shard) in line]
+        assert line.endswith("trying the checkpoint of step 4")
+        assert "resuming after step 4" in output
+        assert shards(run, 8) == saved

@@ -1,0 +1,215 @@
+"""Chunks of tensors: how ranges are cut, what the files hold, and who can read them."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import checkpoint as torch_checkpoint
+
+from megaenc.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("one_process")
+SHAPES = {"matrix": (7, 5), "vector": (33,), "one column": (9, 1), "one row": (1, 12), "wide": (3, 40)}
+
+
+def place(shape, whole=None, offset=None, layers=0, **more):
+    """The place of a matrix in a whole one, or in that of layer 1 of so many."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    lead = (layers,) if layers else ()
+    return ShardedTensor(
+        "w", None, torch.float32, shape, (*lead, *(whole or shape)), (*[1 for _ in lead], *(offset or (0,) * len(shape))), None,
+        prepend_axis_num=len(lead), **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [32 << 20, 64, 12])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_range_is_cut_into_rectangles_that_hold_it(name, limit, monkeypatch):
+    """Every range, against the flat elements of the matrix; at most three but for those that are too large."""
+    from megaenc.training.checkpoint import state_tensors
+
+    monkeypatch.setattr(state_tensors, "MAX_CHUNK_BYTES", limit)
+    shape, most = SHAPES[name], 0
+    elements = torch.arange(math.prod(shape), dtype=torch.float32)
+    for start in range(elements.numel()):
+        for stop in range(start + 1, elements.numel() + 1):
+            whole = torch.full((2, *shape), -1.0)
+            chunks = list(state_tensors.cut_range(place(shape, layers=2), elements[start:stop], start))
+            for chunk in chunks:
+                layer, *rows = chunk.global_slice()
+                assert (whole[layer][tuple(rows)] == -1).all(), "twice"
+                whole[layer][tuple(rows)] = chunk.data
+                assert chunk.data.nbytes <= limit
+            inside = (elements >= start) & (elements < stop)
+            assert torch.equal(whole[1].flatten(), torch.where(inside, elements, -1.0))
+            assert (whole[0] == -1).all()
+            most = max(most, len(chunks))
+    assert most <= 3 or limit < 64 * 1024
+    assert name != "matrix" or most >= 3
+
+
+def write(folder, generator, shape, parts, dtype=torch.float32):
+    """Write random elements, as one of a few ranks after the other with ranges of the flat ones; returns them."""
+    from megaenc.training.checkpoint.chunk_files import publish_chunks, write_chunks
+    from megaenc.training.checkpoint.state_tensors import cut_range
+
+    values = torch.randn(shape).to(dtype)
+    bounds = sorted(generator.randint(0, values.numel()) for _ in range(parts - 1))
+    for rank, (start, stop) in enumerate(zip([0, *bounds], [*bounds, values.numel()], strict=True)):
+        write_chunks(folder, rank, list(cut_range(place(shape), values.flatten()[start:stop], start)))
+    return values, publish_chunks(folder, parts, 3)
+
+
+def open_reader(folder, digests):
+    from megaenc.training.checkpoint.chunk_files import ChunkReader, parse_index
+
+    updates, chunks = parse_index((folder / "index.json").read_bytes(), digests)
+    assert updates == 3
+    return ChunkReader(folder, chunks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_any_rectangle_is_read_from_any_chunks(name, dtype, tmp_path):
+    generator, shape = random.Random(name), SHAPES[name]
+    for turn in range(4):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        values, digests = write(folder, generator, shape, 1 + turn, dtype)
+        reader = open_reader(folder, digests)
+        assert reader.shape("w") == shape and reader.has("w") and not reader.has("v")
+        for _ in range(30):
+            offset = [generator.randrange(size) for size in shape]
+            size = [generator.randint(1, end - start) for start, end in zip(offset, shape, strict=True)]
+            part = place(tuple(size), shape, tuple(offset))
+            part = replace(part, data=torch.full(size, 9.0))
+            reader.read([part])
+            assert torch.equal(part.data, values[part.global_slice()].float())
+
+
+def test_rows_that_pad_the_vocabulary_are_zero_or_left_out(tmp_path):
+    values, digests = write(tmp_path, random.Random(1), (8, 6), 3)
+    reader = open_reader(tmp_path, digests)
+    for rows in (5, 8, 12):
+        part = replace(place((rows, 6), allow_shape_mismatch=True), data=torch.full((rows, 6), 9.0))
+        reader.read([part])
+        assert torch.equal(part.data[:8], values[:rows])
+        assert (part.data[8:] == 0).all()
+    beyond = replace(place((4, 6), (12, 6), (8, 0), allow_shape_mismatch=True), data=torch.full((4, 6), 9.0))
+    reader.read([beyond])
+    assert (beyond.data == 0).all()
+    with pytest.raises(InputError, match=r"w: found the shape \(8, 6\), expected \(12, 6\)"):
+        reader.read([replace(place((12, 6)), data=torch.zeros(12, 6))])
+    with pytest.raises(InputError, match=r"found no tensor v"):
+        reader.shape("v")
+
+
+def test_torch_and_megatron_read_the_same(tmp_path):
+    from megatron.core import dist_checkpointing
+
+    values, digests = write(tmp_path, random.Random(2), (40, 6), 4)
+    assert len(digests) == 4
+    state = {"w": torch.zeros(40, 6)}
+    torch_checkpoint.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    assert torch.equal(state["w"], values)
+    assert torch.equal(dist_checkpointing.load_plain_tensors(str(tmp_path))["w"], values)
+    assert dist_checkpointing.load_common_state_dict(str(tmp_path)) == {"optimizer": {"param_groups": [{"step": 3}]}}
+
+
+def test_elements_of_host_memory_are_not_copied():
+    from megaenc.training.checkpoint.chunk_files import _host_tensor
+
+    values = torch.arange(20.0)
+    chunk = replace(place((2, 5)), data=values[5:15].view(2, 5))
+    own = _host_tensor(chunk)
+    assert own.data_ptr() == chunk.data.data_ptr() and own.untyped_storage().nbytes() == 40
+    assert torch.equal(own, chunk.data)
+
+
+def entries(*boxes, shape):
+    from megaenc.training.checkpoint.chunk_files import StoredChunk
+
+    return [StoredChunk("w", "float32", shape, offset, size, "__0_0.distcp", 0, 0, 0) for offset, size in boxes]
+
+
+WHOLE = [
+    ([((0, 0, 0), (1, 2, 3)), ((1, 0, 0), (1, 1, 2)), ((1, 0, 2), (1, 1, 1)), ((1, 1, 0), (1, 1, 3))], (2, 2, 3)),
+    ([((0,), (4,)), ((4,), (1,))], (5,)),
+    ([((0, 0), (3, 2)), ((0, 2), (1, 2)), ((1, 2), (2, 2))], (3, 4)),
+]
+
+
+@pytest.mark.parametrize(("boxes", "shape"), WHOLE)
+def test_chunks_must_hold_each_element_once(boxes, shape):
+    """Whole tensors pass; without a chunk, with one twice, or with one that is longer, they do not."""
+    from megaenc.training.checkpoint.chunk_files import check_coverage
+
+    for _ in range(5):
+        check_coverage(entries(*boxes, shape=shape))
+        random.shuffle(boxes)
+    for number, (offset, size) in enumerate(boxes):
+        others = boxes[:number] + boxes[number + 1 :]
+        longer = (*size[:-1], size[-1] + 1)
+        for wrong in (others, [*boxes, (offset, size)], [*others, (offset, longer)]):
+            with pytest.raises(RuntimeError, match=r"w: "):
+                check_coverage(entries(*wrong, shape=shape))
+
+
+def test_forty_thousand_chunks_are_checked_in_seconds():
+    """Rows of a matrix among 4,096 ranks, each with the rest of a row, whole rows and the start of one."""
+    from megaenc.training.checkpoint.chunk_files import check_coverage
+    from megaenc.training.checkpoint.state_tensors import cut_range
+
+    shape, ranks = (10_000, 257), 4096
+    size = math.prod(shape)
+    values = torch.empty(size)
+    boxes = []
+    for rank in range(ranks):
+        start, stop = (size * each // ranks for each in (rank, rank + 1))
+        boxes += [(chunk.global_offset, chunk.local_shape) for chunk in cut_range(place(shape), values[start:stop], start)]
+    assert len(boxes) > 10_000
+    check_coverage(entries(*boxes, shape=shape))
+    with pytest.raises(RuntimeError):
+        check_coverage(entries(*boxes[1:], shape=shape))
+
+
+def test_shares_without_the_distributed_optimizer_are_equal():
+    from types import SimpleNamespace
+
+    from megaenc.training.checkpoint import state_tensors
+
+    sizes, ranks = (7, 1, 100, 30), 5
+    weights = [torch.empty(size) for size in sizes]
+    engine = SimpleNamespace(chunks=[SimpleNamespace(parameters=lambda: weights)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_tensors.parallel_state, "get_data_parallel_world_size", lambda: ranks)
+        shares = [state_tensors.equal_shares(engine, rank) for rank in range(ranks)]
+    lengths = [sum(map(len, share)) for share in shares]
+    assert sum(lengths) == sum(sizes) and max(lengths) - min(lengths) <= 1
+    for number, size in enumerate(sizes):
+        assert np.concatenate([list(share[number]) for share in shares]).tolist() == list(range(size))
+
+
+def test_what_a_run_saves_is_read_by_torch(saved_run):
+    folder = saved_run / "checkpoints" / "iter_0000012"
+    state = json.loads((folder / "state.json").read_text())
+    reader = open_reader_of(folder, state["files"])
+    metadata = torch_checkpoint.FileSystemReader(str(folder)).read_metadata()
+    tensors = {key: torch.zeros(entry.size, dtype=entry.properties.dtype) for key, entry in metadata.state_dict_metadata.items()}
+    torch_checkpoint.load(tensors, checkpoint_id=str(folder), no_dist=True)
+    assert any(key.startswith("optimizer.state.exp_avg_sq.model.decoder") for key in tensors)
+    for key, values in tensors.items():
+        part = replace(place(tuple(values.shape)), key=key, data=torch.full_like(values, 9.0), dtype=values.dtype)
+        reader.read([part])
+        assert torch.equal(part.data, values), key
+
+
+def open_reader_of(folder, digests):
+    from megaenc.training.checkpoint.chunk_files import ChunkReader, parse_index
+
+    return ChunkReader(folder, parse_index((folder / "index.json").read_bytes(), digests)[1])
