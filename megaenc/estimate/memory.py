@@ -12,6 +12,7 @@ from megaenc.estimate.layout_case import CostTerm, LayoutCase, ObjectiveWork, Pi
 LOGITS_AT_ONCE = 2**26  # as in megaenc.model.linear_cross_entropy
 LOGIT_BYTES_AT_ONCE = 2**30  # the same for its kernels on accelerators
 KEPT_KEYS, QUERY_BLOCK, ALIGNMENT = 1024, 256, 32  # as in megaenc.model.attention.onednn
+CHUNK_BYTES = 2**25  # as in megaenc.training.checkpoint.state_tensors
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,32 @@ def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineS
         ),
     )
     return RankMemory(stage, tuple(CostTerm(name, value, "bytes", formula) for name, value, formula in terms if value))
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """Bytes of a checkpoint, and the host memory that a save takes on a node."""
+
+    total: float
+    """bytes of weights and optimizer state"""
+    ranks_per_node: int
+    synchronous: float
+    """bytes on a node while a save is written"""
+    asynchronous: float
+    """bytes on a node with --async-save, of ranks of the largest pipeline stage"""
+
+
+def compute_save_cost(case: LayoutCase, rates: Rates) -> SaveCost:
+    """Return the SaveCost of a layout.
+
+    Data-parallel ranks have equal shares of weights, moments and master weights. A rank copies a chunk
+    at a time from an accelerator, or with --async-save its whole share.
+    """
+    per_parameter = case.value_bytes + 8 + 4 * case.bf16
+    ranks = min(case.gpus, rates.devices)
+    share = max(stage.parameters for stage in case.build_stages()) * per_parameter / case.data_parallel_size
+    total = case.shape.parameter_count(case.vocab_rows) * per_parameter
+    return SaveCost(total, ranks, 0.0 if rates.host else ranks * float(CHUNK_BYTES), ranks * share)
 
 
 def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:

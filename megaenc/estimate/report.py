@@ -13,6 +13,7 @@ from megaenc.console import format_duration, format_number
 from megaenc.estimate.hardware import GIB, Rates
 from megaenc.estimate.layout_case import CostTerm, LayoutCase
 from megaenc.estimate.length_model import LengthModel
+from megaenc.estimate.memory import compute_save_cost
 from megaenc.estimate.total import Estimate, format_layout_flags
 
 MIN_SPEEDUP = 1.03  # minimum speedup of a suggested layout if the configured one fits
@@ -39,12 +40,10 @@ class EstimateReport:
         precision = f"{values['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
         console.print(f"{self.model}: {precision}, {self.vocabulary}")
         console.print(f"{self.documents.source}\n{case.gpus:,} x {self.rates.source}\n{_describe_layout(case)}", soft_wrap=True)
-        for table in (
-            _memory_table(own, self.rates),
-            self._steps_table(values["estimate"]),
-            self._phases_table(values["estimate"]),
-        ):
-            console.print(table)
+        console.print(_memory_table(own, self.rates))
+        console.print(_format_save_cost(values["estimate"]["saving"]), soft_wrap=True)
+        console.print(self._steps_table(values["estimate"]))
+        console.print(self._phases_table(values["estimate"]))
         price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
         hint = "; without saving" if own.seconds else ""
         hours = f"{own.hours:,.{0 if own.hours >= 10 else 2}f} device hours"
@@ -164,6 +163,7 @@ def _estimate_to_dict(estimate: Estimate, rates: Rates) -> dict[str, Any]:
             "fits": estimate.fits,
             "terms": [dataclasses.asdict(term) for term in memory.terms],
         },
+        "saving": dataclasses.asdict(compute_save_cost(case, rates)),
         "steps": [
             {
                 "objective": work.objective,
@@ -200,6 +200,15 @@ def _memory_table(estimate: Estimate, rates: Rates) -> Table:
     names, values = zip(*((term.name, f"{term.value / GIB:.2f}") for term in estimate.memory.terms), strict=True)
     verdict = f"{rates.memory / GIB:.1f}: " + ("fits" if estimate.fits else "too much")
     return _build_table(("GiB", *names, "together", "of"), [("a rank", *values, f"{estimate.memory.total / GIB:.1f}", verdict)])
+
+
+def _format_save_cost(saving: dict[str, Any]) -> str:
+    """Return the size of a checkpoint and the host memory of a save as one line."""
+    ranks = f"{saving['ranks_per_node']} rank{'s' * (saving['ranks_per_node'] != 1)}"
+    return (
+        f"a save: {saving['total'] / 1e9:,.2f} GB; it takes {saving['synchronous'] / GIB:,.2f} GiB of host memory on a node of "
+        f"{ranks}, with --async-save {saving['asynchronous'] / GIB:,.2f}"
+    )
 
 
 def _build_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:

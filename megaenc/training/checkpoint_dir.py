@@ -65,7 +65,8 @@ class CheckpointDir:
             raise DamagedCheckpointError(f"{path}: missing, expected the checkpoint of step {step}")
         try:
             state = parse_json(read_regular_file(path / STATE_FILE))
-            expected, is_earlier = state.pop(DIGEST_FIELD, None), "common.pt" in state["files"] and INDEX_FILE not in state["files"]
+            expected = state.pop(DIGEST_FIELD, None)
+            is_earlier = "common.pt" in state["files"] and INDEX_FILE not in state["files"]
             if expected != json_digest(state) and not (expected is None and is_earlier):
                 raise DamagedCheckpointError(f"{path / STATE_FILE}: its content changed; the checkpoint is damaged")
             if state["step"] != step:

@@ -67,7 +67,8 @@ class Campaign:
         moments = [Moment.draw(random, bool(LAYOUTS[layout][0])) for _ in range(kills)]
         if self.kind:
             turns = [(len(self.kills) + turn) % 4 / 4 + 0.01 for turn in range(kills)]
-            moments = [Moment(self.kind, moment.ahead, moment.into, which=turn) for moment, turn in zip(moments, turns, strict=True)]
+            pairs = zip(moments, turns, strict=True)
+            moments = [Moment(self.kind, moment.ahead, moment.into, which=turn) for moment, turn in pairs]
         self.live(layout, saves, moments)
 
     def live(self, layout: str, saves: list[str], moments: list[Moment]) -> None:

@@ -1,6 +1,6 @@
 """Pretraining on a disk that takes its time: `slow_disk.py UPDATES SECONDS FLAGS...`.
 
-The writing of a rank's chunks begins when UPDATES more updates have been made, or after SECONDS; rank 0 says which had been by then.
+The writing of a rank's chunks begins when UPDATES more updates have been made, or after SECONDS; rank 0 says which had been.
 """
 
 import sys

@@ -3,7 +3,6 @@
 import dataclasses
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -196,8 +195,6 @@ class WeightReader:
         if shard.allow_shape_mismatch:  # the vocabulary's padding depends on the layout
             shape = tuple(map(min, shape, self._reader.shape(key)))
         values = torch.empty(shape, dtype=torch.float32)
-        part = dataclasses.replace(
-            shard, key=key, data=values, dtype=values.dtype, local_shape=shape, axis_fragmentations=None
-        )
+        part = dataclasses.replace(shard, key=key, data=values, dtype=values.dtype, local_shape=shape, axis_fragmentations=None)
         self._reader.read([part])
         return values

@@ -74,8 +74,6 @@ def test_nothing_but_the_layout_differs(folders):
         assert CheckpointLoader(folders[way] / "checkpoints").steps() == [STOP, 12], way
 
 
-
-
 def assert_held(flags, processes, folders, step, twice=False):
     """Each rank holds what is in the checkpoint of `step`, and all together have read each byte of it once.
 
@@ -120,7 +118,8 @@ OTHER_WAYS = {  # by what it is loaded in, what it was saved in
     "PP2, interleaved, DP2, distributed optimizer": ["DP2", "TP2, DP2, distributed optimizer"],
 }
 # 400 ids are padded to 400 rows, 480 for two tensor-parallel ranks; the matrices have odd sizes.
-OTHER_RUN = [*RUN, "--bf16", "--global-batch-size", "12", "--micro-batch-size", "1", "--make-vocab-size-divisible-by", "80", "--ffn-hidden-size", "152"]
+OTHER_RUN = [*RUN, "--bf16", "--global-batch-size", "12", "--micro-batch-size", "1"]
+OTHER_RUN += ["--make-vocab-size-divisible-by", "80", "--ffn-hidden-size", "152"]
 
 
 @pytest.mark.parametrize("tied", [[], ["--no-untie-embeddings-and-output-weights"]], ids=["untied", "tied"])
