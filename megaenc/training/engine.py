@@ -154,8 +154,8 @@ class Engine:
             encoder.set_rotary_base(base)
 
     def gather_parameters(self) -> None:
-        """Gather the updated weights on this rank, which --overlap-param-gather delays; do nothing without that flag."""
-        if self.layout.overlap_param_gather:
+        """Gather on this rank the weights that others update, with the distributed optimizer."""
+        if self.layout.use_distributed_optimizer:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 

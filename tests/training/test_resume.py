@@ -112,3 +112,28 @@ def test_folder_in_use_is_refused(small_corpus, stopped_run, tmp_path, refusal):
         fcntl.flock(lock, fcntl.LOCK_EX)
         line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder])
     assert "another process is training in this directory" in line
+
+
+@pytest.mark.parametrize("start", ["resume", "branch", "weights"])
+def test_no_weights_are_drawn_that_are_loaded(start, small_corpus, tmp_path, monkeypatch):
+    from megaenc.model import encoder
+
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--eval-interval", "0"]
+    first = ["--save", str(tmp_path / "first"), "--exit-interval", "4"]
+    main([*flags, *first])
+    more = {
+        "resume": ["--save", str(tmp_path / "first")],
+        "branch": ["--save", str(tmp_path / "other"), "--branch-from", str(tmp_path / "first"), "--branch-at", "4"],
+        "weights": ["--save", str(tmp_path / "other"), "--init-from", str(tmp_path / "first")],
+    }
+    drawn, draw = [], encoder.init_weights
+
+    def count_and_draw(*arguments):
+        drawn.append(arguments)
+        return draw(*arguments)
+
+    monkeypatch.setattr(encoder, "init_weights", count_and_draw)
+    main([*flags, *more[start]])
+    assert not drawn
+    main([*flags, "--save", str(tmp_path / "new"), "--exit-interval", "1"])
+    assert drawn

@@ -134,13 +134,11 @@ def _load_tensors(engine: Engine, reader: ChunkReader, tensors: Sequence[StateTe
 
     call_on_all(read)
     _send(tensor_ranks, 0, [tensor.elements(tensor.own) for tensor in copied])
-    if engine.layout.use_distributed_optimizer:
-        for chunk in engine.chunks:
-            chunk.start_param_sync(force_sync=True)
-        return
-    for rank in range(replicas.size() if replicas.size() > 1 else 0):
-        shares = equal_shares(engine, rank)
-        _send(replicas, rank, [tensor.elements(shares[tensor.number]) for tensor in tensors])
+    engine.gather_parameters()
+    if not engine.layout.use_distributed_optimizer and replicas.size() > 1:
+        for rank in range(replicas.size()):
+            shares = equal_shares(engine, rank)
+            _send(replicas, rank, [tensor.elements(shares[tensor.number]) for tensor in tensors])
 
 
 def _send(group: dist.ProcessGroup, source: int, tensors: Sequence[torch.Tensor]) -> None:
