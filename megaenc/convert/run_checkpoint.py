@@ -20,7 +20,7 @@ from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular_file
 from megaenc.model.config import ADDED_OPTIONS, ModelConfig
 from megaenc.objectives import Schedule
-from megaenc.training.checkpoint_dir import CheckpointDir
+from megaenc.training.checkpoint_dir import CheckpointDir, CheckpointReadError
 from megaenc.training.config import PretrainConfig, read_config_file
 from megaenc.training.run_dir import CONFIG_FILE, RUN_FILE, TOKENIZER_DIR
 from megaenc.training.run_init import Ancestor, RunInit
@@ -179,10 +179,8 @@ def report_removal(checkpoints: CheckpointDir, step: int, flag: str = "--ckpt-st
     """Convert an error in the block into an InputError, naming `flag`, if the checkpoint of `step` was removed meanwhile."""
     try:
         yield
-    except InputError:
-        raise
-    except Exception:  # as many types as there are files and readers of them
-        if checkpoints.is_complete(step):
+    except Exception as error:  # as many types as there are files and readers of them
+        if (isinstance(error, InputError) and not isinstance(error, CheckpointReadError)) or checkpoints.is_complete(step):
             raise
         raise InputError(
             f"{checkpoints.path(step)}: was removed while it was read, as runs remove old checkpoints; "

@@ -1,9 +1,11 @@
 """The directory `checkpoints` of a run: steps, tracker, state and integrity of its checkpoints, without torch."""
 
+import contextlib
 import hashlib
 import json
+import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,32 @@ class DamagedCheckpointError(InputError):
 
 class UnreadableCheckpointError(DamagedCheckpointError):
     """Error about a checkpoint that the file system fails to read, temporarily or permanently."""
+
+
+class CheckpointReadError(InputError):
+    """Error of one machine that cannot read a file of a checkpoint, which may be whole."""
+
+
+@contextlib.contextmanager
+def name_machine() -> Iterator[None]:
+    """Convert an OSError in the context into a CheckpointReadError that names this machine."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        where = f"on {socket.gethostname()}, expected a directory that all nodes share"
+        raise CheckpointReadError(f"{error.filename}: not found {where}") from None
+    except OSError as error:
+        remedy = "give the same command again when the disk can be read"
+        raise CheckpointReadError(f"{error.filename}: {error.strerror} on {socket.gethostname()}; {remedy}") from None
+
+
+@contextlib.contextmanager
+def name_file(file: Path) -> Iterator[None]:
+    """Add the path of `file` to an OSError in the context, which those of open files lack."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None
 
 
 class CheckpointDir:
@@ -124,7 +152,7 @@ def json_digest(fields: dict[str, Any]) -> str:
 
 def file_digest(file: Path) -> dict[str, Any]:
     """Return size and SHA-256 of `file` as {"bytes": size, "sha256": hexadecimal}. Raises OSError."""
-    with open(file, "rb") as stream:
+    with name_file(file), open(file, "rb") as stream:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
@@ -151,11 +179,11 @@ def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str |
 
 
 def find_content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return a message on the first file in `folder` unreadable or of another SHA-256 than `expected`; None if all match."""
-    try:
-        digests = file_digests(folder / name for name in expected)
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+    """Return a message on the first file in `folder` of another SHA-256 than `expected`; None if all match.
+
+    Raises OSError.
+    """
+    digests = file_digests(folder / name for name in expected)
     for name, entry in expected.items():
         digest = digests[name]["sha256"]
         if digest != entry["sha256"]:

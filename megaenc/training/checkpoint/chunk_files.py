@@ -28,12 +28,14 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megaenc.errors import InputError
 from megaenc.json_files import MAX_TEXT, parse_json, read_regular_file
-from megaenc.training.checkpoint_dir import INDEX_FILE, file_digest
+from megaenc.training.checkpoint_dir import INDEX_FILE, CheckpointReadError, file_digest, name_file, name_machine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _READERS = 4  # threads, each with a buffer of at most one chunk
 _INDEX_READERS = 16  # threads: on a shared disk a small file takes a while, but no processor
 
+PUBLISHED_FILES = (INDEX_FILE, ".metadata", "common.pt", "metadata.json")
+"""Files of a checkpoint that the publishing rank writes besides its chunks and state.json."""
 Digests = dict[str, dict[str, Any]]
 """Size and SHA-256 of files by name."""
 
@@ -61,9 +63,18 @@ class StoredChunk:
         return tuple(start + size for start, size in zip(self.global_offset, self.shape, strict=True))
 
     @property
-    def last_row(self) -> tuple[int, ...]:
-        """Return the indices in the tensor of the last row, which are none in a vector."""
-        return tuple(end - 1 for end in self.corner[:-1])
+    def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the indices of the first and the last row; an element of a vector is a row."""
+        axes = max(1, len(self.shape) - 1)
+        return self.global_offset[:axes], tuple(end - 1 for end in self.corner[:axes])
+
+    @property
+    def columns(self) -> range:
+        """Return the columns of a row."""
+        return range(self.global_offset[-1], self.corner[-1]) if len(self.shape) > 1 else range(1)
+
+
+_CHUNK_FIELDS = {field.name for field in fields(StoredChunk)}
 
 
 def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
@@ -85,7 +96,10 @@ def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> No
     index = {"files": digests, "chunks": []}
     for chunk, place in zip(chunks, places, strict=True):
         index["chunks"].append(asdict(_describe_chunk(chunk, file, *place)))
-    _rank_index(folder, rank).write_text(json.dumps(index))
+    with open(_rank_index(folder, rank), "w") as stream:
+        json.dump(index, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _rank_index(folder: Path, rank: int) -> Path:
@@ -141,14 +155,14 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
         check_coverage(tensor)
     content = json.dumps({"optimizer_step": optimizer_step, "chunks": entries}).encode()
     if len(content) > MAX_TEXT:  # no load would read it
-        raise RuntimeError(f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}")
+        raise InputError(f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}; save on fewer ranks")
     (folder / INDEX_FILE).write_bytes(content)
     _write_metadata(folder, chunks)
     common = {"optimizer": {"param_groups": [{"step": optimizer_step}]}}
     TorchCommonSaveStrategy("torch", 1).save_common(common, folder)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     with ThreadPoolExecutor(_INDEX_READERS) as pool:
-        list(pool.map(lambda rank: _rank_index(folder, rank).unlink(), range(ranks)))
+        list(pool.map(lambda rank: _rank_index(folder, rank).unlink(missing_ok=True), range(ranks)))
     return digests
 
 
@@ -171,12 +185,12 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
     shape, elements = chunks[0].global_shape, 0
     active: list[StoredChunk] = []  # those with rows in common with the current chunk
     for chunk in sorted(chunks, key=lambda each: each.global_offset):
-        active = [other for other in active if other.last_row >= chunk.global_offset[:-1]]
-        overlaps = any(
-            chunk.global_offset[-1] < other.corner[-1] and other.global_offset[-1] < chunk.corner[-1] for other in active
-        )
-        is_inside = all(end <= size for end, size in zip(chunk.corner, shape, strict=True))
-        if chunk.global_shape != shape or not is_inside or overlaps:
+        is_inside = chunk.global_shape == shape and all(end <= size for end, size in zip(chunk.corner, shape, strict=True))
+        first_row, _ = chunk.rows
+        active = [other for other in active if other.rows[1] >= first_row]
+        columns = chunk.columns
+        overlaps = any(columns.start < other.columns.stop and other.columns.start < columns.stop for other in active)
+        if not is_inside or overlaps:
             raise RuntimeError(f"{chunk.key}: {chunk} overlaps with another chunk or leaves the tensor")
         elements += math.prod(chunk.shape)
         active.append(chunk)
@@ -189,10 +203,12 @@ def read_index(folder: Path, digests: Digests) -> bytes:
     file = folder / INDEX_FILE
     try:
         content = read_regular_file(file)
-        parse_index(content, digests)
+        _, chunks = parse_index(content, digests)
+        for tensor in _group_by_key(chunks).values():
+            check_coverage(tensor)
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointReadError(f"{file}: {error.strerror}") from None
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file}: not written by a save ({error}); do not use this checkpoint") from None
     return content
 
@@ -211,7 +227,7 @@ def parse_index(content: bytes, digests: Digests) -> tuple[int, list[StoredChunk
 def _parse_chunk(entry: dict[str, Any], digests: Digests) -> StoredChunk:
     """Return the chunk of a JSON object; ValueError if it is none in files of `digests`."""
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    if values.keys() != {field.name for field in fields(StoredChunk)}:
+    if values.keys() != _CHUNK_FIELDS or type(values["key"]) is not str:
         raise ValueError("a chunk has other fields")
     chunk = StoredChunk(**values)
     boxes = (chunk.global_shape, chunk.global_offset, chunk.shape)
@@ -254,20 +270,22 @@ class ChunkReader:
     def read(self, chunks: Iterable[ShardedTensor]) -> None:
         """Fill the `data` of `chunks`, converted to its data type, with threads.
 
-        Rows that the checkpoint's vocabulary lacks become zero. Raises OSError, and InputError if
-        elements are missing.
+        Rows that the checkpoint's vocabulary lacks become zero. Raises InputError if a file cannot be
+        read or elements are missing.
         """
-        with ThreadPoolExecutor(_READERS) as pool:
+        with name_machine(), ThreadPoolExecutor(_READERS) as pool:
             for _ in pool.map(self._read_chunk, chunks):
                 pass
 
     def _read_chunk(self, chunk: ShardedTensor) -> None:
         """Fill the `data` of one chunk."""
-        stored_shape = self.shape(chunk.key)
+        stored_shape, expected_shape = self.shape(chunk.key), tuple(chunk.global_shape)
         size = np.array(_box_shape(chunk))
-        if stored_shape != tuple(chunk.global_shape) and not chunk.allow_shape_mismatch:
+        if chunk.allow_shape_mismatch:  # in the number of rows
+            expected_shape = (*stored_shape[: chunk.prepend_axis_num + 1], *expected_shape[chunk.prepend_axis_num + 1 :])
+        if stored_shape != expected_shape:
             raise InputError(
-                f"{self._folder / INDEX_FILE}: {chunk.key}: found the shape {stored_shape}, expected {chunk.global_shape}"
+                f"{self._folder / INDEX_FILE}: {chunk.key}: found the shape {stored_shape}, expected {expected_shape}"
             )
         target, offset = chunk.data.view(tuple(size)), np.array(chunk.global_offset)
         missing = math.prod(np.clip(np.array(stored_shape) - offset, 0, size).tolist())
@@ -295,7 +313,8 @@ class ChunkReader:
             pieces = [(first_row, rows * columns)]
         buffer = torch.empty(rows * columns, dtype=dtype)
         view, done = memoryview(buffer.view(torch.uint8).numpy()), 0
-        with open(self._folder / chunk.file, "rb", buffering=0) as stream:
+        file = self._folder / chunk.file
+        with name_file(file), open(file, "rb", buffering=0) as stream:
             for row, count in pieces:
                 stream.seek(chunk.data_start + (row * width + int(start[-1])) * dtype.itemsize)
                 _read_into(stream, view[done : done + count * dtype.itemsize])

@@ -1,7 +1,6 @@
 """Verified loading of checkpoints into any parallel layout."""
 
 import dataclasses
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,14 +21,14 @@ from megaenc.training.checkpoint.state_tensors import (
     list_engine_state,
     list_module_state,
 )
-from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, find_content_damage
+from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, find_content_damage, name_machine
 from megaenc.training.distributed.collectives import broadcast_call, call_on_all
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 from megaenc.training.skip_policy import saw_same_data
 
-_SEND_BYTES = 32 << 20  # of tensors that are sent at once
+_SEND_BYTES = 32 << 20  # of parts of tensors that are copied into one buffer to be sent; at most one part more
 
 
 class CheckpointLoader(CheckpointDir):
@@ -43,13 +42,19 @@ class CheckpointLoader(CheckpointDir):
 
         Raises:
             DamagedCheckpointError: A file has changed.
+            CheckpointReadError: A rank cannot read a file.
             InputError: The checkpoint belongs to a run with another `identity`, or its index was not
                 written by a save.
         """
         state = broadcast_call(lambda: self.read_state(step))
         path, names = self.path(step), sorted(state["files"])
         mine = names[get_rank() :: dist.get_world_size()]
-        damages, _ = gather_lowest(find_content_damage(path, {name: state["files"][name] for name in mine}))
+
+        def find_own_damage() -> str | None:
+            with name_machine():
+                return find_content_damage(path, {name: state["files"][name] for name in mine})
+
+        damages, _ = gather_lowest(call_on_all(find_own_damage))
         for damage in damages.values():
             raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
         if identity is not None and (mismatch := describe_difference(state["identity"], identity)):
@@ -123,16 +128,7 @@ def _load_tensors(engine: Engine, reader: ChunkReader, tensors: Sequence[StateTe
     copied = [tensor for tensor in tensors if tensor_ranks.size() > 1 and tensor.is_on_all_tensor_ranks]
     received = {id(tensor) for tensor in copied if tensor_ranks.rank() > 0}
 
-    def read() -> None:
-        try:
-            reader.read(chunk for tensor in tensors if id(tensor) not in received for chunk in tensor.chunks())
-        except FileNotFoundError as error:
-            where = f"on {socket.gethostname()}, expected a directory that all nodes share"
-            raise InputError(f"{error.filename}: not found {where}") from None
-        except OSError as error:
-            raise InputError(f"{error.filename}: {error.strerror}") from None
-
-    call_on_all(read)
+    call_on_all(lambda: reader.read(chunk for tensor in tensors if id(tensor) not in received for chunk in tensor.chunks()))
     _send(tensor_ranks, 0, [tensor.elements(tensor.own) for tensor in copied])
     engine.gather_parameters()
     if not engine.layout.use_distributed_optimizer and replicas.size() > 1:
@@ -143,8 +139,9 @@ def _load_tensors(engine: Engine, reader: ChunkReader, tensors: Sequence[StateTe
 
 def _send(group: dist.ProcessGroup, source: int, tensors: Sequence[torch.Tensor]) -> None:
     """Send `tensors` in place from rank `source` of `group` to the others."""
-    if tensors := [tensor for tensor in tensors if tensor.numel()]:
-        dist._broadcast_coalesced(group, tensors, _SEND_BYTES, source)
+    parts = [part for tensor in tensors for part in tensor.split(_SEND_BYTES // tensor.element_size()) if part.numel()]
+    if parts:
+        dist._broadcast_coalesced(group, parts, _SEND_BYTES, source)
 
 
 def load_model_weights(
@@ -152,7 +149,7 @@ def load_model_weights(
 ) -> None:
     """Verify a checkpoint and load its weights into a module that is not divided over ranks.
 
-    Raises InputError if it is damaged or of another run than `identity`, and OSError.
+    Raises InputError if it is damaged, cannot be read, or is of another run than `identity`.
     """
     verify_weights(checkpoints, step, identity)
     _, reader = checkpoints.open_verified(step)

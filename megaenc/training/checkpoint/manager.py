@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -21,7 +22,7 @@ from megaenc.atomic_io import atomic_write, fsync_path, remove_path
 from megaenc.backend.reductions import reduce_over_ranks
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError, LocalInputError, first_error_line
-from megaenc.training.checkpoint.chunk_files import publish_chunks, write_chunks
+from megaenc.training.checkpoint.chunk_files import PUBLISHED_FILES, publish_chunks, write_chunks
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.state_tensors import list_engine_state, list_module_state
 from megaenc.training.checkpoint_dir import (
@@ -40,12 +41,17 @@ from megaenc.training.skip_policy import saw_same_data
 
 
 def format_write_error(folder: Path, error: Exception) -> str:
-    """Return text such as `DIR: cannot be written to: No space left on device`, by the OSError in the causes of `error`."""
+    """Return text such as `DIR on HOST: cannot be written to: No space left on device`.
+
+    The reason is that of the OSError among the causes of `error`.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # torch's writer raises its own error after a failed write
         cause = cause.__cause__ or cause.__context__
     reason = cause.strerror if cause is not None and cause.strerror else first_error_line(error)
-    return f"{folder}: cannot be written to: {reason}"
+    if isinstance(cause, FileNotFoundError):
+        reason += ", expected a directory that all nodes share"
+    return f"{folder} on {socket.gethostname()}: cannot be written to: {reason}"
 
 
 def _write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
@@ -79,6 +85,7 @@ class CheckpointManager(CheckpointLoader):
         self._thread = ThreadPoolExecutor(1)  # joined at the end of the process
         self._work: Future | None = None  # the current stage of a running save
         self._attempt: Path | None = None
+        self._whole: dict[int, dict[str, Any]] = {}  # fields of state.json of checkpoints found to be whole
         self.before_publish: Callable[[], None] = lambda: None
         """Callback on rank 0 before a checkpoint gets its final name, which an InputError prevents."""
 
@@ -141,11 +148,12 @@ class CheckpointManager(CheckpointLoader):
             del chunks  # the copy, once it is written
             yield writing
             call_on_all(writing.result)
-            self._attempt = None  # only rank 0 continues
+            self._attempt = attempt if get_rank() == 0 else None  # only rank 0 continues
             ranks = dist.get_world_size()
             publish = partial(self._publish, attempt, state, ranks, updates, engine.plan) if get_rank() == 0 else lambda: None
             yield (publishing := self._thread.submit(publish))
             broadcast_call(publishing.result)
+            self._attempt = None
         except InputError as error:
             if get_rank() == 0:  # which prints it
                 shutil.rmtree(attempt, ignore_errors=True)
@@ -206,7 +214,7 @@ class CheckpointManager(CheckpointLoader):
         target = self.path(state["step"])
         with _convert_disk_errors(attempt):
             shards = publish_chunks(attempt, ranks, updates)
-            files = [file for file in sorted(attempt.iterdir()) if file.name not in shards]
+            files = [attempt / name for name in PUBLISHED_FILES]
             for path in (*files, attempt):
                 fsync_path(path)
             state["files"] = dict(sorted((shards | file_digests(files)).items()))
@@ -219,7 +227,17 @@ class CheckpointManager(CheckpointLoader):
             os.rename(attempt, target)
             fsync_path(self.folder)
             atomic_write(self.folder / TRACKER_FILE, f"{state['step']}\n")
+        self._remember_whole(state)
         self.delete_old(state["step"], plan)
+
+    def _remember_whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of the state.json of a whole checkpoint, but its files, and keep them.
+
+        Later saves then need not look at each of its files again.
+        """
+        fields = {name: value for name, value in state.items() if name != "files"}
+        self._whole[state["step"]] = fields
+        return fields
 
     def _remove(self, path: Path) -> None:
         """Delete a checkpoint, hidden first so that an interrupted deletion leaves nothing that looks like one."""
@@ -237,12 +255,13 @@ class CheckpointManager(CheckpointLoader):
             return
         useful, useless = [], set()
         for step in (step for step in self.steps() if step < newest):
+            state = self._whole.get(step)
             try:
-                state = self.read_state(step)
+                state = state or self._remember_whole(self.read_state(step))
             except UnreadableCheckpointError:
                 continue
             except DamagedCheckpointError:
-                state = None
+                pass
             if state and (plan is None or saw_same_data(plan, state)):
                 useful.append(step)
             else:

@@ -105,6 +105,8 @@ def test_rows_that_pad_the_vocabulary_are_zero_or_left_out(tmp_path):
     assert (beyond.data == 0).all()
     with pytest.raises(InputError, match=r"w: found the shape \(8, 6\), expected \(12, 6\)"):
         reader.read([replace(place((12, 6)), data=torch.zeros(12, 6))])
+    with pytest.raises(InputError, match=r"w: found the shape \(8, 6\), expected \(8, 7\)"):
+        reader.read([replace(place((8, 7), allow_shape_mismatch=True), data=torch.zeros(8, 7))])
     with pytest.raises(InputError, match=r"found no tensor v"):
         reader.shape("v")
 
@@ -173,6 +175,8 @@ def test_forty_thousand_chunks_are_checked_in_seconds():
         start, stop = (size * each // ranks for each in (rank, rank + 1))
         boxes += [(chunk.global_offset, chunk.local_shape) for chunk in cut_range(place(shape), values[start:stop], start)]
     assert len(boxes) > 10_000
+    vector = [((start,), (1,)) for start in range(20_000)]
+    check_coverage(entries(*vector, shape=(20_000,)))
     check_coverage(entries(*boxes, shape=shape))
     with pytest.raises(RuntimeError):
         check_coverage(entries(*boxes[1:], shape=shape))
@@ -213,3 +217,24 @@ def open_reader_of(folder, digests):
     from megaenc.training.checkpoint.chunk_files import ChunkReader, parse_index
 
     return ChunkReader(folder, parse_index((folder / "index.json").read_bytes(), digests)[1])
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_machine(tmp_path):
+    """The error of an open file names no file; the checkpoint is not called damaged."""
+    import socket
+
+    from megaenc.training.checkpoint_dir import CheckpointReadError, file_digest, name_machine
+
+    _, digests = write(tmp_path, random.Random(3), (8, 6), 1)
+    reader = open_reader(tmp_path, digests)
+    (tmp_path / "__0_0.distcp").unlink()
+    part = replace(place((8, 6)), data=torch.zeros(8, 6))
+    with pytest.raises(
+        CheckpointReadError, match=f"__0_0.distcp: not found on {socket.gethostname()}, expected a directory that"
+    ):
+        reader.read([part])
+    (tmp_path / "__0_0.distcp").symlink_to("/proc/self/mem")  # opens, and fails to read
+    with pytest.raises(CheckpointReadError, match=f"__0_0.distcp: Input/output error on {socket.gethostname()}"):
+        reader.read([part])
+    with pytest.raises(CheckpointReadError, match="__0_0.distcp: Input/output error"), name_machine():
+        file_digest(tmp_path / "__0_0.distcp")

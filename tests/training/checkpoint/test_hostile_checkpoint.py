@@ -86,9 +86,14 @@ CHANGES = {
     "fewer axes": (change(shape=[8]), "is no rectangle"),
     "no axes": (change(shape=[], global_shape=[], global_offset=[]), "is no rectangle"),
     "a field more": (change(more=1), "other fields"),
+    "no name": (change(key={}), "other fields"),
+    "a chunk twice": (lambda index: index["chunks"].append(index["chunks"][0]), "overlaps with another chunk"),
+    "a row less": (lambda index: drop_rows(index), "found chunks of"),
+    "other axes": (lambda index: index["chunks"].append(index["chunks"][0] | {"global_shape": [1], "global_offset": [0], "shape": [1]}),
+                   "overlaps with another chunk or leaves the tensor"),
     "no steps": (lambda index: index.update(optimizer_step=None), "optimizer_step: found None"),
     "no chunks": (lambda index: index.update(chunks=None), "not written by a save"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
