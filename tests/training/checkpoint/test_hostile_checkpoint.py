@@ -74,6 +74,7 @@ def change(**fields):
     return lambda index: index["chunks"][0].update(fields)
 
 
+VECTOR = {"global_shape": [1], "global_offset": [0], "shape": [1]}
 CHANGES = {
     "another file": (change(file="../../../tokenizer/tokenizer.json"), "not written by a save"),
     "a file of its own": (change(file="state.json"), "not written by a save"),
@@ -89,8 +90,7 @@ CHANGES = {
     "no name": (change(key={}), "other fields"),
     "a chunk twice": (lambda index: index["chunks"].append(index["chunks"][0]), "overlaps with another chunk"),
     "a row less": (lambda index: drop_rows(index), "found chunks of"),
-    "other axes": (lambda index: index["chunks"].append(index["chunks"][0] | {"global_shape": [1], "global_offset": [0], "shape": [1]}),
-                   "overlaps with another chunk or leaves the tensor"),
+    "other axes": (lambda index: index["chunks"].append(index["chunks"][0] | VECTOR), "overlaps with another chunk or leaves the tensor"),
     "no steps": (lambda index: index.update(optimizer_step=None), "optimizer_step: found None"),
     "no chunks": (lambda index: index.update(chunks=None), "not written by a save"),
 }  # fmt: skip
