@@ -90,7 +90,7 @@ CHANGES = {
     "no name": (change(key={}), "other fields"),
     "a chunk twice": (lambda index: index["chunks"].append(index["chunks"][0]), "overlaps with another chunk"),
     "a row less": (lambda index: drop_rows(index), "found chunks of"),
-    "other axes": (lambda index: index["chunks"].append(index["chunks"][0] | VECTOR), "overlaps with another chunk or leaves the tensor"),
+    "other axes": (lambda index: index["chunks"].append(index["chunks"][0] | VECTOR), "leaves the tensor"),
     "no steps": (lambda index: index.update(optimizer_step=None), "optimizer_step: found None"),
     "no chunks": (lambda index: index.update(chunks=None), "not written by a save"),
 }  # fmt: skip
