@@ -127,13 +127,25 @@ class LayoutCase:
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches that each rank processes per step."""
-        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+        """Return the number of micro-batches per step of the rank with most packs."""
+        multiple = self.num_stages if self.virtual_stages > 1 else 1
+        rows = math.ceil(self.largest_share / self.micro_batch_size)
+        return math.ceil(rows / multiple) * multiple
+
+    @property
+    def largest_share(self) -> int:
+        """Return the packs of a global batch of the data-parallel rank with most."""
+        return math.ceil(self.global_batch_size / self.data_parallel_size)
+
+    @property
+    def packs_at_once(self) -> int:
+        """Return the packs of the largest micro-batch, at most --micro-batch-size."""
+        return math.ceil(self.largest_share / self.micro_batches)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the number of tokens of a micro-batch: packs x tokens of a pack."""
-        return self.micro_batch_size * self.seq_length
+        """Return the number of tokens of the largest micro-batch: packs x tokens of a pack."""
+        return self.packs_at_once * self.seq_length
 
     @property
     def value_bytes(self) -> int:

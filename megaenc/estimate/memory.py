@@ -188,7 +188,7 @@ def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool
     norms = (shape.norms_per_layer - 1) * norm + w * shape.hidden_size
     mlp = w * shape.ffn_hidden_size / t * (0 if "mlp" in modules else 2 if "activation" in modules else 3)
     projection = work.unneeded_tokens if host or "core_attn" in modules else -work.predicted
-    return case.micro_batch_size * (work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t)
+    return case.packs_at_once * (work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t)
 
 
 def _peak_temporary_bytes(
@@ -206,7 +206,7 @@ def _peak_temporary_bytes(
         formula += " and the recomputed layers"
     elif "mlp" in layout.recompute_modules:
         layer += parts["mlp"]
-    predictions, matrix = case.micro_batch_size * work.predicted, case.vocab_rows * shape.hidden_size
+    predictions, matrix = case.packs_at_once * work.predicted, case.vocab_rows * shape.hidden_size
     # Of this rank's vocabulary shard; on an accelerator with the fused kernels.
     logits = min(predictions * case.vocab_rows, max(LOGITS_AT_ONCE if host else LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
     norm = 2 * case.hidden_bytes / case.sequence_shards + (case.hidden_bytes if case.sequence_shards > 1 else 0)

@@ -191,7 +191,7 @@ def _describe_layout(case: LayoutCase) -> str:
     parts += [f"{layout.recompute_granularity} recomputation"] * bool(layout.recompute_granularity)
     return (
         f"{', '.join(parts)}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} tokens, "
-        f"{case.micro_batches:,} micro-batch{'es' * (case.micro_batches != 1)} of {case.micro_batch_size} on each rank"
+        f"{case.micro_batches:,} micro-batch{'es' * (case.micro_batches != 1)} of {case.packs_at_once} on each rank"
     )
 
 

@@ -75,7 +75,7 @@ def layer_bytes_moved(case: LayoutCase, host: bool) -> float:
 def unneeded_bytes_moved(case: LayoutCase, work: ObjectiveWork, host: bool) -> float:
     """Return the bytes of `layer_bytes_moved` that the last layer saves by leaving out tokens: of a norm, 8 H, and SwiGLU."""
     inner = (16 if host else 8) * case.shape.ffn_hidden_size / case.tensor_parallel_size
-    return case.value_bytes * case.micro_batch_size * work.unneeded_tokens * (8 * case.shape.hidden_size + inner)
+    return case.value_bytes * case.packs_at_once * work.unneeded_tokens * (8 * case.shape.hidden_size + inner)
 
 
 def embedding_loss_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: bool) -> float:
@@ -93,7 +93,7 @@ def embedding_loss_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: Pip
     if stage.has_embedding:
         moved += (8 + 3 * w) * matrix + 12 * case.hidden_bytes
     if stage.has_head:
-        logits = case.micro_batch_size * work.predicted * case.vocab_rows
+        logits = case.packs_at_once * work.predicted * case.vocab_rows
         parts = math.ceil(logits / max(LOGITS_AT_ONCE if host else LOGIT_BYTES_AT_ONCE / w, case.vocab_rows))
         tied = 0 if case.shape.untie_embeddings_and_output_weights else 8 + 2 * w + scaling
         moved += (tied + adding * parts) * matrix + each * logits
@@ -102,7 +102,7 @@ def embedding_loss_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: Pip
 
 def micro_batch_terms(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, rates: Rates) -> list[_Seconds]:
     """Return (name, seconds, formula) of each part of one micro-batch's forward and backward pass on a stage."""
-    layers, packs = stage.layers, case.micro_batch_size
+    layers, packs = stage.layers, case.packs_at_once
     part = layers / case.shape.num_layers / case.tensor_parallel_size
     products = part * packs * work.body_flops(case.shape)
     attention = part * packs * work.attention_flops(case.shape)
@@ -181,7 +181,7 @@ def _head_bytes(case: LayoutCase, work: ObjectiveWork) -> tuple[float, float]:
 
     The statistics are four float32 for each prediction from each tensor-parallel rank.
     """
-    predicted = case.micro_batch_size * work.predicted
+    predicted = case.packs_at_once * work.predicted
     return predicted * case.shape.hidden_size * case.value_bytes, predicted * 16 * case.tensor_parallel_size
 
 

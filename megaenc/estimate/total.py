@@ -1,6 +1,7 @@
 """Estimate of a whole run in one layout, and search for the fastest layout that fits, the simplest among equals."""
 
 import functools
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -139,9 +140,9 @@ def _candidate_layouts(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> I
             continue
         for stages in _divisors(min(case.gpus // tensor, _MAX_STAGES)):
             data, remainder = divmod(case.gpus, tensor * stages)
-            if remainder or stages > case.shape.num_layers or case.global_batch_size % data:
+            if remainder or stages > case.shape.num_layers:
                 continue
-            for micro_batch in _divisors(case.global_batch_size // data):
+            for micro_batch in _divisors(math.ceil(case.global_batch_size / data)):
                 overlap = data > 1 and not rates.host
                 layout = HypotheticalLayout(
                     tensor_model_parallel_size=tensor,

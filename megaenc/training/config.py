@@ -114,33 +114,13 @@ class PretrainConfig:
         self._check_float8()
         if min(self.output.save_steps, default=1) < 1:
             raise InputError(f"--save-steps: found {min(self.output.save_steps)}, expected steps, 1 or more")
-        chunks = self.layout.chunks_per_stage(self.shape.num_layers)
+        self.layout.chunks_per_stage(self.shape.num_layers)  # raises for stages that cannot be
         self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:
             raise InputError(
                 f"--train-tokens: found {self.train_tokens} together with --train-iters {self.train_iters}, expected one of them"
             )
         self._check_window()
-        row, tensor = self.packs_at_once * self.data.seq_length, self.layout.tensor_model_parallel_size
-        if self.layout.sequence_parallel and row % tensor:
-            raise InputError(
-                f"--sequence-parallel: a row of {row} tokens (--micro-batch-size x --seq-length) is no multiple of "
-                f"--tensor-model-parallel-size {tensor}"
-            )
-        copies = self.data_parallel_size(world_size)
-        step = self.packs_at_once * copies
-        if self.global_batch_size % step:
-            raise InputError(
-                f"--global-batch-size: found {self.global_batch_size}, expected a multiple of {step} "
-                f"(--micro-batch-size {self.packs_at_once} x {copies} data-parallel ranks)"
-            )
-        stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
-        self._check_rampup(step * (stages if chunks > 1 else 1))
-        if chunks > 1 and micro_batches % stages:
-            raise InputError(
-                f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
-                f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
-            )
 
     def check_limits(self) -> None:
         """Raise InputError, naming the flag, for a number out of range, or a ramp-up that leads nowhere."""
@@ -149,7 +129,7 @@ class PretrainConfig:
             for name in names:
                 if isinstance(values[name], (int, float)) and not is_valid(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
-        self._check_rampup(divisor=1)
+        self._check_rampup()
 
     def _check_phases(self, world_size: int) -> None:
         """Raise InputError, naming the phase, for settings it cannot have."""
@@ -204,12 +184,6 @@ class PretrainConfig:
                 f"--recompute-modules activation: has no effect with {flag}, which saves the activation's output in 8 bits; "
                 "leave one of them out"
             )
-        row = self.packs_at_once * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
-        if self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_ALIGNMENT:
-            raise InputError(
-                f"{flag}: a row of {row} tokens (--micro-batch-size x --seq-length, divided by --sequence-parallel), "
-                f"expected a multiple of {FLOAT8_ALIGNMENT} under Transformer Engine"
-            )
         shared = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
         for name, (rows, columns) in self.shape.linear_shapes(tensor).items():
             if rows % FLOAT8_ALIGNMENT or columns % FLOAT8_ALIGNMENT:
@@ -218,8 +192,8 @@ class PretrainConfig:
                     "widths or drop --fp8-format"
                 )
 
-    def _check_rampup(self, divisor: int) -> None:
-        """Raise InputError if `--rampup-batch-size` is malformed or a batch size in it is not a multiple of `divisor`."""
+    def _check_rampup(self) -> None:
+        """Raise InputError if `--rampup-batch-size` is malformed."""
         if self.rampup_batch_size is None:
             return
         flag = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
@@ -232,8 +206,6 @@ class PretrainConfig:
             raise InputError(
                 f"{flag}: steps of {increment} do not lead from {start} to --global-batch-size {self.global_batch_size}"
             )
-        if start % divisor or increment % divisor:
-            raise InputError(f"{flag}: expected START and INCREMENT to be multiples of {divisor}, like --global-batch-size")
 
     @property
     def packs_at_once(self) -> int:
@@ -399,6 +371,11 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
         default = drop_wsd_flags(default, prog)
     if flags.find_flag_value(argv, "--phases"):
         default = drop_length(default, None)
+    if flags.find_flag_value(argv, "--micro-batch-size") is not None:
+        phases = [parse_phase(text, config or prog) for text in default.phases]
+        for phase in phases:
+            phase.pop("micro_batch_size", None)  # as it only depends on the machine
+        default = dataclasses.replace(default, phases=tuple(flags.YamlMapping(json.dumps(phase)) for phase in phases))
     return default
 
 

@@ -1,5 +1,6 @@
 """Console text of a run: the output of `--dry-run`, header and footer of a run, and loss spikes."""
 
+import math
 import sys
 from bisect import bisect_right
 from collections import defaultdict
@@ -22,6 +23,7 @@ from megaenc.training.plan import Plan
 _TABLE_PHASES, _HEADER_PHASES = 12, 6  # phases in the table, and in the line at the start
 _SAMPLED_PACKS = 64  # to estimate the share of predicted tokens
 _SAMPLED_STEPS = 100_000  # of a mixture
+_MAX_EXCESS = 0.05  # of the largest share over the mean, from which on it is worth a line
 
 
 def print_dry_run(plan: Plan) -> None:
@@ -38,6 +40,8 @@ def print_dry_run(plan: Plan) -> None:
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
     )
     start = f"{plan.start.describe()}{plan.skipped.describe()}"
+    for line in _describe_uneven_shares(settings):
+        console.print(line, soft_wrap=True)
     console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {start}", soft_wrap=True)
     console.print(_corpus_table(plan))
     special = plan.data.special_tokens
@@ -165,11 +169,26 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
     save = settings.output.save or "nowhere (give --save DIR to keep the run)"
     shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in rows]
     data_text = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(rows, shares, strict=True))
+    uneven = "".join(f"\n  {line}" for line in _describe_uneven_shares(settings))
     return (
         f"{_format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"
         f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.seq_length_text} tokens a step; saved to {save}\n"
-        f"  {data_text}{plan.skipped.describe()}"
+        f"  {data_text}{plan.skipped.describe()}{uneven}"
     )
+
+
+def _describe_uneven_shares(settings: PretrainConfig) -> list[str]:
+    """Return a line for each batch whose largest share is far above the mean of the data-parallel ranks."""
+    ranks, lines = settings.data_parallel_size(get_world_size()), []
+    for batch in dict.fromkeys(phase.settings.global_batch_size for phase in settings.phase_configs):
+        excess = math.ceil(batch / ranks) / (batch / ranks) - 1
+        if excess > _MAX_EXCESS:
+            even = max(1, round(batch / ranks)) * ranks
+            lines.append(
+                f"--global-batch-size {batch}: the ranks with most packs have {100 * excess:.0f} % more than the mean, which all "
+                f"others wait for; {even} packs are equal shares"
+            )
+    return lines
 
 
 def format_run_footer(step: int, total: int, loss: float | None, save: str, stop_reason: str | None) -> str:

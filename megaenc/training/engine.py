@@ -18,6 +18,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend, main_grad
+from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.model.attention.backends import describe_backend
 from megaenc.model.encoder import build_model_chunks
@@ -95,6 +96,7 @@ class Engine:
             final.packs_at_once,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
+            self._interleaved_stages,
         )
         self.kernels = dataclasses.replace(settings.kernels, attention_backend=select_plan_attention(plan, backend))
         widths = settings.shape.linear_shapes(self.layout.tensor_model_parallel_size).values()
@@ -178,10 +180,51 @@ class Engine:
         """Return the specs of this rank's micro-batches of `step`."""
         rows, seed, packs = self.micro_batch_samples(step), self.plan.settings.seed, self.plan.data_at(step).train
         return [
-            MicroBatchSpec(packs, tuple(row), objective, seed, weight=weight)
+            spec
             for weight, objective in self.plan.schedule.objectives(step)
-            for row in rows
+            for spec in self._list_specs(packs, rows, objective, seed, weight=weight)
         ]
+
+    def work_share(self, step: int) -> float:
+        """Return the tokens that this rank computes in `step`, in multiples of the mean of all ranks' packs."""
+        specs = self._micro_batch_specs(step)
+        mean_packs = self.plan.batch_size(step) / self.sampler.size * len(self.plan.schedule.objectives(step))
+        return sum(spec.length for spec in specs) / (mean_packs * specs[0].packs.seq_length)
+
+    @property
+    def _interleaved_stages(self) -> int:
+        """Return the number of pipeline stages if they are interleaved, else 1."""
+        is_interleaved = self.layout.chunks_per_stage(self.plan.settings.shape.num_layers) > 1
+        return self.layout.pipeline_model_parallel_size if is_interleaved else 1
+
+    def _list_specs(
+        self,
+        packs: PackedDataset,
+        rows: Sequence[Sequence[int]],
+        objective: Objective,
+        seed: int,
+        groups: TokenGroups | None = None,
+        weight: int = 1,
+    ) -> list[MicroBatchSpec]:
+        """Return the specs of micro-batches of the samples `rows`, some of which may be empty.
+
+        Rows are filled to lengths that the layout can divide; in a pipeline all have the same.
+        """
+        lengths = [-(-max(1, len(row)) * packs.seq_length // self._row_divisor) * self._row_divisor for row in rows]
+        if self.layout.pipeline_model_parallel_size > 1:
+            lengths = [max(lengths)] * len(rows)
+        return [
+            MicroBatchSpec(packs, tuple(row), objective, seed, groups, weight, length)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
+    @property
+    def _row_divisor(self) -> int:
+        """Return the number that the tokens of a row must be a multiple of."""
+        kernels = self.plan.settings.kernels
+        aligned = kernels.fp8_format and kernels.transformer_impl == "transformer_engine"
+        ranks = self.layout.tensor_model_parallel_size if self.layout.sequence_parallel else 1
+        return ranks * (FLOAT8_ALIGNMENT if aligned else 1)
 
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
         """Return the sample numbers of each micro-batch of this rank in `step`, as one list per micro-batch, in order."""
@@ -246,16 +289,15 @@ class Engine:
     ) -> tuple[float, float]:
         """Return this rank's summed loss (0 if it computes none) and gradient norm of the samples `row`, without an update.
 
-        Within `no_grad_reduction`. Ranks of a replica pass the same row; all replicas pass as many packs. `packs`: the data set,
-        by default that of the first phase.
+        Within `no_grad_reduction`. Ranks of a replica pass the same row. `packs`: the data set, by default that of the first
+        phase.
         """
         self.zero_grad()
-        repeats = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # the minimum of interleaved stages
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())  # after zero_grad, which enables the reduction again
-            spec = MicroBatchSpec(packs or self.plan.packs, tuple(row), objective, self.plan.settings.seed)
-            sums = self._run_micro_batches([spec] * repeats, (), train=True)
+            specs = self._list_specs(packs or self.plan.packs, [row], objective, self.plan.settings.seed)
+            sums = self._run_micro_batches(specs * self._interleaved_stages, (), train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -269,9 +311,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.eval()
         starts = range(0, batches * self.sampler.global_batch_size, self.sampler.global_batch_size)
-        specs = [
-            [MicroBatchSpec(packs, tuple(row), objective, 0, groups) for row in self.sampler.samples(start)] for start in starts
-        ]
+        specs = [self._list_specs(packs, self.sampler.samples(start), objective, 0, groups) for start in starts]
         with self._gathered_parameters():
             metrics = [
                 self._run_batch(batch, following, train=False)[0]
@@ -318,7 +358,7 @@ class Engine:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,
                 num_microbatches=len(specs),
-                seq_length=len(specs[0].samples) * specs[0].packs.seq_length,
+                seq_length=specs[0].length,
                 micro_batch_size=1,  # a row holds all packs of the micro-batch
                 forward_only=not train,
             )
@@ -352,7 +392,7 @@ class Engine:
             counts["loss_count"] += batch.loss_count
             shape, rows = self.plan.settings.shape, self.plan.vocab_size
             selects_rows = self._encoders[-1].selects_rows
-            counts["flops"] += shape.training_flops(rows, predicted, batch.packing.spans(), selects_rows=selects_rows)
+            counts["flops"] += shape.training_flops(rows, predicted, batch.spans(), selects_rows=selects_rows)
             if batch.members is not None:  # the losses of single tokens
                 losses_NG = torch.where(batch.members, loss[:, None].double(), 0.0)
                 sizes_NG = batch.members if batch.weights is None else torch.where(batch.members, batch.weights[:, None], 0.0)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.packed_dataset import PackedDataset, position_ids
 from megaenc.model.packed_sequences import PackedSequences, copy_to_device
-from megaenc.objectives import Objective, SoftLabels
+from megaenc.objectives import Attention, Objective, SoftLabels
 
 DEPTH = 2  # prefetched micro-batches: the next, and one more in case it takes longer than usual
 FIRST_RANGE = 128  # positions in the first range of TokenGroups; the later ranges double
@@ -67,7 +68,8 @@ class TokenGroups:
 class MicroBatch:
     """Packs in one row as tensors: input tokens, positions, document edges (`packing`), predicted positions, their labels.
 
-    The row has S = packs x seq_length tokens; N of its positions are predicted (N may be 0).
+    The row has S tokens, those of the packs and of documents that only fill it; N of its positions are
+    predicted (N may be 0).
     """
 
     tokens: Tensor  # int64[1, S]
@@ -79,6 +81,11 @@ class MicroBatch:
     weights: Tensor | None = None  # float32[N], factors of the losses
     soft_labels: tuple[Tensor, Tensor] | None = None  # int64[N, K] ids, float32[N, K] probabilities of label distributions
     members: Tensor | None = None  # bool[N, G], whether each predicted token is in each of the TokenGroups
+    fill_documents: int = 0  # the last documents of the row, whose tokens count nothing
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Return the spans of `packing` without the documents that only fill the row."""
+        return self.packing.spans()[: len(self.packing.documents) - self.fill_documents]
 
 
 def build_micro_batch(
@@ -89,12 +96,21 @@ def build_micro_batch(
     device: torch.device,
     groups: TokenGroups | None = None,
     weight: int = 1,
+    length: int = 0,
 ) -> MicroBatch:
-    """Return a MicroBatch on `device`: packs `samples` end to end in a row, with the targets of `objective` under `seed`.
+    """Return packs end to end in a row, with the targets of an objective.
 
-    `groups`: those of a validation, for packs of a BlendedDataset. `weight`: factor of the losses and of their divisor.
+    Args:
+        packs: Data set.
+        samples: Numbers of the packs in it; may be empty if `length` is given.
+        objective: Objective whose targets are drawn under `seed`.
+        device: Device of the tensors.
+        groups: Those of a validation, for packs of a BlendedDataset.
+        weight: Factor of the losses and of their divisor.
+        length: Tokens of the row, which documents of zeros fill if the packs have fewer.
     """
-    edges, tokens, predict_at, labels, prefixes, weights, members, loss_count = [0], [], [], [], [], [], [], 0
+    edges, tokens, predict_at, labels, prefixes, weights, loss_count = [0], [], [], [], [], [], 0
+    members = [] if groups is None else [np.zeros((0, len(groups)), dtype=bool)]
     soft_labels: list[SoftLabels] = []
     for sample in samples:
         pack = packs[sample]
@@ -116,7 +132,16 @@ def build_micro_batch(
         if groups is not None:
             predicted_positions = pack.positions[targets.predict_at + objective.shift]
             members.append(groups.find_members(packs.corpus_of_sample(sample), predicted_positions))
-    arrays = [np.concatenate(tokens), position_ids(np.array(edges)), np.concatenate(predict_at), np.concatenate(labels)]
+    pack_tokens, fill_documents = edges[-1], 0
+    while edges[-1] < length:
+        edges.append(min(edges[-1] + packs.seq_length, length))
+        fill_documents += 1
+    nothing = np.zeros(0, dtype=np.int64)
+    tokens.append(np.zeros(edges[-1] - pack_tokens, dtype=np.int64))
+    if objective.attention == Attention.PREFIX:
+        prefixes.append(np.zeros(fill_documents, dtype=np.int64))
+    arrays = [np.concatenate(tokens), position_ids(np.array(edges))]
+    arrays += [np.concatenate([nothing, *predict_at]), np.concatenate([nothing, *labels])]
     row, positions, predicted, predicted_labels = (copy_to_device(torch.from_numpy(array), device) for array in arrays)
     packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
     memberships = copy_to_device(torch.from_numpy(np.concatenate(members)), device) if members else None
@@ -124,7 +149,18 @@ def build_micro_batch(
     soft = None
     if soft_labels:
         soft = tuple(copy_to_device(torch.from_numpy(np.concatenate(part)), device) for part in zip(*soft_labels, strict=True))
-    return MicroBatch(row[None], positions, packing, predicted, predicted_labels, loss_count, loss_weights, soft, memberships)
+    return MicroBatch(
+        row[None],
+        positions,
+        packing,
+        predicted,
+        predicted_labels,
+        loss_count,
+        loss_weights,
+        soft,
+        memberships,
+        fill_documents,
+    )
 
 
 class MicroBatchSpec(NamedTuple):
@@ -136,26 +172,58 @@ class MicroBatchSpec(NamedTuple):
     seed: int
     groups: TokenGroups | None = None
     weight: int = 1
+    length: int = 0
 
     def build(self, device: torch.device) -> MicroBatch:
         """Read the described packs, apply the objective to them, and return the MicroBatch with its tensors on `device`."""
-        return build_micro_batch(self.packs, self.samples, self.objective, self.seed, device, self.groups, self.weight)
+        options = (self.groups, self.weight, self.length)
+        return build_micro_batch(self.packs, self.samples, self.objective, self.seed, device, *options)
 
 
 @dataclass(frozen=True)
 class DataParallelSampler:
-    """Assignment of a batch's samples to data-parallel rank `rank` of `size`; micro-batches go to the ranks in turn."""
+    """Assignment of a batch's samples to data-parallel rank `rank` of `size`, in shares as equal as possible.
+
+    A share is cut into as few rows of at most `micro_batch_size` packs as possible, which differ by at
+    most one pack. The first rows of all ranks follow each other in the batch, then the second ones, and
+    so on.
+    """
 
     global_batch_size: int
     micro_batch_size: int
     rank: int
     size: int
+    row_multiple: int = 1
+    """Number that the rows of a rank are a multiple of, as interleaved stages need."""
 
-    def samples(self, start: int) -> Iterator[range]:
-        """Yield a range of sample numbers for each micro-batch of this rank; `start`: first sample of the global batch."""
-        micro = self.micro_batch_size
-        for first in range(start + self.rank * micro, start + self.global_batch_size, micro * self.size):
-            yield range(first, first + micro)
+    @property
+    def largest_share(self) -> int:
+        """Return the packs of the rank with most."""
+        return -(-self.global_batch_size // self.size)
+
+    def samples(self, start: int) -> list[range]:
+        """Return the sample numbers of each row of this rank; `start`: first sample of the global batch.
+
+        There is at least one row. Rows are empty if there are fewer packs than rows.
+        """
+        least, larger = divmod(self.global_batch_size, self.size)  # the first `larger` ranks have one pack more
+        most_rows, least_rows = self._cut(least + 1), self._cut(least)
+        own = most_rows if self.rank < larger else least_rows
+        rows = []
+        for most, fewest in zip_longest(most_rows if larger else (), least_rows, fillvalue=0):
+            if len(rows) == len(own):
+                break
+            before = min(self.rank, larger) * most + max(0, self.rank - larger) * fewest
+            rows.append(range(start + before, start + before + own[len(rows)]))
+            start += larger * most + (self.size - larger) * fewest
+        return rows
+
+    def _cut(self, share: int) -> list[int]:
+        """Return the number of packs of each row of a share."""
+        rows = max(1, -(-share // self.micro_batch_size))
+        rows = -(-rows // self.row_multiple) * self.row_multiple
+        least, larger = divmod(share, rows)
+        return [least + (row < larger) for row in range(rows)]
 
 
 class Prefetcher:

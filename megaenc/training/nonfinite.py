@@ -2,7 +2,6 @@
 
 import math
 import socket
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,17 +21,16 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
 
     All ranks call this together and get the same texts. Weights and optimizer are unchanged.
     """
-    plan, layout = engine.plan, engine.layout
+    plan = engine.plan
     objectives, data = [objective for _, objective in plan.schedule.objectives(step)], plan.data_at(step)
     loss_was_finite = bool(engine.local_loss_sum.isfinite())
-    rows: list[Sequence[int]] = engine.micro_batch_samples(step)
-    if not (layout.sequence_parallel and data.train.seq_length % layout.tensor_model_parallel_size):
-        rows = [[sample] for row in rows for sample in row]  # unless a single pack cannot be split along the sequence
+    own_samples = [sample for row in engine.micro_batch_samples(step) for sample in row]
     with engine.no_grad_reduction():
         results = {
-            tuple(row): [engine.local_loss_and_grad_norm(row, objective, data.train) for objective in objectives] for row in rows
+            sample: [engine.local_loss_and_grad_norm([sample], objective, data.train) for objective in objectives]
+            for sample in own_samples
         }
-    faulty_here = {sample for row, pairs in results.items() if not np.isfinite(pairs).all() for sample in row}
+    faulty_here = {sample for sample, pairs in results.items() if not np.isfinite(pairs).all()}
     samples = [plan.sample_at(position) for position in range(plan.samples_read(step - 1), plan.samples_read(step))]
     is_finite = reduce_over_ranks([sample not in faulty_here for sample in samples], ReduceOp.MIN, torch.uint8)
     packs, pack_count = {sample for sample, finite in zip(samples, is_finite, strict=True) if not finite}, len(samples)

@@ -64,7 +64,7 @@ def test_help_teaches(capsys):
         (["--gpus", "4"], "--gpu: missing"),
         (["--gpu", "h10"], "--gpu: unknown machine 'h10', did you mean h100?"),
         (["--gpu", "h100", "--gpus", "0"], "--gpus: found 0"),
-        (["--gpu", "h100", "--gpus", "3"], "--global-batch-size: found 16"),
+        (["--gpu", "h100", "--gpus", "3", "--tensor-model-parallel-size", "2"], "3 processes cannot be laid out"),
         (["--gpu", "h100", "--mfu", "40"], "--mfu: found 40.0"),
         (["--gpu", "h100", "--no-bf16"], "--no-bf16: the table's speeds"),
         (["--gpu", "h100", "--memory-gib", "-1"], "--memory-gib: found -1.0"),

@@ -238,7 +238,7 @@ ROWS = [
     ("megaenc estimate --gpu voodoo", "--gpu"),
     (f"{COST} --gpus 0", "--gpus"),
     (f"{COST} --eval-pseudo-perplexity-passes -8", "--eval-pseudo-perplexity-passes: found -8, expected 0 or more"),
-    (f"{COST} --gpus 3", "--global-batch-size: found 16, expected a multiple of 24"),
+    (f"{COST} --gpus 3 --tensor-model-parallel-size 2", "3 processes cannot be laid out as tensor parallel 2"),
     (f"{COST} --mfu 2", "--mfu"),
     (f"{COST} --mfu nan", "--mfu"),
     (f"{COST} --price-per-hour -3", "--price-per-hour"),

@@ -12,13 +12,13 @@ WORKER = runs.WORKERS / "auto_batch.py"
 
 @pytest.mark.multiprocess
 def test_ranks_agree_on_the_smallest_and_train_as_with_the_number(small_corpus, tmp_path):
-    """Of a share of 8 packs, 8 fit on the first rank and 4 on the second; a resumed run measures again."""
+    """9 packs fit on the first rank and 5 on the second; a share of 8 is then two rows of 4. A resumed run measures again."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--seq-length", "32", "--global-batch-size", "16"]
     flags += ["--train-iters", "6", "--lr-wsd-decay-iters", "2"]
     auto = [*flags, "--micro-batch-size", "auto", "--save", str(tmp_path / "auto")]
     for more in (["--exit-interval", "4"], []):
         ended = runs.script(WORKER, [*auto, *more], processes=2)
-        assert "--micro-batch-size auto: 4 packs at once, the most that fit" in ended.stdout
+        assert "--micro-batch-size auto: 5 packs at once, the most that fit" in ended.stdout
     runs.script(runs.PRETRAIN, [*flags, "--micro-batch-size", "4", "--save", str(tmp_path / "four")], processes=2)
     assert runs.curve(tmp_path / "auto") == runs.curve(tmp_path / "four")
     config = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
@@ -26,7 +26,7 @@ def test_ranks_agree_on_the_smallest_and_train_as_with_the_number(small_corpus, 
 
 
 def test_each_phase_has_its_own(small_corpus, tmp_path):
-    """Of 16 packs 8 fit, of 6 all; the third phase has a number."""
+    """Of 16 packs 9 fit, of 6 all; the third phase has a number."""
     phases = [
         "{objective: mlm, train_iters: 2, global_batch_size: 16}",
         "{objective: clm, train_iters: 2, global_batch_size: 6, seq_length: 16}",
@@ -35,7 +35,7 @@ def test_each_phase_has_its_own(small_corpus, tmp_path):
     flags = [*small_corpus.flags, "--no-bf16", "--seq-length", "32", "--eval-interval", "0", "--lr-warmup-iters", "1"]
     flags += ["--lr-wsd-decay-iters", "1", "--phases", *phases]
     ended = runs.script(WORKER, [*flags, "--micro-batch-size", "auto", "--save", str(tmp_path / "run")])
-    assert "--micro-batch-size auto: 8 and 6 and 2 packs at once" in ended.stdout
+    assert "--micro-batch-size auto: 9 and 6 and 2 packs at once" in ended.stdout
     assert [row["step"] for row in runs.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 

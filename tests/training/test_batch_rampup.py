@@ -84,7 +84,6 @@ def test_so_many_tokens_with_growing_batches(small_corpus, capsys):
         (["0", "2", "30"], "expected three numbers of 1 or more"),
         (["2", "4", "30"], "steps of 4 do not lead from 2 to --global-batch-size 8"),
         (["8", "2", "30"], "steps of 2 do not lead from 8 to --global-batch-size 8"),
-        (["2", "2", "30", "--micro-batch-size", "4"], "expected START and INCREMENT to be multiples of 4"),
     ],
 )
 def test_what_cannot_grow_is_refused(values, complaint, small_corpus, refusal):

@@ -79,7 +79,7 @@ def test_run_folder_holds_what_it_promises(small_corpus, tmp_path):
         (["--objective-schedule", "xlm:1.0"], "unknown objective"),
         (["--objective-schedule", "mlm:-0.5,clm:1.5"], "at character 5"),
         (["--objective-schedule", ""], "empty"),
-        (["--global-batch-size", "7"], "--global-batch-size: found 7, expected a multiple of 2"),
+        (["--global-batch-size", "0"], "--global-batch-size: found 0, expected 1 or more"),
         (["--num-attention-heads", "5"], "--hidden-size: found 64, expected a multiple of --num-attention-heads 5"),
         (["--split", "90,x,0"], "--split"),
         (["--num-layers", "two"], "--num-layers: found 'two', expected a number"),

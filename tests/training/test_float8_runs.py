@@ -106,8 +106,3 @@ def test_a_matrix_that_does_not_fit_is_refused_by_name(small_corpus, refusal):
 def test_transformer_engine_that_is_not_there_is_refused(small_corpus, refusal):
     line = refusal(main, [*small_corpus.flags, *RUN, "--transformer-impl", "transformer_engine"])
     assert "--transformer-impl transformer_engine: transformer-engine is not installed; install it" in line
-
-
-def test_transformer_engine_wants_rows_in_sixteens_for_float8(small_corpus, refusal):
-    flags = [*HYBRID, "--transformer-impl", "transformer_engine", "--seq-length", "60"]
-    assert "--fp8-format hybrid: a row of 120 tokens" in refusal(main, [*small_corpus.flags, *RUN, *flags])

@@ -113,7 +113,6 @@ def test_a_run_goes_on_in_any_split(small_corpus, reference, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "flags", "complaint"),
     [
-        (2, [*INTERLEAVED, "--global-batch-size", "6"], "which is 3 micro-batches for each data-parallel rank; interleaved"),
         (2, [PP, "2", "--num-layers-per-virtual-pipeline-stage", "3"], "4 layers on 2 stages are not two or more chunks of 3"),
         (1, ["--num-layers-per-virtual-pipeline-stage", "0"], "--num-layers-per-virtual-pipeline-stage: found 0"),
         (2, [PP, "2", "--recompute-granularity", "full", "--recompute-num-layers", "2",

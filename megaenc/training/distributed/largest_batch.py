@@ -42,7 +42,7 @@ def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
         sizes.append(find_largest_batch(engine, objectives, candidates, room, *data))
     engine.enter_phase(1)
     text = " and ".join(f"{packs:,}" for packs in dict.fromkeys(sizes))
-    print_rank_0(f"--micro-batch-size auto: {text} packs at once, the most that fit and divide a rank's share of a batch")
+    print_rank_0(f"--micro-batch-size auto: {text} packs at once, the most that fit")
     return dataclasses.replace(plan, settings=settings.with_micro_batch_sizes(sizes))
 
 
@@ -99,9 +99,7 @@ def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
     return MAX_TENSOR_SIZE // (seq_length * max(2 * shape.ffn_hidden_size, shape.query_size))
 
 
-def _list_candidates(settings: PretrainConfig, replicas: int) -> list[int]:
-    """Return in ascending order the sizes that divide each of `replicas`' batches."""
-    batches = [settings.global_batch_size, *(settings.rampup_batch_size or ())[:2]]
-    share = math.gcd(*batches) // replicas
-    most = max(1, min(share, largest_indexable(settings.shape, settings.data.seq_length)))
-    return [packs for packs in range(1, most + 1) if share % packs == 0]
+def _list_candidates(settings: PretrainConfig, replicas: int) -> range:
+    """Return the sizes up to the largest of `replicas`' shares of a batch."""
+    share = math.ceil(settings.global_batch_size / replicas)
+    return range(1, 1 + max(1, min(share, largest_indexable(settings.shape, settings.data.seq_length))))

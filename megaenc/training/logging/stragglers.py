@@ -58,7 +58,8 @@ class StragglerDetector:
         compute = self._forward.pop_seconds() if self._forward else thread_seconds
         self._steps += 1
         if self._steps:
-            self._sums.update(data_seconds=timers.wall[DATA], compute_seconds=compute)
+            share = self._engine.work_share(step)  # ranks may have a pack more than others
+            self._sums.update(data_seconds=timers.wall[DATA] / share, compute_seconds=compute / share)
         if step % self._interval or not self._steps:
             return None
         measures = {name: self._sums[name] / self._steps for name in ("data_seconds", "compute_seconds")}
