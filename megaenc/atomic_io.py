@@ -228,7 +228,7 @@ class FileLock:
         """
         for _ in range(_LOCK_ATTEMPTS):
             try:
-                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
                 self.created = True
             except FileExistsError:
                 try:

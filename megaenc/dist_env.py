@@ -3,25 +3,39 @@
 import os
 import socket
 
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+"""Environment variables of torchrun that hold whole numbers."""
+
+
+def _read_number(name: str, default: int) -> int:
+    """Return the number in the environment variable `name`; the default if it is unset, empty or no number."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
+
+
+def is_launched() -> bool:
+    """Return whether a launcher such as torchrun has given this process a rank."""
+    return bool(os.environ.get("RANK"))
+
 
 def get_rank() -> int:
     """Return this process's rank among all processes of the run, from RANK; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
+    return _read_number("RANK", 0)
 
 
 def get_local_rank() -> int:
     """Return this process's rank among the run's processes on its node, from LOCAL_RANK; 0 without torchrun."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _read_number("LOCAL_RANK", 0)
 
 
 def get_world_size() -> int:
     """Return the number of processes of the run on all nodes, from WORLD_SIZE; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _read_number("WORLD_SIZE", 1)
 
 
 def get_local_world_size() -> int:
     """Return the number of processes of the run on this node, from LOCAL_WORLD_SIZE; 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _read_number("LOCAL_WORLD_SIZE", 1)
 
 
 def store_poll_interval(seconds: float) -> float:

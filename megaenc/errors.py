@@ -56,6 +56,7 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(main)
     def run(*args, **kwargs) -> None:
+        _open_missing_streams()
         is_program = not args and kwargs.get("argv") is None
         if is_program:
             atexit.register(_ignore_interrupts)  # runs last, when Python would restore the default SIGINT handler
@@ -88,6 +89,17 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
             sys.exit(130)
 
     return run
+
+
+def _open_missing_streams() -> None:
+    """Replace standard streams that are closed, as services and cron have them, by /dev/null."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, mode))  # noqa: SIM115  as long as the process
 
 
 def _report_input_error(error: InputError) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import time
 import uuid
 from datetime import timedelta
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.parallel_config import ParallelConfig
-from megaenc.dist_env import get_local_world_size, get_world_size
+from megaenc.dist_env import LAUNCHER_VARIABLES, get_local_world_size, get_rank, get_world_size, is_launched
+from megaenc.errors import InputError
 from megaenc.processes import usable_core_count
 
+_OPEN_FILES = 256  # of a rank itself: libraries, corpora, devices
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
@@ -47,9 +50,42 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
     return backend
 
 
+def check_launcher_variables() -> None:
+    """Raise InputError, naming the variable, if the environment is not what torchrun sets, or nothing of it."""
+    for name in LAUNCHER_VARIABLES:
+        value = os.environ.get(name, "")
+        if value and not value.isdecimal():
+            raise InputError(f"{name}: found {value!r} in the environment, expected a whole number; torchrun sets it")
+    if is_launched() and get_rank() >= get_world_size():
+        raise InputError(f"RANK: found {get_rank()} in the environment, expected less than WORLD_SIZE, {get_world_size()}")
+    if not is_launched() and get_world_size() > 1:
+        place = "in the environment without RANK"
+        raise InputError(f"WORLD_SIZE: found {get_world_size()} {place}, expected both, as torchrun sets them, or neither")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if is_launched() and not os.environ.get(name):
+            raise InputError(f"{name}: missing in the environment, which has RANK: start with torchrun, or unset RANK")
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if not is_launched() and tasks.isdecimal() and int(tasks) > 1:
+        print(f"SLURM_NTASKS is {tasks}, but RANK is not set: this is a run of one process; docker/slurm has job files for all")
+
+
+def raise_open_file_limit() -> None:
+    """Raise the limit of open files as far as the ranks need, as far as it may be; InputError if that is too low.
+
+    The first node's store has two connections to each rank.
+    """
+    needed = _OPEN_FILES + 2 * get_world_size() * (get_rank() == 0)
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit >= needed or limit == resource.RLIM_INFINITY:
+        return
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise InputError(f"ulimit -n: found {most} open files at most, expected {needed:,} for {get_world_size():,} ranks")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+
+
 def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Initialize torch.distributed by torchrun's environment, or without torchrun as a group of this process."""
-    if "RANK" in os.environ:
+    if is_launched():
         store, rank, size = rendezvous(timeout)
         # Without `device_id`, with which all ranks take part in creating each group: ten for each rank, one after another.
         dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout)

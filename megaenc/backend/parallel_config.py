@@ -63,7 +63,7 @@ class ParallelConfig:
     """layers per unit (uniform), or recomputed layers of each stage (block); 1 unless given"""
 
     def check(self, world_size: int) -> None:
-        """Raise InputError unless `world_size` processes fit the layout, and its flags each other and this machine."""
+        """Raise InputError unless `world_size` processes fit the layout, and its flags each other."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for flag, size in (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline)):
             if size < 1:
@@ -75,10 +75,11 @@ class ParallelConfig:
             )
         if self.sequence_parallel and tensor == 1:
             raise InputError("--sequence-parallel: found --tensor-model-parallel-size 1, expected 2 or more")
-        self._check_overlap()
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
 
-    def _check_overlap(self) -> None:
-        """Raise InputError if a flag for overlapped communication is set without an accelerator or a flag that it needs."""
+    def check_device(self) -> None:
+        """Raise InputError for a flag that needs an accelerator if this machine has none."""
         from megaenc.backend.device import detect_backend  # imports torch
 
         for flag, enabled in (
@@ -87,8 +88,6 @@ class ParallelConfig:
         ):
             if enabled and detect_backend().is_cpu:
                 raise InputError(f"{flag}: needs an accelerator, and this machine has none; leave the flag out")
-        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
-            raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
         """Return each model chunk's number of layers, chunk c on stage c % stages; InputError if they cannot be split.

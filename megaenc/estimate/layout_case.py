@@ -26,11 +26,6 @@ class HypotheticalLayout(ParallelConfig):
             return super().layers_per_chunk(num_layers)
         return parse_split(text, num_layers, stages)
 
-    def _check_overlap(self) -> None:
-        """Raise InputError for --overlap-param-gather without the flags it needs, on any machine."""
-        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
-            raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
-
 
 def parse_split(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
     """Return the layers per part of Megatron's pipeline notation, such as Et*6|t*7|t*7|t*6L; raise InputError if invalid."""

@@ -34,7 +34,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         print_dry_run(plan)
         return
     from megaenc import backend
+    from megaenc.backend.initialize import check_launcher_variables, raise_open_file_limit
     from megaenc.training.distributed.watchdog import process_group_timeout
+
+    check_launcher_variables()
+    raise_open_file_limit()
 
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
     device = backend.init_distributed(

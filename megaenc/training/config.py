@@ -112,6 +112,10 @@ class PretrainConfig:
             missing = "--save: a rewind loads a checkpoint" if not self.output.save else "--loss-spike-sigmas above 0"
             raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
         self._check_float8()
+        try:
+            (self.output.save or "").encode()
+        except UnicodeEncodeError:
+            raise InputError(f"--save {self.output.save!r}: not UTF-8; expected another name") from None
         if min(self.output.save_steps, default=1) < 1:
             raise InputError(f"--save-steps: found {min(self.output.save_steps)}, expected steps, 1 or more")
         self.layout.chunks_per_stage(self.shape.num_layers)  # raises for stages that cannot be
@@ -121,6 +125,13 @@ class PretrainConfig:
                 f"--train-tokens: found {self.train_tokens} together with --train-iters {self.train_iters}, expected one of them"
             )
         self._check_window()
+        if (
+            self.micro_batch_size == "auto"
+            and self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size > 1
+        ):
+            # One rank that runs out of memory would leave the others of its replica waiting.
+            problem = "measures a model on one device, found tensor or pipeline parallelism"
+            raise InputError(f"--micro-batch-size auto: {problem}; expected a number of packs")
 
     def check_limits(self) -> None:
         """Raise InputError, naming the flag, for a number out of range, or a ramp-up that leads nowhere."""

@@ -16,9 +16,11 @@ from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.dist_env import get_rank, get_world_size
+from megaenc.errors import InputError
 from megaenc.objectives import Phase
 from megaenc.training.config import PretrainConfig
 from megaenc.training.plan import Plan
+from megaenc.training.planning import check_device
 
 _TABLE_PHASES, _HEADER_PHASES = 12, 6  # phases in the table, and in the line at the start
 _SAMPLED_PACKS = 64  # to estimate the share of predicted tokens
@@ -57,6 +59,10 @@ def print_dry_run(plan: Plan) -> None:
     rate = f"{plan.learning_rate.describe()}{'' if optimizer == 'adamw' else f'; optimizer {optimizer}'}"
     console.print(f"learning rate: {rate}\nvalidation: {validation}")
     backend = detect_backend()
+    try:
+        check_device(settings, backend)
+    except InputError as error:
+        console.print(f"on this machine it would be refused: {error}", soft_wrap=True)
     if not backend.is_cpu and not settings.has_auto_micro_batches:
         console.print(f"`--micro-batch-size auto` measures how many packs fit {backend.description} at once")
 

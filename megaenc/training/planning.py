@@ -27,7 +27,8 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     `given`: the fields whose values were given and are no defaults (None: all), which may change rotary positions of --init-from.
     """
     settings.check(get_world_size())
-    check_auto_micro_batches(settings, detect_backend())
+    if not settings.output.dry_run:
+        check_device(settings, detect_backend())
     settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
@@ -68,17 +69,12 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     return plan.with_skipped(*resolve_skip_ranges(plan))
 
 
-def check_auto_micro_batches(settings: PretrainConfig, backend: Backend) -> None:
-    """Raise InputError for `--micro-batch-size auto` where it cannot be measured."""
-    if not settings.has_auto_micro_batches:
-        return
-    flag, layout = "--micro-batch-size auto", settings.layout
-    if backend.is_cpu:
-        raise InputError(f"{flag}: fills the memory of an accelerator, and this machine has none; expected a number of packs")
-    if layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size > 1:
-        # One rank that runs out of memory would leave the others of its replica waiting.
+def check_device(settings: PretrainConfig, backend: Backend) -> None:
+    """Raise InputError for settings that need an accelerator if this machine has none."""
+    settings.layout.check_device()
+    if settings.has_auto_micro_batches and backend.is_cpu:
         raise InputError(
-            f"{flag}: measures a model on one device, found tensor or pipeline parallelism; expected a number of packs"
+            "--micro-batch-size auto: fills the memory of an accelerator, and this machine has none; expected a number of packs"
         )
 
 

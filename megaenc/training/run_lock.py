@@ -31,6 +31,8 @@ class RunLock(FileLock):
             if error.filename is None:
                 self._remove_file()
                 reason = f"cannot be locked ({error.strerror}); expected a file system with locks"
+            elif os.path.exists(self.path):
+                reason = f"{LOCK_FILE}: {error.strerror}; expected a file that you may write, as its owner can allow"
             else:
                 reason = f"{error.strerror}; expected a writable directory"
             self._remove_folders()

@@ -43,7 +43,6 @@ def test_each_phase_has_its_own(small_corpus, tmp_path):
     ("command", "flags", "message"),
     [
         (main, [], "--micro-batch-size auto: fills the memory of an accelerator, and this machine has none"),
-        (main, ["--dry-run"], "--micro-batch-size auto: fills the memory of an accelerator"),
         (estimate_main, ["--gpu", "h100"], "--micro-batch-size: found auto, expected a number of packs"),
     ],
 )
@@ -52,12 +51,9 @@ def test_where_nothing_can_be_measured(command, flags, message, refusal):
 
 
 def test_model_parallelism_is_refused():
-    from types import SimpleNamespace
-
     from megaenc.errors import InputError
     from megaenc.training.config import parse_config
-    from megaenc.training.planning import check_auto_micro_batches
 
     settings = parse_config(["--micro-batch-size", "auto", "--tensor-model-parallel-size", "2"], "test")
     with pytest.raises(InputError, match="measures a model on one device, found tensor or pipeline parallelism"):
-        check_auto_micro_batches(settings, SimpleNamespace(is_cpu=False))
+        settings.check(2)

@@ -84,7 +84,7 @@ class ClaimFolder:
         while True:
             path = self._folder / f"{name}.claim-{generation}"
             try:
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
             except FileExistsError:
                 if self._is_live(path):
                     return None

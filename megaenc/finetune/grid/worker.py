@@ -233,7 +233,7 @@ def _build_outcome(failed: Path | None) -> JobOutcome:
 
 def _redirect_output(path: Path) -> None:
     """Redirect stdout and stderr of this process to `path`."""
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)

@@ -40,12 +40,12 @@ class StateTensor:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether no tensor-parallel or pipeline rank before this one holds the part."""
+        """Return whether no tensor-parallel or pipeline rank before this one holds the part."""
         return not any(self.shards[0].replica_id[:2])
 
     @property
     def is_on_all_tensor_ranks(self) -> bool:
-        """Whether each tensor-parallel rank holds the whole weight."""
+        """Return whether each tensor-parallel rank holds the whole weight."""
         size = math.prod(self.shards[0].global_shape[self.shards[0].prepend_axis_num :])
         return size == sum(math.prod(shard.local_shape) for shard in self.shards)
 
