@@ -142,3 +142,17 @@ def test_rows_have_lengths_that_the_layout_divides(parallel, implementation, div
         assert all(length % divisor == 0 for length in lengths)
         assert all(0 <= length - 63 * packs < divisor for length, packs in zip(lengths, (3, 2, 1), strict=True)) or stages == 2
         assert stages == 1 or len(set(lengths)) == 1
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 256, 504, 512])
+@pytest.mark.parametrize("name", ["ettin", "eurobert", "mmbert", "modernbert", "neobert"])
+def test_recipes_run_on_any_number_of_ranks(name, ranks):
+    """Of their own: the others begin with a folder of weights."""
+    from megaenc.training.config import parse_config
+
+    settings = parse_config(["--config", str(runs.ROOT / "configs" / "recipes" / f"{name}.yaml")], "test")
+    settings.check(ranks)
+    for phase in settings.phase_configs:
+        batch, micro = phase.settings.global_batch_size, phase.settings.packs_at_once
+        shares = {sum(map(len, DataParallelSampler(batch, micro, rank, ranks).samples(0))) for rank in range(ranks)}
+        assert max(shares) - min(shares) <= 1
