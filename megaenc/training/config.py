@@ -333,10 +333,12 @@ _COUNTS = (
 )
 _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval", "straggler_interval")
 _LAYERS = ("rewind_skip_iters", "muon_num_ns_steps", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
+_LARGEST_BATCH = 10_000_000  # packs: hundreds of times the largest in use
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
     (_COUNTS[2:], lambda value: value <= 10**15, f"{10**15:,} at most"),  # their products are int64
     (("seq_length",), lambda value: value <= LONGEST_PACK, f"{LONGEST_PACK:,} at most"),
+    (("global_batch_size", "micro_batch_size"), lambda value: value <= _LARGEST_BATCH, f"{_LARGEST_BATCH:,} packs at most"),
     (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
     (("max_skipped_updates", "max_rewinds", "eval_pseudo_perplexity_passes"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),

@@ -1,4 +1,7 @@
-"""Folders that version 0.1.0 wrote before its modules were renamed: a study with two runs, exports and results."""
+"""Folders that version 0.1.0 wrote before its modules were renamed: a study with two runs, exports and results.
+
+Only the files of tensors in the checkpoints have been written again, in the format of 2026-11-26, with the same contents.
+"""
 
 import json
 import shutil

@@ -68,7 +68,7 @@ def test_a_stop_changes_nothing(small_corpus, precision, references, tmp_path):
     ("flags", "complaint"),
     [
         (["--overlap-grad-reduce"], "--overlap-grad-reduce: needs an accelerator, and this machine has none"),
-        (["--overlap-param-gather"], "--overlap-param-gather: needs an accelerator, and this machine has none"),
+        (["--overlap-param-gather"], "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce"),
     ],
 )
 def test_nothing_overlaps_without_an_accelerator(flags, complaint, small_corpus, refusal):

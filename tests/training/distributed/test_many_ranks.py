@@ -26,7 +26,7 @@ def run_rank(rank, ranks, name, small_corpus, folder):
         "--log-straggler", "--straggler-interval", "2", "--timing-log-level", "1", "--exit-interval", str(STEPS[name]),
     ]  # fmt: skip
     variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % NODE, "LOCAL_WORLD_SIZE": NODE}
-    environment = {variable: str(value) for variable, value in variables.items()}
+    environment = {variable: str(value) for variable, value in variables.items()} | {"MASTER_ADDR": "none", "MASTER_PORT": "1"}
     result = runs.script(runs.WORKERS / "many_ranks.py", [str(folder), name, *flags], environment=environment)
     return json.loads((folder / f"{name}_{rank}.json").read_text()), result.stdout + result.stderr
 
