@@ -23,7 +23,7 @@ ROWS = [
     (f"{TRAIN} --train-tokens 1000", "--train-tokens"),
     (f"{TRAIN} --seq-length 0", "--seq-length"),
     (f"{TRAIN} --seq-length 99999999999", "--seq-length"),
-    (f"{TRAIN} --micro-batch-size 0", "--micro-batch-size"),
+    (f"{TRAIN} --micro-batch-size 99999999999999", "--micro-batch-size"),
     (f"{TRAIN} --micro-batch-size 0", "--micro-batch-size"),
     (f"{TRAIN} --global-batch-size 99999999999999", "--global-batch-size"),
     (f"{TRAIN} --rampup-batch-size 2", "--rampup-batch-size"),
