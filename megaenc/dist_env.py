@@ -8,7 +8,10 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 def _read_number(name: str, default: int) -> int:
-    """Return the number in the environment variable `name`; the default if it is unset, empty or no number."""
+    """Return the number in an environment variable.
+
+    It is `default` if the variable is unset, empty or no number.
+    """
     value = os.environ.get(name, "")
     return int(value) if value.isdecimal() else default
 

@@ -92,7 +92,7 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def _open_missing_streams() -> None:
-    """Replace standard streams that are closed, as services and cron have them, by /dev/null."""
+    """Replace closed standard streams, as services have them, by /dev/null."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

@@ -51,7 +51,10 @@ def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout
 
 
 def check_launcher_variables() -> None:
-    """Raise InputError, naming the variable, if the environment is not what torchrun sets, or nothing of it."""
+    """Raise InputError for variables that are not as torchrun sets them.
+
+    None of them is fine, too: a run of one process.
+    """
     for name in LAUNCHER_VARIABLES:
         value = os.environ.get(name, "")
         if value and not value.isdecimal():
@@ -70,9 +73,10 @@ def check_launcher_variables() -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Raise the limit of open files as far as the ranks need, as far as it may be; InputError if that is too low.
+    """Raise the limit of open files to what the ranks need.
 
-    The first node's store has two connections to each rank.
+    The first node's store has two connections to each rank. Raises InputError if the system allows
+    fewer files.
     """
     needed = _OPEN_FILES + 2 * get_world_size() * (get_rank() == 0)
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -139,7 +139,7 @@ class LayoutCase:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the number of tokens of the largest micro-batch: packs x tokens of a pack."""
+        """Return the tokens of the largest micro-batch: packs x tokens of a pack."""
         return self.packs_at_once * self.seq_length
 
     @property

@@ -50,7 +50,10 @@ def linear_classes() -> tuple[type, type]:
 
 
 class RMSNormFactory:
-    """Factory of Transformer Engine's RMSNorm module; a class, as megatron-core returns functions as they are."""
+    """Factory of Transformer Engine's RMSNorm module.
+
+    It is a class because megatron-core does not call functions in a layer's specification.
+    """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
         return _spec_provider().layer_norm(rms_norm=True)(config=config, hidden_size=hidden_size, eps=eps)

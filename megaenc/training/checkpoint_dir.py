@@ -29,12 +29,15 @@ class UnreadableCheckpointError(DamagedCheckpointError):
 
 
 class CheckpointReadError(InputError):
-    """Error of one machine that cannot read a file of a checkpoint, which may be whole."""
+    """Error of a machine that cannot read a checkpoint, which may be whole."""
 
 
 @contextlib.contextmanager
 def name_machine() -> Iterator[None]:
-    """Convert an OSError in the context into a CheckpointReadError that names this machine."""
+    """Convert an OSError in the context into a CheckpointReadError.
+
+    It names this machine.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -47,7 +50,10 @@ def name_machine() -> Iterator[None]:
 
 @contextlib.contextmanager
 def name_file(file: Path) -> Iterator[None]:
-    """Add the path of `file` to an OSError in the context, which those of open files lack."""
+    """Add the path of `file` to an OSError in the context.
+
+    Errors of open files lack it.
+    """
     try:
         yield
     except OSError as error:

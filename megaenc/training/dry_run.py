@@ -184,7 +184,7 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 
 
 def _describe_uneven_shares(settings: PretrainConfig) -> list[str]:
-    """Return a line for each batch whose largest share is far above the mean of the data-parallel ranks."""
+    """Return a line for each batch whose largest share is far above the mean."""
     ranks, lines = settings.data_parallel_size(get_world_size()), []
     for batch in dict.fromkeys(phase.settings.global_batch_size for phase in settings.phase_configs):
         excess = math.ceil(batch / ranks) / (batch / ranks) - 1

@@ -156,7 +156,7 @@ class Engine:
             encoder.set_rotary_base(base)
 
     def gather_parameters(self) -> None:
-        """Gather on this rank the weights that others update, with the distributed optimizer."""
+        """Gather the weights that other ranks of a distributed optimizer update."""
         if self.layout.use_distributed_optimizer:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -186,7 +186,7 @@ class Engine:
         ]
 
     def work_share(self, step: int) -> float:
-        """Return the tokens that this rank computes in `step`, in multiples of the mean of all ranks' packs."""
+        """Return this rank's tokens of `step`, filling included, over the ranks' mean."""
         specs = self._micro_batch_specs(step)
         mean_packs = self.plan.batch_size(step) / self.sampler.size * len(self.plan.schedule.objectives(step))
         return sum(spec.length for spec in specs) / (mean_packs * specs[0].packs.seq_length)
@@ -206,9 +206,9 @@ class Engine:
         groups: TokenGroups | None = None,
         weight: int = 1,
     ) -> list[MicroBatchSpec]:
-        """Return the specs of micro-batches of the samples `rows`, some of which may be empty.
+        """Return the specs of micro-batches of the samples `rows`.
 
-        Rows are filled to lengths that the layout can divide; in a pipeline all have the same.
+        Rows may be empty. They are filled to lengths that the layout can divide; in a pipeline all have the same.
         """
         lengths = [-(-max(1, len(row)) * packs.seq_length // self._row_divisor) * self._row_divisor for row in rows]
         if self.layout.pipeline_model_parallel_size > 1:

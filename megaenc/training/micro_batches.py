@@ -182,10 +182,10 @@ class MicroBatchSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class DataParallelSampler:
-    """Assignment of a batch's samples to data-parallel rank `rank` of `size`, in shares as equal as possible.
+    """Assignment of a batch's samples to data-parallel rank `rank` of `size`.
 
-    A share is cut into as few rows of at most `micro_batch_size` packs as possible, which differ by at
-    most one pack. The first rows of all ranks follow each other in the batch, then the second ones, and
+    Shares are as equal as possible. A share is cut into as few rows of at most `micro_batch_size` packs
+    as possible, which differ by at most one pack. The first rows of all ranks follow each other in the batch, then the second ones, and
     so on.
     """
 
@@ -202,9 +202,9 @@ class DataParallelSampler:
         return -(-self.global_batch_size // self.size)
 
     def samples(self, start: int) -> list[range]:
-        """Return the sample numbers of each row of this rank; `start`: first sample of the global batch.
+        """Return the sample numbers of each row of this rank.
 
-        There is at least one row. Rows are empty if there are fewer packs than rows.
+        `start`: first sample of the global batch. There is at least one row. Rows are empty if there are fewer packs than rows.
         """
         least, larger = divmod(self.global_batch_size, self.size)  # the first `larger` ranks have one pack more
         most_rows, least_rows = self._cut(least + 1), self._cut(least)

@@ -19,7 +19,6 @@ from megaenc.bench.gpu.kernel_groups import BACKWARD, FORWARD, IDLE, MATMUL, Ker
 from megaenc.bench.train_worker import synchronize_device
 from megaenc.objectives import Objective
 from megaenc.training.engine import Engine
-from megaenc.training.micro_batches import MicroBatchSpec
 
 STEPS = 2
 MAX_KERNELS = 12  # kernels listed in the results
@@ -43,14 +42,13 @@ class ProfiledEngine(Engine):
 
     def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: Objective) -> None:
         """Run forward and backward of a micro-batch per row of pack numbers; keep the gradients."""
-        seed = self.plan.settings.seed
-        self._run_micro_batches([MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
+        self._run_micro_batches(self._list_specs(self.plan.packs, rows, objective, self.plan.settings.seed), (), train=True)
 
     def attention_flops(self, step: int) -> int:
         """Return the FLOPs of attention, forward and backward, over the documents of this rank's micro-batches of a step."""
         shape = self.plan.settings.shape
-        packings = [spec.build(torch.device("cpu")).packing for spec in self._micro_batch_specs(step)]
-        spans = [span for packing in packings for span in packing.spans()]
+        batches = [spec.build(torch.device("cpu")) for spec in self._micro_batch_specs(step)]
+        spans = [span for batch in batches for span in batch.spans()]
         return sum(shape.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in spans)
 
     @contextlib.contextmanager

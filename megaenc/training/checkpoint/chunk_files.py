@@ -1,4 +1,4 @@
-"""Files of a checkpoint: chunks of tensors, each written by one rank, and the index of them.
+"""Files of a checkpoint: chunks of tensors by rank, and their index.
 
 The format is that of torch's distributed checkpoints and of megatron-core: `__3_0.distcp` holds the
 chunks of rank 3 as archives of torch.save, `.metadata` their places. `index.json` has the same places
@@ -35,7 +35,7 @@ _READERS = 4  # threads, each with a buffer of at most one chunk
 _INDEX_READERS = 16  # threads: on a shared disk a small file takes a while, but no processor
 
 PUBLISHED_FILES = (INDEX_FILE, ".metadata", "common.pt", "metadata.json")
-"""Files of a checkpoint that the publishing rank writes besides its chunks and state.json."""
+"""Files that the publishing rank writes besides its chunks and state.json."""
 Digests = dict[str, dict[str, Any]]
 """Size and SHA-256 of files by name."""
 
@@ -64,7 +64,10 @@ class StoredChunk:
 
     @property
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the indices of the first and the last row; an element of a vector is a row."""
+        """Return the indices of the first and the last row.
+
+        An element of a vector is a row.
+        """
         axes = max(1, len(self.shape) - 1)
         return self.global_offset[:axes], tuple(end - 1 for end in self.corner[:axes])
 
@@ -103,14 +106,17 @@ def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> No
 
 
 def _rank_index(folder: Path, rank: int) -> Path:
-    """Return the path of the index of the chunks of `rank`, which is there until the checkpoint is published."""
+    """Return the path of the index of the chunks of `rank`.
+
+    The file is there until the checkpoint is published.
+    """
     return folder / f"__{rank}_0.json"
 
 
 def _host_tensor(chunk: ShardedTensor) -> torch.Tensor:
-    """Return the elements of `chunk` as a tensor in host memory, not copied if they are there.
+    """Return the elements of `chunk` as a tensor in host memory.
 
-    Its storage holds nothing else, because torch.save writes whole storages.
+    They are not copied if they are there. The tensor's storage holds nothing else, because torch.save writes whole storages.
     """
     values = chunk.data.detach().cpu().reshape(-1).view(torch.uint8)
     return torch.from_numpy(values.numpy()).view(chunk.dtype).view(_box_shape(chunk))
@@ -140,10 +146,19 @@ def _describe_chunk(chunk: ShardedTensor, file: Path, archive_start: int, archiv
 
 
 def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
-    """Check the chunks of all `ranks`, write their index; return the digests of their files.
+    """Check the chunks of all `ranks` and write their index.
 
-    `optimizer_step`: number of updates made. Raises OSError, and RuntimeError if the chunks of a tensor
-    overlap or leave elements out.
+    Args:
+        folder: Directory of the checkpoint.
+        ranks: Number of ranks that have written.
+        optimizer_step: Number of updates made.
+
+    Returns:
+        The digests of the files with chunks.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        RuntimeError: The chunks of a tensor overlap or leave elements out.
     """
     with ThreadPoolExecutor(_INDEX_READERS) as pool:
         texts = pool.map(lambda rank: _rank_index(folder, rank).read_bytes(), range(ranks))
@@ -199,7 +214,10 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
 
 
 def read_index(folder: Path, digests: Digests) -> bytes:
-    """Return the index of a checkpoint of files with `digests`; InputError if it is none."""
+    """Return the index of a checkpoint, checked; InputError if no save wrote it.
+
+    `digests`: those of the checkpoint's files.
+    """
     file = folder / INDEX_FILE
     try:
         content = read_regular_file(file)
@@ -225,7 +243,10 @@ def parse_index(content: bytes, digests: Digests) -> tuple[int, list[StoredChunk
 
 
 def _parse_chunk(entry: dict[str, Any], digests: Digests) -> StoredChunk:
-    """Return the chunk of a JSON object; ValueError if it is none in files of `digests`."""
+    """Return the chunk of a JSON object.
+
+    Raises ValueError if it is none in files of `digests`.
+    """
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
     if values.keys() != _CHUNK_FIELDS or type(values["key"]) is not str:
         raise ValueError("a chunk has other fields")
@@ -252,7 +273,7 @@ def _group_by_key(chunks: Iterable[StoredChunk]) -> dict[str, list[StoredChunk]]
 
 
 class ChunkReader:
-    """Reader of rectangles of a checkpoint's tensors, which may lie across any stored chunks."""
+    """Reader of rectangles of tensors, which may lie across any stored chunks."""
 
     def __init__(self, folder: Path, chunks: Iterable[StoredChunk]):
         self._folder, self._tensors = folder, _group_by_key(chunks)

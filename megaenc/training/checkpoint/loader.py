@@ -32,10 +32,10 @@ _SEND_BYTES = 32 << 20  # of parts of tensors that are copied into one buffer to
 
 
 class CheckpointLoader(CheckpointDir):
-    """Checkpoint directory of a run, whose checkpoints it verifies and loads into models or engines."""
+    """Checkpoint directory of a run, whose checkpoints it verifies and loads."""
 
     _verified: tuple[int, int, ChunkReader] | None = None
-    """The step that was verified last, the updates that its optimizer made, and a reader of its tensors."""
+    """The step verified last, its optimizer's updates, and a reader of its tensors."""
 
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
         """Verify a checkpoint on all ranks together; return its state.json.
@@ -116,14 +116,20 @@ class CheckpointLoader(CheckpointDir):
             group["step"] = updates
 
     def load_weights(self, engine: Engine, step: int) -> None:
-        """Load only the weights of a checkpoint, which it verifies; optimizer state stays new."""
+        """Load only the weights of a checkpoint, which it verifies.
+
+        The optimizer's state stays new.
+        """
         _, reader = self.open_verified(step)
         _load_tensors(engine, reader, [tensor for tensor in list_engine_state(engine) if not tensor.prefix])
         engine.optimizer.reload_model_params()  # the float32 master weights of bf16
 
 
 def _load_tensors(engine: Engine, reader: ChunkReader, tensors: Sequence[StateTensor]) -> None:
-    """Fill `tensors` of `engine`: each rank reads its share, and receives what others have read."""
+    """Fill `tensors` of `engine`.
+
+    Each rank reads its share, and receives what others have read.
+    """
     tensor_ranks, replicas = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
     copied = [tensor for tensor in tensors if tensor_ranks.size() > 1 and tensor.is_on_all_tensor_ranks]
     received = {id(tensor) for tensor in copied if tensor_ranks.rank() > 0}
@@ -147,7 +153,9 @@ def _send(group: dist.ProcessGroup, source: int, tensors: Sequence[torch.Tensor]
 def load_model_weights(
     checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None
 ) -> None:
-    """Verify a checkpoint and load its weights into a module that is not divided over ranks.
+    """Verify a checkpoint and load its weights into a whole module.
+
+    The module is not divided over ranks.
 
     Raises InputError if it is damaged, cannot be read, or is of another run than `identity`.
     """
@@ -169,10 +177,13 @@ def verify_weights(
 
 
 class WeightReader:
-    """Reader of one weight at a time: the float32 master weights if there are any, else the model's."""
+    """Reader of one weight at a time.
+
+    It reads the float32 master weights if there are any, else the model's.
+    """
 
     def __init__(self, reader: ChunkReader, module: torch.nn.Module):
-        """Read by `reader`, with the names and shapes of `module`, which is not divided over ranks."""
+        """Read by `reader` with names and shapes of `module`, a model on one rank."""
         self._reader, self._weights = reader, list_module_state(module)
         self._prefix = MASTER_PREFIX if reader.has(MASTER_PREFIX) else ""
 

@@ -41,7 +41,7 @@ from megaenc.training.skip_policy import saw_same_data
 
 
 def format_write_error(folder: Path, error: Exception) -> str:
-    """Return text such as `DIR on HOST: cannot be written to: No space left on device`.
+    """Return text such as `DIR on HOST: cannot be written to: No space left`.
 
     The reason is that of the OSError among the causes of `error`.
     """
@@ -161,9 +161,9 @@ class CheckpointManager(CheckpointLoader):
             raise error from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write weights of a module that is not divided over ranks, as the checkpoint of step 0.
+        """Write the weights of a whole module as the checkpoint of step 0.
 
-        `identity`: that of the run.
+        The module is not divided over ranks. `identity`: that of the run.
         """
         attempt = self._create_attempt_dir(0)
         _write_chunks(attempt, 0, [chunk for tensor in list_module_state(module).values() for chunk in tensor.chunks()])
@@ -231,7 +231,7 @@ class CheckpointManager(CheckpointLoader):
         self.delete_old(state["step"], plan)
 
     def _remember_whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of the state.json of a whole checkpoint, but its files, and keep them.
+        """Keep and return the fields of a whole checkpoint's state.json but its files.
 
         Later saves then need not look at each of its files again.
         """

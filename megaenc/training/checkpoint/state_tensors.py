@@ -36,11 +36,11 @@ class StateTensor:
     start: int
     """Number of elements of the part before `values`."""
     own: range
-    """Elements of the part that this rank alone of its data-parallel group saves and reads."""
+    """Elements of the part that no other data-parallel rank saves and reads."""
 
     @property
     def is_first_copy(self) -> bool:
-        """Return whether no tensor-parallel or pipeline rank before this one holds the part."""
+        """Return whether no model-parallel rank before this one holds the part."""
         return not any(self.shards[0].replica_id[:2])
 
     @property
