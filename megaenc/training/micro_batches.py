@@ -185,8 +185,8 @@ class DataParallelSampler:
     """Assignment of a batch's samples to data-parallel rank `rank` of `size`.
 
     Shares are as equal as possible. A share is cut into as few rows of at most `micro_batch_size` packs
-    as possible, which differ by at most one pack. The first rows of all ranks follow each other in the batch, then the second ones, and
-    so on.
+    as possible, which differ by at most one pack. The first rows of all ranks follow each other in the
+    batch, then the second ones, and so on.
     """
 
     global_batch_size: int
