@@ -109,7 +109,7 @@ def test_a_size_of_the_study_has_its_recipe(size, capsys):
     assert printed[:2] == printed[2:] and printed[0] != printed[1]
 
 
-def test_a_batch_of_a_billion_packs_is_searched_at_once(capsys):
-    """Micro-batches have up to 4,096 packs, whatever the global batch size."""
-    main(["--gpu", "h100", "--model", "tiny", "--global-batch-size", str(2**40), "--train-iters", "2"])
-    assert "--micro-batch-size 4096" in capsys.readouterr().out
+def test_the_largest_batch_is_searched_at_once(capsys):
+    """Micro-batches have up to 4,096 packs, whatever the global batch size; 2,500 of 4,000 make up ten million."""
+    main(["--gpu", "h100", "--model", "tiny", "--global-batch-size", "10000000", "--train-iters", "2"])
+    assert "--micro-batch-size 4000" in capsys.readouterr().out

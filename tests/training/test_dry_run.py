@@ -148,7 +148,7 @@ def test_a_billion_steps_are_not_counted_one_by_one(schedule, printed):
         (["--train-iters", "1" + 20 * "0"], f"--train-iters: found 1{20 * '0'}, expected at most 1,000,000,000 steps"),
         (["--train-tokens", "1" + 30 * "0"], f"--train-tokens: found 1{30 * '0'}, expected at most 1,000,000,000 steps"),
         (
-            ["--train-iters", "1" + 9 * "0", "--global-batch-size", "8" + 9 * "0"],
+            ["--train-iters", "1" + 9 * "0", "--global-batch-size", "1" + 7 * "0", "--seq-length", "8192"],
             "tokens (--global-batch-size x --seq-length a step); expected at most 4,611,686,018,427,387,904",
         ),
         (["--rampup-batch-size", "2", "2", "1" + 18 * "0"], "expected SAMPLES of at most 1,000,000 x START"),
