@@ -15,13 +15,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_without_restart(code: int) -> None:
-    """Write `code` to a file, so that workers that torchrun restarts on this node exit at once; do not exit this process.
+    """Write `code` to a file, so that workers that torchrun starts after a failure exit at once; do not exit this process.
 
     With `--max-restarts`, torchrun would restart a run that was asked to stop, because its exit code is not 0. Needs torchrun and
     its log folder. The file named by EXIT_CODE_FILE, if any, gets the code as well.
+
+    A node that joins forbids nothing: torchrun stops the workers itself then, does not count an attempt and removes the folder of
+    the present one, and the file with it.
     """
+    attempt = _attempt_folder()
     recorded = os.environ.get(EXIT_CODE_FILE)
-    for file in filter(None, (_exit_code_file(), Path(recorded) if recorded else None)):
+    for file in filter(None, (attempt and attempt / _FILE, Path(recorded) if recorded else None)):
         with contextlib.suppress(OSError):  # then torchrun restarts the run
             file.write_text(f"{code}\n", encoding="ascii")
 
@@ -31,8 +35,8 @@ def exit_if_restart_forbidden() -> None:
 
     Call it first in a program.
     """
-    file = _exit_code_file()
-    if file and file.exists():
+    attempt = _attempt_folder()
+    for file in attempt.parent.glob(f"attempt_*/{_FILE}") if attempt else ():
         with contextlib.suppress(OSError, ValueError):
             sys.exit(int(file.read_text(encoding="ascii")))
 
@@ -42,15 +46,15 @@ def is_torchrun_worker() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _exit_code_file() -> Path | None:
-    """Return the file for the exit code, in torchrun's log folder of this launch and node; None without torchrun.
+def _attempt_folder() -> Path | None:
+    """Return the folder of this attempt in torchrun's log folder of this launch and node; None without torchrun.
 
-    The folder follows from TORCHELASTIC_ERROR_FILE: LAUNCH/attempt_N/LOCAL_RANK/error.json.
+    It follows from TORCHELASTIC_ERROR_FILE: LAUNCH/attempt_N/LOCAL_RANK/error.json.
     """
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if len(error_file.parents) < 3 or not error_file.parents[1].name.startswith("attempt_"):
         return None
-    return error_file.parents[2] / _FILE
+    return error_file.parents[1]
 
 
 def die_with_parent(parent: int) -> None:

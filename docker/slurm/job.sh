@@ -84,7 +84,7 @@ mkdir -p "$notes" || exit 2
 # The exit code of a launch that ended with $1.
 exit_code() {
   local note
-  note=$(cat "$notes"/*/megaenc_exit_code 2>/dev/null | head -n 1)
+  note=$(cat "$notes"/*/attempt_*/megaenc_exit_code 2>/dev/null | head -n 1)
   rm -rf "$notes"
   if (($1 == 0)); then echo 0; else echo "${note:-$1}"; fi
 }

@@ -119,6 +119,7 @@ def _train_until_exit(
     if rewound_plan:
         raise Rewind(rewound_plan)
     print_rank_0(format_run_footer(step, total, trainer.metrics.loss, output.save, stop_reason))
+    signals.wait_for_launcher()
     return is_last or not stop_reason
 
 

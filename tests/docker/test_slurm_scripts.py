@@ -103,8 +103,8 @@ trap 'told=USR1' USR1
 trap 'told=TERM' TERM
 if [ -n "$WAITS" ]; then touch "$HERE/waiting"; until [ -n "$told" ]; do sleep 0.05; done; fi
 echo "$told" >"$HERE/told"
-mkdir -p "$logs/none_abc"
-[ -z "$NOTE" ] || echo "$NOTE" >"$logs/none_abc/megaenc_exit_code"
+mkdir -p "$logs/none_abc/attempt_0"
+[ -z "$NOTE" ] || echo "$NOTE" >"$logs/none_abc/attempt_0/megaenc_exit_code"
 exit "$ENDS"
 """
 SCONTROL = """#!/bin/bash

@@ -118,34 +118,44 @@ def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
 
 
 class Nodes:
-    """Agents of torchrun that make up one run on two nodes, with one process each; killed at the end, whatever happens."""
+    """Agents of torchrun that make up one run on two nodes; killed at the end, whatever happens.
 
-    def __init__(self, folder, run_flags):
-        self.folder, self.given, self.agents = folder, run_flags, {}
+    `count` and `processes`: for --nnodes and --nproc-per-node. `store_outside`: a process of its own holds the rendezvous, not the
+    first agent.
+    """
+
+    def __init__(self, folder, run_flags, count="2", processes=1, store_outside=False):
+        self.folder, self.given, self.count, self.processes = folder, run_flags, count, processes
+        self.agents, self.store_outside = {}, store_outside
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+        if store_outside:
+            self._open("store", [sys.executable, str(runs.ROOT / "examples" / "rendezvous_store.py"), str(self.port)])
+            self.wait_for(self._listens, "the store does not listen")
+
+    def _open(self, name, command):
+        """Start a process; what it says goes to a file of its name."""
+        environment = runs.surroundings() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/faults.md
+        with open(self.folder.with_name(name), "w") as out:
+            self.agents[name] = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
 
     def start(self, name, fault=""):
-        """Start an agent; what it and its worker say goes to a file of its name."""
-        conf = "join_timeout=240,keep_alive_interval=2,keep_alive_max_attempt=4"  # seconds; a node is lost after 8
+        """Start an agent."""
+        # Seconds; a node is lost after 8, and others are waited for as long.
+        conf = "join_timeout=240,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=8"
+        conf += ",is_host=0" if self.store_outside else ""
         where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", "127.0.0.1"]
-        command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *where, "--rdzv-conf", conf]
+        size = ["--nnodes", self.count, "--nproc-per-node", str(self.processes), "--max-restarts", "2"]
         script = [FAULTY, f"{fault}:{self.folder.with_name('struck')}"] if fault else [str(runs.PRETRAIN)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(runs.ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see docs/faults.md
-        with open(self.folder.with_name(name), "w") as out:
-            self.agents[name] = subprocess.Popen(
-                [*command, *script, *self.given], stdout=out, stderr=out, env=environment, start_new_session=True
-            )
-        if len(self.agents) == 1:
-            self._wait(self._listens, "the first agent holds no rendezvous")
+        self._open(name, [*TORCHRUN, *size, *where, "--rdzv-conf", conf, *script, *self.given])
+        self.wait_for(self._listens, "the first agent holds no rendezvous")
 
     def _listens(self):
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
-    def _wait(self, condition, otherwise, seconds=240):
+    def wait_for(self, condition, otherwise="in vain", seconds=240):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{otherwise}\n{self.said()}"
@@ -153,7 +163,7 @@ class Nodes:
 
     def end(self, name):
         """The exit code of an agent."""
-        self._wait(lambda: self.agents[name].poll() is not None, f"{name} does not end")
+        self.wait_for(lambda: self.agents[name].poll() is not None, f"{name} does not end")
         return self.agents[name].returncode
 
     def said(self):
@@ -199,3 +209,52 @@ def test_the_node_that_holds_the_rendezvous_is_lost_and_both_are_started_again(s
         assert [nodes.end("first again"), nodes.end("second again")] == [0, 0], nodes.said()
         assert "resuming after step 10" in nodes.said()
     assert_as_if_nothing_had_happened(folder, undisturbed)
+
+
+LONGER = ["--train-iters", "40", "--lr", "1e-3", "--log-interval", "1", "--eval-interval", "20", "--save-interval", "10"]
+
+
+@pytest.fixture(scope="module")
+def of_four(small_corpus, tmp_path_factory):
+    """The undisturbed run of four processes."""
+    folder = tmp_path_factory.mktemp("of_four") / "run"
+    runs.script(runs.PRETRAIN, flags(small_corpus, folder, *LONGER), processes=4)
+    return folder
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "store_outside"), [("second", False), ("first", True)])
+def test_a_run_goes_on_without_a_lost_node_and_lets_it_join(lost, store_outside, small_corpus, of_four, tmp_path):
+    folder = tmp_path / "run"
+    [stays] = {"first", "second"} - {lost}
+    with Nodes(folder, flags(small_corpus, folder, *LONGER), "1:2", 2, store_outside) as nodes:
+        for name in ("first", "second"):
+            nodes.start(name, fault="lose_launcher:any:12" if name == lost else "dawdle:any:12")
+        assert nodes.end(lost) == -signal.SIGKILL
+        nodes.wait_for(lambda: "resuming after step 10" in nodes.said())
+        nodes.start("again")
+        assert [nodes.end(stays), nodes.end("again")] == [0, 0], nodes.said()
+
+        said = nodes.said()
+    assert "stopped by SIGTERM" in said
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in runs.metrics(folder)] == pytest.approx(
+            [row[name] for row in runs.metrics(of_four)], rel=1e-6
+        )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["first", "second"])
+def test_a_stop_of_one_node_is_no_join(told, small_corpus, tmp_path):
+    folder = tmp_path / "run"
+    with Nodes(folder, flags(small_corpus, folder, *ENDLESS), "1:2", 2) as nodes:
+        nodes.start("first")
+        nodes.start("second")
+        nodes.wait_for(lambda: (folder / "metrics.jsonl").exists() and len(runs.metrics(folder)) > 3)
+        nodes.agents[told].terminate()
+        assert 0 not in [nodes.end("first"), nodes.end("second")]
+        said = nodes.said()
+    assert said.count("stopped by SIGTERM") == 1
+    assert "resuming after" not in said

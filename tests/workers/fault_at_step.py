@@ -1,6 +1,7 @@
 """Pretraining that goes wrong once: argv[1] is `FAULT:RANK:STEP:FILE`, the rest are flags.
 
-RANK may be `any`; FILE is made when the fault happens, and tells later attempts not to.
+RANK may be `any`; FILE is made when the fault happens, and tells later attempts not to. `dawdle` is no fault: a node by itself
+takes half a second for each step from STEP on.
 """
 
 import ctypes
@@ -8,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from megaenc.training import engine, micro_batches
@@ -53,8 +55,23 @@ def strike(fault: str, step: int, mark: Path) -> None:
     engine.Engine.train_step, micro_batches.build_micro_batch = update_and_tell, read_or_fail
 
 
+def dawdle(first: int) -> None:
+    """Leave a node that is to join the time to do so."""
+    update = engine.Engine.train_step
+
+    def update_slowly(self, number, *rest):
+        if number >= first:
+            time.sleep(0.5)
+        return update(self, number, *rest)
+
+    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+        engine.Engine.train_step = update_slowly
+
+
 if __name__ == "__main__":
     fault, rank, step, mark = sys.argv.pop(1).split(":")
-    if rank in ("any", os.environ.get("RANK", "0")):
+    if fault == "dawdle":
+        dawdle(int(step))
+    elif rank in ("any", os.environ.get("RANK", "0")):
         strike(fault, int(step), Path(mark))
     main(prog="pretrain_encoder.py")

@@ -5,8 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
+from megaenc.dist_env import is_multi_node
+
 EXIT_STOPPED = 75  # sysexits.h: EX_TEMPFAIL, try again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LAUNCHER_SECONDS = 5.0  # torchrun looks for new nodes ten times a second
 _TIME_LIMIT = 1000  # above every signal number
 _REQUESTS = (*_SIGNALS, _TIME_LIMIT)
 
@@ -23,7 +26,7 @@ class SignalHandler:
         self._minutes = minutes
         self._signals = _SIGNALS if handle_signals else ()
         self._requested_signal = 0
-        self._ending = False
+        self._reason = 0  # on which all ranks end the run
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._on_signal) for number in self._signals}
@@ -31,13 +34,13 @@ class SignalHandler:
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Record the request; restore the default handler for a second SIGINT."""
-        self._requested_signal, self._ending = number, True
+        self._requested_signal = number
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the kernel's handler, which does not wait for a collective
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
-            if not self._ending:
+            if not (self._requested_signal or self._reason):
                 signal.signal(number, before)
             elif signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN)  # unlike a Python handler, this lasts until the end of the process
@@ -55,8 +58,17 @@ class SignalHandler:
 
     def stop_reason(self, votes: Sequence[float]) -> str | None:
         """Return the signal or `--exit-duration-in-mins N` that ends the run, by the sum of all ranks' `votes`, else None."""
-        number = max((reason for reason, count in zip(_REQUESTS, votes, strict=False) if count), default=0)
-        self._ending |= bool(number)
-        if number == _TIME_LIMIT:
+        self._reason = max((reason for reason, count in zip(_REQUESTS, votes, strict=False) if count), default=0)
+        if self._reason == _TIME_LIMIT:
             return f"--exit-duration-in-mins {self._minutes:g}"
-        return signal.Signals(number).name if number else None
+        return signal.Signals(self._reason).name if self._reason else None
+
+    def wait_for_launcher(self) -> None:
+        """Wait a few seconds for this rank's own signal if the run ends by a SIGTERM that ranks on other nodes have got.
+
+        When a node joins, the torchruns of the others send SIGTERM to their workers one shortly after the other. Workers that end
+        before their torchrun has noticed the join would count as failed.
+        """
+        deadline = time.monotonic() + _LAUNCHER_SECONDS
+        while self._reason == signal.SIGTERM and is_multi_node() and not self._requested_signal and time.monotonic() < deadline:
+            time.sleep(0.05)
