@@ -16,6 +16,8 @@ MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | hea
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
 # How often processes that died are started again inside the job.
 MAX_RESTARTS=${MAX_RESTARTS:-3}
+# With sbatch --no-kill: as many nodes are enough to go on, should others fail.
+MIN_NODES=${MIN_NODES:-${SLURM_JOB_NUM_NODES:-1}}
 # Seconds that a save may take once the job is told that its time is nearly over; sbatch's --signal leaves a minute more.
 SAVE_SECONDS=${SAVE_SECONDS:-540}
 
@@ -63,10 +65,14 @@ else
 fi
 # A task is a whole torchrun, whose processes share the cores out.
 # shellcheck disable=SC2034 # the files use it
-on_each_node=(srun --kill-on-bad-exit=1 --cpu-bind=none "${here[@]}")
+if ((MIN_NODES < SLURM_JOB_NUM_NODES)); then
+  on_each_node=(srun --no-kill --kill-on-bad-exit=0 --cpu-bind=none "${here[@]}")
+else
+  on_each_node=(srun --kill-on-bad-exit=1 --cpu-bind=none "${here[@]}")
+fi
 # What the torchruns of several nodes need to find each other.
 # shellcheck disable=SC2034
-meeting=(--nnodes "$SLURM_JOB_NUM_NODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$SLURM_JOB_ID")
+meeting=(--nnodes "$MIN_NODES:$SLURM_JOB_NUM_NODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$SLURM_JOB_ID")
 
 # Without flags: the tiny preset on the demo corpus, in steps of two packs of each process.
 if (($# == 0)); then set -- --micro-batch-size 2 --global-batch-size $((2 * NPROC * SLURM_JOB_NUM_NODES)); fi
@@ -83,10 +89,12 @@ mkdir -p "$notes" || exit 2
 
 # The exit code of a launch that ended with $1.
 exit_code() {
-  local note
+  local code=$1 note
+  # srun fails if a node has, whatever becomes of the others.
+  if ((MIN_NODES < SLURM_JOB_NUM_NODES)) && grep -qsx 0 "$notes"/*/attempt_*/megaenc_exit_code; then code=0; fi
   note=$(cat "$notes"/*/attempt_*/megaenc_exit_code 2>/dev/null | head -n 1)
   rm -rf "$notes"
-  if (($1 == 0)); then echo 0; else echo "${note:-$1}"; fi
+  if ((code == 0)); then echo 0; else echo "${note:-$code}"; fi
 }
 
 # End the job where its time is so short that it would be told to save before it trains, and be requeued for ever.

@@ -39,12 +39,26 @@ PEAK_BF16_FLOPS = {
 }
 
 
+_WITHOUT_FLOAT8 = ("A100", "A800", "A30", "MI210", "MI250X", "MI250")
+
+
 def peak_bf16_flops(name: str) -> float:
     """Return the dense peak bf16 FLOP/s of the accelerator called `name`, from a table; 0.0 if the table lacks it."""
-    matches = (
-        peak for part, peak in PEAK_BF16_FLOPS.items() if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", name, re.IGNORECASE)
-    )
-    return next(matches, 0.0)
+    return PEAK_BF16_FLOPS.get(_find_model(name), 0.0)
+
+
+def has_float8(name: str) -> bool:
+    """Return whether the accelerator called `name` has float8 matrix products; True if the table lacks it."""
+    return _find_model(name) not in _WITHOUT_FLOAT8
+
+
+def _find_model(name: str) -> str:
+    """Return the accelerator of the table of peaks that `name` contains, in any case; empty if there is none."""
+    for model in PEAK_BF16_FLOPS:
+        pattern = model.replace(" ", "[ -]")
+        if re.search(rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", name, re.IGNORECASE):
+            return model
+    return ""
 
 
 @dataclass(frozen=True)

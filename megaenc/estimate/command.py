@@ -46,11 +46,11 @@ _CORPUS_SUFFIXES = (".bin", ".idx", ".json")
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """Flags of `megaenc estimate`: device type and count, overrides of its rates, output, and all of `megaenc pretrain`."""
+    """Flags of `megaenc estimate`: number of devices, overrides of their rates, output, and all of `megaenc pretrain`.
 
-    gpu: str = ""
-    """device type: a100, a100-40gb, h100, h100-pcie, h200, gh200, b200, l40s, mi210, mi250, mi250x (one die each), mi300a,
-    mi300x, mi325x, mi355x"""
+    The type of the devices is `--gpu`, with the flags of the output.
+    """
+
     gpus: int = 1
     """number of identical devices, one torchrun process each; a die of an MI250X counts as one"""
     calibrate: bool = False
@@ -148,7 +148,7 @@ def _check_config(config: EstimateConfig) -> None:
         raise InputError(f"--mfu {config.mfu}: found with --calibrate, expected only one of the two")
     if config.pretrain.micro_batch_size == "auto":
         raise InputError("--micro-batch-size: found auto, expected a number of packs; the last lines of an estimate suggest one")
-    if not config.gpu and not config.calibrate:
+    if not config.pretrain.output.gpu and not config.calibrate:
         raise InputError("--gpu: missing, expected a device such as h100 or mi250x, or --calibrate to measure this machine")
     if not config.calibrate and not config.pretrain.bf16:
         raise InputError("--no-bf16: the table's speeds are for bf16; use --calibrate to measure float32 on this machine")
@@ -196,7 +196,8 @@ def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -
 
 def _build_rates(config: EstimateConfig, case: LayoutCase, workload: Workload, docs: LengthModel) -> Rates:
     """Return the rates of --gpu's table entry with overrides, or those measured on this machine with --calibrate."""
-    known = get_machine(config.gpu) if config.gpu else None
+    gpu = config.pretrain.output.gpu
+    known = get_machine(gpu) if gpu else None
     if known:
         overrides = {
             "devices": config.devices_per_node,

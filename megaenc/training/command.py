@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         if not isinstance(error, LocalInputError):  # raised on all ranks together
             backend.destroy_distributed()
         raise
-    if not complete:
-        # On every node before any rank exits, because an exit makes torchrun restart the others.
-        call_on_all(lambda: exit_without_restart(EXIT_STOPPED))
+    code = 0 if complete else EXIT_STOPPED
+    # On every node before any rank exits, because an exit makes torchrun restart the others.
+    call_on_all(lambda: exit_without_restart(code))
     backend.destroy_distributed()
-    if not complete:
-        sys.exit(EXIT_STOPPED)
+    if code:
+        sys.exit(code)

@@ -170,6 +170,9 @@ class OutputConfig:
     """steps between rows of metrics; default: 10, or 1 for runs of up to 1,000 steps or with phases below 10 steps"""
     dry_run: bool = False
     """print the plan of the run (data, phases with their steps and tokens, learning rate) and exit"""
+    gpu: str = ""
+    """device type for `megaenc estimate`, or for --dry-run on a machine that has none: a100, a100-40gb, h100, h100-pcie, h200,
+    gh200, b200, l40s, mi210, mi250, mi250x (one die each), mi300a, mi300x, mi325x, mi355x"""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ def print_dry_run(plan: Plan) -> None:
     settings = plan.settings
     total = settings.total_iters
     processes = f"{get_world_size()} process{'es' if get_world_size() > 1 else ''}"
+    if settings.output.gpu:
+        processes += f" on {settings.output.gpu}"
     console.print(f"{_format_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, get_world_size())}")
     console.print(
         f"{total:,} steps of {settings.batch_size_text} packs of {settings.seq_length_text} tokens "
@@ -62,7 +64,8 @@ def print_dry_run(plan: Plan) -> None:
     try:
         check_device(settings, backend)
     except InputError as error:
-        console.print(f"on this machine it would be refused: {error}", soft_wrap=True)
+        device = settings.output.gpu or "this machine"
+        console.print(f"on {device} it would be refused: {error}", soft_wrap=True)
     if not backend.is_cpu and not settings.has_auto_micro_batches:
         console.print(f"`--micro-batch-size auto` measures how many packs fit {backend.description} at once")
 

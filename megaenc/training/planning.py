@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megaenc.backend.device import Backend, detect_backend
+from megaenc.backend.device import PEAK_BF16_FLOPS, Backend, detect_backend, has_float8, peak_bf16_flops
 from megaenc.console import print_rank_0
 from megaenc.data.indexed.corpus import refuse_raw_text
 from megaenc.data.packing.blended_dataset import parse_data_path
@@ -14,7 +14,7 @@ from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
-from megaenc.training.config_groups import DataConfig
+from megaenc.training.config_groups import DataConfig, OutputConfig
 from megaenc.training.parent_run import record_run_init, resolve_data_order, resolve_run_init
 from megaenc.training.phases import build_learning_rate
 from megaenc.training.plan import Plan
@@ -29,6 +29,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     settings.check(get_world_size())
     if not settings.output.dry_run:
         check_device(settings, detect_backend())
+    _check_named_device(settings.output)
     settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
@@ -69,8 +70,23 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     return plan.with_skipped(*resolve_skip_ranges(plan))
 
 
+def _check_named_device(output: OutputConfig) -> None:
+    """Raise InputError for a `--gpu` that is unknown or that a run would ignore."""
+    if output.gpu and not output.dry_run:
+        raise InputError("--gpu: found without --dry-run; a run takes the devices of its machines, so leave the flag out")
+    if output.gpu and not peak_bf16_flops(output.gpu):
+        names = ", ".join(name.lower().replace(" ", "-") for name in PEAK_BF16_FLOPS)
+        raise InputError(f"--gpu: found {output.gpu}, expected one of {names}")
+
+
 def check_device(settings: PretrainConfig, backend: Backend) -> None:
-    """Raise InputError for settings that need an accelerator if this machine has none."""
+    """Raise InputError for settings that need an accelerator if this machine has none, or that the one in --gpu lacks."""
+    if settings.output.gpu:
+        if settings.kernels.fp8_format and not has_float8(settings.output.gpu):
+            raise InputError(
+                f"--fp8-format {settings.kernels.fp8_format}: {settings.output.gpu} has no float8 matrix products; leave the flag out"
+            )
+        return
     settings.layout.check_device()
     if settings.has_auto_micro_batches and backend.is_cpu:
         raise InputError(

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import runs
 
@@ -229,6 +230,42 @@ def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(slurm, 
     assert runs.curve(folder) == runs.curve(undisturbed)
     runs.assert_same_weights(folder, undisturbed, STEPS)
     assert log.read_text().count("start 1:") == log.read_text().count("start 2:") == log.read_text().count("start 3:") == 1
+
+
+def torchrun(job: str, node: str) -> psutil.Process:
+    """The launcher of a job on a node."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            if (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")) == (job, node):
+                if "--rdzv-endpoint" in process.cmdline() and "RANK" not in environment and process.parent().name() != "bash":
+                    return process
+    raise LookupError(node)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbed, tmp_path):
+    """The nodes meet outside; the first has the script."""
+    folder, log = tmp_path / "run", tmp_path / "job.log"
+    [port] = free_ports(1)
+    flags = [*small_corpus.flags, *TRAINING, "--save-interval", "5", "--save", str(folder)]
+    options = ["--nodes=2", "--no-kill", "--signal=B:USR1@60"]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MIN_NODES": "1"}
+    with contextlib.ExitStack() as stack:
+        started(stack, [sys.executable, str(ROOT / "examples/rendezvous_store.py"), str(port)], slurm.environment)
+        job = slurm.submit("many", log, options, flags, NPROC="1", **meeting)
+        until(lambda: steps(folder) >= 7, "7 steps", LONG, log)
+        slurmstepd = torchrun(job, "n2").parent()
+        for process in (slurmstepd, *slurmstepd.children(recursive=True)):
+            process.kill()
+        assert slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost").returncode == 0
+        found = slurm.wait(job, log)
+        slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
+    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("COMPLETED", "0:0", "0"), log.read_text()[-3000:]
+    assert "resuming after step 5" in log.read_text()
+    losses, expected = ([row["loss"] for row in runs.metrics(run)] for run in (folder, undisturbed))
+    assert losses == pytest.approx(expected, rel=1e-4)  # sums of one rank and of two
 
 
 def test_a_wrong_flag_is_passed_on_and_not_tried_again(slurm, small_corpus, tmp_path):

@@ -86,7 +86,7 @@ def test_a_job_too_short_to_save_is_refused(job, tmp_path, name, minutes, save, 
 def test_every_variable_has_its_reason():
     lines = (FOLDER / "job.sh").read_text().splitlines()
     variables = [number for number, line in enumerate(lines) if re.match(r"[A-Z_]+=\$\{", line) and "BIND$" not in line]
-    assert len(variables) == 8 and all(lines[number - 1].startswith("# ") for number in variables)
+    assert len(variables) == 9 and all(lines[number - 1].startswith("# ") for number in variables)
     told = (ROOT / "docs/clusters.md").read_text()
     for number in variables:
         assert f"`{lines[number].partition('=')[0]}`" in told
@@ -115,6 +115,7 @@ SQUEUE = """#!/bin/bash
 echo "$ENDTIME"
 """
 SRUN = """#!/bin/bash
+printf '%s\\n' "$@" >"$HERE/srun"
 while [ "${1#-}" != "$1" ]; do shift; done
 exec "$@"
 """
@@ -196,6 +197,13 @@ def test_how_a_job_ends(job, tmp_path, name, ends, note, code, again):
     assert not list((tmp_path / ".jobs").iterdir())  # no notes are left
 
 
+@pytest.mark.parametrize(("ends", "note", "code"), [("1", "0", 0), ("1", "75", 75), ("1", "", 1), ("0", "0", 0)])
+def test_with_a_node_less_a_job_ends_as_its_run_does(job, tmp_path, ends, note, code):
+    assert ended(job("many", MIN_NODES="1", ENDS=ends, NOTE=note))[0] == code
+    assert asked_of_torchrun(tmp_path)["--nnodes"] == "1:2"
+    assert {"--no-kill", "--kill-on-bad-exit=0"} < set((tmp_path / "srun").read_text().splitlines())
+
+
 @each_training
 def test_that_time_is_nearly_over_reaches_torchrun(job, tmp_path, name):
     process = job(name, ENDS="1", NOTE="75", WAITS="yes")
@@ -231,7 +239,7 @@ def test_processes_and_where_they_meet(job, tmp_path):
     assert asked["--nproc-per-node"] == "8" and asked["--save"] == "runs/megaenc-12345" and asked["--lr"] == "1"
     assert ended(job("many", "--save=mine", NPROC="4", MAX_RESTARTS="7"))[0] == 0
     asked = asked_of_torchrun(tmp_path)
-    assert (asked["--nnodes"], asked["--nproc-per-node"], asked["--max-restarts"]) == ("2", "4", "7")
+    assert (asked["--nnodes"], asked["--nproc-per-node"], asked["--max-restarts"]) == ("2:2", "4", "7")
     assert asked["--rdzv-endpoint"] == "first:20345" and asked["--rdzv-id"] == "12345" and "--save" not in asked
     assert ended(job("one", SLURM_GPUS_ON_NODE=""))[0] == 0
     assert asked_of_torchrun(tmp_path)["--nproc-per-node"] == "1"

@@ -9,6 +9,8 @@ COST = "megaenc estimate --gpu h100"
 ROWS = [
     (f"{TRAIN} --learning-rate 1e-3", "--learning-rate"),
     (f"{TRAIN} --tensor-parallel 2", "--tensor-parallel"),
+    (f"{TRAIN} --gpu h100", "--gpu: found without --dry-run"),
+    (f"{RUN} --dry-run --gpu h101", "--gpu: found h101, expected one of a100"),
     (f"{TRAIN} nonsense", "nonsense"),
     (f"{TRAIN} --lr", "--lr"),
     (f"{TRAIN} --lr nan", "--lr"),

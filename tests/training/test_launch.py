@@ -131,5 +131,20 @@ def test_layouts_of_clusters_are_planned_on_a_login_node(config, ranks, small_co
 
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     flags = ["--config", str(config), "--data-path", str(small_corpus.prefix), "--tokenizer", str(small_corpus.tokenizer)]
-    main([*flags, "--split", "90,10,0", "--train-iters", "10000", "--dry-run"])
+    flags += ["--split", "90,10,0", "--train-iters", "10000", "--dry-run"]
+    main(flags)
     assert "on this machine it would be refused: --overlap-grad-reduce: needs an accelerator" in capsys.readouterr().out
+    main([*flags, "--gpu", config.stem.split("-")[0]])
+    said = capsys.readouterr().out
+    assert f"{ranks} processes on {config.stem.split('-')[0]}" in said
+    assert "refused" not in said
+
+
+def test_a_dry_run_says_what_its_device_lacks(small_corpus, capsys):
+    from megaenc.training.command import main
+
+    flags = [*small_corpus.flags, "--seq-length", "64", "--train-iters", "200", "--fp8-format", "hybrid", "--dry-run", "--gpu"]
+    main([*flags, "mi250x"])
+    assert "on mi250x it would be refused: --fp8-format hybrid: mi250x has no float8" in capsys.readouterr().out
+    main([*flags, "H100-PCIe"])
+    assert "refused" not in capsys.readouterr().out

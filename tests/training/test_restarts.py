@@ -235,9 +235,7 @@ def test_a_run_goes_on_without_a_lost_node_and_lets_it_join(lost, store_outside,
         nodes.wait_for(lambda: "resuming after step 10" in nodes.said())
         nodes.start("again")
         assert [nodes.end(stays), nodes.end("again")] == [0, 0], nodes.said()
-
-        said = nodes.said()
-    assert "stopped by SIGTERM" in said
+        assert "stopped by SIGTERM" in nodes.said()
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in runs.metrics(folder)] == pytest.approx(
             [row[name] for row in runs.metrics(of_four)], rel=1e-6

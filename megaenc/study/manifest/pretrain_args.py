@@ -17,7 +17,7 @@ from megaenc.training.lr_schedule import WSDSchedule, resolve_steps
 RESERVED_FLAGS = {
     *("config", "objective_schedule", "phases", "train_iters", "train_tokens", "seed", "rampup_batch_size"),
     *("branch_from", "branch_at", "init_from", "init_at", "skip_samples", "skip_packs"),
-    *("save", "save_steps", "keep_last", "keep_every", "exit_interval", "exit_duration_in_mins", "dry_run"),
+    *("save", "save_steps", "keep_last", "keep_every", "exit_interval", "exit_duration_in_mins", "dry_run", "gpu"),
 }
 """Flags that the study sets itself, from the models and the study directory."""
 
