@@ -18,7 +18,8 @@ def exit_without_restart(code: int) -> None:
     """Write `code` to a file, so that workers that torchrun starts after a failure exit at once; do not exit this process.
 
     With `--max-restarts`, torchrun would restart a run that was asked to stop, because its exit code is not 0, and a complete one
-    of which a process dies as it ends. Needs torchrun and its log folder. The file named by EXIT_CODE_FILE, if any, gets the code as well.
+    of which a process dies as it ends. Needs torchrun and its log folder. The file named by EXIT_CODE_FILE, if any, gets the code
+    as well.
 
     A node that joins forbids nothing: torchrun stops the workers itself then, does not count an attempt and removes the folder of
     the present one, and the file with it.

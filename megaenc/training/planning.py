@@ -81,11 +81,10 @@ def _check_named_device(output: OutputConfig) -> None:
 
 def check_device(settings: PretrainConfig, backend: Backend) -> None:
     """Raise InputError for settings that need an accelerator if this machine has none, or that the one in --gpu lacks."""
-    if settings.output.gpu:
-        if settings.kernels.fp8_format and not has_float8(settings.output.gpu):
-            raise InputError(
-                f"--fp8-format {settings.kernels.fp8_format}: {settings.output.gpu} has no float8 matrix products; leave the flag out"
-            )
+    gpu, fp8_format = settings.output.gpu, settings.kernels.fp8_format
+    if gpu:
+        if fp8_format and not has_float8(gpu):
+            raise InputError(f"--fp8-format {fp8_format}: {gpu} has no float8 matrix products; leave the flag out")
         return
     settings.layout.check_device()
     if settings.has_auto_micro_batches and backend.is_cpu:

@@ -237,9 +237,9 @@ def torchrun(job: str, node: str) -> psutil.Process:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             environment = process.environ()
-            if (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")) == (job, node):
-                if "--rdzv-endpoint" in process.cmdline() and "RANK" not in environment and process.parent().name() != "bash":
-                    return process
+            is_there = (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")) == (job, node)
+            if is_there and "--rdzv-endpoint" in process.cmdline() and process.parent().name().startswith("slurmstepd"):
+                return process
     raise LookupError(node)
 
 
