@@ -120,8 +120,8 @@ def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
 class Nodes:
     """Agents of torchrun that make up one run on two nodes; killed at the end, whatever happens.
 
-    `count` and `processes`: for --nnodes and --nproc-per-node. `store_outside`: a process of its own holds the rendezvous, instead
-    of the first agent.
+    `count` and `processes`: for --nnodes and --nproc-per-node. `store_outside`: a process of its own holds the rendezvous,
+    instead of the first agent.
     """
 
     def __init__(self, folder, run_flags, count="2", processes=1, store_outside=False):
