@@ -165,6 +165,17 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
     return out
 
 
+def truncate_normals(values: np.ndarray, cutoff: float) -> np.ndarray:
+    """Return standard normal `values`, float32, mapped in order to the normal distribution cut at -`cutoff` and `cutoff`.
+
+    The quantile of a value among all normals becomes its quantile among those that are not cut off.
+    """
+    from scipy.special import erf, erfinv  # slow to import
+
+    inside = erf(values / math.sqrt(2), dtype=np.float64)  # probability within the value's distance of 0, with its sign
+    return (math.sqrt(2) * erfinv(inside * math.erf(cutoff / math.sqrt(2)))).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class SampleRandomness:
     """Random numbers of one `sample` in one `epoch` under a run's `seed`, with an independent stream for each purpose."""

@@ -77,7 +77,13 @@ class ModelConfig:
     output_layer_bias: bool = False
     """add a bias for each token of the vocabulary to the logits, as BERT does"""
     init_method_std: float = 0.02
-    """standard deviation of the initial weights, without depth scaling"""
+    """standard deviation of the initial weights"""
+    init_method: Literal["normal", "scaled", "full_megatron"] = "normal"
+    """distribution of the initial weights. normal: N(0, --init-method-std) for all matrices; scaled: divided by sqrt(2 x
+    --num-layers) for the output projections of attention and MLP, as in Megatron; full_megatron: scaled, cut at --init-cutoff, and
+    with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
+    init_cutoff: float = 2.0
+    """with --init-method full_megatron: standard deviations at which the distribution is cut"""
     untie_embeddings_and_output_weights: bool = True
     """give the output layer its own matrix, as in the study; otherwise it shares the embedding's"""
     vocab_size: int | None = None
@@ -225,6 +231,9 @@ class ModelConfig:
             "rotary_seq_len_interpolation_factor", lambda value: value is None or 1 <= value < math.inf, "1 or more"
         )
         self._check_window()
+        self._check_field("init_cutoff", lambda value: 0 < value < math.inf, "a number above 0")
+        if self.init_method != "full_megatron":
+            self._check_field("init_cutoff", ModelConfig.init_cutoff.__eq__, "--init-method full_megatron with it")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._check_multiple(name, tensor_parallel, "--tensor-model-parallel-size")
 
@@ -274,7 +283,7 @@ class ModelConfig:
 _ADDED = ("normalization", "norm_bias", "activation", "window_size", "global_attn_every_n_layers", "local_rotary_base")
 _ADDED += ("embedding_norm", "prediction_head", "output_layer_bias", "query_pre_attn_scalar", "apply_layernorm_1p", "post_norms")
 _ADDED += ("first_global_layer", "scale_embedding", "rotary_seq_len_interpolation_factor")
-_ADDED += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
+_ADDED += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "init_method", "init_cutoff")
 ADDED_OPTIONS: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _ADDED}
 """Defaults of the options that the first version of a run's identity lacks."""
 _LONGEST_CONTEXT = 1 << 20  # megatron-core computes YaRN's angles of so many positions

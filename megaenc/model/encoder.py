@@ -4,6 +4,7 @@ Initial weights are a pure function of (seed, name, row), the same in every para
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megaenc.backend import KernelConfig, ParallelConfig, detect_backend
-from megaenc.counter_rng import normal_rows
+from megaenc.counter_rng import normal_rows, truncate_normals
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.functional import Rotation
 from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
@@ -32,6 +33,7 @@ from megaenc.model.layer_spec import ACTIVATIONS, build_block_spec, build_transf
 from megaenc.model.linear_cross_entropy import linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
+_OUTPUT_PROJECTIONS = (".linear_proj.weight", ".linear_fc2.weight")  # of attention and MLP
 _TORCH_KERNELS = KernelConfig(fused_kernels=False)  # for uses in which accuracy matters, not speed
 
 
@@ -311,14 +313,27 @@ def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, tor
 
 @torch.no_grad()
 def init_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
-    """Initialize and return `encoder`: matrices from N(0, init_method_std) by `seed`, norms' factors 1, biases and padding 0."""
+    """Initialize and return `encoder`: matrices by `seed` and `model.init_method`, norms' factors 1, biases and padding 0."""
     for name, parameter in named_global_parameters(encoder):
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith(".bias") or model.apply_layernorm_1p else 1.0)
-        else:
-            values = _draw_weight_shard(name, parameter, vocab_size, seed) * np.float32(model.init_method_std)
-            parameter.copy_(torch.from_numpy(values))
+            continue
+        values = _draw_weight_shard(name, parameter, vocab_size, seed)
+        if model.init_method == "full_megatron":
+            values = truncate_normals(values, model.init_cutoff)
+        parameter.copy_(torch.from_numpy(values * np.float32(_initial_std(name, model))))
     return encoder
+
+
+def _initial_std(name: str, model: ModelConfig) -> float:
+    """Return the standard deviation, before any cut, of the initial values of the matrix called `name`."""
+    if model.init_method == "normal":
+        return model.init_method_std
+    if name.endswith(_OUTPUT_PROJECTIONS):
+        return model.init_method_std / math.sqrt(2 * model.num_layers)
+    if model.init_method == "full_megatron" and name == "output_layer.weight":
+        return 1 / math.sqrt(model.hidden_size)
+    return model.init_method_std
 
 
 def _draw_weight_shard(name: str, parameter: torch.nn.Parameter, vocab_size: int, seed: int) -> np.ndarray:
@@ -326,7 +341,7 @@ def _draw_weight_shard(name: str, parameter: torch.nn.Parameter, vocab_size: int
     rows, columns = parameter.shape
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    if name.endswith((".linear_proj.weight", ".linear_fc2.weight")):  # row parallel: each rank has all rows of some columns
+    if name.endswith(_OUTPUT_PROJECTIONS):  # row parallel: each rank has all rows of some columns
         return normal_rows(seed, name, range(rows), columns * size)[:, columns * rank : columns * (rank + 1)]
     if name.endswith(".linear_fc1.weight"):  # each rank has its part of the gate, then of the up projection
         half = rows // 2

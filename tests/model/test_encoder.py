@@ -275,6 +275,29 @@ def test_initial_weights_are_normal_and_follow_from_the_seed(options):
     assert (weights["embedding.word_embeddings.weight"][100:] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("method", "cutoff", "cut"), [("scaled", 2.0, 1), ("full_megatron", 2.0, 0.8796), ("full_megatron", 3.0, 0.9866)]
+)
+def test_initial_weights_are_scaled_by_depth_and_cut(method, cutoff, cut):
+    """By every kind of weight of 22 layers; `cut`: standard deviation of a standard normal cut there, by its formula."""
+    shape = replace(TINY, num_layers=22, prediction_head=True, init_method=method, init_cutoff=cutoff, init_method_std=0.03)
+    values_of = {}
+    for name, weight in build(shape=shape, vocab_size=640).named_parameters():
+        kind = name.split(".", 3)[-1] if name.startswith("decoder.layers.") else name
+        if weight.dim() == 2:
+            values_of.setdefault(kind, []).append(weight.detach().numpy().ravel())
+    expected = dict.fromkeys(values_of, 0.03)
+    expected["self_attention.linear_proj.weight"] = expected["mlp.linear_fc2.weight"] = 0.03 / math.sqrt(44)
+    if method == "full_megatron":
+        expected["output_layer.weight"] = 1 / math.sqrt(32)
+    assert len(values_of) == 7
+    for kind, weights in values_of.items():
+        values = np.concatenate(weights)
+        assert values.std() == pytest.approx(cut * expected[kind], rel=4 / math.sqrt(2 * values.size)), kind
+        assert abs(values.mean()) < 4 * expected[kind] / math.sqrt(values.size), kind
+        assert (abs(values).max() <= cutoff * expected[kind] * 1.0001) == (method == "full_megatron"), kind
+
+
 def test_init_method_std_scales_every_matrix():
     wide, usual = (dict(build(shape=replace(TINY, init_method_std=std)).named_parameters()) for std in (0.1, 0.02))
     for name, parameter in wide.items():

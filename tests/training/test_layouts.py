@@ -20,6 +20,9 @@ LAYOUTS = {
 }
 
 
+START = [*runs.SHORT_RUN, "--no-bf16", "--init-method", "full_megatron"]
+
+
 @pytest.fixture(scope="module")
 def reference(small_corpus, tmp_path_factory) -> Path:
     """Twenty float32 steps of clm and mlm in one process."""
@@ -32,7 +35,7 @@ def reference(small_corpus, tmp_path_factory) -> Path:
 def starting_point(small_corpus, tmp_path_factory) -> Path:
     """Initial weights and first batches of the same run."""
     folder = tmp_path_factory.mktemp("start") / "run"
-    runs.script(runs.WORKERS / "starting_point.py", [str(folder), *small_corpus.flags, *runs.SHORT_RUN, "--no-bf16"])
+    runs.script(runs.WORKERS / "starting_point.py", [str(folder), *small_corpus.flags, *START])
     to_hf(folder, folder / "hf")
     return folder
 
@@ -56,7 +59,7 @@ def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_
 def test_initial_weights_and_masks_are_identical(layout, small_corpus, starting_point, tmp_path):
     processes, flags = LAYOUTS[layout]
     folder = tmp_path / "run"
-    arguments = [str(folder), *small_corpus.flags, *runs.SHORT_RUN, *flags, "--no-bf16"]
+    arguments = [str(folder), *small_corpus.flags, *START, *flags]
     runs.script(runs.WORKERS / "starting_point.py", arguments, processes=processes)
 
     to_hf(folder, folder / "hf")
