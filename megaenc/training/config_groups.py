@@ -59,7 +59,9 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """learning rate at which a decay would end in the step after the run's last"""
     weight_decay: float = 0.1
-    """decoupled weight decay, on all parameters"""
+    """decoupled weight decay, multiplied by the learning rate, on all parameters"""
+    no_weight_decay_norm_bias: bool = False
+    """leave norms and biases, all parameters of one dimension, out of the weight decay"""
     adam_beta1: float = 0.9
     """decay rate of Adam's first moment"""
     adam_beta2: float = 0.95

@@ -171,8 +171,10 @@ class Engine:
         with self.step_timers.measure(FORWARD_BACKWARD):
             following = self._micro_batch_specs(step + 1) if self._prefetcher and step < self.plan.settings.total_iters else ()
             metrics, votes = self._run_batch(self._micro_batch_specs(step), following, train=True)
+        weight_decay = self.plan.settings.phase_at(step).settings.optimizer.weight_decay
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
+            group["weight_decay"] = weight_decay * group["wd_mult"]
         with self.step_timers.measure(OPTIMIZER):
             return TrainStepResult(metrics, *self._optimizer_step(metrics), votes)
 

@@ -8,7 +8,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +37,8 @@ class WeightShard:
     """First element of the range."""
     split_dim: int = -1
     """Dimension that is divided over the tensor-parallel ranks; -1: each of them holds the whole weight."""
+    group: int = 0
+    """Number of the optimizer's parameter group, which has a weight decay of its own."""
     parts: tuple[int, ...] = ()
     """Rows, in each of equal blocks of rows, of the matrices that Muon orthogonalizes separately; (): left to AdamW."""
 
@@ -48,12 +55,13 @@ class _ShardAwareOptimizer(GroupStepAdamW):
     tensor_group: dist.ProcessGroup | None = None
     device = torch.device("cpu")
 
-    def begin_step(self, group: dict) -> None:
-        """Count a step as GroupStepAdamW does, and divide the gradients by `grad_scale`, since not only AdamW reads them."""
-        super().begin_step(group)
-        if self.grad_scale != 1:
-            torch._foreach_div_([p.grad for p in group["params"] if p.grad is not None], self.grad_scale)
-            self.grad_scale = 1.0
+    def begin_steps(self) -> None:
+        """Begin a step of each group, and divide the gradients by `grad_scale`, since not only AdamW reads them."""
+        for group in self.param_groups:
+            self.begin_step(group)
+            if self.grad_scale != 1:
+                torch._foreach_div_([p.grad for p in group["params"] if p.grad is not None], self.grad_scale)
+        self.grad_scale = 1.0
 
     def _split_group(self, shard: WeightShard) -> dist.ProcessGroup | None:
         """Return the process group over which the rows or columns of a weight are divided; None if they are not."""
@@ -69,15 +77,18 @@ class StableAdamW(_ShardAwareOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Update all parameters by one StableAdamW step; `closure` is ignored. All ranks call this together."""
-        [group] = self.param_groups
-        self.begin_step(group)
+        self.begin_steps()
+        group = self.param_groups[0]
         rates = (group["lr"] / self._root_mean_squares(group).clamp(min=1.0)).unbind()
         for shard, rate in zip(self.shards, rates, strict=True):
             if shard.param is not None:
-                self.update_adamw([shard.param], group, rate)
+                self.update_adamw([shard.param], self.param_groups[shard.group], rate)
 
     def _root_mean_squares(self, group: dict) -> torch.Tensor:
-        """Return float32 [weights], by weight the root mean square of gradient / sqrt(second moment), equal on all ranks."""
+        """Return float32 [weights], by weight the root mean square of gradient / sqrt(second moment), equal on all ranks.
+
+        `group`: any parameter group, as all have the same decay rates and steps.
+        """
         beta2, eps = group["betas"][1], group["eps"]
         is_first = self.tensor_group is None or self.tensor_group.rank() == 0
         sums = []
@@ -122,9 +133,10 @@ class Muon(_ShardAwareOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Update all parameters by one step; `closure` is ignored. All ranks call this together."""
-        [group] = self.param_groups
-        self.begin_step(group)
-        self.update_adamw([s.param for s in self.shards if s.param is not None and not s.parts], group, group["lr"])
+        self.begin_steps()
+        for number, group in enumerate(self.param_groups):
+            vectors = [s.param for s in self.shards if s.param is not None and s.group == number and not s.parts]
+            self.update_adamw(vectors, group, group["lr"])
         replicas, rank = (self.replica_group.size(), self.replica_group.rank()) if self.replica_group else (1, 0)
         matrices = self._order_matrices(replicas)
         for first in range(0, len(matrices), replicas):
@@ -138,6 +150,7 @@ class Muon(_ShardAwareOptimizer):
             updates = exchange.from_owner(own) if exchange else self._broadcast_updates(batch, own)
             for shard, update in zip(batch, updates, strict=True):
                 if shard.param is not None:
+                    group = self.param_groups[shard.group]
                     shard.param.mul_(1 - group["lr"] * group["weight_decay"])
                     shard.param.add_(update.view_as(shard.param), alpha=-group["lr"])
 
@@ -269,7 +282,8 @@ def build_optimizer(
         params_dtype=dtype,
         timers=timers,
     )
-    overrides: dict = {}  # weight decay applies to all parameters, as in the study
+    # Without overrides the weight decay applies to all parameters.
+    overrides = get_standard_config_overrides(config) if flags.no_weight_decay_norm_bias else {}
     with replace_adam(_CLASSES[flags.optimizer]), compare_groups_by_stage():
         result = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     [part] = result.chained_optimizers
@@ -289,6 +303,8 @@ def build_optimizer(
 
 def list_shards(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[WeightShard]:
     """Return a WeightShard for each weight of `chunks`, in their order, with the parameter that `optimizer` updates."""
+    groups = optimizer.optimizer.param_groups
+    group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     shards = []
     for chunk in chunks:
         for name, weight in chunk.named_parameters():
@@ -297,10 +313,11 @@ def list_shards(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOp
                 param = None
                 if weight in optimizer.model_param_group_index_map:
                     group, number = optimizer.model_param_group_index_map[weight]
-                    param = optimizer.optimizer.param_groups[group]["params"][number]
+                    param = groups[group]["params"][number]
                     start = optimizer._get_model_param_range_map(weight)["param"].start
+            group = group_of.get(id(param), 0)
             parts = _matrix_parts(name, weight, chunk.config)
-            shards.append(WeightShard(weight.shape, param, start, getattr(weight, "partition_dim", -1), parts))
+            shards.append(WeightShard(weight.shape, param, start, getattr(weight, "partition_dim", -1), group, parts))
     return shards
 
 

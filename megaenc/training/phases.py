@@ -24,6 +24,7 @@ LEARNING_RATE_FLAGS += ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_d
 
 _LENGTHS = ("train_iters", "train_tokens")
 _FLAGS = ("data_path", "seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size", "rotary_base")
+_FLAGS += ("weight_decay",)
 PHASE_FLAGS = (*_LENGTHS, *_FLAGS, *LEARNING_RATE_FLAGS)
 """Flags that a phase may have besides its `objective`."""
 

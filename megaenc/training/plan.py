@@ -17,8 +17,9 @@ from megaenc.training.lr_schedule import LearningRate
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
-PHASE_IDENTITY = ("data", "seq_length", "global_batch_size", "rampup_batch_size", "rotary_base")
+PHASE_IDENTITY = ("data", "seq_length", "global_batch_size", "rampup_batch_size", "rotary_base", "weight_decay")
 """Entries of a run's identity that may change by phase; its `phases` has them if they do, else only the identity itself."""
+_ADDED_PHASE_IDENTITY = ("weight_decay",)  # left out of `phases` if equal in all, as in runs of earlier versions
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Plan:
         free |= {"lr_decay_style", "lr_wsd_decay_style", "min_lr"}
         optimizer = settings.optimizer.optimizer  # absent if it is the default, as in runs of earlier versions
         free |= {"optimizer"} if optimizer == "adamw" else set()
+        free |= set() if settings.optimizer.no_weight_decay_norm_bias else {"no_weight_decay_norm_bias"}
         free |= {"muon_momentum", "muon_num_ns_steps"} if optimizer != "muon" else set()
         for group in (settings.layout, settings.output, settings.kernels, settings.start, settings.health, settings.monitoring):
             free |= set(flags.flatten(group))
@@ -202,6 +204,9 @@ class Plan:
             values = flags.flatten(phase.settings)
             data = (*self.earlier_data, self.data)[number if self.earlier_data else 0]
             row = {name: values[name] for name in PHASE_IDENTITY if name != "data"} | {"data": data.fingerprint}
+            for name in _ADDED_PHASE_IDENTITY:
+                if len({flags.flatten(each.settings)[name] for each in self.settings.phase_configs}) == 1:
+                    del row[name]
             row["rampup_batch_size"] = row["rampup_batch_size"] and list(row["rampup_batch_size"])
             if rows and not row["rampup_batch_size"] and rows[-1] == row | {"last_step": rows[-1]["last_step"]}:
                 rows.pop()

@@ -12,6 +12,7 @@ from megaenc.training.command import main
 STEPS = 20
 # Second moments that last make StableAdamW clip; without the sums over ranks, gradient norms would differ by 5e-5 or more.
 RUN = [*runs.SHORT_RUN, "--train-iters", str(STEPS), "--clip-grad", "0", "--adam-beta2", "0.99"]
+RUN += ["--no-weight-decay-norm-bias"]  # two groups of parameters, of which a rank may hold nothing
 OPTIMIZERS = ("stable_adamw", "muon")
 LAYOUTS = {
     "TP2": (2, ["--tensor-model-parallel-size", "2"]),
@@ -37,12 +38,16 @@ def optimizers():
     return optimizers
 
 
-def build(optimizers, optimizer_class, model: torch.nn.Module, **flags):
-    """The optimizer of all weights of a plain model; all its matrices are Muon's, `attention` as queries, keys and values."""
+def build(optimizers, optimizer_class, model: torch.nn.Module, bias_decay: float, **flags):
+    """The optimizer of all weights of a plain model; all its matrices are Muon's, `attention` as queries, keys and values.
+
+    The bias is in a group of its own, with the weight decay `bias_decay`.
+    """
     parts = {2: lambda name, weight: (2, 1, 1) if name.startswith("attention") else (weight.size(0),), 1: lambda *_: ()}
-    optimizer = optimizer_class(model.parameters(), **flags)
+    matrices, vectors = ([weight for weight in model.parameters() if weight.dim() == dim] for dim in (2, 1))
+    optimizer = optimizer_class([{"params": matrices}, {"params": vectors, "weight_decay": bias_decay}], **flags)
     optimizer.shards = [
-        optimizers.WeightShard(weight.shape, weight, parts=parts[weight.dim()](name, weight))
+        optimizers.WeightShard(weight.shape, weight, group=2 - weight.dim(), parts=parts[weight.dim()](name, weight))
         for name, weight in model.named_parameters()
     ]
     return optimizer
@@ -67,11 +72,13 @@ def train(model: torch.nn.ModuleDict, step_function, steps: int = 10) -> list[to
     return [weight.detach() for weight in model.parameters()]
 
 
-def test_stable_adamw_is_the_papers_algorithm(optimizers):
+@pytest.mark.parametrize("bias_decay", [0.1, 0.0])
+def test_stable_adamw_is_the_papers_algorithm(bias_decay, optimizers):
     """Algorithm 2 of arXiv 2304.13013 with its corrected decay rates, in which the first moments need no correction."""
     lr, beta1, beta2, eps, decay = 0.01, 0.9, 0.95, 1e-8, 0.1
     model, reference = small_model(), small_model()
-    optimizer = build(optimizers, optimizers.StableAdamW, model, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    adam = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+    optimizer = build(optimizers, optimizers.StableAdamW, model, bias_decay, **adam)
     actual = train(model, lambda _: optimizer.step())
     moments = {weight: (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in reference.parameters()}
     clipped = []
@@ -85,7 +92,8 @@ def test_stable_adamw_is_the_papers_algorithm(optimizers):
             rms = float((g * g / u.clamp(min=eps**2)).mean().sqrt())
             clipped.append(rms > 1.001)
             eta = lr / max(1.0, rms)
-            weight.copy_(weight - eta * decay * weight - eta * v / (u.sqrt() + eps))
+            own_decay = decay if weight.dim() == 2 else bias_decay
+            weight.copy_(weight - eta * own_decay * weight - eta * v / (u.sqrt() + eps))
 
     expected = train(reference, step_by_the_paper)
     assert 0 < sum(clipped) < len(clipped)
@@ -116,16 +124,18 @@ def test_orthogonalization_is_that_by_singular_values(optimizers, shape):
     assert not optimizers.orthogonalize(torch.zeros(shape), 5).any()
 
 
-def test_muon_by_singular_values(optimizers):
+@pytest.mark.parametrize("bias_decay", [0.1, 0.0])
+def test_muon_by_singular_values(bias_decay, optimizers):
     """Matrices by Nesterov momentum and singular values, queries, keys and values separately; the bias by AdamW."""
     lr, decay = 0.02, 0.1
     adam = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay}
     model, reference = small_model(), small_model()
-    muon = build(optimizers, optimizers.Muon, model, **adam)
+    muon = build(optimizers, optimizers.Muon, model, bias_decay, **adam)
     muon.dtype = torch.float32
     actual = train(model, lambda _: muon.step())
     attention, bias, last = reference["attention"].weight, reference["attention"].bias, reference["last"].weight
-    adamw, momenta = torch.optim.AdamW([bias], **adam), {matrix: torch.zeros_like(matrix) for matrix in (attention, last)}
+    adamw = torch.optim.AdamW([bias], **adam | {"weight_decay": bias_decay})
+    momenta = {matrix: torch.zeros_like(matrix) for matrix in (attention, last)}
     blocks = torch.arange(12).view(3, 4)
     rows_of = {attention: [blocks[:, :2].flatten(), blocks[:, 2], blocks[:, 3]], last: [torch.arange(5)]}
 
@@ -143,6 +153,25 @@ def test_muon_by_singular_values(optimizers):
     expected = train(reference, step_by_hand)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)  # orthogonalized in float32
+
+
+@pytest.mark.parametrize("name", ["adamw", *OPTIMIZERS])
+def test_one_step_without_decay_of_norms_and_biases(name, small_corpus, tmp_path):
+    """Gradients of a first step are the same, so that the decay alone, lr * decay * weight, tells the runs apart."""
+    model = ["--add-qkv-bias", "--qk-layernorm", "--normalization", "LayerNorm", "--norm-bias"]
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--optimizer", name, *model, "--eval-interval", "0"]
+    flags += ["--exit-interval", "1", "--lr", "0.01", "--lr-warmup-iters", "0"]
+    ways = {"none": ["--weight-decay", "0"], "all": ["--weight-decay", "5"]}
+    ways["matrices"] = [*ways["all"], "--no-weight-decay-norm-bias"]
+    for way, decay in ways.items():
+        main([*flags, *decay, "--save", str(tmp_path / way)])
+    weights = {way: runs.weights(tmp_path / way, 1) for way in ways}
+    main([*flags, "--lr", "1e-30", "--save", str(tmp_path / "start")])  # below any rounding
+    start = runs.weights(tmp_path / "start", 1)
+    for key, undecayed in weights["none"].items():
+        decayed = undecayed - 0.05 * start[key]
+        torch.testing.assert_close(weights["all"][key], decayed, rtol=0, atol=1e-6)
+        torch.testing.assert_close(weights["matrices"][key], decayed if undecayed.dim() == 2 else undecayed, rtol=0, atol=1e-6)
 
 
 @pytest.fixture(scope="module", params=OPTIMIZERS)
