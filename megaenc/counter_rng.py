@@ -184,6 +184,10 @@ class SampleRandomness:
     sample: int
     epoch: int
 
+    def words(self, purpose: str, count: int) -> np.ndarray:
+        """Return uint64[count], random words of the sample's stream `purpose`; the same at each call."""
+        return random_words(self.seed, purpose, count, counters=(self.sample, self.epoch))
+
     def uniforms(self, purpose: str, count: int) -> np.ndarray:
         """Return float64[count], uniform in [0, 1), of the sample's stream `purpose`; the same numbers at each call."""
         return uniforms(self.seed, purpose, count, counters=(self.sample, self.epoch))

@@ -76,12 +76,15 @@ class ModelConfig:
     """transform the predicted positions by a dense layer, the activation and a norm before the output layer, as BERT does"""
     output_layer_bias: bool = False
     """add a bias for each token of the vocabulary to the logits, as BERT does"""
+    attention_output_dropout: float = 0.0
+    """share of attention's output, after its projection, that is dropped in training before it is added to the residual stream,
+    as in ModernBERT (0.1)"""
     init_method_std: float = 0.02
     """standard deviation of the initial weights"""
     init_method: Literal["normal", "scaled", "full_megatron"] = "normal"
     """distribution of the initial weights. normal: N(0, --init-method-std) for all matrices; scaled: divided by sqrt(2 x
-    --num-layers) for the output projections of attention and MLP, as in Megatron; full_megatron: scaled, cut at --init-cutoff, and
-    with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
+    --num-layers) for the output projections of attention and MLP, as in Megatron; full_megatron: scaled, cut at --init-cutoff,
+    and with 1 / sqrt(--hidden-size) for an output layer of its own, as in ModernBERT"""
     init_cutoff: float = 2.0
     """with --init-method full_megatron: standard deviations at which the distribution is cut"""
     untie_embeddings_and_output_weights: bool = True
@@ -231,6 +234,7 @@ class ModelConfig:
             "rotary_seq_len_interpolation_factor", lambda value: value is None or 1 <= value < math.inf, "1 or more"
         )
         self._check_window()
+        self._check_field("attention_output_dropout", lambda value: 0 <= value < 1, "0 or more and below 1")
         self._check_field("init_cutoff", lambda value: 0 < value < math.inf, "a number above 0")
         if self.init_method != "full_megatron":
             self._check_field("init_cutoff", ModelConfig.init_cutoff.__eq__, "--init-method full_megatron with it")
@@ -284,6 +288,7 @@ _ADDED = ("normalization", "norm_bias", "activation", "window_size", "global_att
 _ADDED += ("embedding_norm", "prediction_head", "output_layer_bias", "query_pre_attn_scalar", "apply_layernorm_1p", "post_norms")
 _ADDED += ("first_global_layer", "scale_embedding", "rotary_seq_len_interpolation_factor")
 _ADDED += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "init_method", "init_cutoff")
+_ADDED += ("attention_output_dropout",)
 ADDED_OPTIONS: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _ADDED}
 """Defaults of the options that the first version of a run's identity lacks."""
 _LONGEST_CONTEXT = 1 << 20  # megatron-core computes YaRN's angles of so many positions

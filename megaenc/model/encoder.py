@@ -17,7 +17,11 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -152,6 +156,8 @@ class Encoder(LanguageModule):
         if self.local_angles is not None:
             local_rotation = Rotation.from_angles(self.local_angles[positions], *options)
         packing = dataclasses.replace(packing, rotation=rotation, local_rotation=local_rotation)
+        if self.config.sequence_parallel and packing.dropout_keys is not None:
+            packing = dataclasses.replace(packing, dropout_keys=scatter_to_sequence_parallel_region(packing.dropout_keys))
         if self.selects_rows and predict_at is not None and predict_at.numel():  # accelerators' products of no rows are untested
             packing, predict_at = dataclasses.replace(packing, output_rows=predict_at), None
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)

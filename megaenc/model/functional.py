@@ -232,3 +232,78 @@ class _GatedActivation(torch.autograd.Function):
         torch.mul(gradient, activation(gate), out=to_up)
         activation_backward(gradient * up, gate, grad_input=to_gate)
         return to_x, None, None
+
+
+_HASH_FACTORS = (0x7FEB352D, 0x846CA68B)  # of "lowbias32" (Wellons 2018), whose output bits depend on all input bits
+_CHANNEL_STEP, _LAYER_STEP = 0x9E3779B1, 0x85EBCA77
+
+
+def dropout(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool = False) -> Tensor:
+    """Return x [S, 1, H] / (1 - `probability`) where it is kept, else 0, in its dtype.
+
+    What is kept is a function of (key, layer, channel) alone, so that it is the same in every parallel layout, under
+    recomputation and after a resume. Backward computes it again.
+
+    Args:
+        x: Hidden states.
+        keys: int64[S], random numbers of the tokens.
+        layer: Number of the layer in the whole model.
+        probability: Share of the elements that become 0.
+        fused: Use the Triton kernel, which drops the same elements.
+    """
+    return _Dropout.apply(x, keys, layer, probability, fused)
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout by a hash of counters, which saves only the keys of the tokens."""
+
+    @staticmethod
+    def forward(ctx, x, keys, layer, probability, fused):
+        ctx.save_for_backward(keys)
+        ctx.options = layer, probability, fused
+        return _drop(x, keys, layer, probability, fused)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (keys,) = ctx.saved_tensors
+        return _drop(gradient, keys, *ctx.options), None, None, None, None
+
+
+def _drop(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool) -> Tensor:
+    """Return what `dropout` does, without a gradient."""
+    # 32-bit numbers that all wrap around, as signed ones; the hash is compared as an unsigned one.
+    low, high = _to_int32(keys), _to_int32(keys >> 32) | 1
+    first = layer * _LAYER_STEP % 2**32
+    limit = round(probability * 2**32)
+    scale = 1 / (1 - probability)
+    if fused:
+        from megaenc.model.kernels.dropout import drop
+
+        return drop(x, low, high, first, limit, scale)
+    rows_SH = x.reshape(-1, x.size(-1))
+    out_SH = torch.empty_like(rows_SH)
+    channels = _to_int32(torch.arange(x.size(-1), device=x.device) * _CHANNEL_STEP + first)
+    for part in row_slices(*rows_SH.shape, _CACHE_ELEMENTS):
+        number = channels + low[part, None]
+        number ^= (number >> 16) & 0xFFFF
+        number *= _signed(_HASH_FACTORS[0])
+        number ^= (number >> 15) & 0x1FFFF
+        number *= _signed(_HASH_FACTORS[1])
+        number ^= (number >> 16) & 0xFFFF
+        number *= high[part, None]
+        number ^= -(2**31)
+        torch.mul(rows_SH[part], scale, out=out_SH[part])
+        out_SH[part].masked_fill_(number < limit - 2**31, 0.0)
+    return out_SH.view(x.shape)
+
+
+def _to_int32(numbers: Tensor) -> Tensor:
+    """Return the low 32 bits of int64 `numbers` as int32."""
+    low = numbers & 0xFFFFFFFF
+    return torch.where(low < 2**31, low, low - 2**32).to(torch.int32)
+
+
+def _signed(number: int) -> int:
+    """Return the signed 32-bit number that has the bits of the unsigned `number`."""
+    return number if number < 2**31 else number - 2**32

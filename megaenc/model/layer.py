@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megaenc.model.attention.backends import compute_attention
+from megaenc.model.functional import dropout
 from megaenc.model.norms import PendingSum, PostNorm, add_and_norm
 from megaenc.model.packed_sequences import PackedSequences
 
@@ -21,10 +22,22 @@ class EncoderLayer(TransformerLayer):
 
     `is_last`: of its model chunk; what follows takes no PendingSum. `selects_rows`: compute only the `output_rows` of the pack
     after attention. `recompute_activation`: compute the MLP's activation again in backward instead of saving it.
+    `output_dropout`: share of attention's output that is dropped, by the Triton kernel if `fused_dropout`.
     """
 
-    def __init__(self, *args: Any, is_last: bool, selects_rows: bool, recompute_activation: bool, **options: Any):
+    def __init__(
+        self,
+        *args: Any,
+        is_last: bool,
+        selects_rows: bool,
+        recompute_activation: bool,
+        output_dropout: float,
+        fused_dropout: bool,
+        **options: Any,
+    ):
         super().__init__(*args, **options)
+        self.output_dropout = output_dropout
+        self.fused_dropout = fused_dropout
         self.is_last = is_last
         self.selects_rows = selects_rows
         self.recompute_activation = recompute_activation
@@ -37,11 +50,21 @@ class EncoderLayer(TransformerLayer):
         output, _ = self.self_attention(normed, attention_mask, packed_seq_params=packed_seq_params)
         if self.selects_rows:  # as the core attention has done
             residual = select_rows(residual, packed_seq_params)
+        output = self._drop_output(output, packed_seq_params)
         residual, normed = add_and_norm(self.pre_mlp_layernorm, self._pending_sum(residual, output, self.self_attn_bda))
         output = checkpoint(self._compute_mlp, False, normed) if self.recompute_mlp else self._compute_mlp(normed)
         result = self._pending_sum(residual, output, self.mlp_bda)
         # Full recomputation saves tensors between layers.
         return result.add() if self.is_last or self.config.recompute_granularity == "full" else result, None
+
+    def _drop_output(self, output: Tensor, packing: PackedSequences) -> Tensor:
+        """Return attention's output [S, 1, H], or of the selected rows, after dropout; unchanged outside of training."""
+        keys = packing.dropout_keys
+        if not self.output_dropout or keys is None:
+            return output
+        if self.selects_rows and packing.output_rows is not None:
+            keys = keys[packing.output_rows]
+        return dropout(output, keys, self.layer_number, self.output_dropout, self.fused_dropout)
 
     @staticmethod
     def _pending_sum(residual: Tensor, output: Tensor, post_norm: Any) -> PendingSum:

@@ -1,6 +1,7 @@
 """Layer specs: megatron-core's parallel layers with our own norms and core attention."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +143,7 @@ def build_block_spec(
         is_last = number == numbers[-1]
         options = {"is_last": is_last, "selects_rows": is_last and has_head and layout.selects_rows}
         options["recompute_activation"] = recompute_activation
+        options |= {"output_dropout": model.attention_output_dropout, "fused_dropout": fused.dropout}
         layers.append(_build_layer_spec(model, config, number, kernels, fused, options))
     return TransformerBlockSubmodules(layers, layer_norm=select_norm(model, kernels, fused))
 
@@ -152,7 +154,7 @@ def _build_layer_spec(
     number: int,
     kernels: KernelConfig,
     fused: FusedKernels,
-    options: dict[str, bool],
+    options: dict[str, Any],
 ) -> ModuleSpec:
     """Return the spec of layer `number`, counted from 0 in the whole model; `options`: those of EncoderLayer."""
     norm = select_norm(model, kernels, fused)

@@ -53,6 +53,8 @@ class PackedSequences(PackedSeqParams):
     """rotary positions of the tokens in their documents, set by the encoder"""
     local_rotation: Rotation | None = None
     """the same for layers with a window"""
+    dropout_keys: torch.Tensor | None = None
+    """int64[S], random numbers of the tokens that decide what is dropped; None: nothing"""
     output_rows: torch.Tensor | None = None
     """int64[N], the tokens whose hidden states are needed after the last layer, set by the encoder; None: all"""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -207,16 +207,18 @@ class Engine:
         seed: int,
         groups: TokenGroups | None = None,
         weight: int = 1,
+        train: bool = True,
     ) -> list[MicroBatchSpec]:
-        """Return the specs of micro-batches of the samples `rows`.
+        """Return the specs of micro-batches of the samples `rows`, with dropout if `train`.
 
         Rows may be empty. They are filled to lengths that the layout can divide; in a pipeline all have the same.
         """
         lengths = [-(-max(1, len(row)) * packs.seq_length // self._row_divisor) * self._row_divisor for row in rows]
         if self.layout.pipeline_model_parallel_size > 1:
             lengths = [max(lengths)] * len(rows)
+        dropout = train and self.plan.settings.shape.attention_output_dropout > 0
         return [
-            MicroBatchSpec(packs, tuple(row), objective, seed, groups, weight, length)
+            MicroBatchSpec(packs, tuple(row), objective, seed, groups, weight, length, dropout)
             for row, length in zip(rows, lengths, strict=True)
         ]
 
@@ -313,7 +315,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.eval()
         starts = range(0, batches * self.sampler.global_batch_size, self.sampler.global_batch_size)
-        specs = [self._list_specs(packs, self.sampler.samples(start), objective, 0, groups) for start in starts]
+        specs = [self._list_specs(packs, self.sampler.samples(start), objective, 0, groups, train=False) for start in starts]
         with self._gathered_parameters():
             metrics = [
                 self._run_batch(batch, following, train=False)[0]

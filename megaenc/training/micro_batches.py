@@ -97,6 +97,7 @@ def build_micro_batch(
     groups: TokenGroups | None = None,
     weight: int = 1,
     length: int = 0,
+    dropout: bool = False,
 ) -> MicroBatch:
     """Return packs end to end in a row, with the targets of an objective.
 
@@ -108,13 +109,17 @@ def build_micro_batch(
         groups: Those of a validation, for packs of a BlendedDataset.
         weight: Factor of the losses and of their divisor.
         length: Tokens of the row, which documents of zeros fill if the packs have fewer.
+        dropout: Whether the row is given random numbers for dropout, drawn under `seed` too.
     """
     edges, tokens, predict_at, labels, prefixes, weights, loss_count = [0], [], [], [], [], [], 0
     members = [] if groups is None else [np.zeros((0, len(groups)), dtype=bool)]
     soft_labels: list[SoftLabels] = []
+    dropout_keys = []
     for sample in samples:
         pack = packs[sample]
-        targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
+        randomness = SampleRandomness(seed, pack.sample, pack.epoch)
+        targets = objective.targets(pack, randomness)
+        dropout_keys.append(randomness.words("dropout", len(targets.inputs) if dropout else 0))
         start = edges[-1]
         edges += (pack.edges[1:] + start).tolist()
         tokens.append(targets.inputs)
@@ -144,6 +149,9 @@ def build_micro_batch(
     arrays += [np.concatenate([nothing, *predict_at]), np.concatenate([nothing, *labels])]
     row, positions, predicted, predicted_labels = (copy_to_device(torch.from_numpy(array), device) for array in arrays)
     packing = PackedSequences.from_edges(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
+    if dropout:
+        dropout_keys.append(np.zeros(edges[-1] - pack_tokens, dtype=np.uint64))
+        packing.dropout_keys = copy_to_device(torch.from_numpy(np.concatenate(dropout_keys).view(np.int64)), device)
     memberships = copy_to_device(torch.from_numpy(np.concatenate(members)), device) if members else None
     loss_weights = copy_to_device(torch.from_numpy(np.concatenate(weights)), device) if weights else None
     soft = None
@@ -173,10 +181,11 @@ class MicroBatchSpec(NamedTuple):
     groups: TokenGroups | None = None
     weight: int = 1
     length: int = 0
+    dropout: bool = False
 
     def build(self, device: torch.device) -> MicroBatch:
         """Read the described packs, apply the objective to them, and return the MicroBatch with its tensors on `device`."""
-        options = (self.groups, self.weight, self.length)
+        options = (self.groups, self.weight, self.length, self.dropout)
         return build_micro_batch(self.packs, self.samples, self.objective, self.seed, device, *options)
 
 

@@ -171,3 +171,42 @@ def test_swiglu_keeps_what_it_was_given_and_nothing_else():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         swiglu(x)
     assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]
+
+
+def test_dropout_drops_its_share_by_key_layer_and_channel():
+    from megaenc.model import functional
+
+    keys = torch.randint(-(2**63), 2**63 - 1, (2048,), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2048, 1, 768, requires_grad=True)
+    for probability in (0.1, 0.5):
+        out = functional.dropout(x, keys, 3, probability)
+        share = (out == 0).double()
+        assert share.mean() == pytest.approx(probability, abs=4 * (probability / x.numel()) ** 0.5)
+        torch.testing.assert_close(out, torch.where(out == 0, 0.0, x / (1 - probability)))
+        gradient = torch.randn_like(x)
+        (actual,) = torch.autograd.grad(out, x, gradient)
+        torch.testing.assert_close(actual, torch.where(out == 0, 0.0, gradient / (1 - probability)))
+        for other in (
+            functional.dropout(x, keys, 4, probability),
+            functional.dropout(x, keys.roll(1), 3, probability),
+            out.roll(1, 2),
+        ):
+            both = ((other == 0).double() - probability) * (share - probability)
+            assert abs(both.mean()) < 5 * probability / x.numel() ** 0.5
+    rows = torch.tensor([5, 1999, 7])
+    assert torch.equal(functional.dropout(x[rows], keys[rows], 3, 0.5), out[rows])
+
+
+def test_dropout_is_decided_by_this_hash():
+    """Written out in whole numbers: a run goes on under a later version as it began."""
+    from megaenc.model import functional
+
+    keys = torch.tensor([0, -1, 0x123456789ABCDEF0, -(2**63)])
+    kept = functional.dropout(torch.ones(4, 1, 12), keys, 2, 0.3).squeeze(1) > 0
+    for row, key in enumerate(keys.tolist()):
+        for channel in range(12):
+            number = (0x9E3779B1 * channel + 0x85EBCA77 * 2 + key) % 2**32
+            number = (number ^ number >> 16) * 0x7FEB352D % 2**32
+            number = (number ^ number >> 15) * 0x846CA68B % 2**32
+            number = (number ^ number >> 16) * (key % 2**64 >> 32 | 1) % 2**32
+            assert kept[row, channel] == (number >= 0.3 * 2**32)

@@ -77,6 +77,53 @@ def test_initial_weights_and_masks_are_identical(layout, small_corpus, starting_
             np.testing.assert_array_equal(actual_batch[name], expected[name], err_msg=f"{batch.stem} {name}")
 
 
+DROPPED = [*runs.SHORT_RUN, "--no-bf16", "--attention-output-dropout", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def dropped(small_corpus, tmp_path_factory) -> Path:
+    """The same steps with dropout."""
+    folder = tmp_path_factory.mktemp("dropped") / "run"
+    runs.script(runs.PRETRAIN, [*small_corpus.flags, *DROPPED, "--save", str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+        (2, ["--pipeline-model-parallel-size", "2"]),
+        (2, ["--micro-batch-size", "3"]),
+        (1, ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]),
+    ],
+    ids=["TP2 SP", "PP2", "DP2, other rows", "recomputed"],
+)
+def test_dropout_is_that_of_one_process(processes, flags, small_corpus, dropped, tmp_path):
+    folder = tmp_path / "run"
+    runs.script(runs.PRETRAIN, [*small_corpus.flags, *DROPPED, *flags, "--save", str(folder)], processes=processes)
+    assert len(runs.metrics(folder)) == 20
+    for name in ("loss", "grad_norm"):
+        expected = [row[name] for row in runs.metrics(dropped)]
+        np.testing.assert_allclose([row[name] for row in runs.metrics(folder)], expected, rtol=1e-6 if name == "loss" else 1e-5)
+
+
+def test_dropout_goes_on_after_a_stop_and_spares_validation(small_corpus, dropped, reference, tmp_path):
+    flags = [*small_corpus.flags, *DROPPED, "--save", str(tmp_path / "run")]
+    runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "7"])
+    runs.script(runs.PRETRAIN, flags)
+    assert runs.curve(tmp_path / "run") == runs.curve(dropped)
+    losses, without = ([row["loss"] for row in runs.metrics(run)] for run in (dropped, reference))
+    assert all(abs(a / b - 1) > 1e-5 for a, b in zip(losses, without, strict=True))
+    still = [*small_corpus.flags, *DROPPED, *runs.STANDSTILL, "--eval-interval", "1"]
+    validations = []
+    for name, more in (("drop", []), ("keep", ["--attention-output-dropout", "0"])):
+        runs.script(
+            runs.PRETRAIN, [*still, "--lr-warmup-iters", "0", "--lr-wsd-decay-iters", "1", *more, "--save", str(tmp_path / name)]
+        )
+        validations.append([row["objectives"] for row in runs.validations(tmp_path / name)])
+    assert validations[0] == validations[1]
+
+
 @pytest.mark.slow
 def test_bf16_follows_float32(small_corpus, reference, tmp_path):
     folder = tmp_path / "run"

@@ -269,3 +269,20 @@ def test_the_dry_run_shows_each_phase(three_phases, capsys):
     assert "15 steps of 4 to 8 packs of 128 to 512 tokens" in output
     rows = [line.split() for line in output.splitlines() if line.startswith("  mlm") and " to " in line]
     assert [row[-4:] for row in rows] == [["8", "128", "10,000", "2"], ["4", "512", "40,000", "2"], ["4", "512", "40,000", "1"]]
+
+
+def test_weight_decay_may_change_by_phase(small_corpus, tmp_path, refusal):
+    """The first step of the second phase has the same gradient, so that lr * decay * weight tells two runs apart."""
+    folders = []
+    for decay in (0.1, 2.1):
+        phases = [{"objective": "mlm", "train_iters": 2}, {"objective": "mlm", "train_iters": 1, "weight_decay": decay}]
+        flags = [*small_corpus.flags, *SHAPE, "--seq-length", "64", "--lr-warmup-iters", "0", "--save-steps", "2"]
+        folders.append(tmp_path / str(decay))
+        main([*flags, "--phases", *map(json.dumps, phases), "--lr-decay-style", "constant", "--save", str(folders[-1])])
+    before, usual, strong = runs.weights(folders[0], 2), runs.weights(folders[0], 3), runs.weights(folders[1], 3)
+    assert runs.curve(folders[0])[:2] == runs.curve(folders[1])[:2]
+    for name, weight in usual.items():
+        np.testing.assert_allclose(strong[name], weight - 3e-3 * 2 * before[name], rtol=0, atol=1e-6)
+    branch = [*flags, "--branch-from", str(folders[0]), "--branch-at", "2", "--train-iters", "4", "--lr-decay-style", "constant"]
+    line = refusal(main, [*branch, "--objective-schedule", "mlm", "--weight-decay", "0.2", "--save", str(tmp_path / "branch")])
+    assert "weight_decay is 0.1 there, 0.2 here at step 1" in line

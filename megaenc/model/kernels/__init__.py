@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Flags that enable the Triton kernels of norm, rotary positions, SwiGLU and loss, and float32 sums of weight gradients."""
+    """Flags that enable the Triton kernels of norm, rotary positions, SwiGLU, dropout and loss, and float32 weight gradients."""
 
     norm: bool = False
     rotary: bool = False
     swiglu: bool = False
+    dropout: bool = False
     loss: bool = False
     sum: bool = False
 

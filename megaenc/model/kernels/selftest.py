@@ -181,6 +181,19 @@ def _check_swiglu(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
         yield from _compare_with_formula(swiglu, formula, draw, "x", draw(rows, 1, 2 * width, size=size))
 
 
+def _check_dropout(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
+    """Yield comparisons of the dropout kernel with torch's operations, which drop the same elements."""
+    from megaenc.model.functional import dropout
+
+    for rows, width, layer, probability in ((5, widths.hidden, 1, 0.1), (7, 171, 90, 0.5), (3, 2500, 7, 0.9), (0, 8, 1, 0.1)):
+        keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=draw.generator).to(draw.device)
+
+        def drop(x: Tensor, keys: Tensor = keys, layer: int = layer, probability: float = probability) -> Tensor:
+            return dropout(x, keys, layer, probability, fused=x.dtype != torch.float64)
+
+        yield from _compare_with_formula(drop, drop, draw, "x", draw(rows, 1, width))
+
+
 def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
     """Yield comparisons of the cross-entropy kernels with torch's, with a vocabulary split over three shares.
 
@@ -226,6 +239,7 @@ CHECKS: dict[str, Callable[[_RandomTensors, LayerWidths], Iterator[Comparison]]]
     "norm": _check_norm,
     "rotary": _check_rotary,
     "swiglu": _check_swiglu,
+    "dropout": _check_dropout,
     "loss": _check_loss,
     "sum": _check_sum,
 }

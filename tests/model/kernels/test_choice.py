@@ -37,7 +37,8 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
     monkeypatch.setattr(selftest, "gather_lowest", gather)
     wrong = {"loss": "CompilationError: at 3:1"}
     verdicts = [SelfTestResult(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS]
-    assert selftest._agree_across_ranks(verdicts) == {"norm": True, "rotary": False, "swiglu": True, "loss": False, "sum": True}
+    agreed = selftest._agree_across_ranks(verdicts)
+    assert agreed == {"norm": True, "rotary": False, "swiglu": True, "dropout": True, "loss": False, "sum": True}
     assert capsys.readouterr().out.splitlines() == [
         "fused kernels: torch's own rotary instead (the gradient of x is off by 0.5 (tolerance 0.0078))",
         "fused kernels: torch's own loss instead (CompilationError: at 3:1)",
@@ -47,11 +48,13 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
 def test_without_triton_one_line_says_so(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in ("norm", "rotary", "swiglu", "cross_entropy", "loss"):
+    for name in ("norm", "rotary", "swiglu", "dropout", "cross_entropy", "loss"):
         monkeypatch.delitem(sys.modules, f"megaenc.model.kernels.{name}", raising=False)
     selftest._test_all_kernels.cache_clear()
     found = selftest.select_fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS)
     selftest._test_all_kernels.cache_clear()
     assert (found.norm, found.rotary, found.swiglu, found.loss) == (False,) * 4
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("fused kernels: torch's own norm, rotary, swiglu, loss instead (ModuleNotFoundError: import of triton")
+    assert line.startswith(
+        "fused kernels: torch's own norm, rotary, swiglu, dropout, loss instead (ModuleNotFoundError: import of t"
+    )

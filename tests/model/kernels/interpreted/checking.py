@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaenc.model.kernels import cross_entropy, norm, rotary, selftest, swiglu
+from megaenc.model.kernels import cross_entropy, dropout, norm, rotary, selftest, swiglu
 from megaenc.model.kernels.selftest import CHECKS, TOLERANCE, LayerWidths, check_kernel
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
@@ -40,6 +40,7 @@ MISTAKES = [
     ("rotary", rotary, "head * head_stride", "head * 2 * half", "the output"),
     ("swiglu", swiglu, "sigmoid + silu * (1.0 - sigmoid)", "sigmoid", "the gradient of x"),
     ("swiglu", swiglu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "the gradient of x is off by nan"),
+    ("dropout", dropout, "number >> 15", "number >> 14", "the output"),
     ("loss", cross_entropy, PADDED, PADDED.replace("columns", "columns + 1"), "the loss"),
     ("loss", cross_entropy, "total * tl.exp(before - highest)", "total", "the loss"),
     ("loss", cross_entropy, "tl.min(tl.where(scores == top, column, NO_TOKEN)", "tl.max(column * (scores == top)", "the pred"),
@@ -70,7 +71,7 @@ def test_what_is_wrong_is_named_and_the_others_are_used(tmp_path, monkeypatch, c
     plant(rotary, "SIGN=sign", "SIGN=1", tmp_path, monkeypatch)
     found = selftest.select_fused_kernels(True, HOST, torch.float32, WIDTHS)
     selftest._test_all_kernels.cache_clear()
-    assert found == selftest.FusedKernels(norm=True, rotary=False, swiglu=True, loss=True, sum=True)
+    assert found == selftest.FusedKernels(norm=True, rotary=False, swiglu=True, dropout=True, loss=True, sum=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("fused kernels: torch's own rotary instead (the gradient of x is ")
 

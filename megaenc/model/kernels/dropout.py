@@ -1,0 +1,39 @@
+"""Triton dropout by a hash of counters, with the same bits as `megaenc.model.functional.dropout`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaenc.model.kernels.launch import column_block_constants, flatten_rows
+
+
+@triton.jit(do_not_specialize=("first", "limit"))
+def dropout_kernel(x, out, low, high, first, limit, scale, x_stride, width, COLUMNS: tl.constexpr):
+    """Write x * `scale`, or 0 where the hash is below `limit`, of a block of COLUMNS columns of one row per program to `out`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    start = tl.load(low + row).to(tl.uint32, bitcast=True)
+    factor = tl.load(high + row).to(tl.uint32, bitcast=True)
+    number = column.to(tl.uint32) * 0x9E3779B1 + first.to(tl.uint32) + start
+    number = (number ^ (number >> 16)) * 0x7FEB352D
+    number = (number ^ (number >> 15)) * 0x846CA68B
+    number = (number ^ (number >> 16)) * factor
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    kept = tl.where(number < limit.to(tl.uint32), 0.0, values * scale)
+    tl.store(out + row * width + column, kept.to(out.dtype.element_ty), mask=inside)
+
+
+def drop(x: Tensor, low: Tensor, high: Tensor, first: int, limit: int, scale: float) -> Tensor:
+    """Return x [..., H] times `scale`, or 0 where the hash of an element is below `limit`, in its dtype.
+
+    `low`, `high`: int32[rows], numbers of the rows; `first`: that of the layer, added to those of all channels.
+    """
+    rows_RH, width = flatten_rows(x), x.size(-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        constants = column_block_constants(width)
+        programs = len(rows_RH), triton.cdiv(width, constants["COLUMNS"])
+        dropout_kernel[programs](rows_RH, out, low, high, first, limit, scale, rows_RH.stride(0), width, **constants)
+    return out
