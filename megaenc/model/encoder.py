@@ -33,7 +33,7 @@ from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.functional import Rotation
 from megaenc.model.kernels import NO_FUSED_KERNELS, FusedKernels
 from megaenc.model.kernels.selftest import LayerWidths, select_fused_kernels
-from megaenc.model.layer_spec import ACTIVATIONS, build_block_spec, build_transformer_config, select_norm
+from megaenc.model.layer_spec import ACTIVATIONS, build_block_spec, build_transformer_config, list_fused_kernels, select_norm
 from megaenc.model.linear_cross_entropy import linear_cross_entropy
 from megaenc.model.packed_sequences import PackedSequences
 
@@ -78,9 +78,8 @@ class Encoder(LanguageModule):
         widths = LayerWidths(
             model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel
         )
-        fused = select_fused_kernels(kernels.fused_kernels, detect_backend().device, dtype, widths)
-        own = {"norm": fused.norm and model.normalization == "RMSNorm", "swiglu": fused.swiglu and model.activation == "silu"}
-        self.fused = dataclasses.replace(fused, **own)
+        names = list_fused_kernels(model)
+        self.fused = select_fused_kernels(kernels.fused_kernels, detect_backend().device, dtype, widths, names)
         norm = partial(
             build_module, select_norm(model, kernels, self.fused), hidden_size=model.hidden_size, eps=model.norm_epsilon
         )

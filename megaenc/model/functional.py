@@ -1,4 +1,4 @@
-"""RMSNorm, rotary positions and gated activations with memory-efficient gradients; `fused`: by a Triton kernel."""
+"""RMSNorm, rotary positions and gated activations with memory-efficient gradients; `fused`: by Triton kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -190,7 +190,7 @@ class SwiGLU(MegatronModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
         if self.fused:
-            from megaenc.model.kernels.swiglu import swiglu
+            from megaenc.model.kernels.glu import swiglu
 
             return swiglu(x)
         return _GatedActivation.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
@@ -202,13 +202,19 @@ class GeGLU(MegatronModule):
     `approximate`: the GELU's formula, "none" (exact) or "tanh".
     """
 
-    def __init__(self, config: TransformerConfig | None, approximate: str = "none"):
+    def __init__(self, config: TransformerConfig | None, approximate: str = "none", fused: bool = False):
         super().__init__(config)
+        self.approximate = approximate
+        self.fused = fused
         functions = F.gelu, torch.ops.aten.gelu_backward.grad_input
         self.functions = tuple(partial(function, approximate=approximate) for function in functions)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return gelu(gate) * up, [..., F], of x [..., 2 F], whose halves are gate and up."""
+        if self.fused:
+            from megaenc.model.kernels.glu import geglu
+
+            return geglu(x, self.approximate)
         return _GatedActivation.apply(x, *self.functions)
 
 

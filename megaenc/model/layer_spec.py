@@ -32,10 +32,22 @@ _DEFAULT_KERNELS = KernelConfig()
 def select_norm(model: ModelConfig, kernels: KernelConfig, fused: FusedKernels) -> ModuleSpec | type:
     """Return the class or spec of the model's norms, built with the arguments `config`, `hidden_size` and `eps`."""
     if model.normalization == "LayerNorm":
-        return ModuleSpec(module=LayerNorm, params={"bias": model.norm_bias})
+        return ModuleSpec(module=LayerNorm, params={"bias": model.norm_bias, "fused": fused.layer_norm})
     if kernels.transformer_impl == "transformer_engine":
         return transformer_engine.RMSNormFactory
     return ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
+
+
+def list_fused_kernels(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the Triton kernels, as of FusedKernels, that `model` can use."""
+    names = ["rotary", "swiglu" if model.activation == "silu" else "geglu", "loss", "sum"]
+    if model.normalization == "RMSNorm":
+        names.insert(0, "norm")
+    elif not model.norm_bias:
+        names.insert(0, "layer_norm")
+    if model.attention_output_dropout:
+        names.append("dropout")
+    return tuple(names)
 
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
@@ -165,8 +177,8 @@ def _build_layer_spec(
     add = ModuleSpec(module=PostNorm, params={"norm": norm, "config": config}) if model.post_norms else get_bias_dropout_add
     activations = {
         "silu": ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu}),
-        "gelu": GeGLU,
-        "gelu_pytorch_tanh": ModuleSpec(module=GeGLU, params={"approximate": "tanh"}),
+        "gelu": ModuleSpec(module=GeGLU, params={"fused": fused.geglu}),
+        "gelu_pytorch_tanh": ModuleSpec(module=GeGLU, params={"approximate": "tanh", "fused": fused.geglu}),
     }
     return ModuleSpec(
         module=EncoderLayer,

@@ -53,19 +53,31 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(torch.nn.Module):
-    """LayerNorm layer with a learned weight and an optional bias, computed by torch; megatron-core's always has a bias."""
+    """LayerNorm layer with a learned weight and an optional bias; megatron-core's always has a bias.
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, bias: bool = False, **_):
+    With a bias it is computed by torch, as the Triton kernel has none.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, bias: bool = False, fused: bool = False, **_
+    ):
         super().__init__()
         self.eps = eps
+        self.fused = fused and not bias
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if bias else None
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (x - mean(x)) / std(x) * weight + bias over the last dimension of x [..., H]."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return (x [..., H] - mean(x)) / std(x) * weight + bias; with `residual`, (residual + x, its norm)."""
+        if self.fused:
+            from megaenc.model.kernels.norm import layer_norm
+
+            return layer_norm(x, self.weight, self.eps, residual)
+        x = x if residual is None else residual + x
+        out = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return out if residual is None else (x, out)
 
 
 class PostNorm(torch.nn.Module):
@@ -82,7 +94,7 @@ class PostNorm(torch.nn.Module):
 
 def add_and_norm(norm: torch.nn.Module, hidden: Tensor | PendingSum) -> tuple[Tensor, Tensor]:
     """Return (residual stream, its norm), [S, 1, H] each, of hidden states or of a sum that is not computed yet."""
-    if isinstance(hidden, PendingSum) and isinstance(norm, RMSNorm):
+    if isinstance(hidden, PendingSum) and isinstance(norm, RMSNorm | LayerNorm):
         return norm(hidden.output, hidden.residual)
     residual = hidden.add() if isinstance(hidden, PendingSum) else hidden
     return residual, norm(residual)

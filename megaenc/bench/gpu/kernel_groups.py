@@ -24,7 +24,7 @@ GROUPS = tuple(SUGGESTIONS)
 
 # The order matters: flash attention kernels are also named cutlass, and backward kernels contain forward names.
 _NAMES = (
-    (ELEMENTWISE, r"rms_norm|rotary|swiglu"),
+    (ELEMENTWISE, r"norm_(forward|backward)_kernel|rotary|glu_(forward|backward)"),
     (COMMUNICATION, r"nccl|rccl|msccl|gloo:|c10d::"),
     (
         BACKWARD,

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Flags that enable the Triton kernels of norm, rotary positions, SwiGLU, dropout and loss, and float32 weight gradients."""
+    """Flags that enable Triton kernels, and float32 sums of weight gradients."""
 
     norm: bool = False
+    """RMSNorm"""
+    layer_norm: bool = False
+    """LayerNorm without bias"""
     rotary: bool = False
     swiglu: bool = False
+    geglu: bool = False
     dropout: bool = False
+    """of attention's output"""
     loss: bool = False
     sum: bool = False
 

@@ -1,4 +1,7 @@
-"""Triton RMSNorm, with or without a residual addition before it, in one pass over memory in forward and one in backward."""
+"""Triton RMSNorm and LayerNorm in one pass over memory in forward and one in backward.
+
+With or without a residual addition before the norm.
+"""
 
 import torch
 import triton
@@ -9,12 +12,22 @@ from torch.autograd.function import once_differentiable
 from megaenc.model.kernels.launch import DO_NOT_SPECIALIZE, flatten_rows, resident_programs, row_tile_constants
 
 
+@triton.jit
+def subtract_mean(numbers, inside, width):
+    """Return each row of `numbers` minus its mean; 0 where not `inside`. Numbers after the first `width` must be 0."""
+    mean = tl.sum(numbers, axis=1)[:, None] / width
+    return tl.where(inside, numbers - mean, 0.0)
+
+
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-def rms_norm_forward_kernel(
+def norm_forward_kernel(
     x, residual, weight, sum_out, out, rows, x_stride, residual_stride, width, epsilon,
-    RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`; RESIDUAL: of x + residual, written to `sum_out`."""
+    """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`.
+
+    CENTERED: of x minus the row's mean (LayerNorm). RESIDUAL: of x + residual, written to `sum_out`.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < width)
@@ -24,19 +37,21 @@ def rms_norm_forward_kernel(
         rounded = numbers.to(sum_out.dtype.element_ty)
         tl.store(sum_out + row * width + column, rounded, mask=inside)
         numbers = rounded.to(tl.float32)  # as backward and the next addition read it
+    if CENTERED:
+        numbers = subtract_mean(numbers, inside, width)
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     shrink = 1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=1)[:, None] / width + epsilon)
     tl.store(out + row * width + column, (numbers * shrink * scale).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-def rms_norm_backward_kernel(
+def norm_backward_kernel(
     gradient, to_sum, x, weight, to_x, to_weight, rows, gradient_stride, to_sum_stride, x_stride, width, epsilon,
-    RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x to `to_x`, and each program's part of the weight's gradient to its row of `to_weight`.
 
-    RESIDUAL: add `to_sum`, the gradient that reaches x directly.
+    CENTERED: the norm subtracts the mean. RESIDUAL: add `to_sum`, the gradient that reaches x directly.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -46,11 +61,15 @@ def rms_norm_backward_kernel(
         inside = (row < rows) & (column < width)
         numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         above = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if CENTERED:
+            numbers = subtract_mean(numbers, inside, width)
         shrink = 1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=1)[:, None] / width + epsilon)
         normed = numbers * shrink
         total += above * normed
         above = above * scale
         along = tl.sum(above * normed, axis=1)[:, None] / width
+        if CENTERED:
+            above = subtract_mean(above, inside, width)
         below = shrink * (above - normed * along)
         if RESIDUAL:
             below += tl.load(to_sum + row * to_sum_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -64,27 +83,33 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None 
 
     With `residual` [..., H]: return (x + residual, its norm).
     """
-    return _TritonRMSNorm.apply(x, residual, weight, epsilon)
+    return _TritonNorm.apply(x, residual, weight, epsilon, False)
 
 
-class _TritonRMSNorm(torch.autograd.Function):
-    """RMSNorm with the Triton kernels, which saves only what it normalizes and the weight."""
+def layer_norm(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Return (x [..., H] - mean(x)) / std(x) * weight [H], without a bias, as `rms_norm` does."""
+    return _TritonNorm.apply(x, residual, weight, epsilon, True)
+
+
+class _TritonNorm(torch.autograd.Function):
+    """Norm with the Triton kernels, which saves only what it normalizes and the weight."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, epsilon):
+    def forward(ctx, x, residual, weight, epsilon, is_centered):
         rows_RH, is_sum = flatten_rows(x), residual is not None
         residual_RH = flatten_rows(residual) if is_sum else rows_RH
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         norm_input = torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_sum else rows_RH
         ctx.save_for_backward(norm_input, weight)
-        ctx.shape, ctx.epsilon, ctx.is_sum = x.shape, epsilon, is_sum
+        ctx.shape, ctx.epsilon, ctx.is_sum, ctx.is_centered = x.shape, epsilon, is_sum, is_centered
         if out.numel():
             rows, width = rows_RH.shape
             constants = row_tile_constants(width)
             strides = rows_RH.stride(0), residual_RH.stride(0)
-            rms_norm_forward_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
-                rows_RH, residual_RH, weight, norm_input, out, rows, *strides, width, epsilon, RESIDUAL=is_sum, **constants
-            )
+            norm_forward_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
+                rows_RH, residual_RH, weight, norm_input, out, rows, *strides, width, epsilon,
+                CENTERED=is_centered, RESIDUAL=is_sum, **constants,
+            )  # fmt: skip
         return (norm_input, out) if is_sum else out
 
     @staticmethod
@@ -94,15 +119,15 @@ class _TritonRMSNorm(torch.autograd.Function):
         rows_RH, gradient_RH, to_sum_RH = (flatten_rows(tensor) for tensor in (x, gradients[-1], gradients[0]))
         to_x = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
         if not to_x.numel():
-            return to_x, to_x if ctx.is_sum else None, torch.zeros_like(weight), None
+            return to_x, to_x if ctx.is_sum else None, torch.zeros_like(weight), None, None
         rows, width = rows_RH.shape
         constants = row_tile_constants(width)
         programs = min(triton.cdiv(rows, constants["ROWS"]), resident_programs(x.device))
         # One sum per program, in a deterministic order, unlike atomic additions.
         to_weight_PH = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         strides = gradient_RH.stride(0), to_sum_RH.stride(0), rows_RH.stride(0)
-        rms_norm_backward_kernel[(programs,)](
+        norm_backward_kernel[(programs,)](
             gradient_RH, to_sum_RH, rows_RH, weight, to_x, to_weight_PH, rows, *strides, width, ctx.epsilon,
-            RESIDUAL=ctx.is_sum, **constants,
+            CENTERED=ctx.is_centered, RESIDUAL=ctx.is_sum, **constants,
         )  # fmt: skip
-        return to_x, to_x if ctx.is_sum else None, to_weight_PH.sum(0).to(weight.dtype), None
+        return to_x, to_x if ctx.is_sum else None, to_weight_PH.sum(0).to(weight.dtype), None, None

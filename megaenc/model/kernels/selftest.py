@@ -113,22 +113,26 @@ def _compare_with_formula(
         yield f"the gradient of {name}", *gradients
 
 
-def _check_norm(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
-    """Yield comparisons of the RMSNorm kernel with its formula."""
+def _check_norm(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Iterator[Comparison]:
+    """Yield comparisons of a norm's kernels with torch's; `kernel`: rms_norm or layer_norm."""
     from megaenc.model.kernels.launch import resident_programs
-    from megaenc.model.kernels.norm import rms_norm
+    from megaenc.model.kernels.norm import layer_norm, rms_norm
+
+    norm = rms_norm if kernel == "rms_norm" else layer_norm
 
     def formula(x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, 1e-5)
+        if kernel == "rms_norm":
+            return F.rms_norm(x, weight.shape, weight, 1e-5)
+        return F.layer_norm(x, weight.shape, weight, None, 1e-5)
 
     several = 2 * resident_programs(draw.device) + 3  # each program of the backward kernel iterates more than once
     for shape in ((5, 1, widths.hidden), (several, 1, 1728), (67, 1, 3, widths.head), (1, 1, 96), (200, 33), (0, 1, 96)):
         x, weight = draw(*shape, size=3.0), draw(shape[-1])
-        yield from _compare_with_formula(lambda x, weight: rms_norm(x, weight, 1e-5), formula, draw, "x weight", x, weight)
+        yield from _compare_with_formula(lambda x, weight: norm(x, weight, 1e-5), formula, draw, "x weight", x, weight)
         # Whole numbers, whose sums need no rounding.
         x, residual = (draw(*shape, size=3.0).detach().round().requires_grad_() for _ in range(2))
         yield from _compare_with_formula(
-            lambda x, residual, weight: torch.stack(rms_norm(x, weight, 1e-5, residual)),
+            lambda x, residual, weight: torch.stack(norm(x, weight, 1e-5, residual)),
             lambda x, residual, weight: torch.stack([x + residual, formula(x + residual, weight)]),
             draw,
             "x residual weight",
@@ -170,15 +174,32 @@ def _check_rotary(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compari
 
 
 def _check_swiglu(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
-    """Yield comparisons of the SwiGLU kernel with its formula."""
-    from megaenc.model.kernels.swiglu import swiglu
+    """Yield comparisons of the SwiGLU kernels with their formula."""
+    from megaenc.model.kernels.glu import swiglu
+
+    yield from _check_glu(draw, widths, swiglu, F.silu)
+
+
+def _check_geglu(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
+    """Yield comparisons of the GeGLU kernels with both formulas of the GELU."""
+    from megaenc.model.kernels.glu import geglu
+
+    for approximate in ("none", "tanh"):
+        kernel = functools.partial(geglu, approximate=approximate)
+        yield from _check_glu(draw, widths, kernel, functools.partial(F.gelu, approximate=approximate))
+
+
+def _check_glu(
+    draw: _RandomTensors, widths: LayerWidths, kernel: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor]
+) -> Iterator[Comparison]:
+    """Yield comparisons of a gated activation's kernels with torch's `activation`."""
 
     def formula(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+        return activation(gate) * up
 
     for rows, width, size in ((5, widths.ffn, 1.0), (9, 171, 1.0), (3, 2500, 40.0), (1, 1, 1.0), (0, 8, 1.0)):
-        yield from _compare_with_formula(swiglu, formula, draw, "x", draw(rows, 1, 2 * width, size=size))
+        yield from _compare_with_formula(kernel, formula, draw, "x", draw(rows, 1, 2 * width, size=size))
 
 
 def _check_dropout(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
@@ -236,30 +257,35 @@ def _check_sum(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison
 
 
 CHECKS: dict[str, Callable[[_RandomTensors, LayerWidths], Iterator[Comparison]]] = {
-    "norm": _check_norm,
+    "norm": functools.partial(_check_norm, kernel="rms_norm"),
+    "layer_norm": functools.partial(_check_norm, kernel="layer_norm"),
     "rotary": _check_rotary,
     "swiglu": _check_swiglu,
+    "geglu": _check_geglu,
     "dropout": _check_dropout,
     "loss": _check_loss,
     "sum": _check_sum,
 }
 
 
-def select_fused_kernels(enabled: bool, device: torch.device, dtype: torch.dtype, widths: LayerWidths) -> FusedKernels:
-    """Return the Triton kernels that pass a self-test on all ranks, which all call it; print others; none on a CPU.
+def select_fused_kernels(
+    enabled: bool, device: torch.device, dtype: torch.dtype, widths: LayerWidths, names: tuple[str, ...]
+) -> FusedKernels:
+    """Return the Triton kernels of `names` that pass a self-test on all ranks.
 
-    A collective call of all ranks. On a CPU Triton's interpreter (TRITON_INTERPRET=1) can run them.
+    Prints those that fail. A collective call of all ranks. None on a CPU, but Triton's interpreter (TRITON_INTERPRET=1) can run
+    them there.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not enabled or (device.type == "cpu" and not interpreted):
         return NO_FUSED_KERNELS
-    return _test_all_kernels(device, dtype, widths)
+    return _test_kernels(device, dtype, widths, names)
 
 
 @functools.cache  # chunks of an interleaved pipeline are built one by one
-def _test_all_kernels(device: torch.device, dtype: torch.dtype, widths: LayerWidths) -> FusedKernels:
-    """Test all kernels and return those that pass on every rank."""
-    results = [check_kernel(name, device, dtype, widths) for name in CHECKS]
+def _test_kernels(device: torch.device, dtype: torch.dtype, widths: LayerWidths, names: tuple[str, ...]) -> FusedKernels:
+    """Test the kernels of `names` and return those that pass on every rank."""
+    results = [check_kernel(name, device, dtype, widths) for name in names]
     return FusedKernels(**_agree_across_ranks(results))
 
 

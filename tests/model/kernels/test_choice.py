@@ -10,17 +10,19 @@ from megaenc.model.kernels import selftest
 from megaenc.model.kernels.selftest import CHECKS, LayerWidths, SelfTestResult
 
 WIDTHS = LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
+NAMES = tuple(CHECKS)
 
 
 def test_the_host_computes_by_torchs_own_operations(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(selftest, "check_kernel", None)  # nor is anything tried
-    assert selftest.select_fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS) == selftest.NO_FUSED_KERNELS
+    assert selftest.select_fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS, NAMES) == selftest.NO_FUSED_KERNELS
 
 
 def test_who_wants_none_has_none(monkeypatch):
     monkeypatch.setattr(selftest, "check_kernel", None)
-    assert selftest.select_fused_kernels(False, torch.device("cuda", 0), torch.bfloat16, WIDTHS) == selftest.NO_FUSED_KERNELS
+    device = torch.device("cuda", 0)
+    assert selftest.select_fused_kernels(False, device, torch.bfloat16, WIDTHS, NAMES) == selftest.NO_FUSED_KERNELS
 
 
 def test_each_check_is_a_choice():
@@ -37,8 +39,7 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
     monkeypatch.setattr(selftest, "gather_lowest", gather)
     wrong = {"loss": "CompilationError: at 3:1"}
     verdicts = [SelfTestResult(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS]
-    agreed = selftest._agree_across_ranks(verdicts)
-    assert agreed == {"norm": True, "rotary": False, "swiglu": True, "dropout": True, "loss": False, "sum": True}
+    assert selftest._agree_across_ranks(verdicts) == {name: name not in ("rotary", "loss") for name in CHECKS}
     assert capsys.readouterr().out.splitlines() == [
         "fused kernels: torch's own rotary instead (the gradient of x is off by 0.5 (tolerance 0.0078))",
         "fused kernels: torch's own loss instead (CompilationError: at 3:1)",
@@ -48,13 +49,12 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
 def test_without_triton_one_line_says_so(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in ("norm", "rotary", "swiglu", "dropout", "cross_entropy", "loss"):
+    for name in ("norm", "rotary", "glu", "dropout", "cross_entropy"):
         monkeypatch.delitem(sys.modules, f"megaenc.model.kernels.{name}", raising=False)
-    selftest._test_all_kernels.cache_clear()
-    found = selftest.select_fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS)
-    selftest._test_all_kernels.cache_clear()
-    assert (found.norm, found.rotary, found.swiglu, found.loss) == (False,) * 4
+    selftest._test_kernels.cache_clear()
+    found = selftest.select_fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS, NAMES)
+    selftest._test_kernels.cache_clear()
+    assert found in (selftest.NO_FUSED_KERNELS, selftest.FusedKernels(sum=True))
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(
-        "fused kernels: torch's own norm, rotary, swiglu, dropout, loss instead (ModuleNotFoundError: import of t"
-    )
+    names = "norm, layer_norm, rotary, swiglu, geglu, dropout, loss"
+    assert line.startswith(f"fused kernels: torch's own {names} instead (ModuleNotFoundError: import of triton")

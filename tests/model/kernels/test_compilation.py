@@ -13,33 +13,25 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from megaenc.model.kernels import cross_entropy, launch, norm, rotary, swiglu  # noqa: E402
+from megaenc.model.kernels import cross_entropy, glu, launch, norm, rotary  # noqa: E402
 
 TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx90a", 64), GPUTarget("hip", "gfx942", 64)]
 TURNED = {"SIGN": -1, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
 SPLIT = {"ROWS": 32, "COLUMNS": 64, "num_warps": 8}
 BLOCK = {"COLUMNS": 4096, "num_warps": 8}
-KERNELS = {
-    "norm": [
-        (norm.rms_norm_forward_kernel, {"RESIDUAL": False} | launch.row_tile_constants(1728)),
-        (norm.rms_norm_backward_kernel, {"RESIDUAL": False} | launch.row_tile_constants(1728)),
-    ],
-    "sum and its norm": [
-        (norm.rms_norm_forward_kernel, {"RESIDUAL": True} | launch.row_tile_constants(1728)),
-        (norm.rms_norm_backward_kernel, {"RESIDUAL": True} | launch.row_tile_constants(1728)),
-    ],
-    "norm of heads": [
-        (norm.rms_norm_forward_kernel, {"RESIDUAL": False} | launch.row_tile_constants(96)),
-        (norm.rms_norm_backward_kernel, {"RESIDUAL": False} | launch.row_tile_constants(96)),
-    ],
+KERNELS = {}
+for is_centered, prefix in ((False, ""), (True, "layer ")):
+    for is_sum, width, name in ((False, 1728, "norm"), (True, 1728, "norm of a sum"), (False, 96, "norm of heads")):
+        constants = {"CENTERED": is_centered, "RESIDUAL": is_sum} | launch.row_tile_constants(width)
+        KERNELS[prefix + name] = [(norm.norm_forward_kernel, constants), (norm.norm_backward_kernel, constants)]
+for activation in ("silu", "gelu", "gelu_pytorch_tanh"):
+    constants = {"ACTIVATION": activation} | launch.column_block_constants(5120)
+    KERNELS[activation] = [(glu.glu_forward_kernel, constants), (glu.glu_backward_kernel, constants)]
+KERNELS |= {
     "rotary": [(rotary.rotary_kernel, TURNED)],
     "split": [
         (rotary.qkv_rotary_kernel, {"BACKWARD": False} | SPLIT),
         (rotary.qkv_rotary_kernel, {"BACKWARD": True} | SPLIT),
-    ],
-    "swiglu": [
-        (swiglu.swiglu_forward_kernel, launch.column_block_constants(5120)),
-        (swiglu.swiglu_backward_kernel, launch.column_block_constants(5120)),
     ],
     "loss": [
         (cross_entropy.cross_entropy_statistics_kernel, BLOCK),

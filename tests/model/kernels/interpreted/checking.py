@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaenc.model.kernels import cross_entropy, dropout, norm, rotary, selftest, swiglu
+from megaenc.model.kernels import cross_entropy, dropout, glu, norm, rotary, selftest
 from megaenc.model.kernels.selftest import CHECKS, TOLERANCE, LayerWidths, check_kernel
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
@@ -27,6 +27,10 @@ PADDED = 'columns, scores, float("-inf"))\n        top'
 
 # What is checked, where a mistake is planted, what stands there, the mistake, and what the verdict says of it.
 MISTAKES = [
+    ("layer_norm", norm, "inside, numbers - mean, 0.0)", "inside, numbers, 0.0)", "the output"),
+    ("layer_norm", norm, "tl.where(inside, numbers - mean, 0.0)", "numbers - mean", "the output"),
+    ("layer_norm", norm, "above = subtract_mean(above, inside, width)", "pass", "the gradient of x"),
+    ("layer_norm", norm, "below += tl.load", "below -= tl.load", "the gradient of x"),
     ("norm", norm, "/ width + epsilon)\n    tl.store", "/ COLUMNS + epsilon)\n    tl.store", "the output"),
     ("norm", norm, "- normed * along", "+ normed * along", "the gradient of x"),
     ("norm", norm, "rows, tl.num_programs(0) * ROWS)", "rows, 2 * tl.num_programs(0) * ROWS)", "the gradient of"),
@@ -38,8 +42,12 @@ MISTAKES = [
     ("rotary", rotary, "inside & (place > per_group)", "inside & (place >= per_group)", "the output"),
     ("rotary", rotary, "tl.load(value + half, mask=is_value", "tl.load(value, mask=is_value", "the gradient of mixed"),
     ("rotary", rotary, "head * head_stride", "head * 2 * half", "the output"),
-    ("swiglu", swiglu, "sigmoid + silu * (1.0 - sigmoid)", "sigmoid", "the gradient of x"),
-    ("swiglu", swiglu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "the gradient of x is off by nan"),
+    ("swiglu", glu, "(factor + growth)", "factor", "the gradient of x"),
+    ("swiglu", glu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "the gradient of x is off by nan"),
+    ("geglu", glu, "0.5 * (1.0 + tl.erf(gate * ROOT_HALF))", "1.0 / (1.0 + tl.exp(-1.702 * gate))", "the output"),
+    ("geglu", glu, "-0.5 * gate * gate", "-gate * gate", "the gradient of x"),
+    ("geglu", glu, "(3.0 * TANH_CUBIC)", "TANH_CUBIC", "the gradient of x"),
+    ("geglu", glu, '"gelu_pytorch_tanh" if approximate == "tanh" else "gelu"', '"gelu"', "the output"),
     ("dropout", dropout, "number >> 15", "number >> 14", "the output"),
     ("loss", cross_entropy, PADDED, PADDED.replace("columns", "columns + 1"), "the loss"),
     ("loss", cross_entropy, "total * tl.exp(before - highest)", "total", "the loss"),
@@ -69,9 +77,10 @@ def test_a_planted_mistake_is_found(name, module, right, wrong, said, tmp_path, 
 
 def test_what_is_wrong_is_named_and_the_others_are_used(tmp_path, monkeypatch, capsys):
     plant(rotary, "SIGN=sign", "SIGN=1", tmp_path, monkeypatch)
-    found = selftest.select_fused_kernels(True, HOST, torch.float32, WIDTHS)
-    selftest._test_all_kernels.cache_clear()
-    assert found == selftest.FusedKernels(norm=True, rotary=False, swiglu=True, dropout=True, loss=True, sum=True)
+    names = ("layer_norm", "rotary", "geglu", "loss", "sum")  # those that a model has
+    found = selftest.select_fused_kernels(True, HOST, torch.float32, WIDTHS, names)
+    selftest._test_kernels.cache_clear()
+    assert found == selftest.FusedKernels(layer_norm=True, rotary=False, geglu=True, loss=True, sum=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("fused kernels: torch's own rotary instead (the gradient of x is ")
 
@@ -80,7 +89,7 @@ def test_what_cannot_run_is_not_available(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("no such device\nand much more")
 
-    monkeypatch.setattr(swiglu, "_TritonSwiGLU", type("Broken", (), {"apply": refuse}))
+    monkeypatch.setattr(glu, "_TritonGLU", type("Broken", (), {"apply": refuse}))
     verdict = check_kernel("swiglu", HOST, torch.float32, WIDTHS)
     assert (verdict.available, verdict.error, verdict.reason) == (False, None, "RuntimeError: no such device")
 

@@ -7,6 +7,7 @@ its inputs and writes its outputs once; attention, the same in all versions, is 
 import os
 from collections import Counter
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -77,11 +78,11 @@ class _Attention(torch.autograd.Function):
             return tuple(torch.ones_like(x) for x in ctx.likes)
 
 
-def count_micro_batch(layers: int, flags: list[str], corpus, monkeypatch) -> Launches:
-    """The launches of a micro-batch of a model with `layers` layers."""
+def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, monkeypatch) -> Launches:
+    """The launches of a micro-batch of a model with `layers` layers, which uses the kernels `fused` and those of all models."""
     from megaenc.backend import main_grad
     from megaenc.model import layer, linear_cross_entropy
-    from megaenc.model.kernels import norm, rotary, swiglu
+    from megaenc.model.kernels import glu, norm, rotary
     from megaenc.training.config import parse_config
     from megaenc.training.planning import build_plan
 
@@ -103,13 +104,14 @@ def count_micro_batch(layers: int, flags: list[str], corpus, monkeypatch) -> Lau
 
     try:
         engine = Engine(plan, device)
-        assert all(engine.fused_kernels[name] for name in ("norm", "rotary", "swiglu"))
+        used = [name for name, is_used in engine.fused_kernels.items() if is_used]
+        assert set(used) == {"rotary", "loss", *fused}
         with monkeypatch.context() as patch:
             patch.setattr(layer, "compute_attention", lambda name, q, k, v, *_, **__: _Attention.apply(q, k, v))
             for module in (main_grad, linear_cross_entropy):
                 patch.setattr(module, "accumulate_matmul", accumulate)
             specs = engine._micro_batch_specs(1)
-            for module in (norm, rotary, swiglu):
+            for module in (norm, rotary, glu):
                 for name in [name for name in vars(module) if name.endswith("_kernel")]:
                     patch.setattr(module, name, CountedKernel(getattr(module, name), launches))
             with launches:
@@ -119,28 +121,36 @@ def count_micro_batch(layers: int, flags: list[str], corpus, monkeypatch) -> Lau
     return launches
 
 
-def count_layer(flags: list[str], corpus, monkeypatch) -> tuple[dict[str, int], dict[str, int]]:
+def count_layer(flags: list[str], fused: set[str], corpus, monkeypatch) -> tuple[dict[str, int], dict[str, int]]:
     """The launches and the bytes of one layer by operation."""
-    two, three = (count_micro_batch(layers, flags, corpus, monkeypatch) for layers in (2, 3))
+    two, three = (count_micro_batch(layers, flags, fused, corpus, monkeypatch) for layers in (2, 3))
     assert not two.launches - three.launches
     return dict(three.launches - two.launches), {name: three.bytes[name] - two.bytes[name] for name in three.launches}
 
 
-def test_a_layer_launches_what_it_needs(small_corpus, monkeypatch):
-    launches, moved = count_layer([], small_corpus, monkeypatch)
+@pytest.mark.parametrize(
+    ("flags", "fused"),
+    [
+        (["--model", "tiny"], {"norm", "swiglu"}),
+        (["--model", "modernbert-base", "--window-size", "16"], {"layer_norm", "geglu"}),
+    ],
+    ids=["tiny", "modernbert-base"],
+)
+def test_a_layer_launches_what_it_needs(flags, fused, small_corpus, monkeypatch):
+    launches, moved = count_layer(flags, fused, small_corpus, monkeypatch)
     assert {name: count for name, count in launches.items() if name not in ("sum", "_to_copy", "add_")} == {
         "mm": 8,  # outputs and gradients of inputs
         "addmm": 4,  # gradients of weights, added to their buffers
-        "rms_norm_forward_kernel": 2,
-        "rms_norm_backward_kernel": 2,
+        "norm_forward_kernel": 2,
+        "norm_backward_kernel": 2,
         "qkv_rotary_kernel": 2,
-        "swiglu_forward_kernel": 1,
-        "swiglu_backward_kernel": 1,
+        "glu_forward_kernel": 1,
+        "glu_backward_kernel": 1,
     }
     # Gradients of the norms' weights: the programs' sums are added, cast and added to their buffers.
     assert launches["sum"] == launches["_to_copy"] == launches["add_"] == 2
     token = TOKENS * W
-    assert moved["rms_norm_forward_kernel"] == 8 * token * HIDDEN + 2 * HIDDEN * W
+    assert moved["norm_forward_kernel"] == 8 * token * HIDDEN + 2 * HIDDEN * W
     assert moved["qkv_rotary_kernel"] == 4 * token * (QUERIES + 2 * KEYS) + 2 * TOKENS * DIM * 4
-    assert moved["swiglu_forward_kernel"] + moved["swiglu_backward_kernel"] == 8 * token * FFN
+    assert moved["glu_forward_kernel"] + moved["glu_backward_kernel"] == 8 * token * FFN
     assert moved["addmm"] == token * (4 * HIDDEN + 2 * QUERIES + 2 * KEYS + 3 * FFN) + 8 * PARAMETERS

@@ -29,8 +29,11 @@ def outcome(objective, fused, dtype=torch.float32, layout=KEPT, **shape):
 
     kernels = KernelConfig(fused_kernels=fused)
     encoder = build_encoder(dataclasses.replace(SHAPE, **shape), 100, 17, layout, dtype, seed=3, kernels=kernels).train()
-    norm, swiglu = (fused and name not in shape for name in ("normalization", "activation"))  # LayerNorm and GeGLU are torch's
-    assert (encoder.fused.norm, encoder.fused.rotary, encoder.fused.swiglu, encoder.fused.loss) == (norm, fused, swiglu, fused)
+    names = {name for name, is_used in dataclasses.asdict(encoder.fused).items() if is_used and name != "sum"}
+    norms = {"layer_norm"} if "normalization" in shape else {"norm"}
+    norms -= {"layer_norm"} if "norm_bias" in shape else set()  # torch's own
+    activation = {"geglu"} if "activation" in shape else {"swiglu"}
+    assert names == (norms | activation | {"rotary", "loss"} if fused else set())
     attention, predict_at = OBJECTIVES[objective]
     torch.manual_seed(0)
     tokens, labels = torch.randint(0, 100, (1, 17)), torch.randint(0, 100, (len(predict_at),))
@@ -47,7 +50,7 @@ MODERNBERT |= {"output_layer_bias": True, "window_size": 3, "global_attn_every_n
 GEMMA3 = OTHER | {"add_qkv_bias": False, "apply_layernorm_1p": True, "post_norms": True, "activation": "gelu_pytorch_tanh"}
 GEMMA3 |= {"scale_embedding": True, "query_pre_attn_scalar": 7, "window_size": 3}
 CASES = {"clm": ("clm", {}), "mlm": ("mlm", {}), "other shape": ("mlm", OTHER), "modernbert": ("mlm", MODERNBERT)}
-CASES |= {"gemma3": ("clm", GEMMA3)}
+CASES |= {"gemma3": ("clm", GEMMA3), "biases of norms": ("mlm", MODERNBERT | {"norm_bias": True})}
 
 
 @pytest.mark.parametrize(("objective", "shape"), CASES.values(), ids=CASES)

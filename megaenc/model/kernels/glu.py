@@ -1,0 +1,114 @@
+"""Triton gated activations: SwiGLU and GeGLU in one pass each for forward and backward, which recomputes the activation."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megaenc.model.kernels.launch import column_block_constants, flatten_rows
+
+ROOT_HALF: tl.constexpr = tl.constexpr(math.sqrt(0.5))
+NORMAL_PEAK: tl.constexpr = tl.constexpr(1 / math.sqrt(2 * math.pi))
+# GELU's approximation (1 + tanh(u)) / 2 is the sigmoid of 2 u = TANH_SCALE * (x + TANH_CUBIC * x^3).
+TANH_SCALE: tl.constexpr = tl.constexpr(2 * math.sqrt(2 / math.pi))
+TANH_CUBIC: tl.constexpr = tl.constexpr(0.044715)
+
+
+@triton.jit
+def gate_factor(gate, ACTIVATION: tl.constexpr):
+    """Return activation(gate) / gate, which is 1/2 at 0; ACTIVATION: silu, gelu or gelu_pytorch_tanh."""
+    if ACTIVATION == "gelu":
+        factor = 0.5 * (1.0 + tl.erf(gate * ROOT_HALF))
+    elif ACTIVATION == "gelu_pytorch_tanh":
+        argument = (gate + gate * gate * gate * TANH_CUBIC) * TANH_SCALE
+        factor = 1.0 / (1.0 + tl.exp(-argument))
+    else:
+        factor = 1.0 / (1.0 + tl.exp(-gate))
+    return factor
+
+
+@triton.jit
+def glu_forward_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write activation(gate) * up of a block of COLUMNS columns of one row per program to `out`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    target = out + row * width + column
+    # By a division, silu is rounded once less than by its factor.
+    activated = gate / (1.0 + tl.exp(-gate)) if ACTIVATION == "silu" else gate * gate_factor(gate, ACTIVATION)
+    tl.store(target, (activated * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def glu_backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write the gradients of gate and up for a block of COLUMNS columns of one row per program to `to_x`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    above = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
+    factor = gate_factor(gate, ACTIVATION)
+    activated = gate * factor
+    to_activated = above * up
+    # The derivative of the activation is the factor plus gate times the factor's own derivative.
+    if ACTIVATION == "gelu":
+        growth = gate * tl.exp(-0.5 * gate * gate) * NORMAL_PEAK
+    elif ACTIVATION == "gelu_pytorch_tanh":
+        growth = activated * (1.0 - factor) * (1.0 + gate * gate * (3.0 * TANH_CUBIC)) * TANH_SCALE
+    else:
+        growth = activated * (1.0 - factor)
+    to_gate = to_activated * (factor + growth)
+    target = to_x + row * (2 * width) + column
+    tl.store(target, to_gate.to(to_x.dtype.element_ty), mask=inside)
+    tl.store(target + width, (above * activated).to(to_x.dtype.element_ty), mask=inside)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Return silu(gate) * up [..., F] of the halves of x [..., 2 F].
+
+    In the dtype of `x`, computed in float32 by Triton, with gradients.
+    """
+    return _TritonGLU.apply(x, "silu")
+
+
+def geglu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Return gelu(gate) * up [..., F] of the halves of x [..., 2 F], as `swiglu` does.
+
+    `approximate`: the GELU's formula, "none" (exact) or "tanh".
+    """
+    return _TritonGLU.apply(x, "gelu_pytorch_tanh" if approximate == "tanh" else "gelu")
+
+
+class _TritonGLU(torch.autograd.Function):
+    """Gated activation with the Triton kernels, which saves only its input."""
+
+    @staticmethod
+    def forward(ctx, x, activation):
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        rows_R2F, width = flatten_rows(x), x.size(-1) // 2
+        out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+        if out.numel():
+            constants = column_block_constants(width)
+            programs = len(rows_R2F), triton.cdiv(width, constants["COLUMNS"])
+            glu_forward_kernel[programs](rows_R2F, out, rows_R2F.stride(0), width, ACTIVATION=activation, **constants)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        rows_R2F, gradient_RF, width = flatten_rows(x), flatten_rows(gradient), gradient.size(-1)
+        to_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if to_x.numel():
+            constants = {"ACTIVATION": ctx.activation} | column_block_constants(width)
+            programs = len(rows_R2F), triton.cdiv(width, constants["COLUMNS"])
+            strides = gradient_RF.stride(0), rows_R2F.stride(0)
+            glu_backward_kernel[programs](gradient_RF, rows_R2F, to_x, *strides, width, **constants)
+        return to_x, None
