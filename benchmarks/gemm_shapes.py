@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,9 @@ def measure_products(config: GemmShapesConfig, watch: Stopwatch, device: torch.d
 def build_kernels(shape: ModelConfig, tokens: int, device: torch.device) -> dict[str, tuple[Callable[[], Any], int]]:
     """Return megaenc's elementwise kernels by name: a call, and the bytes that it has to read and write."""
     from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
-    from megaenc.model.kernels.norm import rms_norm
+    from megaenc.model.kernels.glu import geglu, swiglu
+    from megaenc.model.kernels.norm import layer_norm, rms_norm
     from megaenc.model.kernels.rotary import rotate
-    from megaenc.model.kernels.swiglu import swiglu
 
     hidden, ffn, width = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
     stream, residual, gated, heads = (
@@ -143,21 +144,19 @@ def build_kernels(shape: ModelConfig, tokens: int, device: torch.device) -> dict
     top, total = softmax_statistics(logits, labels, 0, vocabulary)[:2]
     summed, gradient = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16), torch.randn_like(gated[:, :ffn])
 
-    def norm() -> Any:
-        return rms_norm(stream, weight, 1e-5, residual)
-
     def backward(outputs: Any, inputs: tuple[Tensor, ...], gradients: Any) -> None:
         torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
-    normed, activated = norm(), swiglu(gated)
-    return {
-        "norm with residual, forward": (norm, 4 * 2 * tokens * hidden),
-        "norm with residual, backward": (
-            lambda: backward(normed, (stream, weight, residual), (summed, summed)),
-            4 * 2 * tokens * hidden,
-        ),
-        "swiglu, forward": (lambda: swiglu(gated), 3 * 2 * tokens * ffn),
-        "swiglu, backward": (lambda: backward(activated, (gated,), gradient), 5 * 2 * tokens * ffn),
+    calls: dict[str, tuple[Callable[[], Any], int]] = {}
+    for name, norm in (("norm", rms_norm), ("layer_norm", layer_norm)):
+        forward = partial(norm, stream, weight, 1e-5, residual)
+        calls[f"{name} with residual, forward"] = forward, 4 * 2 * tokens * hidden
+        call = partial(backward, forward(), (stream, weight, residual), (summed, summed))
+        calls[f"{name} with residual, backward"] = call, 4 * 2 * tokens * hidden
+    for name, glu in (("swiglu", swiglu), ("geglu", geglu), ("geglu, tanh", partial(geglu, approximate="tanh"))):
+        calls[f"{name}, forward"] = partial(glu, gated), 3 * 2 * tokens * ffn
+        calls[f"{name}, backward"] = partial(backward, glu(gated), (gated,), gradient), 5 * 2 * tokens * ffn
+    return calls | {
         "loss, forward": (lambda: softmax_statistics(logits, labels, 0, vocabulary), 2 * logits.numel()),
         "loss, gradient": (
             lambda: logits_to_gradient_(logits, labels, top, total, 0, vocabulary),

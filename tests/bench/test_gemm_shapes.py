@@ -51,4 +51,4 @@ print(len(kernels))
     environment = runs.surroundings() | {"TRITON_INTERPRET": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), environment.get("PYTHONPATH", "")])
     ended = runs.run([sys.executable, "-c", code], environment=environment)
-    assert ended.stdout == "7\n"
+    assert ended.stdout == "13\n"
