@@ -7,7 +7,9 @@ from megaenc.errors import InputError, closest_match
 GIB = 2**30
 
 # Assumptions about megaenc on an accelerator, used without --calibrate.
-LAUNCH_SECONDS = 1e-3  # a layer forward and backward: about 180 kernel launches from Python
+# A layer forward and backward on the host: about 31 kernel launches (counted in docs/kernels.md) and the Python around them. From
+# 32 ms of a step of the tiny preset on an H200 and a layer's share of it, 6 % (docs/estimate.md, "Launches").
+LAUNCH_SECONDS = 2e-3
 START_SECONDS = 2e-3  # a micro-batch's data, head and bookkeeping on the host
 INSIDE_LATENCY, BETWEEN_LATENCY = 5e-6, 15e-6  # of one message of a collective
 BASE_BYTES = 2 * GIB  # context of the device, its libraries and the buffers of the collectives

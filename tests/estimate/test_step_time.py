@@ -6,7 +6,7 @@ import pytest
 from cases import SHAPE, WORK, case, rates, workload
 
 from megaenc.estimate.hardware import Link
-from megaenc.estimate.step_time import communication_terms, compute_step_time, group_link
+from megaenc.estimate.step_time import communication_terms, compute_step_time, group_link, layer_bytes_moved
 from megaenc.estimate.total import estimate_layout
 from megaenc.model.config import ModelConfig
 
@@ -31,6 +31,17 @@ def test_products_by_hand():
     assert named["head"] == pytest.approx(16 * head / 5e11)
     assert results.seconds == pytest.approx(sum(named.values()))
     assert results.pipeline_bubble == 0 and results.sent == ()
+
+
+def test_bytes_of_norms_are_those_of_their_kernels():
+    """As counted by tests/model/kernels/interpreted/launches.py; torch's own LayerNorm moves half as many again."""
+    layer_norm = dataclasses.replace(SHAPE, normalization="LayerNorm", activation="gelu")
+    biases = dataclasses.replace(layer_norm, norm_bias=True)
+    device = layer_bytes_moved(case(), host=False)
+    more = 2 * 64 * 8 * 32  # bytes of 8 H for each token
+    assert layer_bytes_moved(case(layer_norm), host=False) == device
+    assert layer_bytes_moved(case(biases), host=False) - device == pytest.approx(more + 8 * 2 * 32)  # two biases
+    assert layer_bytes_moved(case(layer_norm), host=True) - layer_bytes_moved(case(), host=True) == pytest.approx(more)
 
 
 def test_muon_by_hand():
