@@ -18,6 +18,7 @@ option that changes goes linearly from its first value at the phase's first step
 
 import hashlib
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from megaenc import counter_rng
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
-from megaenc.objectives.parser import MIXTURE, SUM, ParsedObjective, ParsedPhase, build_error, parse_schedule
+from megaenc.objectives.parser import FLAG, MIXTURE, SUM, ParsedObjective, ParsedPhase, build_error, parse_schedule
 from megaenc.objectives.registry import find, package_origin
 
 _MAX_SPELLED_OUT_PHASES = 16
@@ -210,6 +211,23 @@ class Schedule:
         bounds = list(accumulate(choice.weight for choice in choices))
         draw = counter_rng.uniforms(self.seed, "mixture", 1, counters=(step,))[0] * bounds[-1]
         return next(choice for choice, bound in zip(choices, bounds, strict=True) if draw < bound)
+
+
+def parse_objective(text: str, vocabulary: Vocabulary, flag: str) -> Objective:
+    """Return one objective with fixed options, written as `mlm(mask=0.3)`.
+
+    Raises InputError, naming `flag`, for wrong syntax, phases, mixtures, sums and options that change.
+    """
+    if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
+        raise InputError(f"{flag} {text}: found phases or a share, expected one objective such as mlm(mask=0.3)")
+    try:
+        choices = Schedule.build(text, 1, vocabulary).phases[0].choices
+    except InputError as error:
+        raise InputError(str(error).replace(FLAG, flag, 1)) from None
+    if len(choices) > 1 or choices[0].start != choices[0].end:
+        problem = "a mixture or sum" if len(choices) > 1 else "an option that changes"
+        raise InputError(f"{flag} {text}: found {problem}, expected one objective with fixed options such as mlm(mask=0.3)")
+    return choices[0].start
 
 
 @lru_cache

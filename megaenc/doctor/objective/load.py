@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from megaenc.doctor.objective.measure import VOCABULARY
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective
-from megaenc.objectives.inspection.inspect import parse_objective
 from megaenc.objectives.registry import check_class, find, known, register
+from megaenc.objectives.schedule import parse_objective
 
 
 def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
@@ -20,7 +20,7 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
             raise InputError(
                 f"--options {' '.join(options)}: found with {text}, expected them in it: {text}({','.join(options)})"
             )
-        return parse_objective(text, VOCABULARY)
+        return parse_objective(text, VOCABULARY, "--objective")
     module, _, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
     try:

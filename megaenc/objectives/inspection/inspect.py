@@ -1,6 +1,5 @@
 """Command `megaenc data inspect`: statistics of a corpus, its document lengths, and one pack decoded as an objective sees it."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,8 @@ from megaenc.console import build_rich_console, format_number, silence_libraries
 from megaenc.data.indexed.corpus import Corpus, parse_split
 from megaenc.data.packing.builder import PACKINGS, split_corpus
 from megaenc.data.packing.packed_dataset import CorpusPackedDataset
-from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, handle_command_errors
-from megaenc.objectives.base import Objective
-from megaenc.objectives.parser import FLAG
-from megaenc.objectives.schedule import Schedule
+from megaenc.objectives.schedule import parse_objective
 
 _BAR_WIDTH = 20  # columns of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -92,20 +88,6 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
     return LengthStats(mean, median, p5, p95, int(document_lengths[longest]), longest, empty, tuple(bins[exponents.min() :]))
 
 
-def parse_objective(text: str, vocabulary: Vocabulary) -> Objective:
-    """Return the objective written as `mlm(mask=0.3)`; InputError for bad syntax, phases, mixtures, sums or changing options."""
-    if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
-        raise InputError(f"--objective {text}: found phases or a share, expected one objective such as mlm(mask=0.3)")
-    try:
-        choices = Schedule.build(text, 1, vocabulary).phases[0].choices
-    except InputError as error:
-        raise InputError(str(error).replace(FLAG, "--objective", 1)) from None
-    if len(choices) > 1 or choices[0].start != choices[0].end:
-        problem = "a mixture or sum" if len(choices) > 1 else "an option that changes"
-        raise InputError(f"--objective {text}: found {problem}, expected one objective with fixed options such as mlm(mask=0.3)")
-    return choices[0].start
-
-
 def inspect_corpus(settings: InspectConfig) -> list[Any]:
     """Return rich renderables of a corpus: statistics, length histogram, and a decoded pack if a tokenizer is given."""
     for name, minimum, limit in (("pack", 0, 1 << 40), ("seq_length", 1, 1 << 24), ("seed", 0, 1 << 63)):
@@ -126,7 +108,7 @@ def inspect_corpus(settings: InspectConfig) -> list[Any]:
 
         tokenizer = load_tokenizer(settings.tokenizer)
         vocabulary = read_vocabulary(tokenizer)
-        objective = parse_objective(settings.objective, vocabulary)
+        objective = parse_objective(settings.objective, vocabulary, "--objective")
         corpus.check_vocabulary(vocabulary)
         pack_view = build_renderables(decode_pack(packs[settings.pack], objective, settings.seed, tokenizer))
     return [settings.prefix, _build_stats_table(corpus, packs, lengths, settings), "", _build_histogram(lengths), "", *pack_view]
