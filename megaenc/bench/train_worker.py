@@ -123,7 +123,8 @@ def train_with_megaenc(job: TrainingJob) -> dict[str, Any]:
 
 def train_engine(engine: "Engine", job: TrainingJob) -> dict[str, Any]:
     """Train with an engine; return initial loss and number of predictions, timed steps' seconds, and peak memory."""
-    result = engine.evaluate(engine.plan.packs, job.documents // job.batch, job.parse_objective(job.objective))
+    samples = job.documents // job.batch * job.batch
+    result = engine.evaluate(engine.plan.packs, samples, job.parse_objective(job.objective))
     results = {"loss": result.loss, "predicted": result.predicted}
     engine.train_step(1)  # warm-up
     with measure_usage(results):

@@ -22,7 +22,9 @@ from megaenc.training.plan import Plan
 
 def select_plan_attention(plan: Plan, backend: Backend) -> str:
     """Return the attention backend: the flag's, for "auto" the first, that passes self-tests; InputError if none does."""
-    objectives = plan.validation_objectives if plan.validation else plan.schedule.final_objectives()
+    objectives = plan.schedule.final_objectives()
+    if plan.has_validation:
+        objectives |= plan.validation_objectives
     masks = {objective.attention for objective in objectives.values()}
     settings, requested = plan.settings, plan.settings.kernels.attention_backend
     phases = [phase.settings for phase in settings.phase_configs]

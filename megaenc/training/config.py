@@ -176,7 +176,8 @@ class PretrainConfig:
 
         It needs a validation, and at most as many passes as a pack has tokens.
         """
-        passes, longest = self.output.eval_pseudo_perplexity_passes, self.phase_configs[-1].settings.data.seq_length
+        passes = self.output.eval_pseudo_perplexity_passes
+        longest = max(phase.settings.data.seq_length for phase in self.phase_configs)
         flag = f"--eval-pseudo-perplexity-passes {passes}"
         if passes and not self.eval_every:
             raise InputError(f"{flag}: found with --eval-interval 0, expected an interval of validations")

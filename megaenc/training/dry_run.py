@@ -54,9 +54,9 @@ def print_dry_run(plan: Plan) -> None:
     console.print(_phase_table(plan))
     console.print(_objective_table(plan))
     validation = "none"
-    if plan.validation:
-        objectives = ", ".join(plan.validation_objectives)
-        validation = f"every {settings.eval_every:,} steps under {objectives}"
+    if plan.has_validation:
+        place = ", in each phase on its own held-out text and packs of its length," if settings.phases else ""
+        validation = f"every {settings.eval_every:,} steps{place} under {', '.join(plan.validation_objectives)}"
     optimizer = settings.optimizer.optimizer
     rate = f"{plan.learning_rate.describe()}{'' if optimizer == 'adamw' else f'; optimizer {optimizer}'}"
     console.print(f"learning rate: {rate}\nvalidation: {validation}")

@@ -90,10 +90,10 @@ class Engine:
         self.layout = settings.layout
         self.device = backend.device
         self.local_loss_sum = torch.zeros((), dtype=torch.float64, device=backend.device)
-        final = settings.phase_configs[-1].settings  # validation has the batches of the last phase
+        first = settings.phase_configs[0].settings
         self.sampler = DataParallelSampler(
-            final.global_batch_size,
-            final.packs_at_once,
+            first.global_batch_size,
+            first.packs_at_once,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
             self._interleaved_stages,
@@ -146,14 +146,21 @@ class Engine:
     def use_plan(self, plan: Plan) -> None:
         """Train by `plan` from now on, which differs in its micro-batches alone."""
         self.plan = plan
-        packs = plan.settings.phase_configs[-1].settings.packs_at_once
-        self.sampler = dataclasses.replace(self.sampler, micro_batch_size=packs)
+        self.enter_phase(1)
 
     def enter_phase(self, step: int) -> None:
-        """Give the model the rotary base of the phase of `step`; before the first step, of the first phase."""
-        base = self.plan.settings.phase_at(step).settings.shape.rotary_base
+        """Take rotary base and batch sizes of the phase of `step`.
+
+        Before the first step, they are those of the first phase.
+        """
+        settings = self.plan.settings.phase_at(step).settings
+        self.sampler = dataclasses.replace(
+            self.sampler,
+            global_batch_size=settings.global_batch_size,
+            micro_batch_size=settings.packs_at_once,
+        )
         for encoder in self._encoders:
-            encoder.set_rotary_base(base)
+            encoder.set_rotary_base(settings.shape.rotary_base)
 
     def gather_parameters(self) -> None:
         """Gather the weights that other ranks of a distributed optimizer update."""
@@ -306,16 +313,25 @@ class Engine:
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def evaluate(
-        self, packs: PackedDataset, batches: int, objective: Objective, groups: TokenGroups | None = None
+        self, packs: PackedDataset, samples: int, objective: Objective, groups: TokenGroups | None = None
     ) -> StepMetrics:
-        """Return the StepMetrics of `objective` over the first `batches` global batches of `packs`; masks never change.
+        """Return the StepMetrics of `objective` over the first `samples` of `packs`.
 
-        `groups`: groups of the predicted tokens to sum the losses of, too.
+        They are read in global batches of the phase entered last, and masks never change.
+
+        Args:
+            packs: Data set.
+            samples: Number of packs, 1 or more; the last batch has the rest.
+            objective: Objective whose loss is measured.
+            groups: Groups of the predicted tokens to sum the losses of, too.
         """
         for chunk in self.chunks:
             chunk.eval()
-        starts = range(0, batches * self.sampler.global_batch_size, self.sampler.global_batch_size)
-        specs = [self._list_specs(packs, self.sampler.samples(start), objective, 0, groups, train=False) for start in starts]
+        specs = []
+        batch_size = self.sampler.global_batch_size
+        for start in range(0, samples, batch_size):
+            sampler = dataclasses.replace(self.sampler, global_batch_size=min(batch_size, samples - start))
+            specs.append(self._list_specs(packs, sampler.samples(start), objective, 0, groups, train=False))
         with self._gathered_parameters():
             metrics = [
                 self._run_batch(batch, following, train=False)[0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megaenc import __version__, flags
+from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.builder import CorpusUsage, RunData, chain_data
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -30,7 +31,7 @@ class Plan:
     vocabulary: Vocabulary
     tokenizer: Any  # transformers' PreTrainedTokenizerFast
     data: RunData
-    """Data of the last phase, whose held-out documents are used for validation."""
+    """Data of the last phase."""
     schedule: Schedule
     learning_rate: LearningRate
     start: RunInit = NEW_WEIGHTS
@@ -71,9 +72,22 @@ class Plan:
         return self.settings.shape.vocab_size or self.vocabulary.size
 
     @property
-    def validation(self) -> PackedDataset | None:
-        """Return the data set of held-out packs; None if validation is turned off or the split leaves no text for it."""
-        return self.data.held_out if self.settings.eval_every else None
+    def has_validation(self) -> bool:
+        """Return whether a phase is validated.
+
+        It is not if validation is turned off or the split leaves no text for it.
+        """
+        return any(self.validation_packs(phase.first_step) for phase in self.settings.phase_configs)
+
+    def validation_packs(self, step: int) -> dict[str, BlendedDataset]:
+        """Return the packs to validate on in the phase of `step`, by name.
+
+        The held-out text of the phase's own data has an empty name. Without text, or with validation turned off, there are none.
+        """
+        if not self.settings.eval_every:
+            return {}
+        held_out = self.data_at(step).held_out
+        return {"": held_out} if held_out else {}
 
     @cached_property
     def validation_objectives(self) -> dict[str, Objective]:

@@ -164,7 +164,7 @@ class _Trainer:
         state = saved_state or _load_initial_state(self._engine, plan.start)
         self._losses = RecentLosses(state.get("losses"))
         print_rank_0(format_run_header(plan, backend, kernels, resumed=self.start_step if saved_state else 0))
-        self._validator = Validator(plan) if plan.validation else None
+        self._validator: Validator | None = None
         self.logger = MetricsLogger(plan, backend, self._engine, run_dir, self.start_step)
         self.logger.drop_rows_after(self.start_step if saved_state else -1)
         if not saved_state:
@@ -206,12 +206,17 @@ class _Trainer:
         return plan
 
     def validate(self, step: int) -> None:
-        """Evaluate the model after `step` on held-out packs and log the scores; do nothing if `plan` has no validation."""
-        if self._validator:
-            self._watchdog.beat("validation", step)
-            self._engine.enter_phase(step)
-            beat = partial(self._watchdog.beat, "validation", step)
-            self.logger.log_validation(step, self._progress, partial(self._validator, before_pass=beat))
+        """Evaluate the model after `step` on the packs of its phase and log the scores.
+
+        Does nothing if the phase has no packs for validation.
+        """
+        if not self.plan.validation_packs(step):
+            return
+        self._watchdog.beat("validation", step)
+        if not self._validator or self._validator.phase is not self.plan.settings.phase_at(step):
+            self._validator = Validator(self.plan, step)
+        beat = partial(self._watchdog.beat, "validation", step)
+        self.logger.log_validation(step, self._progress, partial(self._validator, before_pass=beat))
 
     def save(self, step: int, block: bool) -> None:
         """Save a checkpoint after `step`, after any running save, without waiting unless `block`; nothing without --save."""
@@ -246,19 +251,22 @@ def _load_initial_state(engine: Engine, start: RunInit) -> dict[str, Any]:
 
 
 class Validator:
-    """Callable that scores an engine under each of `objectives`, always on the same held-out packs and masks."""
+    """Callable that scores an engine in the phase of a step, always on the same packs and masks."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, step: int = 0):
         self.plan = plan
-        settings = plan.settings.phase_configs[-1].settings
+        self.step = step
+        self.phase = plan.settings.phase_at(step)
+        settings = self.phase.settings
+        [self.packs] = plan.validation_packs(step).values()
         size = settings.global_batch_size
-        packs = plan.validation.samples_before_repeat  # no token twice, unless the held-out text is smaller than one batch
-        self.batches = max(1, min(plan.settings.output.eval_iters, packs // size))
-        self.samples = self.batches * size
-        text_identity = [plan.data.fingerprint, settings.data.split, settings.data.seq_length, self.samples]
+        whole_batches = self.packs.samples_before_repeat // size
+        # No token twice, unless the held-out text is smaller than one batch.
+        self.samples = size * max(1, min(plan.settings.output.eval_iters, whole_batches))
+        text_identity = [plan.data_at(step).fingerprint, settings.data.split, settings.data.seq_length, self.samples]
         self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
         self.objectives = plan.validation_objectives
-        self.groups = TokenGroups.from_packs(plan.validation)
+        self.groups = TokenGroups.from_packs(self.packs)
         self.most_frequent = {text: self._most_frequent_share(objective) for text, objective in self.objectives.items()}
 
     def __call__(self, engine: Engine, before_pass: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -268,13 +276,14 @@ class Validator:
         positions or corpora, `by_position` and `by_corpus` are the losses of each (`TokenGroups`). A pseudo-perplexity also has
         `perplexity`; `before_pass` is called before each of its passes after the first.
         """
+        engine.enter_phase(self.step)
         scores = {}
         for text, objective in self.objectives.items():
             metrics = StepMetrics()
             for number, part in enumerate(objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)):
                 if number:
                     before_pass()
-                metrics += engine.evaluate(self.plan.validation, self.batches, part, self.groups)
+                metrics += engine.evaluate(self.packs, self.samples, part, self.groups)
             scores[text] = {"loss": metrics.loss, "accuracy": metrics.accuracy, "most_frequent": self.most_frequent[text]}
             if isinstance(objective, PseudoPerplexity):
                 scores[text]["perplexity"] = None if metrics.loss is None else compute_perplexity(metrics.loss)
@@ -287,7 +296,7 @@ class Validator:
         if isinstance(objective, PseudoPerplexity):
             objective = dataclasses.replace(objective, passes=1)  # one pass over all labels is faster
         for sample in range(self.samples):
-            pack = self.plan.validation[sample]
+            pack = self.packs[sample]
             labels = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).labels
             counts += np.bincount(labels, minlength=len(counts))
         return int(counts.max()) / int(counts.sum()) if counts.any() else None
