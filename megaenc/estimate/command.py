@@ -180,14 +180,15 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 
 
 def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
-    """Return the run's Workload: phases, validations, and batches a validation, summed over CLM, MLM and its objectives.
+    """Return the run's Workload: phases, validations, and batches a validation, summed over its objectives.
 
     Each pass of a pseudo-perplexity is counted as an objective.
     """
     pretrain = config.pretrain
     phases = build_phases(pretrain, vocab_size, docs)
     steps = sum(phase.last - phase.first + 1 for phase in phases)
-    objectives = {"clm", "mlm"} | {work.objective for phase in phases for work, _ in phase.parts}
+    trained = {work.objective for phase in phases for work, _ in phase.parts}
+    objectives = set(pretrain.output.valid_objective) or {"clm", "mlm"} | trained
     measures = pseudo_perplexity_shifts(build_schedule(pretrain, vocab_size).final_objectives().values())
     forwards = len(objectives) + len(measures) * pretrain.output.eval_pseudo_perplexity_passes
     validations = steps // pretrain.eval_every if pretrain.eval_every else 0

@@ -164,6 +164,9 @@ class OutputConfig:
     """steps between validations, 0 for none; default: a tenth of the run"""
     eval_iters: int = 4
     """global batches of a validation, which always has the same packs and masks"""
+    valid_objective: tuple[str, ...] = ()
+    """objective of every validation, such as 'mlm(mask=0.15,random=0.1,keep=0.1)', or several, instead of clm, mlm and those of
+    the schedule"""
     eval_pseudo_perplexity_passes: int = 0
     """passes N of a pseudo-perplexity in each validation, in which each token is hidden once, about 1/N of them at a time; 0 for
     none. It compares models trained bidirectionally with any objective and mask ratio, and costs N forward passes over the

@@ -1,6 +1,7 @@
 """The resolved plan of a run: data, objective schedule, learning rate, starting point and identity."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from megaenc.data.packing.builder import CorpusUsage, RunData, chain_data
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, build_pseudo_perplexities
+from megaenc.objectives.schedule import parse_objective
 from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import LearningRate
 from megaenc.training.run_init import NEW_WEIGHTS, RunInit
@@ -92,7 +94,8 @@ class Plan:
     @cached_property
     def validation_objectives(self) -> dict[str, Objective]:
         """Return the objectives to validate under, by text, with the pseudo-perplexities that the flags ask for."""
-        return validation_objectives(self.schedule, self.vocabulary, self.settings.output.eval_pseudo_perplexity_passes)
+        output = self.settings.output
+        return validation_objectives(self.schedule, self.vocabulary, output.eval_pseudo_perplexity_passes, output.valid_objective)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -244,15 +247,25 @@ class Plan:
         }
 
 
-def validation_objectives(schedule: Schedule, vocabulary: Vocabulary, pseudo_perplexity_passes: int = 0) -> dict[str, Objective]:
-    """Return the objectives to validate under, by text: clm, mlm if there is a mask token, and all of the schedule.
+def validation_objectives(
+    schedule: Schedule,
+    vocabulary: Vocabulary,
+    pseudo_perplexity_passes: int = 0,
+    fixed: Sequence[str] = (),
+) -> dict[str, Objective]:
+    """Return the objectives to validate under, by text.
 
-    clm and mlm are always among them, so that any two runs can be compared. The pseudo-perplexities of so many passes, if any,
-    are last; InputError for these without a mask token.
+    They are `fixed`; if that is empty, clm, mlm if there is a mask token, and all of the schedule: clm and mlm in every run, so
+    that any two can be compared. The pseudo-perplexities of so many passes, if any, are last.
+
+    Raises InputError for a wrong objective in `fixed`, and for pseudo-perplexities without a mask token.
     """
     always: list[Objective] = [CausalLanguageModeling(vocabulary)]
     if vocabulary.mask_id is not None:
         always.append(MaskedLanguageModeling(vocabulary))
     trained = schedule.final_objectives()
     measures = build_pseudo_perplexities(trained.values(), vocabulary, pseudo_perplexity_passes)
+    if fixed:
+        chosen = [parse_objective(text, vocabulary, "--valid-objective") for text in fixed]
+        return {objective.describe(): objective for objective in chosen} | measures
     return {objective.describe(): objective for objective in always} | trained | measures

@@ -61,7 +61,8 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     _check_special_tokens(list(opened.values()))
     by_phase = [opened[data] for data in data_configs] if len(opened) > 1 else list(opened.values())
     plan = Plan(settings, vocabulary, tokenizer, by_phase[-1], schedule, learning_rate, earlier_data=tuple(by_phase[:-1]))
-    for objective in (*schedule.initial_objectives().values(), *plan.validation_objectives.values()):
+    objectives = schedule.initial_objectives() | schedule.final_objectives() | plan.validation_objectives
+    for objective in objectives.values():
         for data in opened.values():
             for sample in range(2):
                 check_targets(objective, data.train[sample], settings.seed)

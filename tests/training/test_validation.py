@@ -1,6 +1,7 @@
 """Validation: the same questions in every run, so that the curves of any two can be laid over each other."""
 
 import itertools
+import json
 import math
 from collections import defaultdict
 
@@ -14,6 +15,7 @@ from megaenc.counter_rng import SampleRandomness
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention, Schedule
+from megaenc.training.command import main
 from megaenc.training.config import parse_config
 from megaenc.training.plan import validation_objectives
 from megaenc.training.planning import build_plan
@@ -231,3 +233,36 @@ def test_pseudo_perplexity_is_no_part_of_a_run(small_corpus):
     )
     assert plain.identity == measured.identity
     assert list(measured.validation_objectives) == [*plain.validation_objectives, "pseudo_perplexity(passes=4)"]
+
+
+def test_a_fixed_objective_replaces_those_of_the_schedule(small_corpus, tmp_path):
+    """The rows have no other, and the run is the same; several are possible, in that order."""
+    fixed = "mlm(mask=0.15,random=0.1,keep=0.1)"
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "4", "--lr-warmup-iters", "1"]
+    flags += ["--lr-wsd-decay-iters", "1", "--eval-interval", "2"]
+    plans = {
+        texts: build_plan(parse_config([*flags, *(["--valid-objective", *texts] if texts else [])], "test"))
+        for texts in ((), (fixed,), ("mntp", "clm"))
+    }
+    assert [list(plan.validation_objectives) for plan in plans.values()] == [["clm", "mlm"], [fixed], ["mntp", "clm"]]
+    assert len({json.dumps(plan.identity) for plan in plans.values()}) == 1
+    main([*flags, "--save", str(tmp_path / "plain")])
+    main([*flags, "--valid-objective", fixed, "--save", str(tmp_path / "fixed")])
+    assert [list(row["objectives"]) for row in runs.validations(tmp_path / "fixed")] == [[fixed]] * 3
+    assert runs.curve(tmp_path / "plain") == runs.curve(tmp_path / "fixed")
+
+
+def test_a_fixed_objective_hides_fifteen_of_a_hundred_tokens(small_corpus):
+    """Of these eight in ten become the mask token, one another token, and one stays."""
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--valid-objective", "mlm(mask=0.15,random=0.1,keep=0.1)"]
+    plan = build_plan(parse_config(flags, "test"))
+    [objective] = plan.validation_objectives.values()
+    [packs] = plan.validation_packs(0).values()
+    hidden, text = np.zeros(3), 0
+    for pack in map(packs.__getitem__, range(32)):
+        targets = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch))
+        inputs = targets.inputs[targets.predict_at]
+        hidden += (inputs == plan.vocabulary.mask_id).sum(), (inputs == targets.labels).sum(), len(inputs)
+        text += (~np.isin(pack.tokens, plan.vocabulary.special_ids)).sum()
+    assert hidden[2] / text == pytest.approx(0.15, abs=0.02)
+    assert hidden[:2] / hidden[2] == pytest.approx([0.8, 0.1], abs=0.06)
