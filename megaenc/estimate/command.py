@@ -182,15 +182,16 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
     """Return the run's Workload: phases, validations, and batches a validation, summed over its objectives.
 
-    Each pass of a pseudo-perplexity is counted as an objective.
+    Each pass of a pseudo-perplexity is counted as an objective, and all of them on each set of --valid-data-path.
     """
     pretrain = config.pretrain
     phases = build_phases(pretrain, vocab_size, docs)
     steps = sum(phase.last - phase.first + 1 for phase in phases)
-    trained = {work.objective for phase in phases for work, _ in phase.parts}
-    objectives = set(pretrain.output.valid_objective) or {"clm", "mlm"} | trained
+    objectives = {"clm", "mlm"} | {work.objective for phase in phases for work, _ in phase.parts}
+    objectives = set(pretrain.output.valid_objective) or objectives
     measures = pseudo_perplexity_shifts(build_schedule(pretrain, vocab_size).final_objectives().values())
     forwards = len(objectives) + len(measures) * pretrain.output.eval_pseudo_perplexity_passes
+    forwards *= len(pretrain.output.valid_data_path) or 1
     validations = steps // pretrain.eval_every if pretrain.eval_every else 0
     return Workload(tuple(phases), validations, forwards * pretrain.output.eval_iters, config.mfu)
 

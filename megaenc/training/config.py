@@ -13,6 +13,7 @@ from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT, KernelConfig, Para
 from megaenc.data.indexed.corpus import parse_split
 from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.data.packing.packed_dataset import LONGEST_PACK
+from megaenc.data.packing.validation_sets import parse_valid_data_path
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, get_preset
 from megaenc.training.config_groups import (
@@ -95,6 +96,7 @@ class PretrainConfig:
         build_learning_rate(self)
         self._check_pseudo_perplexity()
         parse_split(self.data.split)
+        parse_valid_data_path(self.output.valid_data_path)
         for phase in self.phase_configs:
             parse_data_path(phase.settings.data.data_path)
 

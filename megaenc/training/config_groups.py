@@ -163,7 +163,11 @@ class OutputConfig:
     eval_interval: int | None = None
     """steps between validations, 0 for none; default: a tenth of the run"""
     eval_iters: int = 4
-    """global batches of a validation, which always has the same packs and masks"""
+    """global batches of a validation, which has the same packs and masks throughout a phase"""
+    valid_data_path: tuple[str, ...] = ()
+    """NAME=PREFIX: corpora to validate on in every phase, instead of each phase's own held-out text; a validation reads as much
+    of each as --eval-iters batches of the first phase have. A corpus that the run trains on is used by its held-out documents
+    (--split), any other whole"""
     valid_objective: tuple[str, ...] = ()
     """objective of every validation, such as 'mlm(mask=0.15,random=0.1,keep=0.1)', or several, instead of clm, mlm and those of
     the schedule"""

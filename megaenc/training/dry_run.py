@@ -55,11 +55,18 @@ def print_dry_run(plan: Plan) -> None:
     console.print(_objective_table(plan))
     validation = "none"
     if plan.has_validation:
-        place = ", in each phase on its own held-out text and packs of its length," if settings.phases else ""
-        validation = f"every {settings.eval_every:,} steps{place} under {', '.join(plan.validation_objectives)}"
+        validation = f"every {settings.eval_every:,} steps"
+        if plan.validation_sets:
+            validation += f" on {', '.join(held_out.describe() for held_out in plan.validation_sets)}"
+        elif settings.phases:
+            validation += " on the held-out text of each phase"
+        if settings.phases:
+            validation += ", in packs of the phase's length,"
+        validation += f" under {', '.join(plan.validation_objectives)}"
     optimizer = settings.optimizer.optimizer
     rate = f"{plan.learning_rate.describe()}{'' if optimizer == 'adamw' else f'; optimizer {optimizer}'}"
-    console.print(f"learning rate: {rate}\nvalidation: {validation}")
+    console.print(f"learning rate: {rate}")
+    console.print(f"validation: {validation}", soft_wrap=True)
     backend = detect_backend()
     try:
         check_device(settings, backend)

@@ -12,6 +12,7 @@ from megaenc import __version__, flags
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.builder import CorpusUsage, RunData, chain_data
 from megaenc.data.packing.packed_dataset import PackedDataset
+from megaenc.data.packing.validation_sets import ValidationSet
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, build_pseudo_perplexities
 from megaenc.objectives.schedule import parse_objective
@@ -42,6 +43,8 @@ class Plan:
     """The packs that each rewind has added to `skipped`, as text."""
     earlier_data: tuple[RunData, ...] = ()
     """Data of each phase before the last."""
+    validation_sets: tuple[ValidationSet, ...] = ()
+    """Corpora of --valid-data-path; with --eval-interval 0 they are not opened."""
 
     @property
     def packs(self) -> PackedDataset:
@@ -77,17 +80,22 @@ class Plan:
     def has_validation(self) -> bool:
         """Return whether a phase is validated.
 
-        It is not if validation is turned off or the split leaves no text for it.
+        None is if validation is turned off or the split leaves no text for it.
         """
-        return any(self.validation_packs(phase.first_step) for phase in self.settings.phase_configs)
+        has_text = any(data.held_out for data in (*self.earlier_data, self.data))
+        return bool(self.settings.eval_every and (self.validation_sets or has_text))
 
     def validation_packs(self, step: int) -> dict[str, BlendedDataset]:
         """Return the packs to validate on in the phase of `step`, by name.
 
-        The held-out text of the phase's own data has an empty name. Without text, or with validation turned off, there are none.
+        Without --valid-data-path it is the held-out text of the phase's own data, with an empty name. Without text, or with
+        validation turned off, there are none.
         """
         if not self.settings.eval_every:
             return {}
+        if self.validation_sets:
+            length = self.settings.phase_at(step).settings.data.seq_length
+            return {validation_set.name: validation_set.pack(length) for validation_set in self.validation_sets}
         held_out = self.data_at(step).held_out
         return {"": held_out} if held_out else {}
 
@@ -251,21 +259,21 @@ def validation_objectives(
     schedule: Schedule,
     vocabulary: Vocabulary,
     pseudo_perplexity_passes: int = 0,
-    fixed: Sequence[str] = (),
+    texts: Sequence[str] = (),
 ) -> dict[str, Objective]:
     """Return the objectives to validate under, by text.
 
-    They are `fixed`; if that is empty, clm, mlm if there is a mask token, and all of the schedule: clm and mlm in every run, so
-    that any two can be compared. The pseudo-perplexities of so many passes, if any, are last.
+    They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and all of the schedule: clm and mlm in every
+    run, so that any two can be compared. The pseudo-perplexities of so many passes, if any, are last.
 
-    Raises InputError for a wrong objective in `fixed`, and for pseudo-perplexities without a mask token.
+    Raises InputError for a wrong objective in `texts`, and for pseudo-perplexities without a mask token.
     """
     always: list[Objective] = [CausalLanguageModeling(vocabulary)]
     if vocabulary.mask_id is not None:
         always.append(MaskedLanguageModeling(vocabulary))
     trained = schedule.final_objectives()
     measures = build_pseudo_perplexities(trained.values(), vocabulary, pseudo_perplexity_passes)
-    if fixed:
-        chosen = [parse_objective(text, vocabulary, "--valid-objective") for text in fixed]
-        return {objective.describe(): objective for objective in chosen} | measures
+    if texts:
+        objectives = [parse_objective(text, vocabulary, "--valid-objective") for text in texts]
+        return {objective.describe(): objective for objective in objectives} | measures
     return {objective.describe(): objective for objective in always} | trained | measures

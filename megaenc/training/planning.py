@@ -9,7 +9,9 @@ from megaenc.console import print_rank_0
 from megaenc.data.indexed.corpus import refuse_raw_text
 from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.data.packing.builder import RunData, check_same_special_tokens
+from megaenc.data.packing.validation_sets import ValidationSet, parse_valid_data_path
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
@@ -33,9 +35,9 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
-    for data_path in dict.fromkeys(data.data_path for data in data_configs):
-        for _, prefix in parse_data_path(data_path):
-            refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
+    prefixes = [prefix for data in data_configs for _, prefix in parse_data_path(data.data_path)]
+    for prefix in dict.fromkeys((*prefixes, *parse_valid_data_path(settings.output.valid_data_path).values())):
+        refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
     if not tokenizer_name:
         raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was built with: a directory or a name")
     tokenizer = load_tokenizer(tokenizer_name)
@@ -58,9 +60,19 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
         )
         for data in dict.fromkeys(data_configs)
     }
-    _check_special_tokens(list(opened.values()))
+    validation_sets = _open_validation_sets(settings, list(opened.values()), vocabulary)
+    _check_special_tokens(list(opened.values()), validation_sets)
     by_phase = [opened[data] for data in data_configs] if len(opened) > 1 else list(opened.values())
-    plan = Plan(settings, vocabulary, tokenizer, by_phase[-1], schedule, learning_rate, earlier_data=tuple(by_phase[:-1]))
+    plan = Plan(
+        settings,
+        vocabulary,
+        tokenizer,
+        by_phase[-1],
+        schedule,
+        learning_rate,
+        earlier_data=tuple(by_phase[:-1]),
+        validation_sets=validation_sets,
+    )
     objectives = schedule.initial_objectives() | schedule.final_objectives() | plan.validation_objectives
     for objective in objectives.values():
         for data in opened.values():
@@ -94,18 +106,40 @@ def check_device(settings: PretrainConfig, backend: Backend) -> None:
         )
 
 
-def _check_special_tokens(parts: Sequence[RunData]) -> None:
-    """Raise InputError for phases with different special tokens.
+def _open_validation_sets(
+    settings: PretrainConfig, parts: Sequence[RunData], vocabulary: Vocabulary
+) -> tuple[ValidationSet, ...]:
+    """Open the corpora of --valid-data-path, none if validation is turned off. Raises InputError."""
+    if not settings.eval_every:
+        return ()
+    train_fingerprints = {corpus.fingerprint for data in parts for corpus in data.corpora}
+    validation_sets = []
+    for name, prefix in parse_valid_data_path(settings.output.valid_data_path).items():
+        validation_sets.append(
+            ValidationSet.open(
+                name,
+                prefix,
+                vocabulary,
+                split=settings.data.split,
+                order=settings.data.data_order,
+                train_fingerprints=train_fingerprints,
+            )
+        )
+    return tuple(validation_sets)
+
+
+def _check_special_tokens(parts: Sequence[RunData], validation_sets: Sequence[ValidationSet]) -> None:
+    """Raise InputError for corpora with different special tokens.
 
     Prints those of corpora that do not record them.
     """
+    first = parts[0].corpora[0].prefix, parts[0].special_tokens
     for data in parts:
-        check_same_special_tokens(
-            parts[0].corpora[0].prefix, parts[0].special_tokens, data.corpora[0].prefix, data.special_tokens
-        )
-    prefixes = dict.fromkeys(
-        corpus.prefix for data in parts for corpus in data.corpora if not (corpus.metadata and corpus.metadata.special_tokens)
-    )
+        check_same_special_tokens(*first, data.corpora[0].prefix, data.special_tokens)
+    for held_out in validation_sets:
+        check_same_special_tokens(*first, held_out.corpus.prefix, held_out.special_tokens, "--valid-data-path")
+    corpora = [corpus for data in parts for corpus in data.corpora] + [held_out.corpus for held_out in validation_sets]
+    prefixes = dict.fromkeys(corpus.prefix for corpus in corpora if not (corpus.metadata and corpus.metadata.special_tokens))
     for prefix in prefixes:
         print_rank_0(f"{prefix}: records no special tokens; by its documents --special-tokens {parts[0].special_tokens.mode}")
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,7 @@ import numpy as np
 from megaenc.backend import Backend
 from megaenc.console import print_rank_0
 from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.errors import InputError
 from megaenc.objectives import Objective, PseudoPerplexity, compute_perplexity
 from megaenc.training.checkpoint.loader import CheckpointLoader
@@ -208,13 +210,15 @@ class _Trainer:
     def validate(self, step: int) -> None:
         """Evaluate the model after `step` on the packs of its phase and log the scores.
 
-        Does nothing if the phase has no packs for validation.
+        Does nothing if validation is turned off or the phase has no text for it.
         """
-        if not self.plan.validation_packs(step):
+        if not self.plan.has_validation:
             return
         self._watchdog.beat("validation", step)
         if not self._validator or self._validator.phase is not self.plan.settings.phase_at(step):
             self._validator = Validator(self.plan, step)
+        if not self._validator.parts:
+            return
         beat = partial(self._watchdog.beat, "validation", step)
         self.logger.log_validation(step, self._progress, partial(self._validator, before_pass=beat))
 
@@ -257,49 +261,93 @@ class Validator:
         self.plan = plan
         self.step = step
         self.phase = plan.settings.phase_at(step)
-        settings = self.phase.settings
-        [self.packs] = plan.validation_packs(step).values()
-        size = settings.global_batch_size
-        whole_batches = self.packs.samples_before_repeat // size
-        # No token twice, unless the held-out text is smaller than one batch.
-        self.samples = size * max(1, min(plan.settings.output.eval_iters, whole_batches))
-        text_identity = [plan.data_at(step).fingerprint, settings.data.split, settings.data.seq_length, self.samples]
-        self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
         self.objectives = plan.validation_objectives
-        self.groups = TokenGroups.from_packs(self.packs)
-        self.most_frequent = {text: self._most_frequent_share(objective) for text, objective in self.objectives.items()}
+        self.parts: list[ValidationPart] = []
+        for name, packs in plan.validation_packs(step).items():
+            samples = self._count_named_samples(packs) if name else self._count_own_samples(packs)
+            most_frequent = {
+                text: _compute_most_frequent_share(objective, packs, samples) for text, objective in self.objectives.items()
+            }
+            self.parts.append(ValidationPart(name, packs, samples, TokenGroups.from_packs(packs), most_frequent))
+        # What the tokens of the validation depend on.
+        data = self.phase.settings.data
+        texts = [held_out.identity for held_out in plan.validation_sets]
+        texts = texts or [plan.data_at(step).fingerprint, data.split]
+        text_identity = [*texts, data.seq_length, *(part.samples for part in self.parts)]
+        self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
+
+    def _count_own_samples(self, packs: BlendedDataset) -> int:
+        """Return the packs to read of the phase's own held-out text, in whole batches.
+
+        No token is read twice, unless the text is smaller than one batch.
+        """
+        batch_size = self.phase.settings.global_batch_size
+        return batch_size * max(1, min(self.plan.settings.output.eval_iters, packs.samples_before_repeat // batch_size))
+
+    def _count_named_samples(self, packs: BlendedDataset) -> int:
+        """Return the packs to read of a named set: the same text in each phase, and no token twice."""
+        first = self.plan.settings.phase_configs[0].settings
+        tokens = self.plan.settings.output.eval_iters * first.global_batch_size * first.data.seq_length
+        [dataset] = packs.datasets
+        return max(1, min(tokens, dataset.tokens_per_epoch) // packs.seq_length)
 
     def __call__(self, engine: Engine, before_pass: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Return `held_out`, a digest of the validation text, and `objectives`: loss, accuracy and most_frequent of each.
 
-        most_frequent is the accuracy of always predicting the most frequent label. If the validation text has several ranges of
-        positions or corpora, `by_position` and `by_corpus` are the losses of each (`TokenGroups`). A pseudo-perplexity also has
-        `perplexity`; `before_pass` is called before each of its passes after the first.
+        An objective on a named set is `NAME/OBJECTIVE`. most_frequent is the accuracy of always predicting the most frequent
+        label. If the validation text has several ranges of positions or corpora, `by_position` and `by_corpus` are the losses of
+        each (`TokenGroups`). A pseudo-perplexity also has `perplexity`. `before_pass` is called before each set and each pass
+        of a pseudo-perplexity after the first.
         """
         engine.enter_phase(self.step)
         scores = {}
-        for text, objective in self.objectives.items():
-            metrics = StepMetrics()
-            for number, part in enumerate(objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)):
-                if number:
-                    before_pass()
-                metrics += engine.evaluate(self.packs, self.samples, part, self.groups)
-            scores[text] = {"loss": metrics.loss, "accuracy": metrics.accuracy, "most_frequent": self.most_frequent[text]}
-            if isinstance(objective, PseudoPerplexity):
-                scores[text]["perplexity"] = None if metrics.loss is None else compute_perplexity(metrics.loss)
-            scores[text] |= self.groups.mean_losses(metrics.group_sums)
+        for number, part in enumerate(self.parts):
+            if number:
+                before_pass()
+            for text, objective in self.objectives.items():
+                name = f"{part.name}/{text}" if part.name else text
+                scores[name] = part.score(engine, text, objective, before_pass)
         return {"held_out": self.held_out, "objectives": scores}
 
-    def _most_frequent_share(self, objective: Objective) -> float | None:
-        """Return the share of the most frequent label among all validation labels; None without labels."""
-        counts = np.zeros(self.plan.vocabulary.size, dtype=np.int64)
+
+@dataclass(frozen=True)
+class ValidationPart:
+    """Packs of one validation set, cut for a phase."""
+
+    name: str
+    """Name of the set, empty for the phase's own held-out text."""
+    packs: BlendedDataset
+    samples: int
+    """Number of packs that are read."""
+    groups: TokenGroups
+    most_frequent: dict[str, float | None]
+    """Share of the most frequent label by objective."""
+
+    def score(
+        self, engine: Engine, text: str, objective: Objective, before_pass: Callable[[], object]
+    ) -> dict[str, float | dict[str, float] | None]:
+        """Return the scores of `engine` under the objective `text`, see `Validator`."""
+        metrics = StepMetrics()
+        for number, part in enumerate(objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)):
+            if number:
+                before_pass()
+            metrics += engine.evaluate(self.packs, self.samples, part, self.groups)
+        scores = {"loss": metrics.loss, "accuracy": metrics.accuracy, "most_frequent": self.most_frequent[text]}
         if isinstance(objective, PseudoPerplexity):
-            objective = dataclasses.replace(objective, passes=1)  # one pass over all labels is faster
-        for sample in range(self.samples):
-            pack = self.packs[sample]
-            labels = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).labels
-            counts += np.bincount(labels, minlength=len(counts))
-        return int(counts.max()) / int(counts.sum()) if counts.any() else None
+            scores["perplexity"] = None if metrics.loss is None else compute_perplexity(metrics.loss)
+        return scores | self.groups.mean_losses(metrics.group_sums)
+
+
+def _compute_most_frequent_share(objective: Objective, packs: BlendedDataset, samples: int) -> float | None:
+    """Return the share of the most frequent label among the labels of the first `samples` packs; None without labels."""
+    counts = np.zeros(objective.vocabulary.size, dtype=np.int64)
+    if isinstance(objective, PseudoPerplexity):
+        objective = dataclasses.replace(objective, passes=1)  # one pass over all labels is faster
+    for sample in range(samples):
+        pack = packs[sample]
+        labels = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).labels
+        counts += np.bincount(labels, minlength=len(counts))
+    return int(counts.max()) / int(counts.sum()) if counts.any() else None
 
 
 MAX_RECENT_LOSSES, MIN_RECENT_LOSSES = 128, 32

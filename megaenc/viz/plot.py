@@ -21,6 +21,7 @@ from megaenc.viz.run_metrics import (
     HeldOutCurves,
     Row,
     held_out_curves,
+    is_pseudo_perplexity,
     read_held_out_validations,
     read_start_progress,
     read_steps,
@@ -39,7 +40,8 @@ from megaenc.viz.style import (
 )
 
 _FORMATS = (".png", ".pdf", ".svg")
-_SHIFTED = re.compile(rf"(?P<measure>{PseudoPerplexity.name}\(.*),shift=(?P<shift>\d+)\)")
+# Also on a named validation set: NAME/pseudo_perplexity(...).
+_SHIFTED = re.compile(rf"(?P<measure>([^(/]+/)?{PseudoPerplexity.name}\(.*),shift=(?P<shift>\d+)\)")
 _LETTER = 0.0125  # width of a letter, as a share of the panel's width
 
 
@@ -208,7 +210,7 @@ def _find_corpus_losses(validation_rows: list[Row]) -> tuple[str, list[Row]]:
 
 
 def _draw_corpora(panel: Any, validation_rows: list[Row], against: Against) -> None:
-    """Draw the change of held-out loss by corpus since the first validation.
+    """Draw the change of held-out loss by corpus since the first validation that has the corpus.
 
     Of one objective, a line per corpus.
     """
@@ -218,7 +220,8 @@ def _draw_corpora(panel: Any, validation_rows: list[Row], against: Against) -> N
         losses = np.array([row["objectives"][objective]["by_corpus"].get(prefix) for row in rows], dtype=np.float64)
         x = [row[against] for row in rows]
         name = Path(prefix).name.removesuffix("_document")
-        panel.plot(x, losses - losses[0], **HELD_OUT, color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
+        first = losses[np.isfinite(losses)][:1]  # empty without a loss
+        panel.plot(x, losses - first.sum(), **HELD_OUT, color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
     panel.axhline(0, color=GREY, linewidth=0.8)
     panel.legend(**LEGEND, loc="best", title=f"held out, {objective}", title_fontsize=8)
     panel.set_xlabel(AXIS_LABELS[against])
@@ -274,7 +277,7 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     figure = Figure(figsize=(max(6.4, 4.9 * columns), 4.3 * rows), dpi=150, layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, objective in zip(panels, shared, strict=False):
-        is_perplexity = objective.startswith(PseudoPerplexity.name)
+        is_perplexity = is_pseudo_perplexity(objective)
         for at, (name, each) in enumerate(curves.items()):
             colour, marker = style[name]
             x, losses = each[objective]
@@ -343,8 +346,10 @@ def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
         return figure, f"the loss of {title}"
     held_out = {name: read_held_out_validations(run, against) for name, run in name_runs(runs).items()}
     figure, summary = draw_comparison({name: held_out_curves(rows, against) for name, rows in held_out.items()}, against)
-    if len({row.get("held_out") for rows in held_out.values() for row in rows}) > 1:
-        summary += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
+    texts = {frozenset(row.get("held_out") for row in rows) for rows in held_out.values()}  # several in a run with phases
+    if len(texts) > 1:
+        flags_of_text = "data, --valid-data-path, --split, --seq-length, --eval-iters, --global-batch-size or phases"
+        summary += f"; NOT on the same held-out text: {flags_of_text} differ"
     return figure, summary
 
 

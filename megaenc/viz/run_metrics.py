@@ -8,6 +8,7 @@ from typing import Any
 from megaenc.console import truncate_text
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
+from megaenc.objectives import PseudoPerplexity
 from megaenc.training.run_dir import METRICS_FILE, RUN_FILE, VALIDATION_FILE
 
 Row = dict[str, Any]
@@ -89,6 +90,11 @@ def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCur
                 x.append(row[against])
                 losses.append(result["loss"])
     return curves
+
+
+def is_pseudo_perplexity(objective: str) -> bool:
+    """Return whether a name in validation.jsonl is a pseudo-perplexity, maybe on a named set (NAME/OBJECTIVE)."""
+    return f"{PseudoPerplexity.name}(" in objective
 
 
 def training_seconds(steps: list[Row], before: int = 0) -> float:

@@ -12,8 +12,9 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import build_rich_console, format_duration, format_number, print_rank_0, silence_libraries
 from megaenc.errors import handle_command_errors
-from megaenc.objectives import PseudoPerplexity, compute_perplexity
+from megaenc.objectives import compute_perplexity
 from megaenc.viz.run_metrics import (
+    is_pseudo_perplexity,
     read_held_out_validations,
     read_model_size_and_steps,
     read_start_progress,
@@ -66,6 +67,8 @@ class RunSummary:
     """tokens of the parent at that step"""
     gains: list[HeldOutGain]
     """change between the two validations, by objective"""
+    is_same_text: bool = True
+    """whether both validations read the same packs"""
 
 
 def summarise(run: str | Path) -> RunSummary:
@@ -81,7 +84,8 @@ def summarise(run: str | Path) -> RunSummary:
             gains.append(HeldOutGain(objective, *pairs, after["most_frequent"], _pair_corpora(before, after)))
     seconds = training_seconds(steps, start_progress["step"])
     counts = (newest["step"], facts["train_iters"], first["step"], last["step"], facts["parameters"], newest["tokens"])
-    return RunSummary(*counts, seconds, start_progress["step"], start_progress["tokens"], gains)
+    is_same_text = first.get("held_out") == last.get("held_out")
+    return RunSummary(*counts, seconds, start_progress["step"], start_progress["tokens"], gains, is_same_text)
 
 
 def _pair_corpora(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -106,7 +110,7 @@ def build_table(summary: RunSummary) -> Any:
         for prefix, losses in one.corpora.items():
             table.add_row(f"  of {prefix}", *(f"{loss:.3f}" for loss in losses))
         shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
-        if one.objective.startswith(PseudoPerplexity.name):
+        if is_pseudo_perplexity(one.objective):
             table.add_row(f"{one.objective}: perplexity", *(f"{compute_perplexity(loss):,.1f}" for loss in one.loss))
         table.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
     return table
@@ -120,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = summarise(config.run)
     plain = {"markup": False, "emoji": False, "highlight": False}  # names may contain rich's markup
     build_rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(build_table(summary))
+    if not summary.is_same_text:
+        print_rank_0("the two validations read different packs (text or length of their phases), which is a part of the change")
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     planned = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"

@@ -69,6 +69,12 @@ def test_passes_of_a_pseudo_perplexity_are_counted_in_validations():
         assert demanded(*flags, schedule)[1].validation_batches == 3 * forwards
 
 
+def test_fixed_objectives_and_named_sets_are_counted_in_validations():
+    flags = ["--train-iters", "100", "--eval-iters", "3", "--objective-schedule", "mlm(mask=0.2)", "--valid-objective"]
+    assert demanded(*flags, "mlm(mask=0.15)")[1].validation_batches == 3
+    assert demanded(*flags, "clm", "mlm", "--valid-data-path", "a=A", "b=B")[1].validation_batches == 3 * 2 * 2
+
+
 OBJECTIVES = ["clm", "mlm(mask=0.3)", "mntp(mask=0.3)", "prefix_lm", "gpt_bert(causal=0.5,mask=0.3)", "diffusion"]
 
 

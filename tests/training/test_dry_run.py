@@ -102,6 +102,11 @@ def test_the_special_tokens_of_documents_are_reported(printed, capsys, small_cor
     with pytest.raises(SystemExit):
         main(["--data-path", *prefixes.values(), "--tokenizer", str(small_corpus.tokenizer), "--dry-run"])
     assert "expected one mode for all corpora of a run" in capsys.readouterr().err
+    first, second = prefixes.values()
+    with pytest.raises(SystemExit):
+        main(["--data-path", first, "--valid-data-path", f"web={second}", "--tokenizer", str(small_corpus.tokenizer)])
+    line = capsys.readouterr().err
+    assert f"--valid-data-path: {first} has --special-tokens none" in line and f"{second} has --special-tokens eod" in line
 
 
 def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):

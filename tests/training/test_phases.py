@@ -3,18 +3,23 @@
 import json
 import math
 
+import board_helpers
 import numpy as np
 import pytest
 import runs
 import yaml
 
 from megaenc.convert.to_hf import to_hf
+from megaenc.data.indexed.corpus import split_documents
+from megaenc.data.packing.builder import RunData
 from megaenc.data.preprocess import command as preprocess
 from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.config import PretrainConfig, parse_config
+from megaenc.training.engine import Engine
 from megaenc.training.phases import build_learning_rate
 from megaenc.training.planning import build_plan
+from megaenc.training.trainer import Validator
 
 SHAPE = [*runs.SHORT_RUN[:12], "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3", "--no-bf16"]
 SHAPE += ["--eval-iters", "1", "--eval-interval", "5", "--clip-grad", "0.5"]
@@ -136,6 +141,171 @@ def test_a_run_stopped_in_any_phase_resumes_bitwise(three_phases, whole_run, sto
     runs.assert_same_weights(tmp_path / "run", whole_run, 15)
 
 
+def validated(plan, step):
+    """The packs that the validation of `step` reads, by the name of their set."""
+    return {part.name: [part.packs[sample] for sample in range(part.samples)] for part in Validator(plan, step).parts}
+
+
+def test_each_phase_is_validated_on_its_own_held_out_text(three_phases, whole_run, small_corpus, second_corpus):
+    """In packs of its length: no loss is of a position that no training step has had."""
+    plan = plan_of(*three_phases)
+    shares = {5: ("0.8", "0.2", 128), 10: ("0.5", "0.5", 512), 15: ("0", "1", 512)}
+    for step, (first, second, length) in shares.items():
+        data_path = [first, str(small_corpus.prefix), second, second_corpus] if first != "0" else [second_corpus]
+        options = {"split": "90,10,0", "packing": "concat", "seq_length": length, "seed": 1}
+        expected = RunData.open(data_path, plan.vocabulary, **options).held_out
+        [packs] = validated(plan, step).values()
+        assert len(packs) == (8 if step == 5 else 4)
+        for sample, pack in enumerate(packs):
+            assert np.array_equal(pack.tokens, expected[sample].tokens)
+            assert np.array_equal(pack.edges, expected[sample].edges)
+    rows = runs.validations(whole_run)
+    assert [row["step"] for row in rows] == [0, 5, 10, 15]
+    texts = [row["held_out"] for row in rows]
+    assert texts[0] == texts[1] and len(set(texts)) == 3
+    for row in rows:
+        for scores in row["objectives"].values():
+            assert ("by_position" in scores) == (row["step"] > 5)  # else all are among the first 128
+            assert ("by_corpus" in scores) == (row["step"] < 15)
+
+
+def test_the_validation_of_a_phase_is_that_of_a_run_without_phases(three_phases, whole_run, second_corpus, tmp_path):
+    """Bit by bit, of the last weights."""
+    tokenizer = three_phases[three_phases.index("--tokenizer") :]
+    flags = [*tokenizer, "--rotary-base", "40000", "--objective-schedule", "mlm(mask=0.05)", "--train-iters", "9"]
+    flags += ["--data-path", second_corpus, "--seq-length", "512", "--global-batch-size", "4"]
+    main([*flags, "--init-from", str(whole_run), "--save", str(tmp_path / "last"), "--exit-interval", "1"])
+    alone, phased = runs.validations(tmp_path / "last")[0], runs.validations(whole_run)[-1]
+    assert alone["held_out"] == phased["held_out"]
+    for name, scores in alone["objectives"].items():
+        assert scores == phased["objectives"][name]
+
+
+FIXED = "mlm(mask=0.15,random=0.1,keep=0.1)"
+
+
+@pytest.fixture(scope="module")
+def named_sets(three_phases, small_corpus, tmp_path_factory):
+    """Flags of the three phases with two named sets: a corpus that is trained on, and another one; a fixed objective."""
+    from_tokenizer = ["--tokenizer", str(small_corpus.tokenizer), "--append-eod"]
+    folder = tmp_path_factory.mktemp("third")
+    text = runs.write_text(folder / "text.jsonl", documents=40, seed=2)
+    preprocess.main(["--input", str(text), "--output-prefix", str(folder / "c"), *from_tokenizer])
+    sets = [f"own={small_corpus.prefix}", f"other={folder / 'c_text_document'}"]
+    return [*three_phases, "--eval-iters", "2", "--valid-data-path", *sets, "--valid-objective", FIXED]
+
+
+@pytest.fixture(scope="module")
+def named_run(named_sets, tmp_path_factory):
+    """The fifteen steps, validated on named sets."""
+    folder = tmp_path_factory.mktemp("named") / "run"
+    main([*named_sets, "--save", str(folder), "--tensorboard-dir", str(folder / "board")])
+    return folder
+
+
+def test_named_sets_have_the_same_text_in_all_phases(named_sets, named_run, small_corpus):
+    """Each by its name, also at TensorBoard: the held-out documents of a corpus that is trained on, and another one whole."""
+    plan = plan_of(*named_sets)
+    own, other = plan.validation_sets
+    assert own.documents.tolist() == split_documents(300, (90, 10, 0))[1].tolist()
+    assert other.documents.tolist() == list(range(40))
+    lengths = {1: 128, 6: 512, 15: 512}
+    tokens = {}
+    for step, length in lengths.items():
+        for name, packs in validated(plan, step).items():
+            assert {len(pack.tokens) for pack in packs} == {length}
+            tokens.setdefault(name, []).append(np.concatenate([pack.tokens for pack in packs]))
+    for name, (short, long, last) in tokens.items():
+        assert np.array_equal(short[: len(long)], long) and np.array_equal(long, last)
+        assert len(short) == 2 * 8 * 128 == len(long), name
+    rows = runs.validations(named_run)
+    assert [row["step"] for row in rows] == [0, 5, 10, 15]
+    names = [f"own/{FIXED}", f"other/{FIXED}"]
+    assert [list(row["objectives"]) for row in rows] == [names] * 4
+    assert len({row["held_out"] for row in rows}) == 2  # the two lengths
+    _, shown = board_helpers.tensorboard_shows(named_run / "board")
+    for name in names:
+        losses = {row["step"]: row["objectives"][name]["loss"] for row in rows}
+        assert shown[f"validation/{name}/loss"] == losses
+    assert all(scores["loss"] < 5.9 for scores in rows[-1]["objectives"].values())
+
+
+def test_named_sets_do_not_change_the_run(named_sets, named_run, three_phases, whole_run, tmp_path):
+    """Nor does a stop in the second phase change a validation."""
+    assert runs.curve(named_run) == runs.curve(whole_run)
+    main([*named_sets, "--save", str(tmp_path / "run"), "--exit-interval", "7"])
+    main(["--config", str(tmp_path / "run" / "config.yaml"), "--exit-interval", "99"])
+    assert runs.validations(tmp_path / "run") == runs.validations(named_run)
+    assert runs.curve(tmp_path / "run") == runs.curve(whole_run)
+
+
+@pytest.mark.multiprocess
+def test_validations_of_phases_are_the_same_in_every_layout(named_sets, three_phases, tmp_path):
+    """On named sets and on held-out text, after each phase."""
+    flags = [*three_phases, "--eval-interval", "5", "--exit-interval", "10"]
+    named = [*named_sets, "--exit-interval", "10", "--eval-iters", "1"]
+    layouts = {"one": (1, []), "DP2": (2, []), "PP2": (2, ["--pipeline-model-parallel-size", "2"])}
+    jobs = [runs.Job(tmp_path / f"{name} held", [*flags, *more], processes) for name, (processes, more) in layouts.items()]
+    jobs += [runs.Job(tmp_path / f"{name} named", [*named, *more], processes) for name, (processes, more) in layouts.items()]
+    runs.in_turn(jobs, tmp_path)
+    for kind in ("held", "named"):
+        reference = runs.validations(tmp_path / f"one {kind}")
+        assert [row["step"] for row in reference] == [0, 5, 10]
+        for name in ("DP2", "PP2"):
+            rows = runs.validations(tmp_path / f"{name} {kind}")
+            for row, expected in zip(rows, reference, strict=True):
+                assert row["objectives"].keys() == expected["objectives"].keys()
+                for objective, scores in row["objectives"].items():
+                    assert scores["loss"] == pytest.approx(expected["objectives"][objective]["loss"], rel=1e-6)
+
+
+def test_validations_have_the_micro_batches_of_their_phase(small_corpus, one_process, monkeypatch):
+    """Two batches of 8 packs in rows of 4, then of 3 packs in rows of one; a named set's last batch has fewer packs."""
+    phases = ["{objective: mlm, train_iters: 2, micro_batch_size: 4}"]
+    phases += ["{objective: mlm, train_iters: 2, seq_length: 128, global_batch_size: 3, micro_batch_size: 1}"]
+    flags = [*small_corpus.flags, *runs.SHORT_RUN[:12], "--seq-length", "64", "--global-batch-size", "8", "--no-bf16"]
+    flags += ["--eval-iters", "2", "--lr-warmup-iters", "1", "--valid-objective", "clm", "--phases", *phases]
+    for named, last in (([], [[1, 1, 1]] * 2), ([f"own={small_corpus.prefix}"], [[1, 1, 1]] * 2 + [[1, 1]])):
+        plan = plan_of(*flags, *(["--valid-data-path", *named] if named else []))
+        engine, rows = Engine(plan, one_process), []
+        list_specs = engine._list_specs
+
+        def record(packs, samples, *options, list_specs=list_specs, rows=rows):
+            rows.append([len(row) for row in samples])
+            return list_specs(packs, samples, *options)
+
+        monkeypatch.setattr(engine, "_list_specs", record)
+        for step, expected in ((2, [[4, 4]] * 2), (3, last)):
+            rows.clear()
+            Validator(plan, step)(engine)
+            assert rows == expected
+
+
+def test_a_phase_without_held_out_text_is_not_validated(small_corpus, tmp_path):
+    """Of one document none is held out; the other phase has its rows."""
+    text = runs.write_text(tmp_path / "one.jsonl", documents=1)
+    tokenizer = ["--tokenizer", str(small_corpus.tokenizer)]
+    preprocess.main(["--input", str(text), "--output-prefix", str(tmp_path / "one"), *tokenizer, "--append-eod"])
+    phases = [
+        {"objective": "clm", "train_iters": 3, "data_path": str(tmp_path / "one_text_document")},
+        {"objective": "clm", "train_iters": 3, "data_path": str(small_corpus.prefix)},
+    ]
+    flags = [*tokenizer, *SHAPE, "--seq-length", "64", "--eval-interval", "2", "--lr-warmup-iters", "1"]
+    main([*flags, "--phases", *map(json.dumps, phases), "--save", str(tmp_path / "run")])
+    assert [row["step"] for row in runs.validations(tmp_path / "run")] == [4, 6]
+
+
+def test_a_dry_run_says_what_is_validated_on(named_sets, three_phases, small_corpus, capsys):
+    main([*three_phases, "--dry-run"])
+    own = capsys.readouterr().out.splitlines()[-1]
+    assert own.startswith("validation: every 5 steps on the held-out text of each phase, in packs of the phase's length, under ")
+    main([*named_sets, "--dry-run"])
+    named = capsys.readouterr().out.splitlines()[-1]
+    assert f"on own (held-out documents of {small_corpus.prefix}), other (all documents of " in named
+    assert named.endswith(f", in packs of the phase's length, under {FIXED}")
+    assert not plan_of(*named_sets, "--eval-interval", "0").validation_sets
+
+
 @pytest.mark.multiprocess
 def test_every_step_at_tp2_pp2_is_that_of_one_process(three_phases, whole_run, tmp_path):
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
@@ -163,6 +333,9 @@ def test_a_branch_changes_phases_after_its_step(small_corpus, whole_run, three_p
     main([*flags, "--phases", "{objective: mlm, train_iters: 6}", longer, "--save", str(tmp_path / "whole")])
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole", after=6)
     runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 10)
+    here, there = (runs.validations(tmp_path / name) for name in ("run", "whole"))
+    assert [row["step"] for row in here] == [6, 10] and here[-1] == there[-1]
+    assert here[0]["held_out"] == there[0]["held_out"] != here[1]["held_out"]
     line = refusal(main, [*flags, "--phases", "{objective: mlm, train_iters: 5}", longer, *start])
     assert "seq_length is 64 there, 128 here at step 6" in line and "the first of `phases`" in line
 

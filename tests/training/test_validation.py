@@ -119,11 +119,12 @@ def test_losses_by_position_and_corpus_are_those_of_the_single_tokens(first, two
     plan = build_plan(parse_config([*two_corpora, "--objective-schedule", "mntp"], "test"))
     engine, validator = Engine(plan, one_process), Validator(plan)
     result = validator(engine)["objectives"]
+    [part] = validator.parts
     [encoder] = [chunk.module for chunk in engine.chunks]
     prefixes = [corpus.prefix for corpus in plan.data.corpora]
     assert list(result) == ["clm", "mlm", "mntp"]
     for text, objective in validator.objectives.items():
-        sums = by_single_tokens(encoder, validator.packs, validator.samples, objective, prefixes, first)
+        sums = by_single_tokens(encoder, part.packs, part.samples, objective, prefixes, first)
         expected = {group: loss / count for group, (loss, count) in sums.items()}
         assert result[text]["loss"] == pytest.approx(expected.pop("all"), rel=1e-6)
         actual = result[text]["by_position"] | result[text]["by_corpus"]
@@ -206,15 +207,16 @@ def test_pseudo_perplexity_with_a_pass_for_each_token_is_the_exact_one(small_cor
     engine, validator, passes = Engine(plan, one_process), Validator(plan), []
     result = validator(engine, before_pass=lambda: passes.append(len(passes)))["objectives"]
     assert len(passes) == 2 * 39
+    [part] = validator.parts
     [encoder] = [chunk.module.eval() for chunk in engine.chunks]
     names = ["pseudo_perplexity(passes=40)", "pseudo_perplexity(passes=40,shift=1)"]
     assert list(result) == ["clm", "mlm", "mntp", *names]
     for shift, name in enumerate(names):
-        loss, count = exact_loss(encoder, validator.packs, validator.samples, plan.vocabulary, shift)
+        loss, count = exact_loss(encoder, part.packs, part.samples, plan.vocabulary, shift)
         assert result[name]["loss"] == pytest.approx(loss, rel=1e-5)
         assert result[name]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
         labels = validator.objectives[name].parts
-        packs = [validator.packs[sample] for sample in range(validator.samples)]
+        packs = [part.packs[sample] for sample in range(part.samples)]
         predicted = [
             objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)) for objective in labels for pack in packs
         ]

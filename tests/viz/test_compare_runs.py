@@ -113,6 +113,29 @@ def test_runs_on_different_held_out_text_are_told_apart(runs, tmp_path):
     assert "NOT on the same" not in plot.write_plot(runs[1:], tmp_path / "y.png")
 
 
+def test_runs_with_the_same_phases_have_the_same_held_out_texts(runs, tmp_path):
+    """Two texts in each run; the line appears if one of them is another run's."""
+    for run in runs:
+        rows = read_validations(run)
+        texts = ["first"] + ["second"] * (len(rows) - 1)
+        write_rows(run / "validation.jsonl", [{**row, "held_out": text} for row, text in zip(rows, texts, strict=True)])
+    assert "NOT on the same" not in plot.write_plot(runs, tmp_path / "x.png")
+    write_rows(runs[1] / "validation.jsonl", [{**row, "held_out": "first"} for row in read_validations(runs[1])])
+    assert "NOT on the same held-out text" in plot.write_plot(runs, tmp_path / "y.png")
+
+
+def test_pseudo_perplexities_on_a_named_set_are_those_of_any_shift(runs):
+    for run, shift in zip(runs, ("", ",shift=1"), strict=True):
+        rows = read_validations(run)
+        for row in rows:
+            row["objectives"] = {f"web/pseudo_perplexity(passes=4{shift})": row["objectives"]["clm"]}
+        write_rows(run / "validation.jsonl", rows)
+    picture, summary = plot.draw_comparison(curves(runs), "step")
+    assert summary == "the held-out losses of 2 runs under web/pseudo_perplexity(passes=4)"
+    legend = [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
+    assert legend == ["long  (7.000, 1,096.6)", "short  (8.000, 2,981.0, shift 1)"]
+
+
 def with_pseudo_perplexity(run, **losses):
     """Add one for each shift to each validation, whose loss falls from 0.5 more to the given one."""
     rows = read_validations(run)

@@ -87,6 +87,18 @@ def test_a_blend_has_a_panel_of_the_changes_by_corpus(tmp_path):
     assert corpora.get_legend().get_title().get_text() == "held out, mlm(mask=0.3)"
 
 
+def test_a_corpus_of_a_later_phase_changes_from_its_first_validation_on(tmp_path):
+    run = write_run(tmp_path / "run")
+    rows = read_validations(run)
+    for row in rows:
+        new = {"data/new": 8 - row["step"] / 40} if row["step"] >= 20 else {}
+        row["objectives"]["clm"]["by_corpus"] = {"data/own": 6.0, "data/other": 6.0, **new}
+    write_rows(run / "validation.jsonl", rows)
+    _, _, corpora = plot.draw_run(read_steps(run), read_validations(run), "a run").axes
+    lines = {line.get_label(): line for line in corpora.get_lines()}
+    np.testing.assert_allclose(lines["new"].get_ydata(), [np.nan, np.nan, 0, -0.25, -0.5])
+
+
 def test_a_run_without_the_field_is_one_line(tmp_path, refusal):
     run = write_run(tmp_path / "run")
     rows = [{name: value for name, value in row.items() if name != "flops"} for row in read_validations(run)]

@@ -47,6 +47,22 @@ def test_the_command_prints_it(tmp_path, capsys):
     assert not captured.err
 
 
+def test_phases_with_other_packs_and_named_sets_are_told(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    line = "the two validations read different packs (text or length of their phases)"
+    run_summary.main([str(run)])
+    assert line not in capsys.readouterr().out
+    rows = read_validations(run)
+    for row in rows:
+        row["held_out"] = "first" if row["step"] < 20 else "second"
+        row["objectives"] = {"web/pseudo_perplexity(passes=2)": row["objectives"]["clm"]}
+    write_rows(run / "validation.jsonl", rows)
+    run_summary.main([str(run)])
+    printed = capsys.readouterr().out
+    assert line in printed
+    assert "web/pseudo_perplexity(passes=2): perplexity" in printed
+
+
 def test_losses_of_a_blends_corpora_are_printed(tmp_path, capsys):
     """Those that both validations have; a NaN is none."""
     run = write_run(tmp_path / "run")

@@ -89,10 +89,10 @@ class RunData:
             special_tokens.append(corpus.find_special_tokens(vocabulary.eos_id))
             check_same_special_tokens(corpora[0].prefix, special_tokens[0], prefix, special_tokens[-1])
             train, held_out, _ = split_corpus(corpus, fractions, order)
-            if not _has_tokens(corpus, train):
+            if not has_tokens(corpus, train):
                 raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
             train_datasets.append(dataset_class(corpus, train, seq_length, seed))
-            if _has_tokens(corpus, held_out):
+            if has_tokens(corpus, held_out):
                 held_out_datasets[len(corpora) - 1] = ConcatPackedDataset(corpus, held_out, seq_length, 0)
         explicit_weights = [weight for weight, _ in pairs]
         weights = [Fraction(part.tokens_per_epoch) for part in train_datasets] if None in explicit_weights else explicit_weights
@@ -133,10 +133,12 @@ class RunData:
         return rows
 
 
-def check_same_special_tokens(first: str, special: SpecialTokens, second: str, other: SpecialTokens) -> None:
+def check_same_special_tokens(
+    first: str, special: SpecialTokens, second: str, other: SpecialTokens, flag: str = "--data-path"
+) -> None:
     """Raise InputError unless two corpora have the same special tokens.
 
-    `first` and `second` are their prefixes.
+    `first` and `second` are their prefixes, and `flag` is that of the second.
     """
     if special.is_same(other):
         return
@@ -144,7 +146,7 @@ def check_same_special_tokens(first: str, special: SpecialTokens, second: str, o
         f"{prefix} has --special-tokens {tokens.mode} (before {list(tokens.before)}, after {list(tokens.after)})"
         for prefix, tokens in ((first, special), (second, other))
     ]
-    raise InputError(f"--data-path: {texts[0]}, {texts[1]}; expected one mode for all corpora of a run")
+    raise InputError(f"{flag}: {texts[0]}, {texts[1]}; expected one mode for all corpora of a run")
 
 
 def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
@@ -183,7 +185,7 @@ def split_corpus(
     return train, held_out, test
 
 
-def _has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:
+def has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:
     """Return whether any of `documents` holds a token."""
     if isinstance(documents, DocumentBlocks):
         return bool(np.diff(corpus.block_offsets(documents.size))[documents.numbers].any())

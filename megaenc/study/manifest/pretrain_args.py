@@ -56,12 +56,19 @@ def check_run_config(run: PretrainConfig) -> None:
 
 
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
-    """Return `flag_values` with `data_dir` before data_path's paths, not weights, and tokenizer if it exists there."""
+    """Return `flag_values` with `data_dir` before paths.
+
+    They are those of data_path, except weights, and of valid_data_path, and the tokenizer if it exists there.
+    """
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:
         words = resolved["data_path"]
         words = [word for word in (words if isinstance(words, list | tuple) else [words]) if word != ""]
         resolved["data_path"] = [word if parse_weight(str(word)) is not None else str(data_dir / str(word)) for word in words]
+    if "valid_data_path" in resolved:
+        words = resolved["valid_data_path"]
+        parts = [str(word).partition("=") for word in (words if isinstance(words, list | tuple) else [words])]
+        resolved["valid_data_path"] = [f"{name}={data_dir / prefix}" if prefix else name for name, _, prefix in parts]
     # Otherwise a name on the Hub. Unlike Path's, os.path.exists is False for a name that is too long.
     if (tokenizer := resolved.get("tokenizer")) and os.path.exists(data_dir / str(tokenizer)):
         resolved["tokenizer"] = str(data_dir / str(tokenizer))

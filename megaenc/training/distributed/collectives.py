@@ -22,7 +22,7 @@ from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 
 Result = TypeVar("Result")
-_NODE_LOCAL_FIELDS = ("config", "data_path", "tokenizer")  # paths, whose content is compared instead
+_NODE_LOCAL_FIELDS = ("config", "data_path", "valid_data_path", "tokenizer")  # paths, whose content is compared instead
 _INPUT_ERROR_KEY, _FAILED_KEY, _REPORTED_KEY = "megaenc/wrong", "megaenc/failed", "megaenc/told"
 
 
@@ -55,6 +55,7 @@ def check_same_plan(plan: Plan) -> None:
     """Raise InputError on all ranks, naming field and rank, if ranks differ in flags (not paths), identity or start."""
     values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _NODE_LOCAL_FIELDS}
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
+    values["valid_data"] = {held_out.name: held_out.identity for held_out in plan.validation_sets}
     if is_same_on_all_ranks(json.dumps(values, sort_keys=True).encode()):
         return
     names = ("on rank 0", f"on rank {get_rank()} ({socket.gethostname()})")

@@ -209,6 +209,15 @@ def test_data_paths_may_be_any_word(word, prefix, tmp_path):
     assert [str(path) for path in flags["data_path"]] == [prefix if word == 7 else str(tmp_path / prefix)]
 
 
+def test_paths_of_validation_sets_are_in_the_folder_of_the_data(tmp_path):
+    """As those of data_path; a word without a path is left for the run to refuse."""
+    pretrain = manifests.BASE["pretrain"] | {"data_path": "a", "tokenizer": "t"}
+    for words, expected in ((["web=w", "law=/l"], [f"web={tmp_path / 'w'}", "law=/l"]), ("web", ["web"])):
+        file = manifests.write(tmp_path, pretrain=pretrain | {"valid_data_path": words}, corpus={"vocab_size": 1024})
+        graph, _ = planned(file)
+        assert graph.runs["toy-mlm40-400"].flags["valid_data_path"] == expected
+
+
 def test_no_data_path_is_missing(tmp_path, refusal):
     pretrain = manifests.BASE["pretrain"] | {"data_path": "", "tokenizer": "x"}
     manifest = manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024})

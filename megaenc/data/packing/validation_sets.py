@@ -1,0 +1,110 @@
+"""Named corpora to validate on, which stay the same in a run whose phases change data and pack length."""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from megaenc.data.indexed.corpus import Corpus, parse_split
+from megaenc.data.packing.blended_dataset import BlendedDataset
+from megaenc.data.packing.block_stream import DocumentBlocks
+from megaenc.data.packing.builder import has_tokens, split_corpus
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset
+from megaenc.data.tokenizer.special_tokens import SpecialTokens
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.errors import InputError
+
+FLAG = "--valid-data-path"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_WHOLE = "0,1,0"  # as a split: every document is for validation
+
+
+def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
+    """Return the prefix of each corpus in --valid-data-path `NAME=PREFIX`, by name.
+
+    Raises InputError for another form, and for a name given twice.
+    """
+    prefixes: dict[str, str] = {}
+    for word in words:
+        name, _, prefix = word.partition("=")
+        if not prefix or not _NAME.fullmatch(name):
+            expected = "NAME=PREFIX with a name of letters, digits, `_`, `-` and `.`"
+            raise InputError(f"{FLAG}: found {word!r}, expected {expected}, such as web=data/web_text_document")
+        if name in prefixes:
+            raise InputError(f"{FLAG}: found the name {name} twice, expected another name for {prefix}")
+        prefixes[name] = prefix
+    return prefixes
+
+
+class UnshuffledPackedDataset(ConcatPackedDataset):
+    """Packs of one corpus in the order of its token stream.
+
+    The first packs of any length hold the same text.
+    """
+
+    def _compute_pack_order(self, epoch: int) -> range:
+        """Return the packs of `epoch` as they are cut."""
+        return range(self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch))
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Named corpus to validate on, whole, or only its held-out documents if the run trains on the others."""
+
+    name: str
+    corpus: Corpus
+    special_tokens: SpecialTokens
+    documents: np.ndarray | DocumentBlocks
+    split: str
+    """Split whose validation part `documents` are."""
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        prefix: str,
+        vocabulary: Vocabulary,
+        *,
+        split: str,
+        order: str,
+        train_fingerprints: Collection[str],
+    ) -> "ValidationSet":
+        """Open a corpus of --valid-data-path.
+
+        Args:
+            name: Name of the set.
+            prefix: Prefix of the corpus.
+            vocabulary: The run's, which the corpus must fit.
+            split: --split, which decides on the held-out documents of a corpus in `train_fingerprints`.
+            order: Data order, see `split_corpus`.
+            train_fingerprints: Fingerprints of the corpora that the run trains on.
+
+        Raises:
+            InputError: The corpus cannot be used, or `split` holds none of its text out.
+        """
+        corpus = Corpus.open(prefix)
+        corpus.check_vocabulary(vocabulary)
+        used_split = split if corpus.fingerprint in train_fingerprints else _WHOLE
+        _, documents, _ = split_corpus(corpus, parse_split(used_split), order)
+        if not has_tokens(corpus, documents):
+            raise InputError(
+                f"{FLAG} {name}={prefix}: the run trains on it, and --split {split} leaves no text of it for validation; "
+                "expected another --split, or a corpus that the run does not train on"
+            )
+        return cls(name, corpus, corpus.find_special_tokens(vocabulary.eos_id), documents, used_split)
+
+    def describe(self) -> str:
+        """Return the name with what the set is of, `web (held-out documents of data/web_text_document)`."""
+        part = "all" if self.split == _WHOLE else "held-out"
+        return f"{self.name} ({part} documents of {self.corpus.prefix})"
+
+    @property
+    def identity(self) -> list[str]:
+        """Return content hash and split, which together determine the text."""
+        return [self.corpus.fingerprint, self.split]
+
+    def pack(self, seq_length: int) -> BlendedDataset:
+        """Return the set's text in packs of `seq_length` tokens."""
+        return BlendedDataset([UnshuffledPackedDataset(self.corpus, self.documents, seq_length, 0)], [Fraction(1)])
