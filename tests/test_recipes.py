@@ -71,6 +71,16 @@ def test_the_tiny_cut_has_the_phases_of_its_recipe(name):
     assert shapes[0] == shapes[1]
 
 
+def test_modernbert_is_validated_alike_in_all_phases():
+    """On held-out text of the first phase's corpus, at one mask ratio, which is half of that in training."""
+    recipe, tiny = config("modernbert"), config("tiny/modernbert")
+    assert recipe.output.valid_data_path == (f"pretraining={recipe.phase_configs[0].settings.data.data_path[0]}",)
+    assert tiny.output.valid_data_path == ("pretraining=demo/corpus_text_document",)
+    for each in (recipe, tiny):
+        assert each.output.valid_objective == ("mlm(mask=0.15,random=0.1,keep=0.1)",)
+    assert recipe.output.eval_interval == 4000
+
+
 def test_every_recipe_has_a_tiny_cut_and_is_tested():
     assert TINY == sorted(file.stem for file in RECIPES.glob("*.yaml")) == sorted({**FROM_SCRATCH, **STARTED})
 
