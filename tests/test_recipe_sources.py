@@ -12,6 +12,7 @@ import runs
 import yaml
 
 from megaenc.training.config import PretrainConfig, parse_config
+from megaenc.training.planning import build_plan
 
 RECIPES = runs.ROOT / "configs" / "recipes"
 SOURCES = yaml.safe_load((runs.ROOT / "tests" / "recipe_sources.yaml").read_text(encoding="utf-8"))
@@ -337,3 +338,34 @@ def test_a_recipe_is_what_it_cites_but_for_what_it_says(name):
                 differences.add(key)
     assert differences == listed_differences(name)
     assert SOURCES[name]["commit"] in (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+SPREAD_OF_CUT_NORMAL = 0.8796  # standard deviation of a normal distribution that is cut at 2 of its own
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_engine_of_its_tiny_cut_does_it(name, small_corpus, one_process):
+    """Groups of weight decay, spread of initial weights, and dropout."""
+    from megaenc.bench.gpu.synthetic import unwrap_encoder
+    from megaenc.training.engine import Engine
+    from megaenc.training.optimizers import list_shards
+
+    flags = ["--config", str(RECIPES / "tiny" / f"{name}.yaml"), *small_corpus.flags, "--no-bf16", "--eval-interval", "0"]
+    plan = build_plan(parse_config([*flags, "--phases", "{objective: mlm, train_iters: 2, seq_length: 128}"], "test"))
+    engine = Engine(plan, one_process)
+    cited = cited_phases(name)[0]
+    of_modernbert = RULES[name] is FLEX_BERT
+    optimizer = engine.optimizer.chained_optimizers[0]
+    [chunk] = engine.chunks
+    for (key, weight), shard in zip(chunk.named_parameters(), list_shards(engine.chunks, optimizer), strict=True):
+        decays = weight.dim() == 2 or not cited.get("optimizer.filter_bias_norm_wd")
+        assert optimizer.param_groups[shard.group]["wd_mult"] == decays, key
+        if weight.dim() == 2 and weight.numel() > 20_000:
+            spread = 0.02 * SPREAD_OF_CUT_NORMAL if of_modernbert else plan.settings.shape.init_method_std
+            if of_modernbert and key.endswith(("linear_proj.weight", "linear_fc2.weight")):
+                spread /= (2 * plan.settings.shape.num_layers) ** 0.5
+            rows = weight[: plan.vocab_size] if "embedding" in key or "output_layer" in key else weight
+            assert float(rows.std()) == pytest.approx(spread, rel=0.02), key
+    dropout = cited.get("model.model_config.attn_out_dropout_prob", 0)
+    assert {layer.output_dropout for layer in unwrap_encoder(engine).decoder.layers} == {dropout}
+    assert all(spec.dropout == of_modernbert for spec in engine._micro_batch_specs(1))
