@@ -16,7 +16,7 @@ import numpy as np
 from megaenc import counter_rng
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, read_entries
 from megaenc.data.indexed.metadata import CorpusMetadata, metadata_path, read_corpus_metadata
-from megaenc.data.packing.shared_memory import share_arrays
+from megaenc.data.packing.shared_memory import Arrays, share_arrays
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
@@ -24,6 +24,11 @@ from megaenc.errors import InputError, LocalInputError
 _CHECKED_TOKENS = 1 << 22  # read by `check_vocabulary`: milliseconds, and enough to detect a wrong tokenizer
 _CHECKED_SEQUENCES = 1 << 24  # an .idx with more sequences or documents is checked only where it is read
 _DOCUMENTS_PER_SEARCH = 1 << 16
+LEAST_SHARED = 4096
+"""Fewest documents of a corpus whose derived arrays are shared.
+
+Of a smaller one, each process computes them in less time than it takes to find shared ones.
+"""
 _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per token
 
 
@@ -51,10 +56,17 @@ class Corpus:
         self._tokens = np.asarray(self._token_map)
         self._id_limit: int | None = None
 
+    def share_arrays(self, key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
+        """Return `compute()`, run once for all processes of a machine under `key`.
+
+        For a small corpus each process runs it.
+        """
+        return compute() if len(self) < LEAST_SHARED else share_arrays((*self.key, *key), compute)
+
     @cached_property
     def _document_bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """Return int64[D + 1] document offsets in the .bin and int64[D] document lengths, both in tokens, shared."""
-        starts, lengths = share_arrays((*self.key, "documents"), self._compute_document_bounds)
+        starts, lengths = self.share_arrays(("documents",), self._compute_document_bounds)
         return starts, lengths
 
     def _compute_document_bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +96,7 @@ class Corpus:
 
         Reads only the index entries of the blocks' first documents, once per machine. Raises InputError if the offsets decrease.
         """
-        return share_arrays((*self.key, "blocks", size), partial(self._compute_block_offsets, size))[0]
+        return self.share_arrays(("blocks", size), partial(self._compute_block_offsets, size))[0]
 
     def _compute_block_offsets(self, size: int) -> tuple[np.ndarray]:
         """Compute the offsets of the blocks of `size` documents."""

@@ -6,6 +6,7 @@ folder names the process and descriptor that hold them and serves as the lock of
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import mmap
@@ -163,8 +164,9 @@ def _withdraw(process: int, memory: int, path: Path, inode: int) -> None:
             path.unlink()
 
 
+@functools.cache
 def _remove_stale_notes(folder: Path) -> None:
-    """Delete the notes of processes that no longer exist."""
+    """Delete the notes of processes that no longer exist, once a process."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             note = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

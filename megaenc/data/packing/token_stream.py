@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.packing.shared_memory import Arrays, has_local_peers, hash_array, share_arrays
+from megaenc.data.packing.shared_memory import Arrays, has_local_peers, hash_array
 from megaenc.errors import InputError
 
 
@@ -32,12 +32,12 @@ class TokenStream(ABC):
         """Keep `corpus` and `seed`; `key()` identifies the documents among those of the corpus in shared memory."""
         self.corpus = corpus
         self.seed = seed
-        self._key = (*corpus.key, *key(), seed) if has_local_peers() and hasattr(corpus, "key") else None
+        self._key = (*key(), seed) if has_local_peers() and hasattr(corpus, "share_arrays") else None
         self.tokens_per_epoch: int
 
     def share_arrays(self, key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
         """Return `compute()`, run once for all processes of a machine under `key`, or here if nothing is shared."""
-        return compute() if self._key is None else share_arrays((*self._key, *key), compute)
+        return compute() if self._key is None else self.corpus.share_arrays((*self._key, *key), compute)
 
     def check_has_tokens(self, documents: int) -> None:
         """Raise InputError if the stream's `documents` hold no token."""

@@ -232,6 +232,7 @@ def test_the_order_of_blocks_is_pinned(prefix, small_groups):
 def test_processes_of_a_machine_read_the_same(prefix, small_groups, packing, tmp_path, monkeypatch):
     unshared = open_data(prefix, packing=packing).train
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("megaenc.data.indexed.corpus.LEAST_SHARED", 0)
     monkeypatch.setattr("megaenc.data.packing.shared_memory.tempfile.tempdir", str(tmp_path))
     shared = [open_data(prefix, packing=packing) for _ in range(2)]
     for data in shared:

@@ -122,6 +122,7 @@ def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, pack
     paths = corpora[2:] if packing == "sentences" else corpora[:2]
     unshared = open_data(*paths, packing=packing)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("megaenc.data.indexed.corpus.LEAST_SHARED", 0)
     monkeypatch.setattr("megaenc.data.packing.shared_memory.tempfile.tempdir", str(tmp_path))
     first, second = open_data(*paths, packing=packing), open_data(*paths, packing=packing)
     samples = range(2 * unshared.train.samples_before_repeat + 3)
