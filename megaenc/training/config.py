@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megaenc import flags
 from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT, KernelConfig, ParallelConfig
 from megaenc.data.indexed.corpus import parse_split
-from megaenc.data.packing.blended_dataset import parse_data_path
+from megaenc.data.packing.blended_dataset import has_group, parse_data_path
 from megaenc.data.packing.packed_dataset import LONGEST_PACK
 from megaenc.data.packing.validation_sets import parse_valid_data_path
 from megaenc.errors import InputError
@@ -55,8 +55,8 @@ class PretrainConfig:
     5x(clm:0.05,mlm:0.15)"""
     phases: tuple[flags.YamlMapping, ...] = ()
     """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the objective, train_iters or
-    train_tokens, and any of data_path, seq_length, batch sizes, rotary_base and learning-rate flags of each phase, such as
-    "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
+    train_tokens, and any of data_path, the flags of its blend, seq_length, batch sizes, rotary_base and learning-rate flags of
+    each phase, such as "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
     train_iters: int | None = None
     """number of training steps; 200 without this flag and --train-tokens"""
     train_tokens: int | None = None
@@ -99,6 +99,7 @@ class PretrainConfig:
         parse_valid_data_path(self.output.valid_data_path)
         for phase in self.phase_configs:
             parse_data_path(phase.settings.data.data_path)
+        self._check_blend_temperature()
 
     def _check_settings(self, world_size: int) -> None:
         """Raise InputError for settings that a run or a phase cannot have.
@@ -186,6 +187,15 @@ class PretrainConfig:
         if passes > longest:
             raise InputError(
                 f"{flag}: expected at most --seq-length {longest}, with which one token of a document is hidden at a time"
+            )
+
+    def _check_blend_temperature(self) -> None:
+        """Raise InputError for a --blend-temperature without a group of corpora."""
+        phases = [phase.settings.data for phase in self.phase_configs if phase.settings.data.blend_temperature != 1]
+        if phases and not any(has_group(data.data_path) for data in phases):
+            raise InputError(
+                f"--blend-temperature {phases[0].blend_temperature:g}: found no group of corpora in --data-path, expected a "
+                "pattern such as 'data/*_text_document', or corpora without weights"
             )
 
     def _check_float8(self) -> None:
@@ -338,7 +348,7 @@ _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_
 _LAYERS = ("rewind_skip_iters", "muon_num_ns_steps", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LARGEST_BATCH = 10_000_000  # packs: hundreds of times the largest in use
 _LIMITS = (
-    ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
+    ((*_COUNTS, *_INTERVALS, *_LAYERS, "blend_max_epochs"), lambda value: value >= 1, "1 or more"),
     (_COUNTS[2:], lambda value: value <= 10**15, f"{10**15:,} at most"),  # their products are int64
     (("seq_length",), lambda value: value <= LONGEST_PACK, f"{LONGEST_PACK:,} at most"),
     (("global_batch_size", "micro_batch_size"), lambda value: value <= _LARGEST_BATCH, f"{_LARGEST_BATCH:,} packs at most"),
@@ -352,6 +362,8 @@ _LIMITS = (
         lambda value: 0 <= value < math.inf,
         "a number of 0 or more",
     ),
+    (("blend_temperature",), lambda value: 0 <= value <= 1, "0 (equal shares) to 1 (by size)"),
+    (("blend_max_epochs",), lambda value: value <= 10_000, "10,000 at most"),
     (("loss_spike_sigmas",), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
     (("adam_beta1", "adam_beta2", "muon_momentum"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )

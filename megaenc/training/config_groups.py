@@ -11,9 +11,14 @@ class DataConfig:
     """Flags of the training data: corpora, tokenizer, split, packs, order, and packs to skip."""
 
     data_path: tuple[str, ...] = ()
-    """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size; without it the
-    demo corpus is used, and built if missing, as its parts demo/python_text_document and demo/packages_text_document are
-    without --tokenizer"""
+    """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size. A pattern such as
+    'data/*_text_document' names a group of corpora, which share its weight by size. Without the flag the demo corpus is used,
+    and built if missing, as its parts demo/python_text_document and demo/packages_text_document are without --tokenizer"""
+    blend_temperature: float = 1.0
+    """exponent of corpus sizes in a group (a pattern, or all corpora without weights), from 1, by size, to 0, equal shares:
+    shares are proportional to tokens ** T"""
+    blend_max_epochs: int | None = None
+    """passes over a corpus after which it leaves the blend, and the others take its share in proportion"""
     tokenizer: str = ""
     """Hugging Face tokenizer that the corpus was built with: a directory or a name"""
     split: str = "99,1,0"

@@ -14,7 +14,7 @@ from rich.table import Table
 from megaenc.backend import Backend, detect_backend
 from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.packing.blended_dataset import parse_data_path
+from megaenc.data.packing.blended_dataset import list_prefixes
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Phase
@@ -23,6 +23,7 @@ from megaenc.training.plan import Plan
 from megaenc.training.planning import check_device
 
 _TABLE_PHASES, _HEADER_PHASES = 12, 6  # phases in the table, and in the line at the start
+_TABLE_CORPORA, _HEADER_CORPORA = 30, 6
 _SAMPLED_PACKS = 64  # to estimate the share of predicted tokens
 _SAMPLED_STEPS = 100_000  # of a mixture
 _MAX_EXCESS = 0.05  # of the largest share over the mean, from which on it is worth a line
@@ -78,11 +79,31 @@ def print_dry_run(plan: Plan) -> None:
 
 
 def _corpus_table(plan: Plan) -> Table:
-    """Return a table of share, packs, epochs and dropped tokens of each corpus."""
-    table = _new_table("corpus", "share", "packs", "epochs", "left out")
-    for row in plan.corpus_usage:
-        table.add_row(row.prefix, f"{100 * row.share:.2f} %", f"{row.packs:,}", f"{row.epochs:.2f}", f"{100 * row.dropped:.1f} %")
+    """Return a table of the corpora with most packs, and a row for the others."""
+    table = _new_table("corpus", "share", "tokens", "packs", "epochs", "left out")
+    rows = plan.corpus_usage
+    if len(rows) > _TABLE_CORPORA:
+        rows.sort(key=lambda row: -row.packs)
+    for row in rows[:_TABLE_CORPORA]:
+        share = _format_share(row.share)
+        table.add_row(row.prefix, share, f"{row.tokens:,}", f"{row.packs:,}", f"{row.epochs:.2f}", f"{100 * row.dropped:.1f} %")
+    others = rows[_TABLE_CORPORA:]
+    if others:
+        epochs = [row.epochs for row in others]
+        table.add_row(
+            f"... {len(others):,} smaller corpora, {sum(row.packs == 0 for row in others):,} without a pack",
+            _format_share(sum(row.share for row in others)),
+            f"{sum(row.tokens for row in others):,}",
+            f"{sum(row.packs for row in others):,}",
+            f"{min(epochs):.2f} to {max(epochs):.2f}",
+        )
     return table
+
+
+def _format_share(share: float) -> str:
+    """Return a share in percent with two decimals, or two digits if it is small."""
+    percent = 100 * share
+    return f"{percent:.2f} %" if percent >= 0.1 or not percent else f"{percent:.2g} %"
 
 
 def _phase_table(plan: Plan) -> Table:
@@ -104,7 +125,7 @@ _PHASE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
     "packs a step": lambda settings: settings.batch_size_text,
     "tokens a pack": lambda settings: f"{settings.data.seq_length:,}",
     "rotary base": lambda settings: f"{settings.shape.rotary_base:,.0f}",
-    "corpora": lambda settings: f"{len(parse_data_path(settings.data.data_path)) or 1}",
+    "corpora": lambda settings: f"{len(list_prefixes(settings.data.data_path)) or 1:,}",
 }
 """Columns of the phase table in a run with `phases`."""
 
@@ -148,7 +169,7 @@ def _predicted_share(plan: Plan, parts: list[range]) -> float:
         part = bisect_right(ends, position)
         step = parts[part][position - ends[part]]  # negative: from the end of the part
         packs = plan.data_at(step).train
-        pack = packs[packs.first_sample + sample]
+        pack = packs[packs.first_sample + (sample if packs.samples is None else sample % packs.samples)]
         randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
         predicted += sum(len(objective.targets(pack, randomness).labels) for _, objective in plan.schedule.objectives(step))
         tokens += len(pack.tokens)
@@ -183,8 +204,10 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
     phase_text = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_HEADER_PHASES])
     more = f", ... ({len(phases):,} phases)" if len(phases) > _HEADER_PHASES else ""
     save = settings.output.save or "nowhere (give --save DIR to keep the run)"
-    shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in rows]
-    data_text = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(rows, shares, strict=True))
+    largest = rows if len(rows) <= _HEADER_CORPORA else sorted(rows, key=lambda row: -row.packs)[:_HEADER_CORPORA]
+    shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in largest]
+    data_text = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(largest, shares, strict=True))
+    data_text += f"; {len(rows) - len(largest):,} smaller corpora" if len(largest) < len(rows) else ""
     uneven = "".join(f"\n  {line}" for line in _describe_uneven_shares(settings))
     return (
         f"{_format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), {start}\n"

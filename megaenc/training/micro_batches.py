@@ -25,7 +25,8 @@ FIRST_RANGE = 128  # positions in the first range of TokenGroups; the later rang
 class TokenGroups:
     """Groups of predicted tokens whose losses a validation also reports: by position in the document, and by corpus.
 
-    A token is in one range of positions (0-127, 128-255, 256-511, ...) and in one corpus. Positions count from the document's
+    A token is in one range of positions (0-127, 128-255, 256-511, ...) and in one corpus; the corpora of a pattern in --data-path
+    count as one. Positions count from the document's
     start in the pack.
     """
 
@@ -40,15 +41,16 @@ class TokenGroups:
         while start < packs.seq_length:
             starts.append(start)
             start *= 2
-        return cls(tuple(starts), tuple(part.stream.corpus.prefix for part in packs.datasets))
+        return cls(tuple(starts), tuple(dict.fromkeys(packs.sources)))
 
     def __len__(self) -> int:
         return len(self.starts) + len(self.corpora)
 
-    def find_members(self, corpus: int, positions: np.ndarray) -> np.ndarray:
+    def find_members(self, corpus: str, positions: np.ndarray) -> np.ndarray:
         """Return bool[N, G], whether each token, at `positions` (int[N]) in documents of `corpus`, is in each group."""
+        corpus_group = len(self.starts) + self.corpora.index(corpus)
         ranges = np.searchsorted(self.starts, positions, side="right") - 1
-        numbers = np.stack([ranges, np.full_like(ranges, len(self.starts) + corpus)], axis=1)
+        numbers = np.stack([ranges, np.full_like(ranges, corpus_group)], axis=1)
         return (numbers[:, :, None] == np.arange(len(self))).any(axis=1)
 
     def mean_losses(self, sums: np.ndarray) -> dict[str, dict[str, float]]:
@@ -136,7 +138,8 @@ def build_micro_batch(
         loss_count += weight * targets.loss_count
         if groups is not None:
             predicted_positions = pack.positions[targets.predict_at + objective.shift]
-            members.append(groups.find_members(packs.corpus_of_sample(sample), predicted_positions))
+            source = packs.sources[packs.corpus_of_sample(sample)]
+            members.append(groups.find_members(source, predicted_positions))
     pack_tokens, fill_documents = edges[-1], 0
     while edges[-1] < length:
         edges.append(min(edges[-1] + packs.seq_length, length))

@@ -23,9 +23,9 @@ LEARNING_RATE_FLAGS += ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_d
 """Flags of a phase that give each phase a learning-rate schedule of its own."""
 
 _LENGTHS = ("train_iters", "train_tokens")
-_FLAGS = ("data_path", "seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size", "rotary_base")
-_FLAGS += ("weight_decay",)
-PHASE_FLAGS = (*_LENGTHS, *_FLAGS, *LEARNING_RATE_FLAGS)
+_FLAGS = ("seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size", "rotary_base", "weight_decay")
+_BLEND_FLAGS = ("data_path", "blend_temperature", "blend_max_epochs")
+PHASE_FLAGS = (*_LENGTHS, *_BLEND_FLAGS, *_FLAGS, *LEARNING_RATE_FLAGS)
 """Flags that a phase may have besides its `objective`."""
 
 # Alternative flags: a later one also overrides the other, and its companions, in the settings that it is applied to.

@@ -1,6 +1,7 @@
 """The resolved plan of a run: data, objective schedule, learning rate, starting point and identity."""
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from megaenc.data.packing.builder import CorpusUsage, RunData, chain_data
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.packing.validation_sets import ValidationSet
 from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.errors import InputError
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, build_pseudo_perplexities
 from megaenc.objectives.schedule import parse_objective
 from megaenc.training.config import PretrainConfig
@@ -156,6 +158,19 @@ class Plan:
             return [dataclasses.replace(row, share=row.packs / total) for row in rows.values()]
         return list(rows.values())
 
+    def check_supply(self) -> None:
+        """Raise InputError if --blend-max-epochs ends all corpora of a phase early."""
+        for _, end, data in self._data_ranges():
+            if data.train.samples is None or end <= data.train.first_sample + data.train.samples:
+                continue
+            steps = range(1, self.settings.total_iters + 1)
+            possible = bisect_right(steps, data.train.first_sample + data.train.samples, key=self._first_sample_after)
+            raise InputError(
+                f"--blend-max-epochs {data.max_epochs}: all corpora end after {data.train.samples:,} packs, in step "
+                f"{possible + 1:,} of {self.settings.total_iters:,}; expected a run or phase that ends with step {possible:,}, "
+                "more text or more epochs"
+            )
+
     def _data_ranges(self) -> list[tuple[int, int, RunData]]:
         """Return (first sample, end sample, data) of each consecutive phases with the same packs."""
         ranges: list[tuple[int, int, RunData]] = []
@@ -182,6 +197,8 @@ class Plan:
             "config",
             "model",
             "data_path",
+            "blend_temperature",  # the fingerprint of the data follows from it, as from the next
+            "blend_max_epochs",
             "data_order",
             "skip_packs",
             "tokenizer",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megaenc.backend.device import PEAK_BF16_FLOPS, Backend, detect_backend, has_float8, peak_bf16_flops
 from megaenc.console import print_rank_0
-from megaenc.data.indexed.corpus import refuse_raw_text
-from megaenc.data.packing.blended_dataset import parse_data_path
+from megaenc.data.indexed.corpus import Corpus, refuse_raw_text
+from megaenc.data.packing.blended_dataset import list_prefixes, parse_data_path
 from megaenc.data.packing.builder import RunData, check_same_special_tokens
 from megaenc.data.packing.validation_sets import ValidationSet, parse_valid_data_path
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
@@ -22,6 +22,8 @@ from megaenc.training.phases import build_learning_rate
 from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import resolve_skip_ranges
 
+_NAMED_CORPORA = 6  # in lines about several
+
 
 def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -> Plan:
     """Return the Plan of checked `settings`; without --data-path it uses demo/, built if missing. Raises InputError.
@@ -35,7 +37,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     settings = resolve_data_order(settings)
     learning_rate = build_learning_rate(settings)
     data_configs, tokenizer_name = _resolve_data(settings)
-    prefixes = [prefix for data in data_configs for _, prefix in parse_data_path(data.data_path)]
+    prefixes = [prefix for data in data_configs for prefix in list_prefixes(data.data_path)]
     for prefix in dict.fromkeys((*prefixes, *parse_valid_data_path(settings.output.valid_data_path).values())):
         refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
     if not tokenizer_name:
@@ -48,6 +50,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
             f"--vocab-size: found {rows}, expected at least the {vocabulary.size} ids of --tokenizer {tokenizer_name}"
         )
     schedule = Schedule.build(settings.schedule_text, settings.total_iters, vocabulary, settings.seed)
+    corpora: dict[str, Corpus] = {}
     opened = {
         data: RunData.open(
             data.data_path,
@@ -57,6 +60,9 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
             seq_length=data.seq_length,
             seed=settings.seed,
             order=data.data_order,
+            temperature=data.blend_temperature,
+            max_epochs=data.blend_max_epochs,
+            opened=corpora,
         )
         for data in dict.fromkeys(data_configs)
     }
@@ -80,7 +86,9 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
                 check_targets(objective, data.train[sample], settings.seed)
     start = resolve_run_init(plan, given)
     plan = dataclasses.replace(plan, settings=record_run_init(settings, start), start=start)
-    return plan.with_skipped(*resolve_skip_ranges(plan))
+    plan = plan.with_skipped(*resolve_skip_ranges(plan))
+    plan.check_supply()
+    return plan
 
 
 def _check_named_device(output: OutputConfig) -> None:
@@ -140,8 +148,11 @@ def _check_special_tokens(parts: Sequence[RunData], validation_sets: Sequence[Va
         check_same_special_tokens(*first, held_out.corpus.prefix, held_out.special_tokens, "--valid-data-path")
     corpora = [corpus for data in parts for corpus in data.corpora] + [held_out.corpus for held_out in validation_sets]
     prefixes = dict.fromkeys(corpus.prefix for corpus in corpora if not (corpus.metadata and corpus.metadata.special_tokens))
-    for prefix in prefixes:
-        print_rank_0(f"{prefix}: records no special tokens; by its documents --special-tokens {parts[0].special_tokens.mode}")
+    mode = f"--special-tokens {parts[0].special_tokens.mode}"
+    for prefix in list(prefixes)[:_NAMED_CORPORA]:
+        print_rank_0(f"{prefix}: records no special tokens; by its documents {mode}")
+    if len(prefixes) > _NAMED_CORPORA:
+        print_rank_0(f"{len(prefixes) - _NAMED_CORPORA:,} more corpora record no special tokens; by their documents {mode}")
 
 
 def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
@@ -156,7 +167,7 @@ def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
     from megaenc.data.demo import DemoPaths, ensure_demo, find_demo_parts
 
     folder = Path("demo")
-    parts = find_demo_parts([prefix for data_path in given for _, prefix in parse_data_path(data_path)], folder)
+    parts = find_demo_parts([word for data_path in given for _, word in parse_data_path(data_path)], folder)
     if parts is None and len(given) == len(data_configs):
         return data_configs, ""
     demo, parts = DemoPaths.in_folder(folder), parts or ()

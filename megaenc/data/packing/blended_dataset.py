@@ -1,23 +1,29 @@
-"""Packs of several corpora, mixed in fixed proportions that hold at every prefix of a run."""
+"""Corpora of --data-path, their weights, and packs of several corpora.
 
+The proportions hold all along a run.
+"""
+
+import glob
+import math
 import os
 import re
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import lcm
 
 import numpy as np
 
+from megaenc.data.packing.corpus_order import CorpusOrder, DueOrder, PeriodicOrder, compute_sample_counts
 from megaenc.data.packing.packed_dataset import Pack, PackedDataset
 from megaenc.errors import InputError
 
-PERIOD = 1 << 16  # longest period of the corpus order, in samples; also the resolution of weights
-
 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
-    """Return (weight, prefix) of each corpus in --data-path `0.3 A 0.7 B` or `A B` (weights None); InputError for others."""
+    """Return (weight, prefix or pattern) of --data-path `0.3 A 0.7 B` or `A B`.
+
+    The weights of `A B` are None. Raises InputError for other words.
+    """
     weights = [parse_weight(word) for word in words[::2]]
     if None not in weights and len(words) % 2 == 0:
         pairs = list(zip(weights, words[1::2], strict=True))
@@ -25,13 +31,16 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
         pairs = [(None, word) for word in words]
     else:
         raise InputError(f"--data-path {' '.join(words)}: expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B")
+    paths = set()
     for number, (weight, prefix) in enumerate(pairs):
         if not prefix:
             raise InputError("--data-path: found an empty text, expected the prefix of a .bin and an .idx file")
         if weight is not None and weight <= 0:
             raise InputError(f"--data-path {' '.join(words)}: found weight {words[2 * number]}, expected more than 0")
-        if os.path.realpath(prefix) in [os.path.realpath(earlier) for _, earlier in pairs[:number]]:
+        path = os.path.realpath(prefix)
+        if path in paths:
             raise InputError(f"--data-path {' '.join(words)}: {prefix} is given twice, expected each corpus once")
+        paths.add(path)
     return pairs
 
 
@@ -45,103 +54,176 @@ def parse_weight(word: str) -> Fraction | None:
         return None
 
 
-def compute_sample_counts(weights: Sequence[Fraction]) -> list[int]:
-    """Return each corpus's samples per repeating period (at most PERIOD), by `weights`; InputError if one has none.
+def is_pattern(word: str) -> bool:
+    """Return whether a word of --data-path is a pattern and no prefix itself.
 
-    The counts are exact if the weights allow it. Raises InputError, with the number of the corpus, for a weight that rounds to
-    zero.
+    A pattern has a `*`, `?` or `[`.
     """
-    shares = [Fraction(weight) / sum(weights) for weight in weights]
-    period = lcm(*(share.denominator for share in shares))
-    if period <= PERIOD:
-        return [int(share * period) for share in shares]
-    counts = [int(share * PERIOD) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda at: counts[at] - shares[at] * PERIOD)
-    for at in by_remainder[: PERIOD - sum(counts)]:
-        counts[at] += 1
-    if 0 in counts:
-        number = counts.index(0)
-        raise InputError(
-            f"--data-path: corpus {number + 1} of {len(shares)} would give one pack in {float(1 / shares[number]):,.0f}, "
-            f"expected at least one in {PERIOD:,}; give it a greater weight (0.3 A 0.7 B) or leave it out"
-        )
-    return counts
+    return any(character in word for character in "*?[") and not os.path.isfile(f"{word}.idx")
 
 
-def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
-    """Return the corpus number of each sample of a period, uint16[sum(counts)], c occurring counts[c] times, evenly spread.
+def has_group(words: Sequence[str]) -> bool:
+    """Return whether --data-path has corpora that share a weight.
 
-    After any number of samples each corpus is less than one sample away from its share. The rule is Tijdeman's (The chairman
-    assignment problem, 1980): of the corpora that are behind by at least 1 / (2 corpora - 2), take the one that will be a whole
-    sample behind first.
+    They are those of a pattern, or of several words without weights.
     """
-    corpora, period = len(counts), sum(counts)
-    if corpora == 1:
-        return np.zeros(period, dtype=np.uint16)
-    owed = [0] * corpora  # how far each corpus is behind, in integer units of 1 / `parts` samples
-    parts = period * (2 * corpora - 2)
-    steps = [count * (2 * corpora - 2) for count in counts]
-    order = np.empty(period, dtype=np.uint16)
-    for sample in range(period):
-        owed = [debt + step for debt, step in zip(owed, steps, strict=True)]
-        behind = [corpus for corpus in range(corpora) if owed[corpus] >= period]
-        chosen = min(behind, key=lambda corpus: (parts - period - owed[corpus]) / counts[corpus])
-        owed[chosen] -= parts
-        order[sample] = chosen
-    return order
+    pairs = parse_data_path(words)
+    without_weights = len(pairs) > 1 and pairs[0][0] is None
+    return without_weights or any(is_pattern(word) for _, word in pairs)
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """Word of --data-path: the prefix of a corpus, or a pattern of prefixes."""
+
+    weight: Fraction | None
+    """Weight of all its corpora together; None if no word has one."""
+    word: str
+    prefixes: tuple[str, ...]
+
+
+def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
+    """Return the sources of --data-path with the corpora that match patterns.
+
+    They are in alphabetical order. Raises InputError for a pattern that matches no .idx file, and for a corpus that two words
+    name.
+    """
+    sources = []
+    words_by_path: dict[str, str] = {}
+    for weight, word in parse_data_path(words):
+        prefixes = [word]
+        if is_pattern(word):
+            prefixes = sorted(path.removesuffix(".idx") for path in glob.glob(f"{word}.idx"))
+            if not prefixes:
+                raise InputError(
+                    f"--data-path {word}: no .idx file matches this pattern, expected the prefixes of corpora of "
+                    "`megaenc preprocess`, such as 'data/*_text_document'"
+                )
+        for prefix in prefixes:
+            other = words_by_path.setdefault(os.path.realpath(prefix), word)
+            if other is not word:
+                raise InputError(f"--data-path: {word} and {other} both name {prefix}, expected each corpus once")
+        sources.append(CorpusSource(weight, word, tuple(prefixes)))
+    return sources
+
+
+def list_prefixes(words: Sequence[str]) -> list[str]:
+    """Return the prefixes of all corpora of --data-path, as `find_corpora`."""
+    return [prefix for source in find_corpora(words) for prefix in source.prefixes]
+
+
+def weigh_corpora(sources: Sequence[CorpusSource], tokens: Sequence[int], temperature: float) -> list[Fraction]:
+    """Return the weight of each corpus of `sources`, of so many tokens.
+
+    The corpora of a source share its weight, and all corpora a weight of 1 if none is given, in proportion to
+    tokens ** temperature.
+    """
+    if sources[0].weight is None:
+        groups = [(Fraction(1), len(tokens))]
+    else:
+        groups = [(source.weight, len(source.prefixes)) for source in sources]
+    weights: list[Fraction] = []
+    for weight, corpora in groups:
+        sizes = [_temper_size(count, temperature) for count in tokens[len(weights) :][:corpora]]
+        total = sum(sizes)
+        weights += [weight * size / total for size in sizes]
+    return weights
+
+
+def _temper_size(tokens: int, temperature: float) -> Fraction:
+    """Return tokens ** temperature, the same on all machines.
+
+    It is rounded to 40 binary digits.
+    """
+    if temperature == 1:
+        return Fraction(tokens)
+    mantissa, exponent = math.frexp(tokens**temperature)
+    return round(mantissa * 2**40) * Fraction(2) ** (exponent - 40)
 
 
 class BlendedDataset:
-    """Endless packs of several corpora mixed evenly by weight: `dataset[s]` is the Pack of sample s, from one corpus.
+    """Packs of several corpora mixed evenly by weight.
 
-    The order of corpora repeats after at most PERIOD samples and depends only on the weights. Within a corpus, packs keep the
-    order that they have without the other corpora.
+    `dataset[s]` is the Pack of sample s, from one corpus. The order of corpora depends only on weights and limits. It repeats
+    after at most PERIOD samples if every corpus has one there, `is_tempered` is False and no corpus ends. Within a corpus, packs
+    keep the order that they have without the others.
     """
 
-    def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[Fraction]):
-        """Blend `datasets` by one positive weight each, in any unit. Raises InputError for a weight that rounds to zero."""
+    def __init__(
+        self,
+        datasets: Sequence[PackedDataset],
+        weights: Sequence[Fraction],
+        *,
+        limits: Sequence[int] | None = None,
+        is_tempered: bool = False,
+        sources: Sequence[str] = (),
+    ):
+        """Blend `datasets` by one positive weight each, in any unit.
+
+        Args:
+            datasets: Endless packs of each corpus.
+            weights: Weight of each corpus.
+            limits: Packs after which each corpus ends, and the others take its share in proportion; None: no end.
+            is_tempered: The shares are powers of sizes, which a short period would round.
+            sources: Word of --data-path that each corpus is from, for losses by word.
+        """
         self.datasets = list(datasets)
         self.seq_length = datasets[0].seq_length
-        self._counts = compute_sample_counts(weights)
-        self._corpus_order = interleave_corpora(self._counts)
+        counts = None if is_tempered or limits is not None else compute_sample_counts(weights)
+        ends = None if limits is None else np.array(limits, dtype=np.int64)
+        self._order: CorpusOrder = DueOrder(weights, ends) if counts is None else PeriodicOrder(counts)
+        self.sources = tuple(sources)
         self.first_sample = 0
-        self._offsets = [0] * len(self.datasets)
-        self._earlier = np.empty(len(self._corpus_order), dtype=np.int32)  # earlier samples of the same corpus in the period
-        for corpus, count in enumerate(self._counts):
-            self._earlier[self._corpus_order == corpus] = np.arange(count)
+        self._offsets = np.zeros(len(self.datasets), dtype=np.int64)
+
+    @property
+    def is_periodic(self) -> bool:
+        """Return whether the order of corpora repeats after at most PERIOD samples."""
+        return isinstance(self._order, PeriodicOrder)
+
+    @property
+    def samples(self) -> int | None:
+        """Return the samples until all corpora have ended; None without an end."""
+        return self._order.samples
 
     def starting_at(self, first_sample: int, offsets: Sequence[int]) -> "BlendedDataset":
         """Return a copy whose samples are numbered from `first_sample`, and which omits each corpus's first `offsets` packs."""
         shifted = copy(self)
-        shifted.first_sample, shifted._offsets = first_sample, list(offsets)
+        shifted.first_sample = first_sample
+        shifted._offsets = np.array(offsets, dtype=np.int64)
+        shifted._order = self._order.starting_at(shifted._offsets)
         return shifted
 
     def __getitem__(self, sample: int) -> Pack:
-        """Return the Pack of sample number `sample`, counted from `first_sample` (0 unless changed) without end."""
-        if sample < self.first_sample:
-            raise IndexError(f"samples are numbered from {self.first_sample}, found {sample}")
-        period, place = divmod(sample - self.first_sample, len(self._corpus_order))
-        corpus = int(self._corpus_order[place])
-        number = self._offsets[corpus] + period * self._counts[corpus] + int(self._earlier[place])
-        return replace(self.datasets[corpus][number], sample=sample)
+        """Return the Pack of sample number `sample`, counted from `first_sample`."""
+        corpus, number = self._order.locate(self._place_of(sample))
+        return replace(self.datasets[corpus][int(self._offsets[corpus]) + number], sample=sample)
 
     def corpus_of_sample(self, sample: int) -> int:
         """Return the index in `datasets` of the corpus that gives sample number `sample`."""
-        return int(self._corpus_order[(sample - self.first_sample) % len(self._corpus_order)])
+        return self._order.locate(self._place_of(sample))[0]
 
-    def next_pack(self, corpus: int, sample: int) -> int:
-        """Return the number of the first pack of corpus `corpus`, an index of `datasets`, from sample number `sample` on."""
-        periods, rest = divmod(sample - self.first_sample, len(self._corpus_order))
-        in_period = int(np.count_nonzero(self._corpus_order[:rest] == corpus))
-        return self._offsets[corpus] + periods * self._counts[corpus] + in_period
+    def next_packs(self, sample: int) -> list[int]:
+        """Return the number of each corpus's first pack from `sample` on."""
+        return (self._offsets + self._order.packs_before(sample - self.first_sample)).tolist()
 
     @property
     def samples_before_repeat(self) -> int:
         """Return the number of samples before the first one with which any corpus starts its second epoch."""
-        unread = [max(0, each.samples_before_repeat - offset) for each, offset in zip(self.datasets, self._offsets, strict=True)]
-        return min(self._find_sample(corpus, number) for corpus, number in enumerate(unread))
+        first_epochs = np.array([part.samples_before_repeat for part in self.datasets], dtype=np.int64)
+        return self._order.find_first(np.maximum(first_epochs - self._offsets, 0))
 
-    def _find_sample(self, corpus: int, number: int) -> int:
-        """Return how many samples precede the one that is pack `number` (0, 1, ...) of a corpus, not counting omitted packs."""
-        periods, turn = divmod(number, self._counts[corpus])
-        return periods * len(self._corpus_order) + int(np.flatnonzero(self._corpus_order == corpus)[turn])
+    def _place_of(self, sample: int) -> int:
+        """Return the place of sample number `sample` in the order.
+
+        Raises InputError after the last one.
+        """
+        if sample < self.first_sample:
+            raise IndexError(f"samples are numbered from {self.first_sample}, found {sample}")
+        place = sample - self.first_sample
+        if self.samples is not None and place >= self.samples:
+            raise InputError(
+                f"--blend-max-epochs: it ends all corpora after {self.samples:,} packs, found pack {place + 1:,} of the run or "
+                "phase; give a greater number"
+            )
+        return place

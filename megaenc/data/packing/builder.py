@@ -1,5 +1,8 @@
 """Corpora of a run, split into training and held-out documents, and the packs of both."""
 
+import hashlib
+import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -9,16 +12,17 @@ from itertools import pairwise
 import numpy as np
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packing.blended_dataset import BlendedDataset, parse_data_path
+from megaenc.data.packing.blended_dataset import BlendedDataset, find_corpora, has_group, weigh_corpora
 from megaenc.data.packing.block_stream import MOST_SHUFFLED, BlockStream, DocumentBlocks, choose_block_size
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, CorpusPackedDataset, RandomLengthPackedDataset
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
-from megaenc.data.packing.shared_memory import share_arrays
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
 _DOCUMENTS_PER_CHECK = 1 << 20  # the first chunk is usually enough
+_FILES_PER_CORPUS = 4  # mappings of the .bin and of three arrays in the .idx
+_OTHER_FILES = 256  # of libraries, logs and connections
 
 PACKINGS: dict[str, type[CorpusPackedDataset]] = {
     "concat": ConcatPackedDataset,
@@ -29,7 +33,7 @@ PACKINGS: dict[str, type[CorpusPackedDataset]] = {
 
 @dataclass(frozen=True)
 class CorpusUsage:
-    """Use of a corpus by part of a run: prefix, share of packs by weight, packs and epochs read, share of tokens dropped."""
+    """Use of a corpus by part of a run."""
 
     prefix: str
     share: float
@@ -39,6 +43,8 @@ class CorpusUsage:
     """Number of passes over the corpus."""
     dropped: float
     """Share of the tokens that the packing leaves out."""
+    tokens: int
+    """Training tokens of the corpus."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class RunData:
     held_out: BlendedDataset | None
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     """Special tokens around each document of all corpora."""
+    max_epochs: int | None = None
+    """Passes over a corpus after which it leaves the blend."""
 
     @classmethod
     def open(
@@ -67,52 +75,95 @@ class RunData:
         seq_length: int,
         seed: int,
         order: str = "documents",
+        temperature: float = 1.0,
+        max_epochs: int | None = None,
+        opened: dict[str, Corpus] | None = None,
     ) -> "RunData":
-        """Open --data-path's corpora, weighted by tokens by default; cut training packs by `packing`, held-out by concat.
+        """Open the corpora of --data-path and blend their packs.
 
         Held-out packs are always `concat` and in one order, so that runs of different packing or seed are measured on the same
-        text. `order`: see `split_corpus`. Raises InputError for a corpus that cannot be used.
+        text.
+
+        Args:
+            data_path: Prefixes or patterns, with a weight before each; without weights all share one.
+            vocabulary: Vocabulary that the corpora must fit.
+            split: Shares of training, validation and test documents.
+            packing: How training packs are cut.
+            seq_length: Tokens of a pack.
+            seed: Seed of the order of documents and packs.
+            order: See `split_corpus`.
+            temperature: Exponent of the sizes of corpora that share a weight.
+            max_epochs: Passes over a corpus after which it leaves the blend; None: it never does.
+            opened: Corpora by prefix, to which those opened here are added, so that phases share them.
+
+        Raises:
+            InputError: A corpus cannot be used.
         """
-        pairs = parse_data_path(data_path)
+        sources = find_corpora(data_path)
+        prefixes = [prefix for source in sources for prefix in source.prefixes]
         fractions, dataset_class = parse_split(split), PACKINGS[packing]
-        corpora, special_tokens, train_datasets, held_out_datasets = [], [], [], {}
-        for _, prefix in pairs:
-            corpus = Corpus.open(prefix)
-            corpus.check_vocabulary(vocabulary)
-            for other in corpora:
-                if other.fingerprint == corpus.fingerprint:
-                    raise InputError(
-                        f"--data-path: {prefix} has the same text as {other.prefix}, expected each corpus once; "
-                        "give it a greater weight to read it more often"
-                    )
-            corpora.append(corpus)
-            special_tokens.append(corpus.find_special_tokens(vocabulary.eos_id))
-            check_same_special_tokens(corpora[0].prefix, special_tokens[0], prefix, special_tokens[-1])
+        opened = {} if opened is None else opened
+        allow_open_files(_FILES_PER_CORPUS * len(set(prefixes) - opened.keys()))
+        corpora: dict[str, Corpus] = {}
+        train_datasets, held_out_datasets = [], {}
+        for prefix in prefixes:
+            if prefix not in opened:
+                opened[prefix] = Corpus.open(prefix)
+                opened[prefix].check_vocabulary(vocabulary)
+            corpus = opened[prefix]
+            other = corpora.setdefault(corpus.fingerprint, corpus)
+            if other is not corpus:
+                raise InputError(
+                    f"--data-path: {prefix} has the same text as {other.prefix}, expected each corpus once; "
+                    "give it a greater weight to read it more often"
+                )
+            special_tokens = corpus.find_special_tokens(vocabulary.eos_id)
+            if len(corpora) == 1:
+                first_special_tokens = special_tokens
+            check_same_special_tokens(prefixes[0], first_special_tokens, prefix, special_tokens)
             train, held_out, _ = split_corpus(corpus, fractions, order)
             if not has_tokens(corpus, train):
                 raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
             train_datasets.append(dataset_class(corpus, train, seq_length, seed))
             if has_tokens(corpus, held_out):
                 held_out_datasets[len(corpora) - 1] = ConcatPackedDataset(corpus, held_out, seq_length, 0)
-        explicit_weights = [weight for weight, _ in pairs]
-        weights = [Fraction(part.tokens_per_epoch) for part in train_datasets] if None in explicit_weights else explicit_weights
+        weights = weigh_corpora(sources, [part.tokens_per_epoch for part in train_datasets], temperature)
+        total = sum(weights)
+        words = [source.word for source in sources for _ in source.prefixes]
+        is_tempered = temperature != 1 and len(corpora) > 1 and has_group(data_path)
+        limits = None if max_epochs is None else [part.first_sample_of_epoch(max_epochs) for part in train_datasets]
+        held_out_blend = None
+        if held_out_datasets:
+            held_out_blend = BlendedDataset(
+                list(held_out_datasets.values()),
+                [weights[number] for number in held_out_datasets],
+                is_tempered=is_tempered,
+                sources=[words[number] for number in held_out_datasets],
+            )
         return cls(
-            tuple(corpora),
+            tuple(corpora.values()),
             tuple(train_datasets),
-            tuple(weight / sum(weights) for weight in weights),
-            BlendedDataset(train_datasets, weights),
-            BlendedDataset(list(held_out_datasets.values()), [weights[number] for number in held_out_datasets])
-            if held_out_datasets
-            else None,
-            special_tokens[0],
+            tuple(weight / total for weight in weights),
+            BlendedDataset(train_datasets, weights, limits=limits, is_tempered=is_tempered, sources=words),
+            held_out_blend,
+            first_special_tokens,
+            max_epochs,
         )
 
     @property
     def fingerprint(self) -> str:
-        """Return the corpora's content hashes, with their shares if several, as a string; the same wherever stored."""
+        """Return a text that is equal for the same text in the same order.
+
+        It has the corpora's content hashes, with their shares if several, or is a digest of these and of --blend-max-epochs if
+        the order of the blend has no period.
+        """
         if len(self.corpora) == 1:
             return self.corpora[0].fingerprint
-        return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
+        shares = ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
+        if self.train.is_periodic:
+            return shares
+        end = "" if self.max_epochs is None else f" of at most {self.max_epochs} epochs"
+        return f"{len(self.corpora)} corpora{end}, sha256 {hashlib.sha256(shares.encode()).hexdigest()}"
 
     @property
     def has_blocks(self) -> bool:
@@ -122,15 +173,32 @@ class RunData:
     def corpus_usage(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[CorpusUsage]:
         """Return each corpus's CorpusUsage by samples first..end-1 without the (first, last) sample ranges `without`."""
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
-        rows = []
-        for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_datasets, self.shares, strict=True)):
-            packs, epochs = 0, 0.0
-            for start, stop, sign in spans:
-                before, after = (self.train.next_pack(number, sample) for sample in (start, stop))
-                packs += sign * (after - before)
-                epochs += sign * (part.epochs_after(after) - part.epochs_after(before))
-            rows.append(CorpusUsage(corpus.prefix, float(share), packs, epochs, part.dropped))
-        return rows
+        packs = [0] * len(self.corpora)
+        epochs = [0.0] * len(self.corpora)
+        for start, stop, sign in spans:
+            counts = zip(self.train.next_packs(start), self.train.next_packs(stop), strict=True)
+            for number, (before, after) in enumerate(counts):
+                part = self.train_datasets[number]
+                packs[number] += sign * (after - before)
+                epochs[number] += sign * (part.epochs_after(after) - part.epochs_after(before))
+        return [
+            CorpusUsage(corpus.prefix, float(share), packs[number], epochs[number], part.dropped, part.tokens_per_epoch)
+            for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_datasets, self.shares, strict=True))
+        ]
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process open `count` files more.
+
+    Raises InputError if the system does not.
+    """
+    needed = len(os.listdir("/proc/self/fd")) + count + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise InputError(f"--data-path: needs {needed:,} open files, found a limit of {hard:,}; raise it (`ulimit -Hn`)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_same_special_tokens(
@@ -164,7 +232,7 @@ def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
         train = data.train.starting_at(first, [numbers.get(key, 0) for key in keys])
         chained.append(replace(data, train=train))
         if end is not None:
-            numbers |= {key: train.next_pack(number, end) for number, key in enumerate(keys)}
+            numbers |= dict(zip(keys, train.next_packs(end), strict=True))
     return chained
 
 
@@ -180,8 +248,8 @@ def split_corpus(
         size = choose_block_size(len(corpus))
         train, held_out, test = (DocumentBlocks(size, numbers) for numbers in split_documents(-(-len(corpus) // size), fractions))
         return train, held_out, test
-    key = (*corpus.key, "split", [str(fraction) for fraction in fractions])
-    train, held_out, test = share_arrays(key, partial(split_documents, len(corpus), fractions))
+    key = ("split", [str(fraction) for fraction in fractions])
+    train, held_out, test = corpus.share_arrays(key, partial(split_documents, len(corpus), fractions))
     return train, held_out, test
 
 

@@ -107,4 +107,5 @@ class ValidationSet:
 
     def pack(self, seq_length: int) -> BlendedDataset:
         """Return the set's text in packs of `seq_length` tokens."""
-        return BlendedDataset([UnshuffledPackedDataset(self.corpus, self.documents, seq_length, 0)], [Fraction(1)])
+        packs = UnshuffledPackedDataset(self.corpus, self.documents, seq_length, 0)
+        return BlendedDataset([packs], [Fraction(1)], sources=[self.corpus.prefix])

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from megaenc.data.packing.blended_dataset import (
-    PERIOD,
     BlendedDataset,
-    compute_sample_counts,
-    interleave_corpora,
+    CorpusSource,
+    find_corpora,
+    has_group,
     parse_data_path,
+    weigh_corpora,
 )
+from megaenc.data.packing.corpus_order import PERIOD, compute_sample_counts, interleave_corpora
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.errors import InputError
 
@@ -54,7 +56,7 @@ def test_proportions_hold_at_every_prefix(weights):
         sample_counts = np.cumsum(turns == corpus)
         assert np.abs(sample_counts / samples - share)[999:].max() <= 0.001
         assert np.abs(sample_counts - share * samples)[:PERIOD].max() < 2  # from the very first sample on
-        assert [packs.next_pack(corpus, count) for count in (0, 1, 999, len(samples))] == [
+        assert [packs.next_packs(count)[corpus] for count in (0, 1, 999, len(samples))] == [
             0,
             sample_counts[0],
             sample_counts[998],
@@ -82,7 +84,7 @@ def test_each_corpus_is_read_as_it_would_be_alone():
         assert np.array_equal(pack.tokens, own.tokens) and np.array_equal(pack.edges, own.edges)
         assert (pack.sample, pack.epoch) == (sample, own.epoch)
         counts[corpus] += 1
-    assert counts == [50, 150] == [packs.next_pack(corpus, 200) for corpus in (0, 1)]
+    assert counts == [50, 150] == packs.next_packs(200)
 
 
 def test_a_sample_depends_on_nothing_but_its_number():
@@ -104,14 +106,72 @@ def test_shares_are_exact_where_they_can_be():
     assert compute_sample_counts([Fraction(2), Fraction(6)]) == [1, 3]
     counts = compute_sample_counts([Fraction("0.1234567"), Fraction("0.8765433")])
     assert sum(counts) == PERIOD and abs(counts[0] / PERIOD - 0.1234567) < 1 / PERIOD
-    with pytest.raises(InputError, match="corpus 1 of 2 would give one pack in 1,000,000, expected at least one in 65,536"):
-        compute_sample_counts([Fraction("0.000001"), Fraction("0.999999")])
+    assert compute_sample_counts([Fraction("0.000001"), Fraction("0.999999")]) is None
 
 
 def test_the_three_spellings_of_data_path():
     assert parse_data_path(["a"]) == [(None, "a")]
     assert parse_data_path(["a", "b"]) == [(None, "a"), (None, "b")]
     assert parse_data_path(["0.3", "a", "7e-1", "b"]) == [(Fraction(3, 10), "a"), (Fraction(7, 10), "b")]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Corpora by name only, in the working directory."""
+    for name in ("b-deu", "b-ell", "b-fra", "code", "odd[1]"):
+        (tmp_path / f"{name}.idx").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_pattern_names_the_corpora_that_match_it(folder):
+    sources = find_corpora(["0.6", "b-*", "0.3", "code", "0.1", "odd[1]"])
+    assert [source.prefixes for source in sources] == [("b-deu", "b-ell", "b-fra"), ("code",), ("odd[1]",)]
+    assert [source.weight for source in sources] == [Fraction(6, 10), Fraction(3, 10), Fraction(1, 10)]
+    assert [source.prefixes for source in find_corpora(["b-[df]*", "code"])] == [("b-deu", "b-fra"), ("code",)]
+    assert [has_group(words) for words in (["b-*"], ["b-deu", "code"], ["1", "b-deu", "1", "odd[1]"])] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["0.5", "c-*", "0.5", "code"], "--data-path c-*: no .idx file matches this pattern"),
+        (["0.5", "b-*", "0.5", "b-fra"], "b-fra and b-* both name b-fra, expected each corpus once"),
+        (["b-*", "*-ell"], "*-ell and b-* both name b-ell"),
+    ],
+)
+def test_a_pattern_without_corpora_of_its_own_is_refused(words, complaint, folder):
+    with pytest.raises(InputError) as error:
+        find_corpora(words)
+    assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize("temperature", [1, 0.7, 0.5, 0.3, 0])
+def test_corpora_of_a_group_share_its_weight_by_powers_of_their_sizes(temperature):
+    tokens = np.exp(np.random.default_rng(0).uniform(5, 25, 1833)).astype(np.int64)
+    sources = [CorpusSource(Fraction("0.602"), "b-*", ("",) * 1833), CorpusSource(Fraction("0.398"), "code", ("",))]
+    *group, code = map(float, weigh_corpora(sources, [*tokens.tolist(), 77], temperature))
+    powers = tokens.astype(float) ** temperature
+    np.testing.assert_allclose(group, 0.602 * powers / powers.sum(), rtol=1e-11)
+    assert code == 0.398
+    without = [CorpusSource(None, "b-*", ("",) * 1833), CorpusSource(None, "code", ("",))]
+    powers = np.append(powers, 77.0**temperature)
+    np.testing.assert_allclose(
+        list(map(float, weigh_corpora(without, [*tokens.tolist(), 77], temperature))), powers / powers.sum(), rtol=1e-11
+    )
+
+
+def test_a_corpus_leaves_after_its_last_pack():
+    parts = blend(["1", "1"]).datasets
+    packs = BlendedDataset(parts, [Fraction(3), Fraction(1)], limits=[6, 40])
+    read = [(packs.corpus_of_sample(sample), packs[sample]) for sample in range(packs.samples)]
+    assert [pack.tokens.tolist() for corpus, pack in read if corpus == 0] == [
+        parts[0][number].tokens.tolist() for number in range(6)
+    ]
+    assert [corpus for corpus, _ in read][9:] == [1] * 37
+    with pytest.raises(InputError, match="--blend-max-epochs: it ends all corpora after 46 packs, found pack 47"):
+        packs[46]
+    later = packs.starting_at(100, [4, 10])
+    assert later.samples == 2 + 30 and later.next_packs(100) == [4, 10] and later.next_packs(132) == [6, 40]
 
 
 @pytest.mark.parametrize(

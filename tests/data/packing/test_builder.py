@@ -29,8 +29,8 @@ def corpora(tmp_path):
     ]
 
 
-def open_data(*data_path, split="80,20,0", packing="concat", seq_length=32, seed=1):
-    return RunData.open(data_path, VOCABULARY, split=split, packing=packing, seq_length=seq_length, seed=seed)
+def open_data(*data_path, split="80,20,0", packing="concat", seq_length=32, seed=1, **blend):
+    return RunData.open(data_path, VOCABULARY, split=split, packing=packing, seq_length=seq_length, seed=seed, **blend)
 
 
 def test_one_corpus_is_a_blend_of_one(corpora):
@@ -86,6 +86,41 @@ def test_equal_blends_have_equal_fingerprints(corpora):
     assert open_data("1", corpora[0], "3", corpora[1]).fingerprint != open_data(corpora[0]).fingerprint
 
 
+def test_a_group_has_its_weight_and_its_corpora_their_tempered_shares(corpora, tmp_path):
+    """In the held-out text too, whose losses are by word of --data-path."""
+    pattern = str(tmp_path / "[ab]")
+    data = open_data("0.6", pattern, "0.4", corpora[2], temperature=0.5)
+    roots = np.sqrt([720, 1600])
+    assert np.allclose(list(map(float, data.shares)), [*(0.6 * roots / roots.sum()), 0.4])
+    packs = np.array([row.packs for row in data.corpus_usage(1000)])
+    assert np.abs(packs - 1000 * np.array(data.shares, float)).max() < 2
+    assert data.train.sources == data.held_out.sources == (pattern, pattern, corpora[2])
+    turns = [data.held_out.corpus_of_sample(sample) for sample in range(1000)]
+    assert np.abs(np.bincount(turns) - 1000 * np.array(data.shares, float)).max() < 2
+
+
+def test_what_changes_the_order_of_a_blend_changes_its_fingerprint(corpora, tmp_path):
+    words = ["0.6", str(tmp_path / "[ab]"), "0.4", corpora[2]]
+    options = [{}, {"temperature": 0.5}, {"max_epochs": 2}, {"max_epochs": 3}, {"temperature": 0.5, "max_epochs": 2}]
+    prints = [open_data(*words, **option).fingerprint for option in options]
+    assert len(set(prints)) == 5 and prints[2].startswith("3 corpora of at most 2 epochs, sha256 ")
+    plain = ["0.6", corpora[0], "0.4", corpora[2]]
+    assert open_data(*plain, temperature=0.5).fingerprint == open_data(*plain).fingerprint  # no group
+    assert open_data(corpora[0], max_epochs=2).fingerprint == open_data(corpora[0]).fingerprint  # the same packs
+
+
+@pytest.mark.parametrize("packing", ["concat", "random-length", "sentences"])
+def test_no_corpus_is_read_more_often_than_allowed(packing, corpora):
+    """Each of them all packs that begin in its first two epochs, whatever the weights."""
+    paths = ["1", corpora[2]] if packing == "sentences" else ["0.2", corpora[0], "0.8", corpora[1]]
+    data = open_data(*paths, packing=packing, max_epochs=2)
+    read = [(data.train.corpus_of_sample(sample), data.train[sample].epoch) for sample in range(data.train.samples)]
+    assert {epoch for _, epoch in read} == {0, 1}
+    for number, part in enumerate(data.train_datasets):
+        assert sum(corpus == number for corpus, _ in read) == part.first_sample_of_epoch(2)
+    assert [row.epochs for row in data.corpus_usage(data.train.samples)] == [2.0] * len(data.corpora)
+
+
 @pytest.mark.parametrize("packing", ["concat", "random-length"])
 def test_the_order_of_a_blend_is_pinned(corpora, packing):
     """Corpus, epoch, edges and tokens of the first samples: a change here would silently give every run other data."""
@@ -98,6 +133,18 @@ def test_the_order_of_a_blend_is_pinned(corpora, packing):
         "concat": [[0, 32], [0, 9, 18, 27, 32]],
         "random-length": [[0, 13, 32], [0, 13, 32]],
     }[packing]
+
+
+def test_corpora_of_a_tiny_share_are_read_at_their_share(corpora):
+    """One pack in 200,000 was refused as below one in 65,536."""
+    data = open_data("0.000005", corpora[0], "0.999995", corpora[1])
+    assert [row.packs for row in data.corpus_usage(10_000_000)] == [50, 9_999_950]
+
+
+def test_more_corpora_than_open_files_are_refused(corpora, monkeypatch):
+    monkeypatch.setattr("megaenc.data.packing.builder.resource.getrlimit", lambda kind: (64, 200))
+    with pytest.raises(InputError, match=r"--data-path: needs [0-9]+ open files, found a limit of 200; raise it"):
+        open_data(*corpora[:2])
 
 
 @pytest.mark.parametrize("place", [os.link, shutil.copy])
