@@ -6,6 +6,7 @@ megaenc estimate --model small --seq-length 1024 --calibrate --gpus 2 --tensor-m
 Takes all flags of `megaenc pretrain`; the data need not exist.
 """
 
+import glob
 import json
 import sys
 from collections.abc import Sequence
@@ -85,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_estimate_config(sys.argv[1:] if argv is None else argv, "megaenc estimate")
     phases = _split_phases(config)
     if config.output:
-        corpora = [prefix for phase in phases for prefix in phase.pretrain.data.data_path]
-        inputs = [config.pretrain.config, *(f"{prefix}{suffix}" for prefix in corpora for suffix in _CORPUS_SUFFIXES)]
+        words = {word for phase in phases for word in phase.pretrain.data.data_path}
+        corpora = [path for word in words for suffix in _CORPUS_SUFFIXES for path in (word + suffix, *glob.glob(word + suffix))]
+        inputs = [config.pretrain.config, *corpora]
         check_output_file(Path(config.output), "--output", inputs=inputs)
     reports = [build_report(phase) for phase in phases]
     console = build_rich_console(width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)

@@ -1,5 +1,6 @@
 """Average document lengths in packs, from which attention FLOPs and predicted positions follow."""
 
+import glob
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 from megaenc.data.indexed.corpus import check_index, check_index_arrays
 from megaenc.data.indexed.indexed_dataset import IndexArrays
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
-from megaenc.data.packing.blended_dataset import parse_data_path
+from megaenc.data.packing.blended_dataset import CorpusSource, find_corpora, is_pattern, parse_data_path, weigh_corpora
 from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, check_two_chunks_fit, mean_squared_chunk_lengths
 from megaenc.data.packing.sentence_packing import check_has_sentences
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
@@ -18,6 +19,7 @@ from megaenc.model.config import visible_pairs
 from megaenc.training.config_groups import DataConfig
 
 _MAX_LENGTH = 1 << 40  # tokens per document
+_LISTED_CORPORA = 6
 _ONE_EOS = SpecialTokens("eod", after=(0,))  # probably, where nothing says what surrounds a document
 
 
@@ -58,17 +60,19 @@ def build_length_model(data: DataConfig, document_tokens: tuple[int, ...], windo
         text = f"{len(document_tokens)} lengths given" if len(document_tokens) > 1 else "one length given"
         source = f"documents of {lengths.mean():,.0f} tokens on average, {text}"
         return _concat_length_model(lengths, data.seq_length, _ONE_EOS, source, window)
-    corpora = parse_data_path(data.data_path) if data.data_path else []
-    if not corpora or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in corpora):
+    sources = _find_local_corpora(data)
+    prefixes = [prefix for source in sources for prefix in source.prefixes]
+    if not prefixes or not all(os.path.isfile(f"{prefix}.idx") for prefix in prefixes):
         pairs = float(window is not None and visible_pairs(data.seq_length, window))
         source = "document lengths unknown: assuming one document per pack"
         return LengthModel(float(data.seq_length) ** 2, 1.0, 0.0, source, local_pairs=pairs)
-    tokens, parts = zip(*(_read_corpus_lengths(prefix, data, window) for _, prefix in corpora), strict=True)
-    shares = [weight for weight, _ in corpora if weight is not None]
-    weights = [float(share / sum(shares)) for share in shares] or tokens
+    tokens, parts = zip(*(_read_corpus_lengths(prefix, data, window) for prefix in prefixes), strict=True)
+    weights = list(map(float, weigh_corpora(sources, tokens, data.blend_temperature)))
     names = ("squares", "pieces", "special", "local_pairs", "special_starts")
     *mean, pairs, starts = (float(np.average([getattr(part, name) for part in parts], weights=weights)) for name in names)
-    source = ", ".join(part.source for part in parts)
+    source = ", ".join(part.source for part in parts[:_LISTED_CORPORA])
+    if len(parts) > _LISTED_CORPORA:
+        source += f", and {len(parts) - _LISTED_CORPORA:,} more corpora"
     return LengthModel(*mean, source, parts[int(np.argmax(weights))].lengths, pairs, starts)
 
 
@@ -80,9 +84,20 @@ def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
 
 def read_vocab_size(data: DataConfig) -> int | None:
     """Return the largest vocabulary size in the metadata of --data-path's corpora; None if none is on this disk."""
-    prefixes = [prefix for _, prefix in parse_data_path(data.data_path)] if data.data_path else []
+    prefixes = [prefix for source in _find_local_corpora(data) for prefix in source.prefixes]
     sizes = [read_corpus_metadata(prefix).vocab_size for prefix in prefixes if os.path.isfile(metadata_path(prefix))]
     return max(sizes, default=None)
+
+
+def _find_local_corpora(data: DataConfig) -> list[CorpusSource]:
+    """Return the sources of --data-path, none if a pattern matches nothing.
+
+    An estimate needs no corpus on this disk.
+    """
+    pairs = parse_data_path(data.data_path)
+    if any(is_pattern(word) and not glob.glob(f"{word}.idx") for _, word in pairs):
+        return []
+    return find_corpora(data.data_path)
 
 
 def _read_corpus_lengths(prefix: str, data: DataConfig, window: int | None) -> tuple[int, LengthModel]:

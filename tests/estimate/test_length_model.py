@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megaenc.data.indexed.indexed_dataset import IndexedWriter
 from megaenc.errors import InputError
 from megaenc.estimate.length_model import build_length_model, read_vocab_size
 from megaenc.study.manifest.expand import expected_length_model
@@ -49,7 +50,22 @@ def test_a_corpus_tells_lengths_and_vocabulary(small_corpus):
     assert "300 documents" in results.source
 
 
+def test_corpora_of_a_group_count_by_their_tempered_sizes(tmp_path):
+    lengths = {"deu": [40] * 90, "isl": [8] * 50, "code": [100] * 3}
+    for name, documents in lengths.items():
+        writer = IndexedWriter(tmp_path / f"{name}.bin", tmp_path / f"{name}.idx", "uint16")
+        writer.add_documents(np.ones(sum(documents), np.uint16), np.array(documents), np.ones(len(documents), int))
+        writer.finish()
+    words = ("0.5", str(tmp_path / "*[ul]"), "0.5", str(tmp_path / "code"))
+    results = build_length_model(DataConfig(data_path=words, seq_length=64, blend_temperature=0.5), ())
+    shares = 0.5 * np.array([3600**0.5, 400**0.5]) / (3600**0.5 + 400**0.5)
+    pieces = [(mean + 63) / mean for mean in (40, 8, 100)]
+    assert results.pieces == pytest.approx(np.dot([*shares, 0.5], pieces))
+
+
 def test_without_any_word_of_them_each_pack_is_one():
+    pattern = build_length_model(DataConfig(seq_length=64, data_path=("nowhere/*",)), ())
+    assert (pattern.squares, pattern.pieces) == (64 * 64, 1)
     results = build_length_model(DataConfig(seq_length=64, data_path=("nowhere/corpus",)), ())
     assert (results.squares, results.pieces) == (64 * 64, 1)
     with pytest.raises(InputError, match="--document-tokens: found 0"):
