@@ -21,7 +21,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.atomic_io import exit_on_sigterm, try_lock
 from megaenc.console import format_duration, print_rank_0, silence_libraries
-from megaenc.data.packing.blended_dataset import parse_data_path
+from megaenc.data.packing.blended_dataset import list_prefixes
 from megaenc.errors import InputError, closest_match, handle_command_errors
 from megaenc.finetune.grid.slurm import ClusterConfig
 from megaenc.output_paths import create_parent_with_rollback
@@ -133,7 +133,7 @@ def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
             raise InputError(f"{manifest}: corpus: field `text`: {path}: no such file or directory; expected text (see --data)")
     to_train = [stage.flags for stage in remaining if isinstance(stage, PretrainStage) and not stage.has_study_corpus]
     for data_path in dict.fromkeys(tuple(map(str, train_flags["data_path"])) for train_flags in to_train):
-        for _, prefix in parse_data_path(data_path):
+        for prefix in list_prefixes(data_path):
             if not os.path.exists(f"{prefix}.idx"):
                 expected = "the prefix of a corpus of `megaenc preprocess`"
                 raise InputError(f"--data-path {prefix}: no {prefix}.idx; expected {expected}")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megaenc import flags
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
 from megaenc.data.packing.blended_dataset import parse_data_path
+from megaenc.data.packing.corpus_order import compute_sample_counts
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json
@@ -165,6 +166,8 @@ class PretrainStage(StageRunner):
             return tokenizer | {"data": digests[0]}
         if None in weights:
             return tokenizer  # without weights, shares follow from the number of training tokens
+        if self.flags.get("blend_max_epochs") or compute_sample_counts(weights) is None:
+            return tokenizer  # the run has a digest
         parts = [f"{weight / sum(weights)} {digest}" for weight, digest in zip(weights, digests, strict=True)]
         return tokenizer | {"data": ", ".join(parts)}
 
