@@ -56,6 +56,7 @@ def test_the_tiny_cut_has_the_phases_of_its_recipe(name):
             rate = optimizer.lr_decay_style, optimizer.lr_wsd_decay_style, optimizer.lr_wsd_decay_fraction
             yield (
                 phase.settings.objective_schedule,
+                phase.settings.data.blend_temperature,
                 phase.settings.shape.rotary_base,
                 bool(optimizer.lr_warmup_iters),
                 rate,
@@ -152,6 +153,6 @@ def test_a_tiny_recipe_goes_from_nothing_to_a_verified_export(name, folder, tmp_
     start = rows[0]["loss"], sum(row["loss"] for row in rows[35:40]) / 5
     assert start[1] < start[0] - (1.0 if name in FROM_SCRATCH else 0.1)
     assert json.loads((export / "conversion.json").read_text())["step"] == 60
-    blends = {"mmbert": ["demo/packages", "demo/python"], "dapt": ["data/dapt-own", "data/dapt-general"]}
+    blends = {"mmbert": ["demo/p*", "demo/corpus"], "dapt": ["data/dapt-own", "data/dapt-general"]}
     used = (save / "config.yaml").read_text()
     assert all(f"{corpus}_text_document" in used for corpus in blends.get(name, []))

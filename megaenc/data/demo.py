@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -167,11 +168,20 @@ def is_held_out(document_id: str) -> bool:
 
 
 def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tuple[str, ...] | None:
-    """Return the PARTS among `prefixes` of corpora; None if any of them is not a corpus of the demo in `folder`."""
+    """Return the PARTS that `prefixes` or patterns of them name.
+
+    None if one of them names no corpus of the demo in `folder`.
+    """
     demo = DemoPaths.in_folder(Path(folder))
     parts = {demo.data_prefix: "", **{demo.part_prefix(part): part for part in PARTS}}
-    names = {Path(prefix) for prefix in prefixes}
-    return tuple(sorted(filter(None, map(parts.get, names)))) if names <= parts.keys() else None
+    named: set[str] = set()
+    for prefix in prefixes:
+        word = Path(prefix)
+        matches = [part for path, part in parts.items() if word.parent == path.parent and fnmatch(path.name, word.name)]
+        if not matches:
+            return None
+        named |= {part for part in matches if part}
+    return tuple(sorted(named))
 
 
 def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192, parts: Sequence[str] = ()) -> DemoPaths:
