@@ -270,9 +270,9 @@ def test_validations_have_the_micro_batches_of_their_phase(small_corpus, one_pro
         engine, rows = Engine(plan, one_process), []
         list_specs = engine._list_specs
 
-        def record(packs, samples, *options, list_specs=list_specs, rows=rows):
+        def record(packs, samples, *arguments, list_specs=list_specs, rows=rows, **options):
             rows.append([len(row) for row in samples])
-            return list_specs(packs, samples, *options)
+            return list_specs(packs, samples, *arguments, **options)
 
         monkeypatch.setattr(engine, "_list_specs", record)
         for step, expected in ((2, [[4, 4]] * 2), (3, last)):
