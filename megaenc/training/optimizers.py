@@ -17,11 +17,13 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 
 from megaenc.backend.optimizer_patches import GroupStepAdamW, compare_groups_by_stage, replace_adam
 from megaenc.training.config import PretrainConfig
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic of Jordan et al. 2024: maps singular values of (0, 1] to about 0.7 to 1.2
+_VOCABULARY_WEIGHTS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _MUON_RMS = 0.2  # root mean square of an update, as that of AdamW (Liu et al. 2025)
 
 
@@ -33,6 +35,8 @@ class WeightShard:
     """Shape of the tensor-parallel shard."""
     param: torch.Tensor | None
     """Float32 parameter of the optimizer, flat if it is a range; None if this rank updates no element."""
+    elements: int
+    """Elements of the whole weight, without rows that only pad the vocabulary."""
     start: int = 0
     """First element of the range."""
     split_dim: int = -1
@@ -59,8 +63,9 @@ class _ShardAwareOptimizer(GroupStepAdamW):
         """Begin a step of each group, and divide the gradients by `grad_scale`, since not only AdamW reads them."""
         for group in self.param_groups:
             self.begin_step(group)
-            if self.grad_scale != 1:
-                torch._foreach_div_([p.grad for p in group["params"] if p.grad is not None], self.grad_scale)
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            if grads and self.grad_scale != 1:
+                torch._foreach_div_(grads, self.grad_scale)
         self.grad_scale = 1.0
 
     def _split_group(self, shard: WeightShard) -> dist.ProcessGroup | None:
@@ -108,9 +113,7 @@ class StableAdamW(_ShardAwareOptimizer):
     @functools.cached_property
     def _element_counts(self) -> torch.Tensor:
         """Return float32 [weights], the number of elements of each whole weight, kept on the device."""
-        groups = [self._split_group(shard) for shard in self.shards]
-        counts = [s.shape.numel() * (group.size() if group else 1) for s, group in zip(self.shards, groups, strict=True)]
-        return torch.tensor(counts, dtype=torch.float32, device=self.device)
+        return torch.tensor([shard.elements for shard in self.shards], dtype=torch.float32, device=self.device)
 
 
 class Muon(_ShardAwareOptimizer):
@@ -306,6 +309,7 @@ def list_shards(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOp
     groups = optimizer.optimizer.param_groups
     group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     shards = []
+    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     for chunk in chunks:
         for name, weight in chunk.named_parameters():
             param, start = getattr(weight, "main_param", weight), 0
@@ -316,8 +320,12 @@ def list_shards(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOp
                     param = groups[group]["params"][number]
                     start = optimizer._get_model_param_range_map(weight)["param"].start
             group = group_of.get(id(param), 0)
+            split_dim = getattr(weight, "partition_dim", -1)
+            elements = weight.numel() * (tensor_parallel if split_dim >= 0 else 1)
+            if name.endswith(_VOCABULARY_WEIGHTS):
+                elements = get_attr_wrapped_model(chunk, "vocab_size") * weight[0].numel()
             parts = _matrix_parts(name, weight, chunk.config)
-            shards.append(WeightShard(weight.shape, param, start, getattr(weight, "partition_dim", -1), group, parts))
+            shards.append(WeightShard(weight.shape, param, elements, start, split_dim, group, parts))
     return shards
 
 
