@@ -291,6 +291,8 @@ _ADDED += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"
 _ADDED += ("attention_output_dropout",)
 ADDED_OPTIONS: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _ADDED}
 """Defaults of the options that the first version of a run's identity lacks."""
+TRAINING_OPTIONS = ("init_method_std", "init_method", "init_cutoff", "attention_output_dropout")
+"""Options that decide how weights begin or are trained, and whose weights fit any other value."""
 _LONGEST_CONTEXT = 1 << 20  # megatron-core computes YaRN's angles of so many positions
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_object, read_json_or_empty, read_regular_file
-from megaenc.model.config import ADDED_OPTIONS
+from megaenc.model.config import ADDED_OPTIONS, TRAINING_OPTIONS
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_dir import STATE_FILE, CheckpointDir, DamagedCheckpointError
 from megaenc.training.config import PretrainConfig, read_config_file
@@ -25,7 +25,8 @@ _FREE_IN_BRANCH |= {"phases", *PHASE_IDENTITY}
 # Fields that the weights depend on, and fields that the numbering of samples depends on.
 WEIGHT_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
 WEIGHT_FIELDS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
-WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size", *ADDED_OPTIONS)
+WEIGHT_FIELDS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size")
+WEIGHT_FIELDS += tuple(name for name in ADDED_OPTIONS if name not in TRAINING_OPTIONS)
 # Fields of WEIGHT_FIELDS that training can adapt the weights to, as for a longer context.
 _ROTARY_FIELDS = ("rotary_base", "local_rotary_base", "use_rope_scaling", "rope_scaling_factor")
 _ROTARY_FIELDS += ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")

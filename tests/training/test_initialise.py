@@ -32,6 +32,13 @@ def parent(small_corpus, tmp_path_factory):
 
 
 @pytest.mark.multiprocess
+def test_weights_fit_any_dropout_and_initialization(small_corpus, parent, capsys):
+    change = ["--attention-output-dropout", "0.1", "--init-method", "full_megatron", "--init-cutoff", "3"]
+    main([*small_corpus.flags, *CONTINUED, "--no-bf16", "--init-from", str(parent), *change, "--dry-run"])
+    assert f"from the weights of {parent} at step 12" in capsys.readouterr().out
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "change", [["--no-bf16"], ["--bf16"], [*LONGER, "--rotary-base", "40000"], [*LONGER, *YARN]], ids=lambda change: change[-2:]
 )
