@@ -32,14 +32,14 @@ def exit_without_restart(code: int) -> None:
 
 
 def exit_if_restart_forbidden() -> None:
-    """Exit with the code that an earlier worker passed to `exit_without_restart`; do nothing if there is none.
+    """Exit with the code that a worker of an earlier attempt passed to `exit_without_restart`; do nothing if there is none.
 
-    Call it first in a program.
+    Call it first in a run. It withdraws what an earlier run in this attempt, by the same program, has left.
     """
     attempt = _attempt_folder()
+    if attempt:
+        (attempt / _FILE).unlink(missing_ok=True)
     for file in attempt.parent.glob(f"attempt_*/{_FILE}") if attempt else ():
-        if file.parent == attempt:  # an earlier run of this very program
-            continue
         with contextlib.suppress(OSError, ValueError):
             sys.exit(int(file.read_text(encoding="ascii")))
 

@@ -29,6 +29,14 @@ def test_later_attempts_of_one_launch_leave_with_the_code_that_was_left(worker):
     exit_if_restart_forbidden()
 
 
+def test_a_second_run_of_a_program_withdraws_what_the_first_has_left(worker):
+    worker("one", 0)
+    exit_without_restart(0)
+    exit_if_restart_forbidden()  # begins the second, which crashes
+    worker("one", 1)
+    exit_if_restart_forbidden()
+
+
 @pytest.mark.parametrize("error_file", [None, "/dev/null", "error.json"])
 def test_without_a_folder_of_torchrun_nothing_is_left_or_found(error_file, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
