@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import signal
 
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 
 
 def main() -> None:
@@ -16,7 +16,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("port", type=int, help="port to listen at, on all network interfaces")
     port = parser.parse_args().port
-    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    try:
+        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    except DistNetworkError:
+        parser.error(f"port: {port} is in use or not allowed; expected a free one")
     print(f"the store listens at port {store.port}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         signal.pause()

@@ -18,6 +18,10 @@ MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 # With sbatch --no-kill: as many nodes are enough to go on, should others fail.
 MIN_NODES=${MIN_NODES:-${SLURM_JOB_NUM_NODES:-1}}
+((1 <= MIN_NODES && MIN_NODES <= ${SLURM_JOB_NUM_NODES:-1})) || {
+  echo "error: MIN_NODES: found $MIN_NODES, expected 1 to ${SLURM_JOB_NUM_NODES:-1}, the nodes of the job (sbatch --nodes)" >&2
+  exit 2
+}
 # Seconds that a save may take once the job is told that its time is nearly over; sbatch's --signal leaves a minute more.
 SAVE_SECONDS=${SAVE_SECONDS:-540}
 

@@ -101,6 +101,8 @@ env >"$HERE/environment"
 while [ $# -gt 0 ]; do [ "$1" = --log-dir ] && logs=$2; shift; done
 trap 'told=USR1' USR1
 trap 'told=TERM' TERM
+echo call >>"$HERE/calls"
+[ "$(wc -l <"$HERE/calls")" != "$DIES_AT" ] || exit 1
 if [ -n "$WAITS" ]; then touch "$HERE/waiting"; until [ -n "$told" ]; do sleep 0.05; done; fi
 echo "$told" >"$HERE/told"
 mkdir -p "$logs/none_abc/attempt_0"
@@ -152,6 +154,7 @@ def job(tmp_path):
             "VENV": "",
             "WAITS": "",
             "NOTE": "",
+            "DIES_AT": "",
             "ENDS": "0",
         }
         env |= {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "megaenc", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
@@ -202,6 +205,12 @@ def test_with_a_node_less_a_job_ends_as_its_run_does(job, tmp_path, ends, note, 
     assert ended(job("many", MIN_NODES="1", ENDS=ends, NOTE=note))[0] == code
     assert asked_of_torchrun(tmp_path)["--nnodes"] == "1:2"
     assert {"--no-kill", "--kill-on-bad-exit=0"} < set((tmp_path / "srun").read_text().splitlines())
+
+
+@pytest.mark.parametrize("count", ["0", "3", "two"])
+def test_too_many_nodes_are_one_line(job, count):
+    code, said = ended(job("many", MIN_NODES=count))
+    assert code == 2 and said.startswith(f"error: MIN_NODES: found {count}, expected 1 to 2, the nodes of the job")
 
 
 @each_training
@@ -303,6 +312,9 @@ def test_the_smoke_job_trains_and_goes_on(job, tmp_path):
     code, said = ended(job("smoke"))
     assert code == 0 and said.splitlines()[-1] == "smoke: ok"
     assert said.count("-- ten") == 2 and "-- doctor" in said and asked_of_torchrun(tmp_path)["--global-batch-size"] == "32"
+    (tmp_path / "calls").unlink()
+    code, said = ended(job("smoke", NOTE="0", DIES_AT="3"))  # in the second run, which leaves no note
+    assert code == 1 and said.splitlines()[-1] == "smoke: failed with 1" and said.count("-- ten") == 2
     code, said = ended(job("smoke", ENDS="1", NOTE="2"))
     assert code == 2 and said.splitlines()[-1] == "smoke: failed with 2" and said.count("-- ten") == 1
 
