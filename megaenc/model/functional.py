@@ -286,7 +286,8 @@ def _drop(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool) 
     if fused:
         from megaenc.model.kernels.dropout import drop
 
-        return drop(x, low, high, first, limit, scale)
+        # As signed numbers, so that Triton compiles one kernel for all of them.
+        return drop(x, low, high, _signed(first), _signed(limit), scale)
     rows_SH = x.reshape(-1, x.size(-1))
     out_SH = torch.empty_like(rows_SH)
     channels = _to_int32(torch.arange(x.size(-1), device=x.device) * _CHANNEL_STEP + first)

@@ -28,7 +28,8 @@ def dropout_kernel(x, out, low, high, first, limit, scale, x_stride, width, COLU
 def drop(x: Tensor, low: Tensor, high: Tensor, first: int, limit: int, scale: float) -> Tensor:
     """Return x [..., H] times `scale`, or 0 where the hash of an element is below `limit`, in its dtype.
 
-    `low`, `high`: int32[rows], numbers of the rows; `first`: that of the layer, added to those of all channels.
+    `low`, `high`: int32[rows], numbers of the rows; `first`: that of the layer, added to those of all channels. All are 32 bits
+    that count as unsigned, in signed numbers.
     """
     rows_RH, width = flatten_rows(x), x.size(-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
