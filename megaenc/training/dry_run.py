@@ -109,6 +109,9 @@ def _format_share(share: float) -> str:
 def _phase_table(plan: Plan) -> Table:
     """Return a table of steps and tokens of each phase of the objective schedule."""
     changing = {name: format_value for name, format_value in _PHASE_COLUMNS.items() if plan.settings.phases}
+    for name, format_value in _RARE_COLUMNS.items():
+        if len({format_value(phase.settings) for phase in plan.settings.phase_configs}) > 1:
+            changing[name] = format_value
     table = _new_table("phase", "steps", "tokens", "tokens so far", *changing)
     phases = plan.schedule.phases
     for phase in phases[:_TABLE_PHASES]:
@@ -128,6 +131,11 @@ _PHASE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
     "corpora": lambda settings: f"{len(list_prefixes(settings.data.data_path)) or 1:,}",
 }
 """Columns of the phase table in a run with `phases`."""
+_RARE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
+    "weight decay": lambda settings: f"{settings.optimizer.weight_decay:g}",
+    "temperature": lambda settings: f"{settings.data.blend_temperature:g}",
+}
+"""Columns of the phase table if the phases differ in them."""
 
 
 def _is_mixture(phase: Phase) -> bool:
