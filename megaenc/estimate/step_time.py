@@ -63,11 +63,12 @@ def layer_bytes_moved(case: LayoutCase, host: bool) -> float:
     In values of w bytes per token: norms with their residual additions 16 H, split and rotation of the joint projection
     4 (q + 2 k) (with norms of heads 14 q + 10 k), SwiGLU or GeGLU 8 F. Weight gradients are added to the float32 buffer by the
     product, 8 bytes per parameter. `host`: a CPU, where the activation takes 16 F, and in bfloat16 the addition 8 + 2 w.
-    LayerNorms by torch's own operations, on a CPU or with biases, take 24 H.
+    LayerNorms by torch's own operations, on a CPU or with biases, take 24 H; dropout of attention's output 4 H more.
     """
     shape, w = case.shape, case.value_bytes
     is_by_torch = shape.normalization == "LayerNorm" and (host or shape.norm_bias)
-    hidden = (24 if is_by_torch else 16) * shape.hidden_size / case.sequence_shards
+    values = (24 if is_by_torch else 16) + (4 if shape.attention_output_dropout else 0)
+    hidden = values * shape.hidden_size / case.sequence_shards
     heads = 14 * shape.query_size + 10 * case.kv_size if shape.qk_layernorm else 4 * (shape.query_size + 2 * case.kv_size)
     inner = (heads + (16 if host else 8) * shape.ffn_hidden_size) / case.tensor_parallel_size
     adding = 8 + 2 * w if host and case.bf16 else 8
