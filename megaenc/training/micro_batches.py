@@ -121,7 +121,8 @@ def build_micro_batch(
         pack = packs[sample]
         randomness = SampleRandomness(seed, pack.sample, pack.epoch)
         targets = objective.targets(pack, randomness)
-        dropout_keys.append(randomness.words("dropout", len(targets.inputs) if dropout else 0))
+        if dropout:
+            dropout_keys.append(randomness.words("dropout", len(targets.inputs)))
         start = edges[-1]
         edges += (pack.edges[1:] + start).tolist()
         tokens.append(targets.inputs)

@@ -82,7 +82,7 @@ class Plan:
     def has_validation(self) -> bool:
         """Return whether a phase is validated.
 
-        None is if validation is turned off or the split leaves no text for it.
+        False if validation is turned off, or if the split leaves no text for it.
         """
         has_text = any(data.held_out for data in (*self.earlier_data, self.data))
         return bool(self.settings.eval_every and (self.validation_sets or has_text))
@@ -242,13 +242,11 @@ class Plan:
     def _phase_rows(self) -> list[dict[str, Any]]:
         """Return, by name, the values that differ between phases, with the last step of each; equal neighbors are one row."""
         rows: list[dict[str, Any]] = []
-        for number, phase in enumerate(self.settings.phase_configs):
-            values = flags.flatten(phase.settings)
+        values_by_phase = [flags.flatten(phase.settings) for phase in self.settings.phase_configs]
+        equal = {name for name in _ADDED_PHASE_IDENTITY if len({values[name] for values in values_by_phase}) == 1}
+        for number, (phase, values) in enumerate(zip(self.settings.phase_configs, values_by_phase, strict=True)):
             data = (*self.earlier_data, self.data)[number if self.earlier_data else 0]
-            row = {name: values[name] for name in PHASE_IDENTITY if name != "data"} | {"data": data.fingerprint}
-            for name in _ADDED_PHASE_IDENTITY:
-                if len({flags.flatten(each.settings)[name] for each in self.settings.phase_configs}) == 1:
-                    del row[name]
+            row = {name: values[name] for name in PHASE_IDENTITY if name not in {"data", *equal}} | {"data": data.fingerprint}
             row["rampup_batch_size"] = row["rampup_batch_size"] and list(row["rampup_batch_size"])
             if rows and not row["rampup_batch_size"] and rows[-1] == row | {"last_step": rows[-1]["last_step"]}:
                 rows.pop()
