@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from megaenc.model.kernels import cross_entropy, glu, launch, norm, rotary  # noqa: E402
+from megaenc.model.kernels import cross_entropy, dropout, glu, launch, norm, rotary  # noqa: E402
 
 TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx90a", 64), GPUTarget("hip", "gfx942", 64)]
 TURNED = {"SIGN": -1, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
@@ -33,6 +33,7 @@ KERNELS |= {
         (rotary.qkv_rotary_kernel, {"BACKWARD": False} | SPLIT),
         (rotary.qkv_rotary_kernel, {"BACKWARD": True} | SPLIT),
     ],
+    "dropout": [(dropout.dropout_kernel, launch.column_block_constants(768))],
     "loss": [
         (cross_entropy.cross_entropy_statistics_kernel, BLOCK),
         (cross_entropy.cross_entropy_gradient_kernel, launch.column_block_constants(128_256)),
@@ -47,7 +48,7 @@ IN_ITS_OWN = {"x", "residual", "weight", "sum_out", "to_sum", "out", "gradient",
 def source(kernel, dtype: str, constants: dict) -> ASTSource:
     own = IN_ITS_OWN - ({"out"} if kernel is cross_entropy.cross_entropy_statistics_kernel else set())
     types = dict.fromkeys(IN_FLOAT32 | {"out"}, "*fp32") | dict.fromkeys(own, f"*{dtype}")
-    types |= {"labels": "*i64", "epsilon": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types |= {"labels": "*i64", "low": "*i32", "high": "*i32", "epsilon": "fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     return ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
 
 
@@ -69,10 +70,10 @@ def test_what_differs_between_micro_batches_and_ranks_makes_no_other_variant(nam
     """By triton's own key of a launch: what the check at the start has compiled is what training runs."""
     for kernel, launched in KERNELS[name]:
         key_of = create_function_from_signature(kernel.signature, kernel.params, make_backend(TARGETS[1]))
-        tensors = IN_FLOAT32 | IN_ITS_OWN | {"labels"}
+        tensors = IN_FLOAT32 | IN_ITS_OWN | {"labels", "low", "high"}
 
         def key(number: int, place: int, kernel=kernel, launched=launched, key_of=key_of, tensors=tensors) -> list:
-            arguments = {name: torch.zeros(8) if name in tensors else 64 for name in kernel.arg_names} | {"epsilon": 1e-5}
+            arguments = {name: torch.zeros(8) if name in tensors else 64 for name in kernel.arg_names} | {"epsilon": 1e-5, "scale": 1.1}
             arguments |= {name: number for name in COUNTS if name in arguments}
             arguments |= {name: torch.zeros(8)[place:] for name in ("labels", "top", "total") if name in arguments}
             return key_of(**{name: arguments[name] for name in kernel.arg_names} | launched)[1]
