@@ -195,7 +195,7 @@ def test_a_run_may_go_on_by_another(small_corpus, tmp_path):
     runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "4"])
     assert json.loads((save / "run.json").read_text())["kernels"]["attention_backend"] == "sdpa"
     fused = json.loads((save / "run.json").read_text())["kernels"]["fused"]
-    assert fused == dict.fromkeys(("norm", "rotary", "swiglu", "loss", "sum"), False)  # what was asked for, a processor has not
+    assert fused and not any(fused.values())  # what was asked for, a processor has not
     assert "attention_backend: auto" in (save / "config.yaml").read_text()
     ended = runs.script(runs.PRETRAIN, [*flags, "--attention-backend", "sdpa", "--exit-interval", "8"])
     assert "resuming after step 4" in ended.stdout

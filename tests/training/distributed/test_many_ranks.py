@@ -13,7 +13,7 @@ NODE = 8
 STEPS = {"first": 3, "resumed": 4}
 GATHERS = {"all-gather", "gather", "scatter", "reduce-scatter"}
 # Of the model, whatever the number of ranks: gradients, and weights.
-RINGS = {"step": {"all-gather calls": 1, "reduce-scatter calls": 1}, "save": {}, "start": {}, "load": {}}
+RINGS = {"step": {"all-gather calls": 1, "reduce-scatter calls": 1}, "save": {}, "start": {}, "load": {}, "end": {}}
 LOADED = {"load": {"all-gather calls": 1}}
 
 
