@@ -5,6 +5,7 @@ import os
 import pickle
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from megaenc.errors import InputError
 from megaenc.torchelastic import die_with_parent
 
 _MAX_PROCESSES, _MAX_PER_CORE = 64, 8
+_OTHER_FILES = 256  # of libraries, logs and devices
 KILL_TIMEOUT = 5.0
 """Seconds to wait for a process to end after it was killed or closed its connection."""
 
@@ -34,6 +36,27 @@ KILL_TIMEOUT = 5.0
 def usable_core_count() -> int:
     """Return the number of processor cores that this process may run on (its CPU affinity)."""
     return len(os.sched_getaffinity(0))
+
+
+def allow_open_files(count: int, purpose: str) -> None:
+    """Let this process open `count` files more.
+
+    Raises the limit as far as the system allows, as later needs of the run are not all known.
+
+    Args:
+        count: Files beyond those that are open and those of libraries.
+        purpose: What opens them, for the error.
+
+    Raises:
+        InputError: The system allows fewer.
+    """
+    needed = len(os.listdir("/proc/self/fd")) + count + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise InputError(f"ulimit -Hn: found a limit of {hard:,} open files, expected {needed:,} or more for {purpose}")
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # a kernel's own maximum may be lower than the limit that it states
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def read_processor_name(root: Path = Path("/")) -> str:

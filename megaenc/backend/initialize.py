@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import resource
 import time
 import uuid
 from datetime import timedelta
@@ -17,7 +16,6 @@ from megaenc.dist_env import LAUNCHER_VARIABLES, get_local_world_size, get_rank,
 from megaenc.errors import InputError
 from megaenc.processes import usable_core_count
 
-_OPEN_FILES = 256  # of a rank itself: libraries, corpora, devices
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
@@ -70,21 +68,6 @@ def check_launcher_variables() -> None:
     tasks = os.environ.get("SLURM_NTASKS", "")
     if not is_launched() and tasks.isdecimal() and int(tasks) > 1:
         print(f"SLURM_NTASKS is {tasks}, but RANK is not set: this is a run of one process; docker/slurm has job files for all")
-
-
-def raise_open_file_limit() -> None:
-    """Raise the limit of open files to what the ranks need.
-
-    The first node's store has two connections to each rank. Raises InputError if the system allows
-    fewer files.
-    """
-    needed = _OPEN_FILES + 2 * get_world_size() * (get_rank() == 0)
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit >= needed or limit == resource.RLIM_INFINITY:
-        return
-    if most != resource.RLIM_INFINITY and most < needed:
-        raise InputError(f"ulimit -n: found {most} open files at most, expected {needed:,} for {get_world_size():,} ranks")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=10)) -> None:

@@ -34,12 +34,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         print_dry_run(plan)
         return
     from megaenc import backend
-    from megaenc.backend.initialize import check_launcher_variables, raise_open_file_limit
+    from megaenc.backend.initialize import check_launcher_variables
+    from megaenc.dist_env import get_rank, get_world_size
+    from megaenc.processes import allow_open_files
     from megaenc.training.distributed.watchdog import process_group_timeout
 
     check_launcher_variables()
-    raise_open_file_limit()
-
+    if get_rank() == 0:
+        ranks = get_world_size()
+        allow_open_files(2 * ranks, f"{ranks:,} ranks")  # the first node's store has two connections to each
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
     device = backend.init_distributed(
         settings.layout, settings.seed, settings.layout.chunks_per_stage(settings.shape.num_layers), timeout

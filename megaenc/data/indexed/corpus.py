@@ -16,7 +16,7 @@ import numpy as np
 from megaenc import counter_rng
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays, read_entries
 from megaenc.data.indexed.metadata import CorpusMetadata, metadata_path, read_corpus_metadata
-from megaenc.data.packing.shared_memory import Arrays, share_arrays
+from megaenc.data.packing.shared_memory import Arrays, has_local_peers, share_arrays
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
@@ -61,7 +61,12 @@ class Corpus:
 
         For a small corpus each process runs it.
         """
-        return compute() if len(self) < LEAST_SHARED else share_arrays((*self.key, *key), compute)
+        return share_arrays((*self.key, *key), compute) if self.is_shared else compute()
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether processes of this machine share arrays that they derive from the corpus."""
+        return has_local_peers() and len(self) >= LEAST_SHARED
 
     @cached_property
     def _document_bounds(self) -> tuple[np.ndarray, np.ndarray]:

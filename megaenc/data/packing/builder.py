@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -19,10 +18,12 @@ from megaenc.data.packing.sentence_packing import SentencePackedDataset
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
+from megaenc.processes import allow_open_files
 
 _DOCUMENTS_PER_CHECK = 1 << 20  # the first chunk is usually enough
 _FILES_PER_CORPUS = 4  # mappings of the .bin and of three arrays in the .idx
-_OTHER_FILES = 256  # of libraries, logs and connections
+_SHARED_ARRAYS = 10  # of training and held-out text: documents, and orders of them and of packs in two epochs
+_SHARED_ARRAYS_PER_PHASE = 4  # orders of packs of another length
 
 PACKINGS: dict[str, type[CorpusPackedDataset]] = {
     "concat": ConcatPackedDataset,
@@ -94,7 +95,7 @@ class RunData:
             order: See `split_corpus`.
             temperature: Exponent of the sizes of corpora that share a weight.
             max_epochs: Passes over a corpus after which it leaves the blend; None: it never does.
-            opened: Corpora by prefix, to which those opened here are added, so that phases share them.
+            opened: Corpora by the path of their .idx, to which those opened here are added, so that phases share them.
 
         Raises:
             InputError: A corpus cannot be used.
@@ -103,20 +104,17 @@ class RunData:
         prefixes = [prefix for source in sources for prefix in source.prefixes]
         fractions, dataset_class = parse_split(split), PACKINGS[packing]
         opened = {} if opened is None else opened
-        allow_open_files(_FILES_PER_CORPUS * len(set(prefixes) - opened.keys()))
+        open_corpora(prefixes, vocabulary, opened)
         corpora: dict[str, Corpus] = {}
         train_datasets, held_out_datasets = [], {}
         for prefix in prefixes:
-            if prefix not in opened:
-                opened[prefix] = Corpus.open(prefix)
-                opened[prefix].check_vocabulary(vocabulary)
-            corpus = opened[prefix]
-            other = corpora.setdefault(corpus.fingerprint, corpus)
-            if other is not corpus:
+            corpus = opened[index_path(prefix)]
+            if corpus.fingerprint in corpora:
                 raise InputError(
-                    f"--data-path: {prefix} has the same text as {other.prefix}, expected each corpus once; "
-                    "give it a greater weight to read it more often"
+                    f"--data-path: {prefix} has the same text as {corpora[corpus.fingerprint].prefix}, expected each corpus "
+                    "once; give it a greater weight to read it more often"
                 )
+            corpora[corpus.fingerprint] = corpus
             special_tokens = corpus.find_special_tokens(vocabulary.eos_id)
             if len(corpora) == 1:
                 first_special_tokens = special_tokens
@@ -187,18 +185,30 @@ class RunData:
         ]
 
 
-def allow_open_files(count: int) -> None:
-    """Let this process open `count` files more.
+def open_corpora(prefixes: Sequence[str], vocabulary: Vocabulary, opened: dict[str, Corpus]) -> None:
+    """Open those of `prefixes` that are not in `opened` yet, and add them.
 
-    Raises InputError if the system does not.
+    Keys of `opened` are the paths of the .idx without links. Raises InputError for a corpus that does not fit `vocabulary`, and
+    for more corpora than the process may open files of.
     """
-    needed = len(os.listdir("/proc/self/fd")) + count + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise InputError(f"--data-path: needs {needed:,} open files, found a limit of {hard:,}; raise it (`ulimit -Hn`)")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    known = set(opened)
+    paths = {index_path(prefix): prefix for prefix in prefixes}
+    new = paths.keys() - known
+    allow_open_files(_FILES_PER_CORPUS * len(new), f"{len(prefixes):,} corpora of --data-path")
+    for path, prefix in paths.items():
+        if path in new:
+            opened[path] = Corpus.open(prefix)
+            opened[path].check_vocabulary(vocabulary)
+    arrays = 0
+    for path in paths:
+        if opened[path].is_shared:
+            arrays += _SHARED_ARRAYS if path in new else _SHARED_ARRAYS_PER_PHASE
+    allow_open_files(arrays, f"the arrays that processes share of {len(prefixes):,} corpora of --data-path")
+
+
+def index_path(prefix: str) -> str:
+    """Return the path of the .idx of `prefix` without links."""
+    return os.path.realpath(f"{prefix}.idx")
 
 
 def check_same_special_tokens(

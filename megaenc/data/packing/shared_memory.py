@@ -5,6 +5,7 @@ folder names the process and descriptor that hold them and serves as the lock of
 """
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -26,6 +27,12 @@ Arrays = tuple[np.ndarray, ...]
 
 _RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # identify a run
 _ALIGNMENT = 64  # bytes
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def share_arrays(key: tuple[object, ...], compute: Callable[[], Arrays]) -> Arrays:
@@ -144,14 +151,31 @@ def _publish(note: int, path: Path, arrays: Arrays) -> Arrays:
     return mapped
 
 
-def _map_arrays(memory: int, layout: list[dict]) -> tuple[mmap.mmap, Arrays]:
+def _map_arrays(memory: int, layout: list[dict]) -> tuple[ctypes.Array, Arrays]:
     """Map the memory at a descriptor read-only; return the mapping and its arrays, laid out as `layout` describes."""
-    pages = mmap.mmap(memory, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    pages = _map_read_only(memory)
     arrays = []
     for place in layout:
         count, dtype = int(np.prod(place["shape"], dtype=np.int64)), np.dtype(place["dtype"])
-        arrays.append(np.frombuffer(pages, dtype, count, place["start"] if count else 0).reshape(place["shape"]))
+        array = np.frombuffer(pages, dtype, count, place["start"] if count else 0)
+        array.flags.writeable = False
+        arrays.append(array.reshape(place["shape"]))
     return pages, tuple(arrays)
+
+
+def _map_read_only(memory: int) -> ctypes.Array:
+    """Map the memory at a descriptor, until the last array on it is deleted.
+
+    Python's mmap would keep a duplicate of the descriptor, and thousands of corpora more open files than a process may have.
+    """
+    size = os.fstat(memory).st_size
+    address = _LIBC.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, memory, 0)
+    if address == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    pages = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(pages, _LIBC.munmap, address, size).atexit = False  # other threads may still read
+    return pages
 
 
 def _withdraw(process: int, memory: int, path: Path, inode: int) -> None:
