@@ -161,7 +161,8 @@ class RunData:
         if self.train.is_periodic:
             return shares
         end = "" if self.max_epochs is None else f" of at most {self.max_epochs} epochs"
-        return f"{len(self.corpora)} corpora{end}, sha256 {hashlib.sha256(shares.encode()).hexdigest()}"
+        # The digest first: model cards have the beginning.
+        return f"{hashlib.sha256(shares.encode()).hexdigest()} of {len(self.corpora)} corpora{end}"
 
     @property
     def has_blocks(self) -> bool:
