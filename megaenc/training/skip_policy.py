@@ -71,8 +71,13 @@ def _newest_compatible_step(plan: Plan, recorded: SkippedPacks) -> int:
 
 
 def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) -> Plan:
-    """Return `plan` skipping also the last --rewind-skip-iters steps' packs to `step`, after min(`checkpoint_steps`)."""
+    """Return `plan` skipping also the last --rewind-skip-iters steps' packs to `step`, after min(`checkpoint_steps`).
+
+    Raises InputError if --blend-max-epochs leaves too few packs for the steps then.
+    """
     first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
     first = max(first, min(checkpoint_steps, default=0)) + 1
     packs = SkippedPacks.from_ranges([(plan.first_sample(first), plan.sample_at(plan.samples_read(step) - 1))])
-    return plan.with_skipped(plan.skipped | packs, (*plan.rewinds, *packs.texts))
+    rewound_plan = plan.with_skipped(plan.skipped | packs, (*plan.rewinds, *packs.texts))
+    rewound_plan.check_supply()
+    return rewound_plan

@@ -198,12 +198,19 @@ class _Trainer:
             print_rank_0(format_spike(plan, step, metrics.loss, deviations))
         return self._plan_rewind(step) if is_spike and len(plan.rewinds) < plan.settings.health.max_rewinds else None
 
-    def _plan_rewind(self, step: int) -> Plan:
-        """Return the plan that skips the packs leading to the spike at `step`, after writing it to the run directory."""
+    def _plan_rewind(self, step: int) -> Plan | None:
+        """Return the plan that skips the packs leading to the spike at `step`, after writing it to the run directory.
+
+        None if the run would then have too few packs.
+        """
         self._watchdog.beat("rewind", step)
         self._checkpoints.finish_save()
         checkpoint_steps = broadcast_call(lambda: [at for at in self._checkpoints.compatible_steps(self.plan) if at < step])
-        plan = plan_after_rewind(self.plan, step, checkpoint_steps)
+        try:
+            plan = plan_after_rewind(self.plan, step, checkpoint_steps)
+        except InputError as error:
+            print_rank_0(f"step {step}: no rewind, as the packs left would be too few: {error}")
+            return None
         broadcast_call(lambda: self._run_dir.write_plan(plan))
         return plan
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+from workers.bad_packs import spoil
 
 from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
@@ -110,6 +111,20 @@ def test_a_run_ends_before_all_corpora_do(group, small_corpus, refusal):
     assert "in step" in refusal(main, [*flags, "--train-iters", last, "--skip-packs", "3-12", "--dry-run"])
     alone = [*small_corpus.flags, *LIMITED, "--train-iters", "100000", "--dry-run"]
     assert "all corpora end after" in refusal(main, alone)
+
+
+def test_a_run_without_packs_to_spare_does_not_rewind(group, tmp_path, monkeypatch, capsys):
+    """It could neither end nor resume then."""
+    flags = [*group[:2], group[2].replace("*", "[ei]*"), "0.4", group[2].replace("*", "deu"), *group[5:], *LIMITED]
+    flags += [*runs.SHORT_RUN, "--no-bf16", "--eval-interval", "0", "--objective-schedule", "clm"]
+    batch = plan_of(*flags, "--train-iters", "20").data.train.samples // 40
+    flags += ["--global-batch-size", str(batch), "--micro-batch-size", "8", "--train-iters", "40", "--max-rewinds", "1"]
+    spoil({36 * batch - 1: 30.0}, monkeypatch.setattr)
+    main([*flags, "--rewind-skip-iters", "3", "--save", str(tmp_path / "run")])
+    output = capsys.readouterr().out
+    assert "step 36: no rewind, as the packs left would be too few: --blend-max-epochs 2: all corpora end after" in output
+    assert runs.metrics(tmp_path / "run")[-1]["step"] == 40
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["rewinds"] == []
 
 
 def test_phases_have_temperatures_and_limits_of_their_own(group):
