@@ -279,7 +279,7 @@ class Validator:
         # What the tokens of the validation depend on.
         data = self.phase.settings.data
         texts = [held_out.identity for held_out in plan.validation_sets]
-        texts = texts or [plan.data_at(step).fingerprint, data.split]
+        texts = texts or [plan.data_at(step).held_out_fingerprint, data.split]
         text_identity = [*texts, data.seq_length, *(part.samples for part in self.parts)]
         self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
 

@@ -3,7 +3,7 @@
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -346,11 +346,27 @@ def _draw_runs(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
         return figure, f"the loss of {title}"
     held_out = {name: read_held_out_validations(run, against) for name, run in name_runs(runs).items()}
     figure, summary = draw_comparison({name: held_out_curves(rows, against) for name, rows in held_out.items()}, against)
-    texts = {frozenset(row.get("held_out") for row in rows) for rows in held_out.values()}  # several in a run with phases
-    if len(texts) > 1:
+    if not _have_same_text(held_out.values()):
         flags_of_text = "data, --valid-data-path, --split, --seq-length, --eval-iters, --global-batch-size or phases"
         summary += f"; NOT on the same held-out text: {flags_of_text} differ"
     return figure, summary
+
+
+def _have_same_text(validations: Iterable[Sequence[Row]]) -> bool:
+    """Return whether runs with these validations were validated on the same text at the same steps.
+
+    A run with phases has several texts. Runs without a step in common must have the same ones.
+    """
+    texts_by_step: dict[int, list[str | None]] = {}
+    texts_by_run = set()
+    for rows in validations:
+        texts_by_run.add(frozenset(row.get("held_out") for row in rows))
+        for row in rows:
+            texts_by_step.setdefault(row["step"], []).append(row.get("held_out"))
+    common = [texts for texts in texts_by_step.values() if len(texts) > 1]
+    if not common:
+        return len(texts_by_run) == 1
+    return all(len(set(texts)) == 1 for texts in common)
 
 
 @handle_command_errors

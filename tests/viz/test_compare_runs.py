@@ -120,7 +120,10 @@ def test_runs_with_the_same_phases_have_the_same_held_out_texts(runs, tmp_path):
         texts = ["first"] + ["second"] * (len(rows) - 1)
         write_rows(run / "validation.jsonl", [{**row, "held_out": text} for row, text in zip(rows, texts, strict=True)])
     assert "NOT on the same" not in plot.write_plot(runs, tmp_path / "x.png")
-    write_rows(runs[1] / "validation.jsonl", [{**row, "held_out": "first"} for row in read_validations(runs[1])])
+    whole = read_validations(runs[1])
+    write_rows(runs[1] / "validation.jsonl", whole[:1])  # still in its first phase
+    assert "NOT on the same" not in plot.write_plot(runs, tmp_path / "z.png")
+    write_rows(runs[1] / "validation.jsonl", [{**row, "held_out": "first"} for row in whole])
     assert "NOT on the same held-out text" in plot.write_plot(runs, tmp_path / "y.png")
 
 

@@ -155,14 +155,27 @@ class RunData:
         It has the corpora's content hashes, with their shares if several, or is a digest of these and of --blend-max-epochs if
         the order of the blend has no period.
         """
-        if len(self.corpora) == 1:
-            return self.corpora[0].fingerprint
-        shares = ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
-        if self.train.is_periodic:
-            return shares
+        if len(self.corpora) == 1 or self.train.is_periodic:
+            return self._content
         end = "" if self.max_epochs is None else f" of at most {self.max_epochs} epochs"
         # The digest first: model cards have the beginning.
-        return f"{hashlib.sha256(shares.encode()).hexdigest()} of {len(self.corpora)} corpora{end}"
+        return f"{hashlib.sha256(self._content.encode()).hexdigest()} of {len(self.corpora)} corpora{end}"
+
+    @property
+    def held_out_fingerprint(self) -> str:
+        """Return a text that is equal for the same held-out packs, of one split and pack length.
+
+        --blend-max-epochs does not matter to it.
+        """
+        is_periodic = len(self.corpora) == 1 or self.held_out is None or self.held_out.is_periodic
+        return self._content if is_periodic else f"{self._content} by due time"
+
+    @property
+    def _content(self) -> str:
+        """Return the corpora's content hashes, with their shares if several."""
+        if len(self.corpora) == 1:
+            return self.corpora[0].fingerprint
+        return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
 
     @property
     def has_blocks(self) -> bool:

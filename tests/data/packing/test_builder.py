@@ -100,6 +100,15 @@ def test_a_group_has_its_weight_and_its_corpora_their_tempered_shares(corpora, t
     assert np.abs(np.bincount(turns) - 1000 * np.array(data.shares, float)).max() < 2
 
 
+def test_held_out_packs_do_not_depend_on_a_limit_of_epochs(corpora, tmp_path):
+    words = ["0.6", str(tmp_path / "[ab]"), "0.4", corpora[2]]
+    plain, limited, tempered = (open_data(*words, **option) for option in ({}, {"max_epochs": 2}, {"temperature": 0.5}))
+    assert plain.held_out_fingerprint == plain.fingerprint == limited.held_out_fingerprint != limited.fingerprint
+    assert tempered.held_out_fingerprint not in (plain.held_out_fingerprint, tempered.fingerprint)
+    for sample in range(40):
+        assert np.array_equal(plain.held_out[sample].tokens, limited.held_out[sample].tokens)
+
+
 def test_what_changes_the_order_of_a_blend_changes_its_fingerprint(corpora, tmp_path):
     words = ["0.6", str(tmp_path / "[ab]"), "0.4", corpora[2]]
     options = [{}, {"temperature": 0.5}, {"max_epochs": 2}, {"max_epochs": 3}, {"temperature": 0.5, "max_epochs": 2}]
