@@ -4,6 +4,7 @@ The proportions hold all along a run.
 """
 
 import glob
+import hashlib
 import math
 import os
 import re
@@ -139,6 +140,28 @@ def _temper_size(tokens: int, temperature: float) -> Fraction:
         return Fraction(tokens)
     mantissa, exponent = math.frexp(tokens**temperature)
     return round(mantissa * 2**40) * Fraction(2) ** (exponent - 40)
+
+
+def has_shares_by_size(sources: Sequence[CorpusSource]) -> bool:
+    """Return whether shares follow from sizes: of the corpora of a source, or of all corpora without weights."""
+    corpora = sum(len(source.prefixes) for source in sources)
+    return corpora > len(sources) or (corpora > 1 and sources[0].weight is None)
+
+
+def describe_blend(shares: Sequence[Fraction], fingerprints: Sequence[str], *, is_periodic: bool, max_epochs: int | None) -> str:
+    """Return a text that is equal for the same corpora in the same order.
+
+    It has the corpora's content hashes, with their shares if several, or is a digest of these and of --blend-max-epochs if the
+    order has no period.
+    """
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    content = ", ".join(f"{share} {fingerprint}" for share, fingerprint in zip(shares, fingerprints, strict=True))
+    if is_periodic:
+        return content
+    end = "" if max_epochs is None else f" of at most {max_epochs} epochs"
+    # The digest first: model cards have the beginning.
+    return f"{hashlib.sha256(content.encode()).hexdigest()} of {len(fingerprints)} corpora{end}"
 
 
 class BlendedDataset:

@@ -1,6 +1,5 @@
 """Corpora of a run, split into training and held-out documents, and the packs of both."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packing.blended_dataset import BlendedDataset, find_corpora, has_group, weigh_corpora
+from megaenc.data.packing.blended_dataset import BlendedDataset, describe_blend, find_corpora, has_shares_by_size, weigh_corpora
 from megaenc.data.packing.block_stream import MOST_SHUFFLED, BlockStream, DocumentBlocks, choose_block_size
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset, CorpusPackedDataset, RandomLengthPackedDataset
 from megaenc.data.packing.sentence_packing import SentencePackedDataset
@@ -128,7 +127,7 @@ class RunData:
         weights = weigh_corpora(sources, [part.tokens_per_epoch for part in train_datasets], temperature)
         total = sum(weights)
         words = [source.word for source in sources for _ in source.prefixes]
-        is_tempered = temperature != 1 and len(corpora) > 1 and has_group(data_path)
+        is_tempered = temperature != 1 and has_shares_by_size(sources)
         limits = None if max_epochs is None else [part.first_sample_of_epoch(max_epochs) for part in train_datasets]
         held_out_blend = None
         if held_out_datasets:
@@ -150,16 +149,8 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that is equal for the same text in the same order.
-
-        It has the corpora's content hashes, with their shares if several, or is a digest of these and of --blend-max-epochs if
-        the order of the blend has no period.
-        """
-        if len(self.corpora) == 1 or self.train.is_periodic:
-            return self._content
-        end = "" if self.max_epochs is None else f" of at most {self.max_epochs} epochs"
-        # The digest first: model cards have the beginning.
-        return f"{hashlib.sha256(self._content.encode()).hexdigest()} of {len(self.corpora)} corpora{end}"
+        """Return a text that is equal for the same text in the same order, see `describe_blend`."""
+        return self._describe(self.train.is_periodic, self.max_epochs)
 
     @property
     def held_out_fingerprint(self) -> str:
@@ -167,15 +158,12 @@ class RunData:
 
         --blend-max-epochs does not matter to it.
         """
-        is_periodic = len(self.corpora) == 1 or self.held_out is None or self.held_out.is_periodic
-        return self._content if is_periodic else f"{self._content} by due time"
+        return self._describe(self.held_out is None or self.held_out.is_periodic, None)
 
-    @property
-    def _content(self) -> str:
-        """Return the corpora's content hashes, with their shares if several."""
-        if len(self.corpora) == 1:
-            return self.corpora[0].fingerprint
-        return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
+    def _describe(self, is_periodic: bool, max_epochs: int | None) -> str:
+        """Return `describe_blend` of the corpora."""
+        fingerprints = [corpus.fingerprint for corpus in self.corpora]
+        return describe_blend(self.shares, fingerprints, is_periodic=is_periodic, max_epochs=max_epochs)
 
     @property
     def has_blocks(self) -> bool:

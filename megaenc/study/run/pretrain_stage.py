@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from megaenc import flags
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
-from megaenc.data.packing.blended_dataset import parse_data_path
+from megaenc.data.packing.blended_dataset import describe_blend, find_corpora, has_shares_by_size, weigh_corpora
 from megaenc.data.packing.corpus_order import compute_sample_counts
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json
+from megaenc.json_files import parse_json, read_json_or_empty
 from megaenc.objectives import Schedule
 from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.plan.cost import TrainingCost
@@ -155,21 +155,44 @@ class PretrainStage(StageRunner):
             raise StaleArtifactError(self.folder, f"began with another {self.parent} than {self._parent} is now")
 
     def _data_fingerprints(self) -> dict[str, str]:
-        """Return the fingerprints of data and tokenizer as in run.json, as far as the corpora's metadata determines them."""
-        pairs = parse_data_path(tuple(map(str, self.flags.get("data_path", ()))))
-        if not pairs or not all(metadata_path(prefix).is_file() for _, prefix in pairs):
+        """Return the fingerprints of data and tokenizer as in run.json, as far as they can be compared.
+
+        The corpora need metadata. Shares that follow from sizes are computed from the training tokens in run.json.
+        """
+        try:
+            sources = find_corpora(tuple(map(str, self.flags.get("data_path", ()))))
+        except InputError:  # a pattern that matches nothing any more
             return {}
-        corpora = [read_corpus_metadata(prefix) for _, prefix in pairs]
+        prefixes = [prefix for source in sources for prefix in source.prefixes]
+        if not prefixes or not all(metadata_path(prefix).is_file() for prefix in prefixes):
+            return {}
+        corpora = [read_corpus_metadata(prefix) for prefix in prefixes]
         tokenizer = {"tokenizer": corpora[0].tokenizer.fingerprint}
-        weights, digests = [weight for weight, _ in pairs], [corpus.sha256["bin"] for corpus in corpora]
-        if len(pairs) == 1:
-            return tokenizer | {"data": digests[0]}
-        if None in weights:
-            return tokenizer  # without weights, shares follow from the number of training tokens
-        if self.flags.get("blend_max_epochs") or compute_sample_counts(weights) is None:
-            return tokenizer  # the run has a digest
-        parts = [f"{weight / sum(weights)} {digest}" for weight, digest in zip(weights, digests, strict=True)]
-        return tokenizer | {"data": ", ".join(parts)}
+        is_by_size = has_shares_by_size(sources)
+        tokens = self._read_training_tokens() if is_by_size else [1] * len(prefixes)
+        if tokens is None:
+            return tokenizer
+        if len(tokens) != len(prefixes):
+            return tokenizer | {"data": f"{len(prefixes)} corpora"}
+        temperature = self.flags.get("blend_temperature", 1)
+        max_epochs = self.flags.get("blend_max_epochs")
+        weights = weigh_corpora(sources, tokens, temperature)
+        is_tempered = temperature != 1 and is_by_size
+        data = describe_blend(
+            [weight / sum(weights) for weight in weights],
+            [corpus.sha256["bin"] for corpus in corpora],
+            is_periodic=not is_tempered and max_epochs is None and compute_sample_counts(weights) is not None,
+            max_epochs=max_epochs,
+        )
+        return tokenizer | {"data": data}
+
+    def _read_training_tokens(self) -> list[int] | None:
+        """Return the training tokens of each corpus in run.json; None if it has none, as in runs of earlier versions."""
+        rows = read_json_or_empty(self.folder / RUN_FILE).get("reading")
+        try:
+            return [int(row["tokens"]) for row in rows]
+        except (TypeError, KeyError, ValueError):
+            return None
 
     def _identity(self) -> dict[str, Any]:
         """Return the part of run.json's identity that the manifest determines."""

@@ -104,7 +104,7 @@ def test_held_out_packs_do_not_depend_on_a_limit_of_epochs(corpora, tmp_path):
     words = ["0.6", str(tmp_path / "[ab]"), "0.4", corpora[2]]
     plain, limited, tempered = (open_data(*words, **option) for option in ({}, {"max_epochs": 2}, {"temperature": 0.5}))
     assert plain.held_out_fingerprint == plain.fingerprint == limited.held_out_fingerprint != limited.fingerprint
-    assert tempered.held_out_fingerprint not in (plain.held_out_fingerprint, tempered.fingerprint)
+    assert tempered.held_out_fingerprint != plain.held_out_fingerprint
     for sample in range(40):
         assert np.array_equal(plain.held_out[sample].tokens, limited.held_out[sample].tokens)
 
