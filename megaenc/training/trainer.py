@@ -289,7 +289,8 @@ class Validator:
         No token is read twice, unless the text is smaller than one batch.
         """
         batch_size = self.phase.settings.global_batch_size
-        return batch_size * max(1, min(self.plan.settings.output.eval_iters, packs.samples_before_repeat // batch_size))
+        samples = batch_size * max(1, min(self.plan.settings.output.eval_iters, packs.samples_before_repeat // batch_size))
+        return samples if packs.samples is None else min(samples, packs.samples)
 
     def _count_named_samples(self, packs: BlendedDataset) -> int:
         """Return the packs to read of a named set: the same text in each phase, and no token twice."""

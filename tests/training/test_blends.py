@@ -164,6 +164,17 @@ def test_thousands_of_corpora_are_not_all_printed(group, capsys, monkeypatch):
     assert "; 2 smaller corpora" in capsys.readouterr().out
 
 
+def test_held_out_text_of_a_group_is_read_once(group):
+    """Also if it is less than a batch."""
+    from megaenc.training.trainer import Validator
+
+    options = ["--blend-temperature", "0", "--seq-length", "64", "--train-iters", "4", "--eval-iters", "1000"]
+    for batch in (8, 2000):
+        [part] = Validator(plan_of(*group, *options, "--global-batch-size", batch)).parts
+        assert part.packs.samples - batch < part.samples <= part.packs.samples
+        assert part.packs[part.samples - 1].epoch == 0
+
+
 def test_losses_of_a_group_are_those_of_one_corpus(group, one_process):
     from megaenc.training.engine import Engine
     from megaenc.training.trainer import Validator

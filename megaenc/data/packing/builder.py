@@ -131,9 +131,12 @@ class RunData:
         limits = None if max_epochs is None else [part.first_sample_of_epoch(max_epochs) for part in train_datasets]
         held_out_blend = None
         if held_out_datasets:
+            held_out_parts = list(held_out_datasets.values())
             held_out_blend = BlendedDataset(
-                list(held_out_datasets.values()),
+                held_out_parts,
                 [weights[number] for number in held_out_datasets],
+                # A small corpus with a large share leaves; the others, by size, end at about the same time.
+                limits=[part.samples_before_repeat for part in held_out_parts] if is_tempered else None,
                 is_tempered=is_tempered,
                 sources=[words[number] for number in held_out_datasets],
             )
