@@ -128,7 +128,7 @@ class RunData:
         total = sum(weights)
         words = [source.word for source in sources for _ in source.prefixes]
         is_tempered = temperature != 1 and has_shares_by_size(sources)
-        limits = None if max_epochs is None else [part.first_sample_of_epoch(max_epochs) for part in train_datasets]
+        limits = None if max_epochs is None else [part.packs_of_epochs(max_epochs) for part in train_datasets]
         held_out_blend = None
         if held_out_datasets:
             held_out_parts = list(held_out_datasets.values())

@@ -104,6 +104,10 @@ class CorpusPackedDataset(ABC):
         """Return the number of samples whose pack starts in the first epoch."""
         return self.first_sample_of_epoch(1)
 
+    def packs_of_epochs(self, epochs: int) -> int:
+        """Return the number of packs of the first `epochs` epochs, for --blend-max-epochs."""
+        return self.first_sample_of_epoch(epochs)
+
     @property
     def dropped(self) -> float:
         """Return 0.0, the share of the tokens that is in no pack; a packing that drops tokens overrides this."""

@@ -63,6 +63,10 @@ class SentencePackedDataset(CorpusPackedDataset):
         epoch = self.epoch_of_sample(pack)
         return epoch * self.tokens_per_epoch + int(self._pack_starts(epoch)[pack - self._first_samples[epoch]])
 
+    def packs_of_epochs(self, epochs: int) -> int:
+        """Return `epochs` times the packs of the first epoch; for the exact number all epochs would be shuffled."""
+        return epochs * self.first_sample_of_epoch(1)
+
     @property
     def dropped(self) -> float:
         """Return the share of the first epoch's tokens that is in no pack: the rests of cut sentences."""

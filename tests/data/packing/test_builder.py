@@ -127,11 +127,22 @@ def test_what_changes_the_order_of_a_blend_changes_its_fingerprint(corpora, tmp_
     assert open_data(corpora[0], max_epochs=2).fingerprint == open_data(corpora[0]).fingerprint  # the same packs
 
 
-@pytest.mark.parametrize("packing", ["concat", "random-length", "sentences"])
+def test_the_limit_of_packs_of_sentences_needs_one_epoch(corpora, monkeypatch):
+    """It is so many times the packs of the first epoch: a later one has about as many, and would have to be shuffled."""
+    computed = []
+    compute = SentencePackedDataset._compute_pack_starts
+    monkeypatch.setattr(
+        SentencePackedDataset, "_compute_pack_starts", lambda self, epoch: computed.append(epoch) or compute(self, epoch)
+    )
+    data = open_data(corpora[2], packing="sentences", max_epochs=1000)
+    [part] = data.train_datasets
+    assert data.train.samples == 1000 * part.samples_before_repeat and computed == [0]
+
+
+@pytest.mark.parametrize("packing", ["concat", "random-length"])
 def test_no_corpus_is_read_more_often_than_allowed(packing, corpora):
     """Each of them all packs that begin in its first two epochs, whatever the weights."""
-    paths = ["1", corpora[2]] if packing == "sentences" else ["0.2", corpora[0], "0.8", corpora[1]]
-    data = open_data(*paths, packing=packing, max_epochs=2)
+    data = open_data("0.2", corpora[0], "0.8", corpora[1], packing=packing, max_epochs=2)
     read = [(data.train.corpus_of_sample(sample), data.train[sample].epoch) for sample in range(data.train.samples)]
     assert {epoch for _, epoch in read} == {0, 1}
     for number, part in enumerate(data.train_datasets):
