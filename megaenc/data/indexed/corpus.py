@@ -25,10 +25,11 @@ _CHECKED_TOKENS = 1 << 22  # read by `check_vocabulary`: milliseconds, and enoug
 _CHECKED_SEQUENCES = 1 << 24  # an .idx with more sequences or documents is checked only where it is read
 _DOCUMENTS_PER_SEARCH = 1 << 16
 LEAST_SHARED = 4096
-"""Fewest documents of a corpus whose derived arrays are shared.
+"""Fewest documents, sentences or packs of a corpus whose derived arrays are shared.
 
 Of a smaller one, each process computes them in less time than it takes to find shared ones.
 """
+_PACK_TOKENS = 512  # of packs counted for this, whose length is not known yet
 _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per token
 
 
@@ -66,7 +67,8 @@ class Corpus:
     @property
     def is_shared(self) -> bool:
         """Return whether processes of this machine share arrays that they derive from the corpus."""
-        return has_local_peers() and len(self) >= LEAST_SHARED
+        most_entries = max(len(self), self.sequences, len(self._tokens) // _PACK_TOKENS)
+        return has_local_peers() and most_entries >= LEAST_SHARED
 
     @cached_property
     def _document_bounds(self) -> tuple[np.ndarray, np.ndarray]:

@@ -181,6 +181,19 @@ def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch, few):
         corpus.read_spans(np.array([0, 1, 0]), np.array([0, 1, 1]), np.array([3, 2, 2]))
 
 
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [([[[1]]] * 7, False), ([[[1]]] * 8, True), ([[[1]] * 8], True), ([[[1] * 511 * 8]], False), ([[[1] * 512 * 8]], True)],
+    ids=["few", "documents", "sentences", "short", "packs"],
+)
+def test_processes_share_what_documents_sentences_or_packs_make_large(documents, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr("megaenc.data.indexed.corpus.LEAST_SHARED", 8)
+    corpus = Corpus.open(write_corpus(tmp_path / "corpus", documents))
+    assert not corpus.is_shared  # by one process
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert corpus.is_shared == expected
+
+
 def test_split_is_fixed_exact_and_by_document():
     training, validation, test = split_documents(10_000, (98, 1, 1))
     assert [len(part) for part in (training, validation, test)] == [9800, 100, 100]
