@@ -402,27 +402,45 @@ class Engine:
             inputs["weights"] = batch.weights
         if batch.soft_labels is not None:
             inputs["soft_labels"] = batch.soft_labels
-        if batch.members is not None:
+        if batch.groups is not None:
             inputs["per_token"] = True
         output = model(batch.tokens, batch.positions, **inputs)
 
         def compute_loss(sums: tuple[torch.Tensor, torch.Tensor]):
-            (loss, correct), predicted, group_sums = sums, batch.labels.numel(), []
+            (loss, correct), predicted = sums, batch.labels.numel()
             counts["predicted"] += predicted
             counts["loss_count"] += batch.loss_count
             shape, rows = self.plan.settings.shape, self.plan.vocab_size
             selects_rows = self._encoders[-1].selects_rows
             counts["flops"] += shape.training_flops(rows, predicted, batch.spans(), selects_rows=selects_rows)
-            if batch.members is not None:  # the losses of single tokens
-                losses_NG = torch.where(batch.members, loss[:, None].double(), 0.0)
-                sizes_NG = batch.members if batch.weights is None else torch.where(batch.members, batch.weights[:, None], 0.0)
-                group_sums, loss = [losses_NG.sum(0), sizes_NG.sum(0).double()], loss.sum()
+            group_sums = []
+            if batch.groups is not None:  # the losses of single tokens
+                group_sums = list(sum_by_group(batch, loss.detach()))
+                loss = loss.sum()
             sums = torch.stack([loss.detach().double(), correct.double()])
-            sums = torch.cat([sums, *group_sums]) if group_sums else sums
+            sums = torch.cat([sums, *group_sums])
             # megatron-core adds up numbers of tokens in 32 bits, which finalize_summed_grads ignores.
             return loss, torch.zeros((), dtype=torch.int, device=self.device), sums
 
         return output, compute_loss
+
+
+def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
+    """Return float64[2, G], the losses and the numbers (sums of weights) of predicted tokens of each of the batch's groups.
+
+    A corpus has all tokens of a pack, which are summed as a slice: thousands of corpora take no memory for each token, and the
+    sum has a fixed order, unlike those of index_add_.
+    """
+    losses_N = losses_N.double()
+    sizes_N = torch.ones_like(losses_N) if batch.weights is None else batch.weights.double()
+    tokens_2N = torch.stack([losses_N, sizes_N])
+    sums_2G = tokens_2N.new_zeros(2, len(batch.groups))
+    sums_2G[:, : len(batch.groups.starts)] = torch.where(batch.in_range, tokens_2N[:, :, None], 0.0).sum(1)
+    start = 0
+    for group, count in batch.corpus_spans:
+        sums_2G[:, group] += tokens_2N[:, start : start + count].sum(1)
+        start += count
+    return sums_2G
 
 
 def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options) -> None:

@@ -46,12 +46,14 @@ class TokenGroups:
     def __len__(self) -> int:
         return len(self.starts) + len(self.corpora)
 
-    def find_members(self, corpus: str, positions: np.ndarray) -> np.ndarray:
-        """Return bool[N, G], whether each token, at `positions` (int[N]) in documents of `corpus`, is in each group."""
-        corpus_group = len(self.starts) + self.corpora.index(corpus)
+    def find_ranges(self, positions: np.ndarray) -> np.ndarray:
+        """Return bool[N, R], whether each token, at `positions` (int[N]) in documents, is in each range."""
         ranges = np.searchsorted(self.starts, positions, side="right") - 1
-        numbers = np.stack([ranges, np.full_like(ranges, corpus_group)], axis=1)
-        return (numbers[:, :, None] == np.arange(len(self))).any(axis=1)
+        return ranges[:, None] == np.arange(len(self.starts))
+
+    def find_corpus(self, corpus: str) -> int:
+        """Return the number of the group of `corpus`, after those of the ranges."""
+        return len(self.starts) + self.corpora.index(corpus)
 
     def mean_losses(self, sums: np.ndarray) -> dict[str, dict[str, float]]:
         """Return `by_position` and `by_corpus`, mean losses by group, of `sums`, float64[2, G] of losses and counts.
@@ -82,7 +84,9 @@ class MicroBatch:
     loss_count: int  # divisor of the summed loss, together with those of the other micro-batches
     weights: Tensor | None = None  # float32[N], factors of the losses
     soft_labels: tuple[Tensor, Tensor] | None = None  # int64[N, K] ids, float32[N, K] probabilities of label distributions
-    members: Tensor | None = None  # bool[N, G], whether each predicted token is in each of the TokenGroups
+    groups: TokenGroups | None = None  # groups whose losses are also reported
+    in_range: Tensor | None = None  # bool[N, R], whether each predicted token is in each range of positions of `groups`
+    corpus_spans: tuple[tuple[int, int], ...] = ()  # of each pack: its corpus's group, and its number of predicted tokens
     fill_documents: int = 0  # the last documents of the row, whose tokens count nothing
 
     def spans(self) -> list[tuple[int, int, int]]:
@@ -114,7 +118,8 @@ def build_micro_batch(
         dropout: Whether the row is given random numbers for dropout, drawn under `seed` too.
     """
     edges, tokens, predict_at, labels, prefixes, weights, loss_count = [0], [], [], [], [], [], 0
-    members = [] if groups is None else [np.zeros((0, len(groups)), dtype=bool)]
+    in_range = [] if groups is None else [np.zeros((0, len(groups.starts)), dtype=bool)]
+    corpus_spans = []
     soft_labels: list[SoftLabels] = []
     dropout_keys = []
     for sample in samples:
@@ -139,8 +144,9 @@ def build_micro_batch(
         loss_count += weight * targets.loss_count
         if groups is not None:
             predicted_positions = pack.positions[targets.predict_at + objective.shift]
+            in_range.append(groups.find_ranges(predicted_positions))
             source = packs.sources[packs.corpus_of_sample(sample)]
-            members.append(groups.find_members(source, predicted_positions))
+            corpus_spans.append((groups.find_corpus(source), len(predicted_positions)))
     pack_tokens, fill_documents = edges[-1], 0
     while edges[-1] < length:
         edges.append(min(edges[-1] + packs.seq_length, length))
@@ -156,7 +162,7 @@ def build_micro_batch(
     if dropout:
         dropout_keys.append(np.zeros(edges[-1] - pack_tokens, dtype=np.uint64))
         packing.dropout_keys = copy_to_device(torch.from_numpy(np.concatenate(dropout_keys).view(np.int64)), device)
-    memberships = copy_to_device(torch.from_numpy(np.concatenate(members)), device) if members else None
+    ranges = copy_to_device(torch.from_numpy(np.concatenate(in_range)), device) if in_range else None
     loss_weights = copy_to_device(torch.from_numpy(np.concatenate(weights)), device) if weights else None
     soft = None
     if soft_labels:
@@ -170,7 +176,9 @@ def build_micro_batch(
         loss_count,
         loss_weights,
         soft,
-        memberships,
+        groups,
+        ranges,
+        tuple(corpus_spans),
         fill_documents,
     )
 

@@ -151,6 +151,31 @@ def test_one_range_and_one_corpus_are_not_told_apart(small_corpus, one_process):
     assert groups.mean_losses(sums) == {"by_position": {"0-127": 3.0, "128-255": 2.0}}
 
 
+def test_thousands_of_corpora_take_no_memory_for_each_token(two_corpora, one_process):
+    from megaenc.training.engine import sum_by_group
+    from megaenc.training.micro_batches import TokenGroups, build_micro_batch
+
+    plan = build_plan(parse_config(two_corpora, "test"))
+    packs = plan.data.held_out
+    own = TokenGroups.from_packs(packs)
+    groups = TokenGroups(own.starts, (*map(str, range(2000)), *own.corpora))
+    objective = plan.validation_objectives["clm"]
+    batch = build_micro_batch(packs, [0, 1, 2], objective, 0, torch.device("cpu"), groups)
+    tensors = [batch.tokens, batch.positions, batch.predict_at, batch.labels, batch.in_range]
+    assert max(tensor.numel() for tensor in tensors) <= 3 * 192 * len(own.starts)
+    losses = torch.arange(batch.labels.numel(), dtype=torch.float32)
+    sums = sum_by_group(batch, losses)
+    expected = np.zeros((2, len(groups)))
+    at = 0
+    for sample in range(3):
+        targets = objective.targets(packs[sample], SampleRandomness(0, sample, packs[sample].epoch))
+        for position in packs[sample].positions[targets.predict_at + 1].tolist():
+            for group in (position >= 128, 2 + 2000 + packs.corpus_of_sample(sample)):
+                expected[:, int(group)] += at, 1
+            at += 1
+    assert np.array_equal(sums.numpy(), expected)
+
+
 @pytest.mark.multiprocess
 def test_losses_by_group_are_the_same_in_every_layout(two_corpora, tmp_path):
     tensor, pipeline = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
