@@ -67,7 +67,7 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
         )
         for data in dict.fromkeys(data_configs)
     }
-    validation_sets = _open_validation_sets(settings, list(opened.values()), vocabulary)
+    validation_sets = _open_validation_sets(settings, list(opened.values()), vocabulary, corpora)
     _check_special_tokens(list(opened.values()), validation_sets)
     by_phase = [opened[data] for data in data_configs] if len(opened) > 1 else list(opened.values())
     plan = Plan(
@@ -115,9 +115,9 @@ def check_device(settings: PretrainConfig, backend: Backend) -> None:
 
 
 def _open_validation_sets(
-    settings: PretrainConfig, parts: Sequence[RunData], vocabulary: Vocabulary
+    settings: PretrainConfig, parts: Sequence[RunData], vocabulary: Vocabulary, opened: dict[str, Corpus]
 ) -> tuple[ValidationSet, ...]:
-    """Open the corpora of --valid-data-path, none if validation is turned off. Raises InputError."""
+    """Open the corpora of --valid-data-path that are not in `opened`, none if validation is turned off. Raises InputError."""
     if not settings.eval_every:
         return ()
     train_fingerprints = {corpus.fingerprint for data in parts for corpus in data.corpora}
@@ -131,6 +131,7 @@ def _open_validation_sets(
                 split=settings.data.split,
                 order=settings.data.data_order,
                 train_fingerprints=train_fingerprints,
+                opened=opened,
             )
         )
     return tuple(validation_sets)

@@ -199,7 +199,7 @@ def open_corpora(prefixes: Sequence[str], vocabulary: Vocabulary, opened: dict[s
     known = set(opened)
     paths = {index_path(prefix): prefix for prefix in prefixes}
     new = paths.keys() - known
-    allow_open_files(_FILES_PER_CORPUS * len(new), f"{len(prefixes):,} corpora of --data-path")
+    allow_open_files(_FILES_PER_CORPUS * len(new), f"{len(prefixes):,} corpora")
     for path, prefix in paths.items():
         if path in new:
             opened[path] = Corpus.open(prefix)
@@ -208,7 +208,7 @@ def open_corpora(prefixes: Sequence[str], vocabulary: Vocabulary, opened: dict[s
     for path in paths:
         if opened[path].is_shared:
             arrays += _SHARED_ARRAYS if path in new else _SHARED_ARRAYS_PER_PHASE
-    allow_open_files(arrays, f"the arrays that processes share of {len(prefixes):,} corpora of --data-path")
+    allow_open_files(arrays, f"the arrays that processes share of {len(prefixes):,} corpora")
 
 
 def index_path(prefix: str) -> str:
@@ -266,6 +266,15 @@ def split_corpus(
     key = ("split", [str(fraction) for fraction in fractions])
     train, held_out, test = corpus.share_arrays(key, partial(split_documents, len(corpus), fractions))
     return train, held_out, test
+
+
+def list_documents(corpus: Corpus, order: str = "documents") -> np.ndarray | DocumentBlocks:
+    """Return all documents of a corpus, in the form of `split_corpus`."""
+    if order == "blocks" and len(corpus) > MOST_SHUFFLED:
+        corpus.expect_random_reads()
+        size = choose_block_size(len(corpus))
+        return DocumentBlocks(size, np.arange(-(-len(corpus) // size)))
+    return corpus.share_arrays(("all documents",), lambda: (np.arange(len(corpus)),))[0]
 
 
 def has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from megaenc.data.indexed.corpus import Corpus, parse_split
 from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.block_stream import DocumentBlocks
-from megaenc.data.packing.builder import has_tokens, split_corpus
+from megaenc.data.packing.builder import has_tokens, index_path, list_documents, open_corpora, split_corpus
 from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -18,7 +18,6 @@ from megaenc.errors import InputError
 
 FLAG = "--valid-data-path"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_WHOLE = "0,1,0"  # as a split: every document is for validation
 
 
 def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
@@ -58,7 +57,9 @@ class ValidationSet:
     special_tokens: SpecialTokens
     documents: np.ndarray | DocumentBlocks
     split: str
-    """Split whose validation part `documents` are."""
+    """Split whose validation part `documents` are, unless they are all."""
+    is_whole: bool
+    """True if `documents` are all of the corpus."""
 
     @classmethod
     def open(
@@ -70,6 +71,7 @@ class ValidationSet:
         split: str,
         order: str,
         train_fingerprints: Collection[str],
+        opened: dict[str, Corpus],
     ) -> "ValidationSet":
         """Open a corpus of --valid-data-path.
 
@@ -80,30 +82,34 @@ class ValidationSet:
             split: --split, which decides on the held-out documents of a corpus in `train_fingerprints`.
             order: Data order, see `split_corpus`.
             train_fingerprints: Fingerprints of the corpora that the run trains on.
+            opened: Corpora by the path of their .idx, see `open_corpora`.
 
         Raises:
             InputError: The corpus cannot be used, or `split` holds none of its text out.
         """
-        corpus = Corpus.open(prefix)
-        corpus.check_vocabulary(vocabulary)
-        used_split = split if corpus.fingerprint in train_fingerprints else _WHOLE
-        _, documents, _ = split_corpus(corpus, parse_split(used_split), order)
-        if not has_tokens(corpus, documents):
-            raise InputError(
-                f"{FLAG} {name}={prefix}: the run trains on it, and --split {split} leaves no text of it for validation; "
-                "expected another --split, or a corpus that the run does not train on"
-            )
-        return cls(name, corpus, corpus.find_special_tokens(vocabulary.eos_id), documents, used_split)
+        open_corpora([prefix], vocabulary, opened)
+        corpus = opened[index_path(prefix)]
+        is_whole = corpus.fingerprint not in train_fingerprints
+        if is_whole:
+            documents = list_documents(corpus, order)
+        else:
+            _, documents, _ = split_corpus(corpus, parse_split(split), order)
+            if not has_tokens(corpus, documents):
+                raise InputError(
+                    f"{FLAG} {name}={prefix}: the run trains on it, and --split {split} leaves no text of it for validation; "
+                    "expected another --split, or a corpus that the run does not train on"
+                )
+        return cls(name, corpus, corpus.find_special_tokens(vocabulary.eos_id), documents, split, is_whole)
 
     def describe(self) -> str:
         """Return the name with what the set is of, `web (held-out documents of data/web_text_document)`."""
-        part = "all" if self.split == _WHOLE else "held-out"
+        part = "all" if self.is_whole else "held-out"
         return f"{self.name} ({part} documents of {self.corpus.prefix})"
 
     @property
     def identity(self) -> list[str]:
         """Return content hash and split, which together determine the text."""
-        return [self.corpus.fingerprint, self.split]
+        return [self.corpus.fingerprint, "0,1,0" if self.is_whole else self.split]
 
     def pack(self, seq_length: int) -> BlendedDataset:
         """Return the set's text in packs of `seq_length` tokens."""

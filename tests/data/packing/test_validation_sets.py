@@ -5,6 +5,7 @@ import pytest
 from corpus_helpers import VOCABULARY, write_corpus
 
 from megaenc.data.indexed.corpus import Corpus, split_documents
+from megaenc.data.packing.builder import split_corpus
 from megaenc.data.packing.validation_sets import ValidationSet, parse_valid_data_path
 from megaenc.errors import InputError
 
@@ -17,8 +18,9 @@ def prefix(tmp_path):
     return write_corpus(tmp_path / "corpus", documents)
 
 
-def open_set(prefix, train_fingerprints=(), split="80,20,0"):
-    return ValidationSet.open("web", prefix, VOCABULARY, split=split, order="documents", train_fingerprints=train_fingerprints)
+def open_set(prefix, train_fingerprints=(), split="80,20,0", order="documents", opened=None):
+    options = {"split": split, "order": order, "train_fingerprints": train_fingerprints}
+    return ValidationSet.open("web", prefix, VOCABULARY, **options, opened={} if opened is None else opened)
 
 
 def text(held_out, seq_length, samples):
@@ -31,6 +33,17 @@ def test_a_corpus_only_for_validation_is_whole(prefix):
     tokens = np.concatenate([corpus.tokens(number, 0, int(length)) for number, length in enumerate(corpus.document_lengths)])
     assert held_out.documents.tolist() == list(range(40)) and held_out.describe() == f"web (all documents of {prefix})"
     assert sorted(text(held_out, 1, len(tokens))) == sorted(tokens)
+
+
+def test_a_corpus_is_opened_once_and_has_the_documents_of_a_split_that_gives_all(prefix, monkeypatch):
+    opened = {}
+    whole = open_set(prefix, opened=opened)
+    assert open_set(prefix, opened=opened).corpus is whole.corpus and len(opened) == 1
+    assert np.array_equal(whole.documents, split_corpus(whole.corpus, (0, 1, 0))[1])
+    assert whole.identity == [whole.corpus.fingerprint, "0,1,0"]  # as in validation.jsonl of earlier versions
+    monkeypatch.setattr("megaenc.data.packing.builder.MOST_SHUFFLED", 8)
+    blocks, expected = open_set(prefix, order="blocks").documents, split_corpus(whole.corpus, (0, 1, 0), "blocks")[1]
+    assert blocks.size == expected.size and np.array_equal(blocks.numbers, expected.numbers)
 
 
 def test_of_a_corpus_that_is_trained_on_only_held_out_documents_are_used(prefix):
