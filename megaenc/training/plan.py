@@ -146,13 +146,17 @@ class Plan:
 
     @property
     def corpus_usage(self) -> list[CorpusUsage]:
-        """Return each corpus's share, packs, epochs, dropped share in the whole run, with steps of a branch's parent."""
+        """Return each corpus's share, packs, epochs, dropped share in the whole run, with steps of a branch's parent.
+
+        A corpus that phases reach by several paths has the last one.
+        """
         rows: dict[str, CorpusUsage] = {}
         for first, end, data in self._data_ranges():
-            for row in data.corpus_usage(end, first, without=self.skipped.clip(first, end).ranges):
-                earlier = rows.get(row.prefix, dataclasses.replace(row, packs=0, epochs=0.0))
+            usage = data.corpus_usage(end, first, without=self.skipped.clip(first, end).ranges)
+            for corpus, row in zip(data.corpora, usage, strict=True):
+                earlier = rows.get(corpus.fingerprint, dataclasses.replace(row, packs=0, epochs=0.0))
                 row = dataclasses.replace(row, packs=earlier.packs + row.packs, epochs=earlier.epochs + row.epochs)
-                rows[row.prefix] = row
+                rows[corpus.fingerprint] = row
         if self.earlier_data:  # by weights only in a run of one blend
             total = sum(row.packs for row in rows.values())
             return [dataclasses.replace(row, share=row.packs / total) for row in rows.values()]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,18 @@ def test_phases_have_temperatures_and_limits_of_their_own(group):
     assert smallest.epochs_after(parts[1].train.next_packs(320)[2]) > 1
     assert parts[2].train.next_packs(320)[2] == parts[2].train.next_packs(480)[2]
     assert [row["data"] for row in plan.identity["phases"]] == [data.fingerprint for data in parts]
+
+
+def test_a_corpus_that_phases_reach_by_other_paths_is_one(small_corpus, tmp_path):
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(f"{small_corpus.prefix}{suffix}", tmp_path / f"copy{suffix}")
+    phases = [
+        {"objective": "mlm", "train_iters": 10},
+        {"objective": "mlm", "train_iters": 10, "data_path": [str(tmp_path / "copy")], "seq_length": 128},
+    ]
+    options = ["--seq-length", "64", "--global-batch-size", "16", "--phases", *map(json.dumps, phases)]
+    [row] = plan_of(*small_corpus.flags, *options).corpus_usage
+    assert (row.prefix, row.packs, row.share) == (str(tmp_path / "copy"), 320, 1)
 
 
 def test_thousands_of_corpora_are_not_all_printed(group, capsys, monkeypatch):
