@@ -11,6 +11,7 @@ import yaml
 
 from megaenc import flags
 from megaenc.console import truncate_text
+from megaenc.data.packing.blended_dataset import has_group
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.parser import parse_schedule
 from megaenc.training.lr_schedule import WSD_DECAY_STYLE, LearningRate, PhasedSchedule, WSDSchedule
@@ -184,6 +185,11 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     settings = flags.replace_fields(settings, values, source=source)
     try:
         settings.check_limits()
+        if settings.data.blend_temperature != 1 and "blend_temperature" in values and not has_group(settings.data.data_path):
+            raise InputError(
+                f"field `blend_temperature`: found {settings.data.blend_temperature:g} without a group of corpora in data_path, "
+                "expected a pattern such as 'data/*_text_document', or corpora without weights"
+            )
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     try:

@@ -72,6 +72,11 @@ ROWS = [
     (f"{PHASES} '{{objective: mlmm, train_iters: 4}}'", "mlmm"),
     (f"{PHASES} '{{objective: mlm, train_iters: 4, num_layers: 2}}'", "field `num_layers` cannot change by phase"),
     (f"{PHASES} '{{objective: mlm, train_iters: 4, micro_batch_size: 0}}'", "phase 1: --micro-batch-size: found 0"),
+    (
+        f"{PHASES} '{{objective: mlm, train_iters: 4, blend_temperature: 0.3}}' "
+        "'{{objective: mlm, train_iters: 4, blend_temperature: 0.5, data_path: [c_*]}}'",
+        "phase 1: field `blend_temperature`: found 0.3 without a group of corpora",
+    ),
     (f"{PHASES} '{{objective: mlm, train_iters: 4, data_path: gone}}'", "gone"),
     (f"{PHASES} '{{objective: mlm, train_iters: 4}}' --train-iters 9", "--train-iters: found 9 together with phases"),
     (f"{TRAIN} --weight-decay -0.1", "--weight-decay"),
