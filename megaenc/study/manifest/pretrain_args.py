@@ -1,13 +1,14 @@
 """Flags of `megaenc pretrain` in a manifest: checks and path resolution, without loading torch."""
 
 import contextlib
+import glob
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megaenc import flags
-from megaenc.data.packing.blended_dataset import parse_weight
+from megaenc.data.packing.blended_dataset import is_pattern, parse_weight
 from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError
 from megaenc.training.config import PretrainConfig, apply_preset
@@ -64,7 +65,9 @@ def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[s
     if "data_path" in resolved:
         words = resolved["data_path"]
         words = [word for word in (words if isinstance(words, list | tuple) else [words]) if word != ""]
-        resolved["data_path"] = [word if parse_weight(str(word)) is not None else str(data_dir / str(word)) for word in words]
+        resolved["data_path"] = [
+            word if parse_weight(str(word)) is not None else _resolve_corpus(str(word), data_dir) for word in words
+        ]
     if "valid_data_path" in resolved:
         words = resolved["valid_data_path"]
         parts = [str(word).partition("=") for word in (words if isinstance(words, list | tuple) else [words])]
@@ -73,6 +76,20 @@ def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[s
     if (tokenizer := resolved.get("tokenizer")) and os.path.exists(data_dir / str(tokenizer)):
         resolved["tokenizer"] = str(data_dir / str(tokenizer))
     return resolved
+
+
+def _resolve_corpus(word: Any, data_dir: Path) -> Any:
+    """Return a word of data_path, with `data_dir` before it unless it is a weight.
+
+    A `[` in `data_dir` is no part of a pattern.
+    """
+    if parse_weight(str(word)) is not None:
+        return word
+    word = str(word)
+    path = str(data_dir / word)
+    if any(character in word for character in "*?[") and is_pattern(path):
+        return str(Path(glob.escape(str(data_dir))) / word)
+    return path
 
 
 def warmup_and_decay_steps(optimizer: OptimizerConfig, total: int) -> tuple[int, int]:

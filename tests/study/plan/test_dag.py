@@ -8,8 +8,9 @@ import pytest
 import runs
 
 from megaenc import flags
+from megaenc.data.packing.blended_dataset import list_prefixes
 from megaenc.model.config import get_preset
-from megaenc.study.manifest.pretrain_args import RESERVED_FLAGS
+from megaenc.study.manifest.pretrain_args import RESERVED_FLAGS, resolve_flag_paths
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph, count_shared_steps
 from megaenc.study.run.stage import format_flags
@@ -201,6 +202,17 @@ def test_local_data_sets_are_found_from_the_folder_of_data(tmp_path):
     plan = build_graph(read_manifest(manifests.write(tmp_path, finetune=settings), tmp_path / "."))
     (grid, *_) = plan.grids.values()
     assert grid.flags["datasets"] == (f"squad={tmp_path / 'qa'}", str(tmp_path / "qa"))
+
+
+def test_a_folder_is_no_part_of_a_pattern(tmp_path):
+    folder = tmp_path / "data[1]"
+    folder.mkdir()
+    for name in ("a", "b", "odd[2]"):
+        (folder / f"{name}.idx").touch()
+    words = resolve_flag_paths({"data_path": ["1", "?", "2", "odd[2]", "3", str(tmp_path / "*[1]" / "a")]}, folder)["data_path"]
+    assert words[::2] == ["1", "2", "3"] and words[3] == str(folder / "odd[2]") and words[5] == str(tmp_path / "*[1]" / "a")
+    assert list_prefixes([words[1]]) == [str(folder / "a"), str(folder / "b")]
+    assert resolve_flag_paths({"data_path": "a"}, folder) == {"data_path": [str(folder / "a")]}
 
 
 def test_so_are_corpora_and_a_tokenizer_that_is_a_folder(tmp_path):
