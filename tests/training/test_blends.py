@@ -70,7 +70,7 @@ def test_a_run_resumes_and_branches_on_the_same_packs(group, tmp_path, refusal):
     main([*flags, "--train-iters", "8", "--save", str(tmp_path / "run"), "--exit-interval", "4"])
     for other in (["--blend-temperature", "0.4"], ["--blend-max-epochs", "3"], ["--blend-temperature", "1"]):
         message = refusal(main, [*flags, "--train-iters", "8", "--save", tmp_path / "run", *other])
-        assert re.search("holds a different run: data is [0-9a-f]{64} of 4 corpora of at most 2 epochs ", message)
+        assert re.search("holds a different run: data is [0-9a-f]{24} of 4 corpora of at most 2 epochs there", message)
     main([*flags, "--train-iters", "8", "--save", str(tmp_path / "run")])
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
     assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "whole")

@@ -160,8 +160,8 @@ def describe_blend(shares: Sequence[Fraction], fingerprints: Sequence[str], *, i
     if is_periodic:
         return content
     end = "" if max_epochs is None else f" of at most {max_epochs} epochs"
-    # The digest first: model cards have the beginning.
-    return f"{hashlib.sha256(content.encode()).hexdigest()} of {len(fingerprints)} corpora{end}"
+    # The digest first, as model cards have the beginning, and short, as refusals are cut after 60 characters.
+    return f"{hashlib.sha256(content.encode()).hexdigest()[:24]} of {len(fingerprints)} corpora{end}"
 
 
 class BlendedDataset:
