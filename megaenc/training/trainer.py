@@ -293,7 +293,10 @@ class Validator:
         return samples if packs.samples is None else min(samples, packs.samples)
 
     def _count_named_samples(self, packs: BlendedDataset) -> int:
-        """Return the packs to read of a named set: the same text in each phase, and no token twice."""
+        """Return the packs to read of a named set: the same text in each phase, and no token twice.
+
+        There is at least one pack, which repeats the text of a set that is smaller.
+        """
         first = self.plan.settings.phase_configs[0].settings
         tokens = self.plan.settings.output.eval_iters * first.global_batch_size * first.data.seq_length
         [dataset] = packs.datasets

@@ -126,7 +126,8 @@ def test_gradients_are_divided_in_the_step(kind, one_process):
         class_ = {"AdamW": GroupStepAdamW, "StableAdamW": optimizers.StableAdamW, "Muon": optimizers.Muon}[kind]
         optimizer = class_([parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
         if kind != "AdamW":
-            optimizer.shards = [optimizers.WeightShard(start.shape, parameter, start.numel(), parts=(6,) if kind == "Muon" else ())]
+            parts = (6,) if kind == "Muon" else ()
+            optimizer.shards = [optimizers.WeightShard(start.shape, parameter, start.numel(), parts=parts)]
         for step in range(3):
             divisor = 1000.0 + step
             parameter.grad = torch.sin(parameter.detach() * (step + 1)) * (divisor if sums else 1.0)

@@ -39,6 +39,7 @@ KERNELS |= {
         (cross_entropy.cross_entropy_gradient_kernel, launch.column_block_constants(128_256)),
     ],
 }
+NUMBERS = {"epsilon": 1e-5, "scale": 1.1}
 COUNTS = ("rows", "heads", "groups", "per_group", "first", "columns")
 IN_FLOAT32 = {"to_weight", "cos", "sin", "top", "total"}
 ROUND = {"logits", "stride", "width"}  # of the loss's arguments: multiples of 16 in every run
@@ -48,7 +49,8 @@ IN_ITS_OWN = {"x", "residual", "weight", "sum_out", "to_sum", "out", "gradient",
 def source(kernel, dtype: str, constants: dict) -> ASTSource:
     own = IN_ITS_OWN - ({"out"} if kernel is cross_entropy.cross_entropy_statistics_kernel else set())
     types = dict.fromkeys(IN_FLOAT32 | {"out"}, "*fp32") | dict.fromkeys(own, f"*{dtype}")
-    types |= {"labels": "*i64", "low": "*i32", "high": "*i32", "epsilon": "fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types |= {"labels": "*i64", "low": "*i32", "high": "*i32"} | dict.fromkeys(NUMBERS, "fp32")
+    types |= dict.fromkeys(constants, "constexpr")
     return ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
 
 
@@ -73,7 +75,7 @@ def test_what_differs_between_micro_batches_and_ranks_makes_no_other_variant(nam
         tensors = IN_FLOAT32 | IN_ITS_OWN | {"labels", "low", "high"}
 
         def key(number: int, place: int, kernel=kernel, launched=launched, key_of=key_of, tensors=tensors) -> list:
-            arguments = {name: torch.zeros(8) if name in tensors else 64 for name in kernel.arg_names} | {"epsilon": 1e-5, "scale": 1.1}
+            arguments = {name: torch.zeros(8) if name in tensors else 64 for name in kernel.arg_names} | NUMBERS
             arguments |= {name: number for name in COUNTS if name in arguments}
             arguments |= {name: torch.zeros(8)[place:] for name in ("labels", "top", "total") if name in arguments}
             return key_of(**{name: arguments[name] for name in kernel.arg_names} | launched)[1]
