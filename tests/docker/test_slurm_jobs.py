@@ -232,6 +232,11 @@ def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(slurm, 
     assert log.read_text().count("start 1:") == log.read_text().count("start 2:") == log.read_text().count("start 3:") == 1
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def torchrun(job: str, node: str) -> psutil.Process:
     """The launcher of a job on a node."""
     for process in psutil.process_iter():
@@ -254,6 +259,7 @@ def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbe
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MIN_NODES": "1"}
     with contextlib.ExitStack() as stack:
         started(stack, [sys.executable, str(ROOT / "examples/rendezvous_store.py"), str(port)], slurm.environment)
+        until(lambda: is_listening(port), "the store")  # or a node would hold the rendezvous
         job = slurm.submit("many", log, options, flags, NPROC="1", **meeting)
         until(lambda: steps(folder) >= 7, "7 steps", LONG, log)
         slurmstepd = torchrun(job, "n2").parent()

@@ -134,7 +134,8 @@ def test_rows_have_lengths_that_the_layout_divides(parallel, implementation, div
     kernels = SimpleNamespace(fp8_format="hybrid", transformer_impl=implementation)
     for stages in (1, 2):
         layout = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=parallel, pipeline_model_parallel_size=stages)
-        engine = SimpleNamespace(layout=layout, plan=SimpleNamespace(settings=SimpleNamespace(kernels=kernels)))
+        settings = SimpleNamespace(kernels=kernels, shape=SimpleNamespace(attention_output_dropout=0.0))
+        engine = SimpleNamespace(layout=layout, plan=SimpleNamespace(settings=settings))
         engine._row_divisor = Engine._row_divisor.fget(engine)
         assert engine._row_divisor == divisor
         specs = Engine._list_specs(engine, SimpleNamespace(seq_length=63), [range(3), range(2), ()], None, 1)

@@ -172,7 +172,7 @@ def test_corpora_of_a_tiny_share_are_read_at_their_share(corpora):
 
 def test_more_corpora_than_open_files_are_refused(corpora, monkeypatch):
     monkeypatch.setattr("megaenc.processes.resource.getrlimit", lambda kind: (64, 200))
-    with pytest.raises(InputError, match=r"ulimit -Hn: found a limit of 200 open files, expected [0-9]+ .* 2 corpora"):
+    with pytest.raises(InputError, match=r"ulimit -Hn: found a limit of 200 open files, expected [0-9,]+ .* 2 corpora"):
         open_data(*corpora[:2])
 
 
