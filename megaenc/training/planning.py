@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megaenc.backend.device import Backend, detect_backend, has_float8
+from megaenc.backend.device import Backend, detect_backend, has_float8, peak_bf16_flops
 from megaenc.console import print_rank_0
 from megaenc.data.indexed.corpus import Corpus, refuse_raw_text
 from megaenc.data.packing.blended_dataset import list_prefixes, parse_data_path
@@ -14,7 +14,6 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
-from megaenc.estimate.hardware import get_machine
 from megaenc.objectives import Schedule, check_targets
 from megaenc.training.config import PretrainConfig
 from megaenc.training.config_groups import DataConfig, OutputConfig
@@ -96,8 +95,8 @@ def _check_named_device(output: OutputConfig) -> None:
     """Raise InputError for a `--gpu` that is unknown or that a run would ignore."""
     if output.gpu and not output.dry_run:
         raise InputError("--gpu: found without --dry-run; a run takes the devices of its machines, so leave the flag out")
-    if output.gpu:
-        get_machine(output.gpu)  # raises
+    if output.gpu and not peak_bf16_flops(output.gpu):
+        raise InputError(f"--gpu: found {output.gpu}, expected a device type such as h100 or mi250x, which `--help` lists")
 
 
 def check_device(settings: PretrainConfig, backend: Backend) -> None:

@@ -10,7 +10,7 @@ ROWS = [
     (f"{TRAIN} --learning-rate 1e-3", "--learning-rate"),
     (f"{TRAIN} --tensor-parallel 2", "--tensor-parallel"),
     (f"{TRAIN} --gpu h100", "--gpu: found without --dry-run"),
-    (f"{RUN} --dry-run --gpu h101", "--gpu: unknown machine 'h101', did you mean h100"),
+    (f"{RUN} --dry-run --gpu h101", "--gpu: found h101, expected a device type such as h100"),
     (f"{TRAIN} nonsense", "nonsense"),
     (f"{TRAIN} --lr", "--lr"),
     (f"{TRAIN} --lr nan", "--lr"),
