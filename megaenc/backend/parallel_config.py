@@ -19,8 +19,8 @@ class KernelConfig:
     on a CPU with AVX512-BF16 and without AMX, in bfloat16; sdpa: torch's scaled dot product, document by document, on every
     device; auto: the first of them that passes a self-test on every rank at the start"""
     fused_kernels: bool = True
-    """on an accelerator with Triton, compute norms, rotary positions, SwiGLU or GeGLU, and the loss by a kernel each, if it
-    passes a self-test at the start; torch's operations replace those that fail, which are printed, and all of them on a CPU"""
+    """on an accelerator with Triton, compute norms, rotary positions, SwiGLU or GeGLU, dropout and the loss by a kernel each, if
+    it passes a self-test at the start; torch's operations replace those that fail, which are printed, and all of them on a CPU"""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """linear layers and norms. local: megatron-core's own and this package's; transformer_engine: Transformer Engine's, if
     installed"""

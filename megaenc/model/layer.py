@@ -62,8 +62,8 @@ class EncoderLayer(TransformerLayer):
         keys = packing.dropout_keys
         if not self.output_dropout or keys is None:
             return output
-        if self.selects_rows and packing.output_rows is not None:
-            keys = keys[packing.output_rows]
+        if self.selects_rows:
+            keys = select_rows(keys, packing)
         return dropout(output, keys, self.layer_number, self.output_dropout, self.fused_dropout)
 
     @staticmethod
@@ -165,5 +165,5 @@ class PackedAttention(MegatronModule):
 
 
 def select_rows(hidden: Tensor, packing: PackedSequences) -> Tensor:
-    """Return the `output_rows` of hidden states [S, 1, H] of a pack: [N, 1, H], or all of them if they are None."""
+    """Return the `output_rows` of a tensor of a pack, such as hidden states [S, 1, H], or all if they are None."""
     return hidden if packing.output_rows is None else hidden.index_select(0, packing.output_rows)
