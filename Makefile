@@ -18,7 +18,7 @@ unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install quickstart test test-all test-failed smoke test-docs reference faults lint clean force
+.PHONY: help install quickstart test test-all test-changed test-failed smoke test-docs reference faults lint clean force
 # Keep checkpoints after Ctrl-C: the next call resumes from them.
 .PRECIOUS: $(TRAINED)
 
@@ -28,6 +28,7 @@ help:
 	@echo "make test         run the tests that are not marked slow or system (12 minutes on two cores)"
 	@echo "make test-all     run all tests, as .ci/run does (30 minutes)"
 	@echo "make smoke        run a short training, resume, export and fine-tuning (1 minute)"
+	@echo "make test-changed  run those of them that reach what changed since SINCE=$(SINCE), a revision"
 	@echo "make test-failed  run the tests that failed last time, one at a time"
 	@echo "make test-docs    run the commands of README and docs in copies of this repository (DOCS=, LIST=1, KEEP=)"
 	@echo "make reference    write docs/api.md, docs/flags.md and docs/way.svg from the docstrings"
@@ -83,6 +84,13 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(TESTS)
+
+SINCE ?= HEAD
+CHANGED := .pytest_cache/changed
+test-changed: $(INSTALLED)
+	@mkdir -p $(dir $(CHANGED))
+	python tests/changed.py $(SINCE) >$(CHANGED)
+	@if [ -s $(CHANGED) ]; then $(TESTS) -m "not slow and not system" @$(CHANGED); else echo "no test reaches what changed"; fi
 
 # What the last `make test` or `make test-all` found failing, one test at a time.
 test-failed: $(INSTALLED)

@@ -1,13 +1,10 @@
 """Plant faults in megaenc and record which tests find each: a matrix that says which tests could go. For hours, by hand.
 
-    pip install "coverage>=7.10"
-    PYTHONPATH=tests python -m faults.planted reach OUT
     PYTHONPATH=tests python -m faults.planted plant OUT --faults 300 --seed 1
     PYTHONPATH=tests python -m faults.planted show OUT
 
-`reach` runs each file of tests once and keeps the lines that it and its processes run. `plant` changes one place at a time in a
-copy of the repository, and runs the files that reach it, the fastest first. Both go on where they were stopped. Faults without an
-effect are for the reader to leave out.
+Each fault changes one place in a copy of the repository. Then the tests that reach it are run, the nearest first (changed.py).
+It goes on where it was stopped. Faults without an effect are for the reader to leave out.
 """
 
 import argparse
@@ -16,19 +13,22 @@ import json
 import os
 import random
 import re
-import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from changed import Reach, run_git
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 TURNED |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
-COVERAGE_SETTINGS = "[run]\nsource = megaenc\nparallel = true\npatch = subprocess\nconcurrency = thread,multiprocessing\n"
 
 
 @dataclass(frozen=True)
@@ -76,63 +76,36 @@ def list_faults(path: Path, module: str) -> Iterator[Fault]:
             yield describe(node.test, kind, "True" if kind == "rank check" else f"(not ({ast.unparse(node.test)}))")
 
 
-def run_tests(
-    folder: Path, file: str, timeout: float, launcher: tuple[str, ...] = (), **variables: str
-) -> tuple[list[str], float]:
-    """Run a file of tests until one fails; return the tests that failed, or the file if it ended in another way, and seconds."""
-    command = [sys.executable, *launcher, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", file]
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"} | variables
-    start = time.monotonic()
+def run_tests(copy: Path, tests: list[str], budget: float, first: bool) -> tuple[list[str], list[str]]:
+    """Run `tests` one after another for at most `budget` seconds; return those that failed and those that passed.
+
+    With `first`, the first failure ends it.
+    """
+    listed = copy.parent / f"{copy.name}.tests"
+    listed.write_text("\n".join(tests), encoding="utf-8")
+    command = [sys.executable, "-u", "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", *["-x"] * first, f"@{listed}"]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            output = process.communicate()[0] + f"\nFAILED {file} took more than {timeout:.0f} s"
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    if process.returncode not in (0, 5) and not failed:
-        failed = [file]
-    return failed, time.monotonic() - start
+        timer = threading.Timer(budget, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        output, _ = process.communicate()
+        timer.cancel()
+    results = defaultdict(list)
+    for test, result in re.findall(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR) ", output, re.MULTILINE):
+        results[result].append(test)
+    found = results["FAILED"] + results["ERROR"]
+    if process.returncode not in (0, 5, -signal.SIGKILL) and not found:
+        found = [f"collection: {output.strip().splitlines()[-1][:200]}"]
+    return found, results["PASSED"]
 
 
-def record_reach(out: Path, patterns: list[str]) -> None:
-    """Write OUT/reach/FILE.json for each file of tests that git knows by `patterns`: seconds, and lines by module."""
-    import coverage
-
-    settings = out / "coveragerc"
-    settings.write_text(COVERAGE_SETTINGS, encoding="utf-8")
-    files = subprocess.check_output(["git", "ls-files", *patterns], cwd=ROOT, text=True).split()
-    for number, file in enumerate(files, 1):
-        target = out / "reach" / f"{file.replace('/', '.')}.json"
-        if target.exists():
-            continue
-        shutil.rmtree(out / "data", ignore_errors=True)
-        (out / "data").mkdir(parents=True)
-        data_file = str(out / "data" / "coverage")
-        launcher = ("-m", "coverage", "run", f"--rcfile={settings}")
-        failed, seconds = run_tests(ROOT, file, 3600, launcher, COVERAGE_FILE=data_file, COVERAGE_PROCESS_START=str(settings))
-        measured = coverage.Coverage(data_file=data_file, config_file=str(settings))
-        measured.combine([str(out / "data")])
-        data = measured.get_data()
-        lines = {str(Path(path).relative_to(ROOT)): sorted(data.lines(path)) for path in data.measured_files()}
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(json.dumps({"file": file, "seconds": seconds, "failed": failed, "lines": lines}), encoding="utf-8")
-        print(f"{number} of {len(files)}: {file}, {seconds:.0f} s, {sum(map(len, lines.values())):,} lines", flush=True)
-
-
-def draw_faults(reach: list[dict], count: int, seed: int) -> list[Fault]:
-    """Return `count` faults in lines that tests reach, as many of each package as can be."""
-    reached = defaultdict(set)
-    for row in reach:
-        for module, lines in row["lines"].items():
-            reached[module] |= set(lines)
+def draw_faults(count: int, seed: int) -> list[Fault]:
+    """Return `count` faults, as many of each package as can be."""
     by_package = defaultdict(list)
-    for module in sorted(reached):
-        for fault in list_faults(ROOT / module, module):
-            if fault.line in reached[module]:
-                by_package[module.split("/")[1]].append(fault)
+    for module in sorted(run_git("ls-files", "megaenc/*.py").split()):
+        by_package[module.split("/")[1]] += list_faults(ROOT / module, module)
     source = random.Random(seed)
     for faults in by_package.values():
         source.shuffle(faults)
@@ -142,36 +115,41 @@ def draw_faults(reach: list[dict], count: int, seed: int) -> list[Fault]:
     return drawn[:count]
 
 
-def plant_faults(out: Path, count: int, seed: int, budget: float) -> None:
-    """Append a row for each fault to OUT/report.jsonl: the tests that found it, and the files of tests that did not."""
-    reach = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((out / "reach").glob("*.json"))]
+def plant_faults(out: Path, faults: list[Fault], budget: float, first: bool, workers: int) -> None:
+    """Append a row for each fault to OUT/report.jsonl: the tests that found it, and those that did not."""
     report = out / "report.jsonl"
     rows = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()] if report.exists() else []
     known = {(row["module"], row["start"], row["kind"]) for row in rows}
-    copy = out / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(copy)], check=True)
-    for number, fault in enumerate(draw_faults(reach, count, seed), 1):
-        if (fault.module, fault.start, fault.kind) in known:
-            continue
+    reach = Reach(run_git("ls-files").split())
+    copies = []
+    for number in range(workers):
+        copies.append(out / f"copy{number}")
+        if not copies[-1].exists():
+            subprocess.run(["git", "clone", "--quiet", str(ROOT), str(copies[-1])], check=True)
+    lock = threading.Lock()
+
+    def plant(fault: Fault) -> None:
+        with lock:
+            copy = copies.pop()
+            subprocess.run(["git", "checkout", "--quiet", "--force", run_git("rev-parse", "HEAD").strip()], cwd=copy, check=True)
         path = copy / fault.module
         whole = path.read_bytes()
         end = fault.start + len(fault.before.encode())
         path.write_bytes(whole[: fault.start] + fault.after.encode() + whole[end:])
-        reaching = [row for row in reach if fault.line in row["lines"].get(fault.module, ())]
-        found, missed, spent = [], [], 0.0
-        for row in sorted(reaching, key=lambda row: row["seconds"]):
-            if spent > budget:
-                break
-            failed, seconds = run_tests(copy, row["file"], 3 * row["seconds"] + 60)
-            spent += seconds
-            found += failed
-            if not failed:
-                missed.append(row["file"])
+        start = time.monotonic()
+        tests = reach.find_tests(reach.find_definitions(fault.module, fault.line, fault.line))
+        found, passed = run_tests(copy, tests, budget, first) if tests else ([], [])
         path.write_bytes(whole)
-        with open(report, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(fault) | {"found": found, "missed": missed, "seconds": round(spent)}) + "\n")
-        print(f"{number} of {count}: {fault.module}:{fault.line} {fault.kind}: {len(found)} found it", flush=True)
+        seconds = round(time.monotonic() - start)
+        row = asdict(fault) | {"reaching": len(tests), "found": found, "passed": passed, "seconds": seconds}
+        with lock:
+            copies.append(copy)
+            with open(report, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{fault.module}:{fault.line} {fault.kind}: {len(found)} found it, {seconds} s", flush=True)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(plant, [fault for fault in faults if (fault.module, fault.start, fault.kind) not in known]))
 
 
 def show_report(out: Path) -> None:
@@ -182,11 +160,11 @@ def show_report(out: Path) -> None:
         of_package[row["module"].split("/")[1]].append(bool(row["found"]))
         of_file.update({test.split("::")[0] for test in row["found"]})
     for package, found in sorted(of_package.items()):
-        print(f"{package}: {sum(found)} of {len(found)}")
+        print(f"{package}: {sum(found)} of {len(found)} found")
     for row in rows:
         if not row["found"]:
             print(f"not found: {row['module']}:{row['line']} {row['kind']}: {row['before']} -> {row['after']}")
-    tried = of_file.keys() | {file for row in rows for file in row["missed"]}
+    tried = of_file.keys() | {test.split("::")[0] for row in rows for test in row["passed"]}
     for file in sorted(tried, key=lambda file: (of_file[file], file)):
         print(f"{of_file[file]:4} {file}")
 
@@ -194,19 +172,18 @@ def show_report(out: Path) -> None:
 def main() -> None:
     """Run the step that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("reach", "plant", "show"))
-    parser.add_argument("out", type=Path, help="folder for what is found")
+    parser.add_argument("step", choices=("plant", "show"))
+    parser.add_argument("out", type=Path, help="folder for the report and copies of the repository")
     parser.add_argument("--faults", type=int, default=300, help="number of faults")
     parser.add_argument("--seed", type=int, default=1, help="seed that they are drawn by")
-    parser.add_argument("--budget", type=float, default=120, help="seconds after which no further file is begun for a fault")
-    parser.add_argument("--files", nargs="+", default=["tests/**/test_*.py", "tests/test_*.py"], help="tests")
+    parser.add_argument("--budget", type=float, default=120, help="seconds that the tests of a fault may take")
+    parser.add_argument("--first", action="store_true", help="go on to the next fault when one test has found it")
+    parser.add_argument("--workers", type=int, default=2, help="faults that are tried at once")
     given = parser.parse_args()
     given.out = given.out.resolve()
     given.out.mkdir(parents=True, exist_ok=True)
-    if given.step == "reach":
-        record_reach(given.out, given.files)
-    elif given.step == "plant":
-        plant_faults(given.out, given.faults, given.seed, given.budget)
+    if given.step == "plant":
+        plant_faults(given.out, draw_faults(given.faults, given.seed), given.budget, given.first, given.workers)
     else:
         show_report(given.out)
 
