@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaenc.console import silence_libraries
+from megaenc.convert.command import main
 
 silence_libraries()
 
@@ -79,7 +80,7 @@ def build(name: str, *, vocab_size: int = 400, **options):
     return model
 
 
-def write(model, folder: Path, tokenizer: Path, **how) -> Path:
+def write(model, folder: Path | str, tokenizer: Path, **how) -> Path:
     """Save `model` (`how`: what save_pretrained is told) and a copy of the tokenizer in `folder`."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -87,9 +88,21 @@ def write(model, folder: Path, tokenizer: Path, **how) -> Path:
     model.save_pretrained(folder, **how)
     for file in tokenizer.iterdir():
         shutil.copy(file, folder)
-    return folder
+    return Path(folder)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's safetensors."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def from_hf(folder: Path | str, output: Path | str, *flags: str) -> Path:
+    """Make a run folder of a Hugging Face folder by the command; return it."""
+    main(["from-hf", "--input", str(folder), "--output", str(output), *flags])
+    return Path(output)
+
+
+def to_hf(run: Path | str, output: Path | str, *flags: str) -> Path:
+    """Make a Hugging Face folder of a run folder by the command; return it."""
+    main(["to-hf", "--load", str(run), "--output", str(output), *flags])
+    return Path(output)

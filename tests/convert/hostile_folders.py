@@ -38,12 +38,12 @@ def header(text, tail=b"\0" * 8):
     return content("model.safetensors", struct.pack("<Q", len(raw)) + raw + tail)
 
 
-def index(where):
-    """Weights in shards, and the first of them elsewhere."""
+def index(where, tensor="model.norm.weight"):
+    """Weights in shards, one tensor of which is in the file `where`."""
 
     def change(folder):
         (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": where}}))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {tensor: where}}))
 
     return change
 
@@ -60,8 +60,8 @@ def spoil(name, value):
     return change
 
 
-def pickles(name):
-    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+def pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def tensor(begin, end, shape=(2,)):
@@ -71,30 +71,19 @@ def tensor(begin, end, shape=(2,)):
 CONFIG = {
     "deep config": (content("config.json", b'{"a":' * 100_000), "config.json"),
     "config of another encoding": (content("config.json", b'{"a": "\xff"}'), "config.json: not JSON"),
-    "config with zeros": (content("config.json", b"\0" * 100), "config.json: not JSON"),
     "config is a number": (content("config.json", b"7"), "config.json: found int"),
     "config is a FIFO": (instead("config.json", os.mkfifo), "config.json"),
-    "config is a folder": (instead("config.json", os.mkdir), "config.json"),
     "config is a loop": (instead("config.json", lambda path: os.symlink(path.name, path)), "config.json"),
     "config is huge": (instead("config.json", lambda path: (path.touch(), os.truncate(path, 1 << 30))), "config.json"),
     "quantized": (edit(quantization_config={"quant_method": "mxfp4"}), "`quantization_config`: found"),
     "layers without end": (edit(num_hidden_layers=10**9), "`num_hidden_layers`: found 1000000000, expected at most"),
-    "layers beyond a number": (edit(num_hidden_layers=1e300), "`num_hidden_layers`: found 1e+300, expected at most"),
     "wide": (edit(hidden_size=10**9), ""),
-    "wider than any number": (edit(hidden_size=10**18), ""),
     "huge vocabulary": (edit(vocab_size=10**12), ""),
-    "huge in between": (edit(intermediate_size=10**15), ""),
     "no heads": (edit(num_attention_heads=0), ""),
-    "negative heads": (edit(num_attention_heads=-4), ""),
-    "a list for a size": (edit(hidden_size=[64]), "hidden_size"),
-    "text for a size": (edit(num_hidden_layers="two"), "num_hidden_layers"),
     "nothing for a size": (edit(hidden_size=None), ""),
     "an object for a size": (edit(vocab_size={"a": 1}), "vocab_size"),
-    "text for a number": (edit(rms_norm_eps="tiny"), "rms_norm_eps"),
-    "unknown activation": (edit(hidden_act="exec"), ""),
     "a list for the family": (edit(model_type=["llama"]), "`model_type`: found"),
     "family with an escape": (edit(model_type="\x1b[2Jowned"), "`model_type`: found"),
-    "rope is text": (edit(rope_parameters="x"), ""),
     "rope of nothing": (edit(rope_parameters={"rope_type": "dynamic", "rope_theta": -1.0}), ""),
 }
 WEIGHTS = {
@@ -102,25 +91,14 @@ WEIGHTS = {
         spoil("model.layers.1.mlp.up_proj.weight", float("nan")),
         "model.safetensors: tensor `model.layers.1.mlp.up_proj.weight`: found nan, expected finite weights",
     ),
-    "infinite embedding": (
-        spoil("model.embed_tokens.weight", float("-inf")),
-        "model.safetensors: tensor `model.embed_tokens.weight`: found -inf, expected finite weights",
-    ),
-    "only a pickle": (pickles("pytorch_model.bin"), "safetensors"),
-    "only a checkpoint": (pickles("model.pt"), "safetensors"),
+    "only a pickle": (pickle, "pytorch_model.bin: a pickle, which could run any code when loaded"),
     "weights are a FIFO": (instead("model.safetensors", os.mkfifo), "safetensors"),
-    "weights are a folder": (instead("model.safetensors", os.mkdir), "safetensors"),
     "header of 2^60 bytes": (content("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"), "not a complete safetensors file"),
-    "header is no JSON": (header(b"{nonsense"), "not a complete safetensors file"),
     "deep header": (header(b'{"a":' * 10_000), "not a complete safetensors file"),
-    "header of another encoding": (header(b'{"\xff": 1}'), "not a complete safetensors file"),
     "overlapping tensors": (header({"a": tensor(0, 8), "b": tensor(4, 12)}, b"\0" * 12), "not a complete safetensors file"),
     "offsets beyond the file": (header({"a": tensor(0, 1 << 50, (1 << 48,))}), "not a complete safetensors file"),
-    "negative offsets": (header({"a": tensor(-8, 0)}), "not a complete safetensors file"),
-    "empty weights": (content("model.safetensors", b""), "not a complete safetensors file"),
     "shard above": (index("../model.safetensors"), "expected the name of a file in the same folder"),
     "shard anywhere": (index("/etc/passwd"), "expected the name of a file in the same folder"),
-    "shard with a zero": (index("a\0b"), "expected the name of a file in the same folder"),
     "shard is missing": (index("model-2.safetensors"), "model-2.safetensors: missing"),
     "deep index": (
         lambda folder: (index("x")(folder), content("model.safetensors.index.json", b"[" * 100_000)(folder)),
@@ -129,11 +107,9 @@ WEIGHTS = {
 }
 TOKENIZER = {
     "tokenizer is a FIFO": (instead("tokenizer.json", os.mkfifo), "tokenizer.json"),
-    "tokenizer is a folder": (instead("tokenizer.json", os.mkdir), "tokenizer.json"),
     "tokenizer config is a FIFO": (instead("tokenizer_config.json", os.mkfifo), "tokenizer_config.json"),
     "damaged tokenizer": (content("tokenizer.json", b'{"model": {"type": "BPE", "vocab": 5}}'), "tokenizer.json"),
     "deep tokenizer": (content("tokenizer.json", b'{"model":' * 100_000), "tokenizer.json"),
-    "tokenizer of another encoding": (content("tokenizer.json", b"\xff\xfe"), "tokenizer.json"),
     "deep tokenizer config": (content("tokenizer_config.json", b'{"a":' * 100_000), "tokenizer_config.json: not JSON"),
     "another folder's tokenizer": (
         content("tokenizer_config.json", b'{"fast_tokenizer_files": ["../tokenizer.4.0.json"]}'),
@@ -146,3 +122,6 @@ BESIDES = {
     "class is a number": (content("tokenizer_config.json", b'{"tokenizer_class": 7}'), "tokenizer.json cannot be loaded"),
 }
 CASES = CONFIG | WEIGHTS | TOKENIZER
+# Of each file what a reader of its own could meet.
+A_FEW = ["deep config", "huge vocabulary", "NaN in a layer", "header of 2^60 bytes", "shard anywhere", "tokenizer is a FIFO"]
+SOME = {name: CASES[name] for name in A_FEW} | BESIDES

@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from megaenc.hf.model import find_lowest_version, save_hf_config, save_hf_model
 
-FULL, LOCAL = "full_attention", "sliding_attention"
+FULL = "full_attention"
+LOCAL = "sliding_attention"
 BASES = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in ((FULL, 5000.0), (LOCAL, 300.0))}
 
 
@@ -31,7 +32,6 @@ def build_config(model_type: str, **options):
             {"rope_theta": 2500.0, "rope_scaling": {k: v for k, v in hf_models.LLAMA3.items() if k != "rope_theta"}},
             "4.57",
         ),
-        ("qwen2", {"is_causal": False}, {"rope_theta": 10000.0}, "5.3"),
         ("qwen3", {"rope_parameters": hf_models.YARN}, {"rope_theta": 2500.0}, "4.57"),
         ("eurobert", {"mask_token_id": 1}, {"rope_theta": 10000.0}, "5.3"),
         (
@@ -42,20 +42,8 @@ def build_config(model_type: str, **options):
         ),
         (
             "modernbert",
-            {"rope_parameters": BASES, "layer_types": [FULL, FULL]},
-            {"global_rope_theta": 5000.0, "local_rope_theta": 300.0, "global_attn_every_n_layers": 1},
-            "4.57",
-        ),
-        (
-            "modernbert",
             {"rope_parameters": BASES, "layer_types": [LOCAL, FULL, LOCAL, FULL]},
             {"global_rope_theta": 5000.0, "local_rope_theta": 300.0, "global_attn_every_n_layers": None},
-            "5.3",
-        ),
-        (
-            "modernbert-decoder",
-            {"rope_parameters": BASES, "layer_types": [FULL, LOCAL]},
-            {"global_rope_theta": 5000.0, "local_rope_theta": 300.0},
             "5.3",
         ),
         (
@@ -70,7 +58,6 @@ def build_config(model_type: str, **options):
             {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
             "4.57",
         ),
-        ("bert", {}, {"rope_theta": None}, "4.57"),
         ("electra", {}, {"rope_theta": None}, ""),
     ],
 )
