@@ -2,13 +2,13 @@
 
 import json
 import shutil
-from itertools import pairwise
 from pathlib import Path
 
 import hf_models
 import pytest
 import runs
 import torch
+from transformers import AutoTokenizer, EuroBertForMaskedLM
 from whole_models import load_weights
 
 from megaenc.convert.command import main
@@ -39,22 +39,51 @@ def two_runs(small_corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.multiprocess
-def test_each_kept_checkpoint_and_step_0(two_runs, tmp_path, capsys):
-    main(["to-hf", "--load", str(two_runs / "run"), "--output", str(tmp_path / "hf"), "--all"])
+@pytest.fixture(scope="module")
+def exports(two_runs):
+    """By step: what `--all` writes of the run."""
     size = f"{open_run_checkpoint(two_runs / 'run').model.parameter_count(400) / 1e6:.3g}m"
     name = f"{size}-clm-10-mlm40-20"
-    steps = {f"{name}-0": 0, f"{name}-10": 10, name: 20}
-    assert {folder.name for folder in (tmp_path / "hf").iterdir()} == {*steps}
-    said = capsys.readouterr().out
-    for folder, step in steps.items():
-        proof = json.loads((tmp_path / "hf" / folder / "conversion.json").read_text())
-        assert proof["step"] == step and f"/{folder}: as EuroBertForMaskedLM" in said
-        card = (tmp_path / "hf" / folder / "README.md").read_text()
-        assert f"# {folder}\n" in card and f"this is step {step}," in card
+    folder = hf_models.to_hf(two_runs / "run", two_runs / "hf", "--all")
+    assert {path.name for path in folder.iterdir()} == {f"{name}-0", f"{name}-10", name}
+    return {0: folder / f"{name}-0", 10: folder / f"{name}-10", 20: folder / name}
+
+
+@pytest.mark.multiprocess
+def test_each_kept_checkpoint_and_step_0(exports):
+    for step, folder in exports.items():
+        assert json.loads((folder / "conversion.json").read_text())["step"] == step
+        card = (folder / "README.md").read_text()
+        assert f"# {folder.name}\n" in card and f"this is step {step}," in card
         assert f"| {step} | held out, `mlm` |" in card, "figures are those of the step and no later ones"
-    weights = [hf_models.weights(tmp_path / "hf" / folder) for folder in steps]
-    assert not any(torch.equal(a["model.norm.weight"], b["model.norm.weight"]) for a, b in pairwise(weights))
+    norms = [hf_models.weights(folder)["model.norm.weight"] for folder in exports.values()]
+    assert not torch.equal(norms[0], norms[1]) and not torch.equal(norms[1], norms[2])
+
+
+@pytest.mark.multiprocess
+def test_a_folder_holds_safetensors_and_the_tokenizer(exports, small_corpus):
+    folder = exports[20]
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert {file.name for file in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not list(folder.glob("*.bin"))
+    assert config["vocab_size"] == len(tokenizer) == 400, "vocabulary padding is not exported"
+    assert (config["mask_token_id"], config["eos_token_id"]) == (tokenizer.mask_token_id, tokenizer.eos_token_id)
+    plain = AutoTokenizer.from_pretrained(small_corpus.tokenizer)("stan plark")["input_ids"]
+    document = [*plain, tokenizer.eos_token_id]
+    assert tokenizer("stan plark")["input_ids"] == document, "a document as it was trained"
+    assert tokenizer("stan plark", "stan plark")["input_ids"] == document * 2
+    assert tokenizer("")["input_ids"] == [tokenizer.eos_token_id]
+
+
+@pytest.mark.multiprocess
+def test_an_encoder_looks_at_all_tokens(exports):
+    model = EuroBertForMaskedLM.from_pretrained(exports[20], dtype=torch.float32)
+    tokens = torch.arange(2, 18).repeat(17, 1)
+    tokens[range(16), range(16)] = 300  # each token is another in a row of its own
+    with torch.no_grad():
+        logits = model(tokens).logits
+    assert (logits[:16] - logits[16]).abs().amax(dim=2).min() > 1e-6
 
 
 @pytest.mark.multiprocess
@@ -67,49 +96,25 @@ def test_step_0_is_what_a_run_begins_with(two_runs):
 
 
 @pytest.mark.multiprocess
-def test_what_cannot_be_is_one_line_and_leaves_nothing(two_runs, tmp_path, refusal):
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "file").touch()
-    run = two_runs / "run"
-    for flags, words in (
-        (["--output", tmp_path / "hf", "--all", "--ckpt-step", "10"], "--ckpt-step 10: found --all too"),
-        (["--output", tmp_path / "taken", "--all"], "exists already"),
-        (
-            ["--output", tmp_path / "hf", "--ckpt-step", "5"],
-            "expected the checkpoint of step 5; choose one of steps 10, 20",
-        ),
-        (
-            ["--output", tmp_path / "hf", "--max-shard-size", "five"],
-            "--max-shard-size: found 'five', expected a size such as 500MB",
-        ),
-        (["--output", tmp_path / "hf", "--license", "a: b"], "--license: found 'a: b', expected an identifier of the Hub"),
-    ):
-        assert words in refusal(main, ["to-hf", "--load", run, *flags])
-        assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.multiprocess
-def test_a_damaged_checkpoint_leaves_no_folder_of_the_whole_ones(two_runs, tmp_path, refusal):
-    run = shutil.copytree(two_runs / "run", tmp_path / "run")
-    shard = sorted((run / "checkpoints" / "iter_0000020").glob("*.distcp"))[0]
+def test_what_is_no_checkpoint_leaves_nothing(two_runs, tmp_path, refusal):
+    run = shutil.copytree(two_runs / "run", Path("run"))
+    command = ["to-hf", "--load", run, "--output", "hf"]
+    line = refusal(main, [*command, "--ckpt-step", "5"])
+    assert "expected the checkpoint of step 5; choose one of steps 10, 20" in line
+    assert "--ckpt-step 10: found --all too" in refusal(main, [*command, "--all", "--ckpt-step", "10"])
+    checkpoints = run / "checkpoints"
+    shard = sorted((checkpoints / "iter_0000020").glob("*.distcp"))[0]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    line = refusal(main, ["to-hf", "--load", run, "--output", tmp_path / "out" / "hf", "--all"])
-    assert "its content changed" in line and not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.multiprocess
-def test_a_save_that_was_not_finished_is_no_checkpoint(two_runs, tmp_path, refusal):
-    run = shutil.copytree(two_runs / "run", tmp_path / "run")
-    checkpoints = run / "checkpoints"
-    for step in (10, 20):
+    assert "its content changed" in refusal(main, [*command, "--all"])
+    for step in (10, 20):  # saves that were not finished
         (checkpoints / f"iter_{step:07d}").rename(checkpoints / f".iter_{step:07d}.0123")
     (checkpoints / "latest_checkpointed_iteration.txt").unlink()
     for flags in ([], ["--all"]):
-        line = refusal(main, ["to-hf", "--load", run, "--output", tmp_path / "hf", *flags])
+        line = refusal(main, [*command, *flags])
         assert "only an unfinished checkpoint; give the run's command again" in line
-        assert not (tmp_path / "hf").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def named(schedule, steps, step=None, before=(), model="610m", **facts):
@@ -124,7 +129,6 @@ def named(schedule, steps, step=None, before=(), model="610m", **facts):
     [
         ("clm:10000,mlm(mask=0.4):32000", 42000, "610m-clm-10k-mlm40-42k"),
         ("clm", 42000, "610m-clm-42k"),
-        ("mlm(mask=0.2)", 42000, "610m-mlm20-42k"),
         ("clm:0.25,mlm:0.75", 12000, "610m-clm-3k-mlm40-12k"),
         ("clm:100,clm:100,mlm(mask=0.15,random=0.1):300", 500, "610m-clm-200-mlm15-random0.1-500"),
         ("mix(clm:0.3,mlm:0.7)", 2000, "610m-mix-clm-3-mlm-7-2k"),
@@ -138,18 +142,24 @@ def test_names_are_the_studys(schedule, steps, name):
     assert named(schedule, steps, 0) == f"{name}-0"
 
 
-def test_names_count_on_from_the_runs_before():
-    finished = [Ancestor("runs/clm", 42000, "clm", 1, total=42000)]
-    assert named("mlm(mask=0.4)", 22000, before=finished) == "610m-clm-dec42k-mlm40-64k"
-    assert named("mlm(mask=0.4)", 22000, 1000, before=finished) == "610m-clm-dec42k-mlm40-64k-1000"
-    two_phases = [Ancestor("runs/two", 42000, "clm:10000,mlm(mask=0.4):32000", 1, total=42000)]
-    assert named("mlm(mask=0.4)", 2000, before=two_phases) == "610m-clm-10k-mlm40-dec42k-mlm40-44k"
-    on_the_way = [Ancestor("runs/clm", 10000, "clm:0.5,mlm:0.5", 1, total=42000)]
-    assert named("mlm(mask=0.4)", 22000, before=on_the_way) == "610m-clm-10k-mlm40-32k"
-    not_recorded = [Ancestor("runs/clm", 42000, "clm", 1)]
-    assert named("mlm(mask=0.4)", 22000, before=not_recorded) == "610m-clm-42k-mlm40-64k"
-    not_installed = [Ancestor("runs/own", 42000, "own(way=2)", 1, total=42000)]
-    assert named("mlm(mask=0.4)", 22000, before=not_installed) == "610m-own-way-2-dec42k-mlm40-64k"
-    hf = Ancestor("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192)
-    assert named("mlm", 10000, before=[hf]) == "smollm2-135m-mlm40-10k"
-    assert named("clm", 200, 0, before=[hf], source={}) == "smollm2-135m"
+HALF_CLM = "clm:10000,mlm(mask=0.4):32000"
+
+
+@pytest.mark.parametrize(
+    ("before", "schedule", "steps", "name"),
+    [
+        (Ancestor("runs/clm", 42000, "clm", 1, total=42000), "mlm(mask=0.4)", 22000, "610m-clm-dec42k-mlm40-64k"),
+        (Ancestor("runs/two", 42000, HALF_CLM, 1, total=42000), "mlm", 2000, "610m-clm-10k-mlm40-dec42k-mlm40-44k"),
+        (Ancestor("runs/clm", 10000, "clm:0.5,mlm:0.5", 1, total=42000), "mlm", 22000, "610m-clm-10k-mlm40-32k"),
+        (Ancestor("runs/clm", 42000, "clm", 1), "mlm", 22000, "610m-clm-42k-mlm40-64k"),  # its length was not recorded
+        (Ancestor("runs/own", 42000, "own(way=2)", 1, total=42000), "mlm", 22000, "610m-own-way-2-dec42k-mlm40-64k"),
+        (Ancestor("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192), "mlm", 10000, "smollm2-135m-mlm40-10k"),
+    ],
+)
+def test_names_count_on_from_the_runs_before(before, schedule, steps, name):
+    assert named(schedule, steps, before=[before]) == name
+
+
+def test_what_came_in_keeps_its_name():
+    came_in = Ancestor("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192)
+    assert named("clm", 200, 0, before=[came_in], source={}) == "smollm2-135m"
