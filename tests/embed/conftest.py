@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
+from megaenc.embed.command import eval_main
+from megaenc.embed.embedder import Embedder, EmbeddingConfig, read_embedding_config
 
 DOCUMENTS = [
     ("d1", "Rivers", "The old man walked slowly down to the river with his dog."),
@@ -20,6 +22,12 @@ DOCUMENTS = [
 QUERIES = [("q1", "who walks to a river?"), ("q2", "letters from LYON"), ("q3", "yellow flowers in the garden"), ("q4", "of the")]
 QRELS = [("q1", "d1", 1), ("q2", "d3", 2), ("q2", "d6", 1), ("q3", "d5", 1), ("q3", "d2", 1), ("q3", "d1", 0), ("q4", "d2", 0)]
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """What a test writes to a relative path is in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -48,23 +56,34 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {kind: root / kind for kind in ("encoder", "decoder")}
 
 
+def load_embedder(folder: Path, config: EmbeddingConfig | None = None, **options) -> Embedder:
+    """The model of a folder in float32; without `config` by the folder's own rules."""
+    config = config or read_embedding_config(str(folder))
+    return Embedder(str(folder), config, device=torch.device("cpu"), dtype=torch.float32, **options)
+
+
+def evaluate(*words: object) -> dict:
+    """Call `embed eval` in float32; returns the results that it writes."""
+    eval_main([str(word) for word in (*words, "--precision", "fp32", "--output", "new/scores.json")])
+    return json.loads(Path("new/scores.json").read_text())
+
+
 @pytest.fixture
 def beir(tmp_path) -> Callable[..., Path]:
     """Write a BEIR folder, with other content of a file or, if that is None, without it."""
 
+    files = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "qrels": "qrels/test.tsv"}
+    content = {
+        "corpus": "".join(json.dumps({"_id": key, "title": title, "text": text}) + "\n" for key, title, text in DOCUMENTS),
+        "queries": "".join(json.dumps({"_id": key, "text": text}) + "\n" for key, text in QUERIES),
+        "qrels": "query-id\tcorpus-id\tscore\n" + "".join(f"{query}\t{key}\t{grade}\n" for query, key, grade in QRELS),
+    }
+
     def write(name: str = "letters", **changed: str | None) -> Path:
-        content = {
-            "corpus.jsonl": "".join(json.dumps({"_id": i, "title": t, "text": x}) + "\n" for i, t, x in DOCUMENTS),
-            "queries.jsonl": "".join(json.dumps({"_id": i, "text": text}) + "\n" for i, text in QUERIES),
-            "qrels/test.tsv": "query-id\tcorpus-id\tscore\n" + "".join(f"{q}\t{d}\t{g}\n" for q, d, g in QRELS),
-        }
-        content |= {
-            {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "qrels": "qrels/test.tsv"}[k]: v for k, v in changed.items()
-        }
         (tmp_path / name / "qrels").mkdir(parents=True)
-        for file, text in content.items():
+        for file, text in (content | changed).items():
             if text is not None:
-                (tmp_path / name / file).write_text(text)
+                (tmp_path / name / files[file]).write_text(text)
         return tmp_path / name
 
     return write
