@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from embed.conftest import load_embedder
 from torch.nn.functional import normalize
 
 from megaenc.console import silence_libraries
-from megaenc.embed.embedder import Embedder, EmbeddingConfig, fetch_model, read_embedding_config
+from megaenc.embed.embedder import EmbeddingConfig, fetch_model, read_embedding_config
 from megaenc.errors import InputError
 
 silence_libraries()
@@ -17,8 +19,7 @@ TEXTS = ["Lyon", "The old man walked slowly down to the river with his dog. " * 
 
 
 def embed(folder, texts, config=None, **options):
-    config = config or read_embedding_config(str(folder))
-    embedder = Embedder(str(folder), config, device=torch.device("cpu"), dtype=torch.float32, **options)
+    embedder = load_embedder(folder, config, **options)
     return embedder.embed(embedder.tokenize(texts))
 
 
@@ -35,7 +36,6 @@ def write_sentence_model(model, folder, *, pooling="mean", norm=False, prompts=N
     return SentenceTransformer(str(folder), device="cpu")
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 32])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -46,13 +46,15 @@ def write_sentence_model(model, folder, *, pooling="mean", norm=False, prompts=N
         ("encoder", {"prompts": {"query": "Ask: ", "document": "Read: "}}),
     ],
 )
-def test_a_sentence_transformers_folder(models, tmp_path, kind, options, batch_size):
-    reference = write_sentence_model(models[kind], tmp_path / "st", **options)
-    config = read_embedding_config(str(tmp_path / "st"))
+def test_a_sentence_transformers_folder(models, kind, options):
+    reference = write_sentence_model(models[kind], "st", **options)
+    config = read_embedding_config("st")
     how = {"normalize_embeddings": True, "convert_to_tensor": True}
     for prefix, encode in ((config.query_prefix, reference.encode_query), (config.document_prefix, reference.encode_document)):
-        vectors = embed(tmp_path / "st", [prefix + text for text in TEXTS], config, batch_size=batch_size)
-        torch.testing.assert_close(vectors, encode(TEXTS, **how), rtol=0, atol=1e-5)
+        expected = encode(TEXTS, **how)
+        for batch_size in (1, 3):
+            vectors = embed("st", [prefix + text for text in TEXTS], config, batch_size=batch_size)
+            torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
     assert (config.query_prefix, config.document_prefix) == (("Ask: ", "Read: ") if "prompts" in options else ("", ""))
 
 
@@ -60,7 +62,8 @@ def test_a_sentence_transformers_folder(models, tmp_path, kind, options, batch_s
 def test_a_plain_folder_is_the_mean_of_bidirectional_states(models, kind):
     from transformers import AutoModel, AutoTokenizer
 
-    model, tokenizer = AutoModel.from_pretrained(models[kind]), AutoTokenizer.from_pretrained(models[kind])
+    model = AutoModel.from_pretrained(models[kind])
+    tokenizer = AutoTokenizer.from_pretrained(models[kind])
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = False
@@ -72,16 +75,16 @@ def test_a_plain_folder_is_the_mean_of_bidirectional_states(models, kind):
         torch.testing.assert_close(vector, normalize(states.mean(dim=0), dim=0), rtol=0, atol=1e-5)
 
 
-def test_a_decoder_can_be_read_causally(models, tmp_path):
-    reference = write_sentence_model(models["decoder"], tmp_path / "st")
+def test_a_decoder_can_be_read_causally(models):
+    reference = write_sentence_model(models["decoder"], "st")
     expected = reference.encode(TEXTS, normalize_embeddings=True, convert_to_tensor=True)
     causal = embed(models["decoder"], TEXTS, EmbeddingConfig(attention="causal"))
     torch.testing.assert_close(causal, expected, rtol=0, atol=1e-5)
     assert (embed(models["decoder"], TEXTS) - expected).abs().max() > 0.01
 
 
-def test_a_text_without_tokens_has_no_direction(models, tmp_path):
-    folder = shutil.copytree(models["encoder"], tmp_path / "plain")
+def test_a_text_without_tokens_has_no_direction(models):
+    folder = shutil.copytree(models["encoder"], Path("plain"))
     values = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(values | {"post_processor": None}))
     vectors = embed(folder, ["", "Lyon", ""])
@@ -89,25 +92,16 @@ def test_a_text_without_tokens_has_no_direction(models, tmp_path):
     assert embed(models["encoder"], [""]).norm() == pytest.approx(1)  # its special tokens
 
 
-def test_progress_counts_tokens(models):
-    embedder = Embedder(str(models["encoder"]), EmbeddingConfig(), device=torch.device("cpu"), dtype=torch.float32, batch_size=2)
-    rows, done = embedder.tokenize(TEXTS), []
-    embedder.embed(rows, done.append)
-    lengths = sorted(map(len, rows))
-    assert done == [lengths[4], sum(lengths[2:]), sum(lengths)] and embedder.max_length == 64 == lengths[4]
-
-
 def test_a_length_without_room_for_text_is_refused(models):
-    how = {"device": torch.device("cpu"), "dtype": torch.float32}
     with pytest.raises(InputError, match=r"--max-length: found 2, expected room for text next to 2 added tokens"):
-        Embedder(str(models["encoder"]), EmbeddingConfig(max_length=2), **how)
-    assert [len(row) for row in Embedder(str(models["encoder"]), EmbeddingConfig(max_length=3), **how).tokenize(TEXTS)] == [3] * 5
+        load_embedder(models["encoder"], EmbeddingConfig(max_length=2))
+    rows = load_embedder(models["encoder"], EmbeddingConfig(max_length=3)).tokenize(TEXTS)
+    assert [len(row) for row in rows] == [3] * 5
 
 
 def test_nan_is_an_error(models):
-    embedder = Embedder(str(models["encoder"]), EmbeddingConfig(), device=torch.device("cpu"), dtype=torch.float32)
-    with torch.no_grad():
-        next(embedder.backbone.parameters()).fill_(float("nan"))
+    embedder = load_embedder(models["encoder"])
+    next(embedder.backbone.parameters()).data.fill_(float("nan"))
     with pytest.raises(InputError, match=r"an embedding is NaN or inf; try --precision fp32"):
         embedder.embed(embedder.tokenize(["Lyon"]))
 
@@ -116,40 +110,31 @@ def test_nan_is_an_error(models):
     ("file", "content", "message"),
     [
         ("modules.json", "[]", r"modules.json: found the modules , expected Transformer, Pooling and maybe Normalize"),
-        ("modules.json", "{", r"modules.json: cannot be read"),
-        ("modules.json", '[{"path": ""}]', r"modules.json: cannot be read"),
         ("modules.json", '[{"type": "a.Transformer"}, {"type": "a.Dense"}]', r"found the modules Transformer, Dense"),
         (
             "modules.json",
             '[{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../1_Pooling"}]',
             r"found the paths \['', '../1_Pooling'\]",
         ),
-        (
-            "1_Pooling/config.json",
-            '{"pooling_mode": "max"}',
-            r"1_Pooling/config.json: found the pooling max, expected one of",
-        ),
         ("1_Pooling/config.json", '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', r"found the pooling"),
         ("1_Pooling/config.json", '{"include_prompt": false}', r"field `include_prompt`: found false, expected true"),
         ("sentence_bert_config.json", '{"max_seq_length": "long"}', r"max_seq_length: found 'long', expected a number"),
-        ("sentence_bert_config.json", '{"max_seq_length": NaN}', r"max_seq_length: found 'nan', expected a number"),
         ("config_sentence_transformers.json", '{"prompts": {"query": 5}}', r"field `prompts`: expected texts by name"),
-        ("config.json", '{"model_type": "nothing"}', r"field `model_type`: found 'nothing'"),
     ],
 )
-def test_unusable_folders(models, tmp_path, file, content, message):
-    write_sentence_model(models["encoder"], tmp_path / "st")
-    (tmp_path / "st" / file).write_text(content)
+def test_unusable_folders(models, file, content, message):
+    write_sentence_model(models["encoder"], "st")
+    (Path("st") / file).write_text(content)
     with pytest.raises(InputError, match=message):
-        read_embedding_config(str(tmp_path / "st"))
+        read_embedding_config("st")
 
 
-def test_the_form_of_older_versions(models, tmp_path):
-    write_sentence_model(models["encoder"], tmp_path / "st")
+def test_the_form_of_older_versions(models):
+    write_sentence_model(models["encoder"], "st")
     old = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    (tmp_path / "st/1_Pooling/config.json").write_text(json.dumps(old))
-    (tmp_path / "st/sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}')
-    config = read_embedding_config(str(tmp_path / "st"))
+    Path("st/1_Pooling/config.json").write_text(json.dumps(old))
+    Path("st/sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}')
+    config = read_embedding_config("st")
     assert config == EmbeddingConfig("cls", None, 12, "", "", True)
 
 
@@ -159,12 +144,12 @@ def test_a_model_of_the_hub_by_name(models, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--lab--small"
-    shutil.copytree(models["encoder"], cached / "snapshots" / ("a" * 40))
+    snapshot = shutil.copytree(models["encoder"], cached / "snapshots" / ("a" * 40))
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("a" * 40)
-    assert fetch_model("lab/small") == str(cached / "snapshots" / ("a" * 40))
+    assert fetch_model("lab/small") == str(snapshot)
     with pytest.raises(InputError, match=r"--model lab/other: neither a folder nor a model that the Hub gives"):
         fetch_model("lab/other")
-    for path in (str(tmp_path / "nothing"), "nothing", "../lab/small", "x" * 300, f"lab/{'x' * 300}"):
+    for path in ("nothing", "../lab/small", f"lab/{'x' * 300}"):
         with pytest.raises(InputError, match=r"no such folder; expected a Hugging Face model"):
             fetch_model(path)
