@@ -5,7 +5,6 @@ Only the files of tensors in the checkpoints have been written again, in the for
 
 import json
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 
@@ -14,9 +13,11 @@ import runs
 import torch
 from safetensors.torch import load_file
 
+from megaenc import cli
 from megaenc.convert.command import main as convert
 
-RUN, BRANCH = "toy-clm-6", "toy-clm-3-mlm40-6"
+RUN = "toy-clm-6"
+BRANCH = "toy-clm-3-mlm40-6"
 
 
 @pytest.fixture
@@ -27,20 +28,31 @@ def old(tmp_path):
     return tmp_path
 
 
-def megaenc(*words: object, **how) -> str:
-    return runs.run([sys.executable, "-m", "megaenc", *map(str, words)], **how).stdout
+@pytest.fixture
+def megaenc(old, monkeypatch, capfd):
+    """Call a command in the folder of the manifest; returns what it prints."""
+    monkeypatch.chdir(old)
+
+    def call(*words: object) -> str:
+        cli.main([str(word) for word in words])
+        return capfd.readouterr().out
+
+    return call
 
 
-def test_a_finished_study_is_done(old):
-    output = megaenc("study", "run", "study.yaml", "--output", "study", cwd=old)
-    assert "7 stages, 7 done, 0 to do" in output
+STUDY = ["study", "run", "study.yaml", "--output", "study"]
 
 
-def test_a_lost_result_is_made_again(old):
+def test_a_finished_study_is_done(megaenc):
+    assert "7 stages, 7 done, 0 to do" in megaenc(*STUDY)
+
+
+@pytest.mark.slow
+def test_a_lost_result_is_made_again(old, megaenc):
     [result] = (old / "study/results" / RUN).rglob("lr1e-03_sd1/results.json")
     before = json.loads(result.read_text())
     result.unlink()
-    assert "7 of 7 stages are done" in megaenc("study", "run", "study.yaml", "--output", "study", cwd=old)
+    assert "7 of 7 stages are done" in megaenc(*STUDY)
     assert json.loads(result.read_text())["test"]["score"] == pytest.approx(before["test"]["score"])
 
 
@@ -67,10 +79,8 @@ def test_a_checkpoint_is_exported_as_it_was(old, name):
     assert then.keys() == now.keys() and all(torch.equal(then[key], now[key]) for key in then)
 
 
-def test_runs_and_results_are_summarised_and_reported(old):
-    study = old / "study"
-    assert "step 6" in megaenc("summary", study / "runs" / BRANCH)
-    assert "toy_sc" in megaenc("finetune", "summary", study / "results")
-    report = ["--results", study / "results", "--runs", study / "runs", "--output", old / "report"]
-    megaenc("study", "report", "study.yaml", *report, cwd=old)
+def test_runs_and_results_are_summarised_and_reported(old, megaenc):
+    assert "step 6" in megaenc("summary", f"study/runs/{BRANCH}")
+    assert "toy_sc" in megaenc("finetune", "summary", "study/results")
+    megaenc("study", "report", "study.yaml", "--results", "study/results", "--runs", "study/runs", "--output", "report")
     assert RUN in (old / "report/index.html").read_text()

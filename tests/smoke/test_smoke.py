@@ -13,7 +13,8 @@ import runs
 pytestmark = [pytest.mark.multiprocess, pytest.mark.system]
 
 MEGAENC = [sys.executable, "-m", "megaenc"]
-HALF, WHOLE = 10, 20
+HALF = 10
+WHOLE = 20
 
 
 @pytest.fixture(scope="module")
