@@ -1,7 +1,4 @@
-"""StableAdamW and Muon: plain formulas, and the same run in other layouts and after a stop."""
-
-import shutil
-from pathlib import Path
+"""StableAdamW and Muon by plain formulas."""
 
 import pytest
 import runs
@@ -9,24 +6,7 @@ import torch
 
 from megaenc.training.command import main
 
-STEPS = 20
-# Second moments that last make StableAdamW clip; without the sums over ranks, gradient norms would differ by 5e-5 or more.
-RUN = [*runs.SHORT_RUN, "--train-iters", str(STEPS), "--clip-grad", "0", "--adam-beta2", "0.99"]
-RUN += ["--no-weight-decay-norm-bias"]  # two groups of parameters
 OPTIMIZERS = ("stable_adamw", "muon")
-LAYOUTS = {
-    "TP2": (2, ["--tensor-model-parallel-size", "2"]),
-    "DP4, split over ranks": (4, ["--use-distributed-optimizer"]),  # several weights are divided
-    # Two of them hold parts of the embedding alone, and none of the norms.
-    "DP4, a large vocabulary": (4, ["--use-distributed-optimizer", "--make-vocab-size-divisible-by", "4096"]),
-    "DP2, not split": (2, []),
-    "TP2 SP DP2, split over ranks": (
-        4,
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"],
-    ),
-    "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
-}
-SLOW = ("DP2, not split", "TP2 SP DP2, split over ranks", "PP2")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +20,14 @@ def optimizers():
     return optimizers
 
 
-def build(optimizers, optimizer_class, model: torch.nn.Module, bias_decay: float, **flags):
+def build(optimizers, optimizer_class, model: torch.nn.Module, **flags):
     """The optimizer of all weights of a plain model; all its matrices are Muon's, `attention` as queries, keys and values.
 
-    The bias is in a group of its own, with the weight decay `bias_decay`.
+    The bias is in a group of its own, without weight decay.
     """
     parts = {2: lambda name, weight: (2, 1, 1) if name.startswith("attention") else (weight.size(0),), 1: lambda *_: ()}
     matrices, vectors = ([weight for weight in model.parameters() if weight.dim() == dim] for dim in (2, 1))
-    optimizer = optimizer_class([{"params": matrices}, {"params": vectors, "weight_decay": bias_decay}], **flags)
+    optimizer = optimizer_class([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **flags)
     optimizer.shards = [
         optimizers.WeightShard(
             weight.shape, weight, weight.numel(), group=2 - weight.dim(), parts=parts[weight.dim()](name, weight)
@@ -76,13 +56,12 @@ def train(model: torch.nn.ModuleDict, step_function, steps: int = 10) -> list[to
     return [weight.detach() for weight in model.parameters()]
 
 
-@pytest.mark.parametrize("bias_decay", [0.1, 0.0])
-def test_stable_adamw_is_the_papers_algorithm(bias_decay, optimizers):
+def test_stable_adamw_is_the_papers_algorithm(optimizers):
     """Algorithm 2 of arXiv 2304.13013 with its corrected decay rates, in which the first moments need no correction."""
     lr, beta1, beta2, eps, decay = 0.01, 0.9, 0.95, 1e-8, 0.1
     model, reference = small_model(), small_model()
     adam = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
-    optimizer = build(optimizers, optimizers.StableAdamW, model, bias_decay, **adam)
+    optimizer = build(optimizers, optimizers.StableAdamW, model, **adam)
     actual = train(model, lambda _: optimizer.step())
     moments = {weight: (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in reference.parameters()}
     clipped = []
@@ -96,7 +75,7 @@ def test_stable_adamw_is_the_papers_algorithm(bias_decay, optimizers):
             rms = float((g * g / u.clamp(min=eps**2)).mean().sqrt())
             clipped.append(rms > 1.001)
             eta = lr / max(1.0, rms)
-            own_decay = decay if weight.dim() == 2 else bias_decay
+            own_decay = decay if weight.dim() == 2 else 0.0
             weight.copy_(weight - eta * own_decay * weight - eta * v / (u.sqrt() + eps))
 
     expected = train(reference, step_by_the_paper)
@@ -114,31 +93,25 @@ def by_svd(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return u @ torch.diag(s) @ v
 
 
-@pytest.mark.parametrize("shape", [(7, 7), (5, 12), (12, 5)])
-def test_orthogonalization_is_that_by_singular_values(optimizers, shape):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def test_orthogonalization_knows_no_size_and_rounds_in_bfloat16(optimizers):
+    matrix = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
     result = optimizers.orthogonalize(matrix, 5)
     torch.testing.assert_close(result.double(), by_svd(matrix.double(), 5), rtol=0, atol=2e-4)
-    values = torch.linalg.svdvals(result)
-    assert values.max() < 1.25 and values.median() > 0.65
-    rounded = optimizers.orthogonalize(matrix.bfloat16(), 5)
-    assert rounded.dtype == torch.bfloat16
-    torch.testing.assert_close(rounded.float(), result, rtol=0, atol=0.1)
     torch.testing.assert_close(optimizers.orthogonalize(1e-12 * matrix, 5), result, rtol=0, atol=2e-4)
-    assert not optimizers.orthogonalize(torch.zeros(shape), 5).any()
+    torch.testing.assert_close(optimizers.orthogonalize(matrix.bfloat16(), 5), result.bfloat16(), rtol=0, atol=0.1)
+    assert not optimizers.orthogonalize(torch.zeros(5, 12), 5).any()
 
 
-@pytest.mark.parametrize("bias_decay", [0.1, 0.0])
-def test_muon_by_singular_values(bias_decay, optimizers):
+def test_muon_by_singular_values(optimizers):
     """Matrices by Nesterov momentum and singular values, queries, keys and values separately; the bias by AdamW."""
     lr, decay = 0.02, 0.1
     adam = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay}
     model, reference = small_model(), small_model()
-    muon = build(optimizers, optimizers.Muon, model, bias_decay, **adam)
+    muon = build(optimizers, optimizers.Muon, model, **adam)
     muon.dtype = torch.float32
     actual = train(model, lambda _: muon.step())
     attention, bias, last = reference["attention"].weight, reference["attention"].bias, reference["last"].weight
-    adamw = torch.optim.AdamW([bias], **adam | {"weight_decay": bias_decay})
+    adamw = torch.optim.AdamW([bias], **adam | {"weight_decay": 0.0})
     momenta = {matrix: torch.zeros_like(matrix) for matrix in (attention, last)}
     blocks = torch.arange(12).view(3, 4)
     rows_of = {attention: [blocks[:, :2].flatten(), blocks[:, 2], blocks[:, 3]], last: [torch.arange(5)]}
@@ -160,66 +133,19 @@ def test_muon_by_singular_values(bias_decay, optimizers):
 
 
 @pytest.mark.parametrize("name", ["adamw", *OPTIMIZERS])
-def test_one_step_without_decay_of_norms_and_biases(name, small_corpus, tmp_path):
+def test_one_step_without_decay_of_norms_and_biases(name, short_run, tmp_path):
     """Gradients of a first step are the same, so that the decay alone, lr * decay * weight, tells the runs apart."""
     model = ["--add-qkv-bias", "--qk-layernorm", "--normalization", "LayerNorm", "--norm-bias"]
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--optimizer", name, *model, "--eval-interval", "0"]
+    flags = [*short_run, "--optimizer", name, *model, "--eval-interval", "0"]
     flags += ["--exit-interval", "1", "--lr", "0.01", "--lr-warmup-iters", "0"]
-    ways = {"none": ["--weight-decay", "0"], "all": ["--weight-decay", "5"]}
+    ways = {"none": ["--weight-decay", "0"], "all": ["--weight-decay", "5"], "start": ["--lr", "1e-30"]}  # below any rounding
     ways["matrices"] = [*ways["all"], "--no-weight-decay-norm-bias"]
-    for way, decay in ways.items():
-        main([*flags, *decay, "--save", str(tmp_path / way)])
-    weights = {way: runs.weights(tmp_path / way, 1) for way in ways}
-    main([*flags, "--lr", "1e-30", "--save", str(tmp_path / "start")])  # below any rounding
-    start = runs.weights(tmp_path / "start", 1)
+    weights = {}
+    for way, more in ways.items():
+        main([*flags, *more, "--save", str(tmp_path / way)])
+        weights[way] = runs.weights(tmp_path / way, 1)
     for key, undecayed in weights["none"].items():
-        decayed = undecayed - 0.05 * start[key]
+        decayed = undecayed - 0.05 * weights["start"][key]
+        expected = decayed if undecayed.dim() == 2 else undecayed
         torch.testing.assert_close(weights["all"][key], decayed, rtol=0, atol=1e-6)
-        torch.testing.assert_close(weights["matrices"][key], decayed if undecayed.dim() == 2 else undecayed, rtol=0, atol=1e-6)
-
-
-@pytest.fixture(scope="module", params=OPTIMIZERS)
-def optimizer(request) -> str:
-    """The value of --optimizer."""
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def reference(small_corpus, optimizer, tmp_path_factory) -> Path:
-    """All float32 steps in one process."""
-    folder = tmp_path_factory.mktemp(optimizer) / "run"
-    main([*small_corpus.flags, *RUN, "--no-bf16", "--optimizer", optimizer, "--save", str(folder)])
-    return folder
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
-def test_every_step_is_that_of_one_process(layout, optimizer, small_corpus, reference, tmp_path):
-    processes, flags = LAYOUTS[layout]
-    flags = [*small_corpus.flags, *RUN, *flags, "--no-bf16", "--optimizer", optimizer, "--save", str(tmp_path / "run")]
-    runs.script(runs.PRETRAIN, flags, processes=processes)
-    assert len(runs.metrics(tmp_path / "run")) == STEPS
-    runs.assert_same_curve(tmp_path / "run", reference, tolerance=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_stop_changes_nothing_and_another_layout_goes_on(optimizer, small_corpus, tmp_path):
-    """In bfloat16 with master weights, divided over two ranks."""
-    flags = [*small_corpus.flags, *RUN, "--bf16", "--optimizer", optimizer]
-    split = [*flags, "--use-distributed-optimizer"]
-    runs.script(runs.PRETRAIN, [*split, "--save", str(tmp_path / "whole")], processes=2)
-    runs.script(runs.PRETRAIN, [*split, "--exit-interval", "6", "--save", str(tmp_path / "stopped")], processes=2)
-    copy = shutil.copytree(tmp_path / "stopped", tmp_path / "copy")
-    runs.script(runs.PRETRAIN, [*split, "--save", str(tmp_path / "stopped")], processes=2)
-    assert runs.curve(tmp_path / "stopped") == runs.curve(tmp_path / "whole")
-    runs.assert_same_weights(tmp_path / "stopped", tmp_path / "whole", STEPS)
-    main([*flags, "--save", str(copy)])
-    runs.assert_same_curve(copy, tmp_path / "whole", tolerance=5e-3)  # sums of bfloat16 in another order
-
-
-def test_another_optimizer_is_refused(reference, optimizer, small_corpus, refusal):
-    line = refusal(main, [*small_corpus.flags, *RUN, "--no-bf16", "--save", reference])
-    assert f"holds a different run: optimizer is {optimizer} there, not given here" in line
-    other = refusal(main, [*small_corpus.flags, *RUN, "--no-bf16", "--muon-momentum", "0.9", "--save", reference])
-    assert "--muon-momentum: found 0.9 with --optimizer adamw, expected --optimizer muon" in other
+        torch.testing.assert_close(weights["matrices"][key], expected, rtol=0, atol=1e-6)

@@ -1,0 +1,202 @@
+"""The same run in another layout: every step and the last validation are those of one process."""
+
+import numpy as np
+import pytest
+import runs
+from runs import Job
+
+from megaenc.data.indexed.indexed_dataset import IndexedWriter
+from megaenc.data.packing.block_stream import MOST_SHUFFLED
+from megaenc.objectives import known
+from megaenc.training.command import main
+
+pytestmark = pytest.mark.multiprocess
+
+TP2 = ["--tensor-model-parallel-size", "2"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+PP3 = ["--pipeline-model-parallel-size", "3"]
+SP = [*TP2, "--sequence-parallel"]
+INTERLEAVED = [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]
+UNEVEN = [*PP2, "--pipeline-model-parallel-layout", "Ett|t|t|L"]
+SPLIT = ["--use-distributed-optimizer"]
+RECOMPUTED = ["--recompute-granularity", "full"]
+
+# Both phases, warm-up, decay and a clip that bites.
+RUN = [*runs.SHORT_RUN, "--train-iters", "6", "--lr-warmup-iters", "2", "--lr-wsd-decay-iters", "2", "--eval-interval", "6"]
+RUN += ["--no-bf16"]
+FOUR_LAYERS = [*RUN, "--num-layers", "4"]
+DROPOUT = [*RUN, "--attention-output-dropout", "0.1"]
+# One matrix for the embedding and the output layer, and ModernBERT's layers around it.
+TIED = [
+    *FOUR_LAYERS, "--no-untie-embeddings-and-output-weights", "--num-query-groups", "4", "--normalization", "LayerNorm",
+    "--norm-bias", "--activation", "gelu", "--embedding-norm", "--prediction-head", "--output-layer-bias",
+    "--window-size", "5", "--global-attn-every-n-layers", "3", "--local-rotary-base", "1000",
+]  # fmt: skip
+# Second moments that last make StableAdamW clip; and there are two groups of parameters.
+OPTIMIZER = [*RUN, "--clip-grad", "0", "--adam-beta2", "0.99", "--no-weight-decay-norm-bias", "--optimizer"]
+# 3, 3, 10, then 17 packs of 63 tokens: neither a batch nor a row divides evenly.
+UNEQUAL = [*FOUR_LAYERS, "--global-batch-size", "17", "--rampup-batch-size", "3", "7", "12", "--seq-length", "63"]
+UNEQUAL += ["--init-method", "full_megatron"]
+OBJECTIVES = "mlm(mask=0.4->0.15):3,mix(clm:0.3,mlm:0.7):3,2x(clm:1,mntp:1)"
+# Each in a run of its own.
+ALONE = [
+    "clm", "mlm", "mlm(mask=0.3,span=3)", "mntp", "prefix_lm", "diffusion", "gpt_bert(causal=0.3)", "span_corruption",
+    "mlm(mask=0.3,unit=word)", "sum(clm:3,mlm(mask=0.3):10)", "distill(teacher={teacher},mask=0.3,top_k=8)",
+]  # fmt: skip
+# With these flags the last layer computes all rows, not only those that are predicted.
+ALL_ROWS = {"--sequence-parallel", "--pipeline-model-parallel-layout"}
+PSEUDO = ["--eval-pseudo-perplexity-passes", "2"]
+
+# By name: (flags, tolerance, {layout: (processes, flags)}).
+RUNS = {
+    "usual": (FOUR_LAYERS, 1e-5, {"TP2 PP2": (4, [*TP2, *PP2]), "DP2": (2, SPLIT), "uneven chunks": (2, UNEVEN)}),
+    "dropout": (
+        DROPOUT, 1e-5,
+        {"SP": (2, SP), "PP2": (2, PP2), "DP2, other rows": (2, ["--micro-batch-size", "3"]), "recomputed": (1, RECOMPUTED)},
+    ),
+    "tied": (TIED, 1e-5, {"SP": (2, SP), "interleaved": (2, INTERLEAVED)}),
+    # Two of the four have parts of the embedding alone, and none of the norms.
+    "stable_adamw": (
+        [*OPTIMIZER, "stable_adamw"], 1e-5,
+        {"TP2": (2, TP2), "DP4": (4, [*SPLIT, "--make-vocab-size-divisible-by", "4096"])},
+    ),
+    "muon": (
+        [*OPTIMIZER, "muon"], 1e-5, {"TP2": (2, TP2), "DP4": (4, [*SPLIT, "--make-vocab-size-divisible-by", "4096"])}
+    ),
+    "unequal batches": (
+        UNEQUAL, 1e-5,
+        {"DP3": (3, SPLIT), "SP, odd rows": (2, [*SP, "--micro-batch-size", "5"]), "interleaved": (2, INTERLEAVED)},
+    ),
+    "objectives": (
+        [*RUN, "--train-iters", "10", "--objective-schedule", OBJECTIVES, "--lr", "5e-4"], 1e-5,
+        {"TP2": (2, TP2), "PP2": (2, PP2)},
+    ),
+    "bfloat16": ([*RUN, "--bf16"], 5e-3, {"TP2": (2, TP2), "DP2": (2, SPLIT)}),
+}  # fmt: skip
+SLOW = {
+    "stages": (
+        FOUR_LAYERS, 1e-5,
+        {
+            "uneven": (3, PP3),
+            "embedding and head alone": (3, [*PP3, "--pipeline-model-parallel-layout", "E|t*4|L"]),
+            "everything at once": (8, [*INTERLEAVED, *SP, *SPLIT, *RECOMPUTED]),
+        },
+    ),
+    "tied": (TIED, 1e-5, {"TP2 PP2": (4, [*TP2, *PP2]), "interleaved, DP2": (4, [*INTERLEAVED, *SPLIT])}),
+    "stable_adamw": (
+        [*OPTIMIZER, "stable_adamw"], 1e-5, {"DP2": (2, []), "PP2": (2, PP2), "SP, DP2": (4, [*SP, *SPLIT])}
+    ),
+    "muon": ([*OPTIMIZER, "muon"], 1e-5, {"DP2": (2, []), "PP2": (2, PP2), "SP, DP2": (4, [*SP, *SPLIT])}),
+    "unequal batches": (
+        UNEQUAL, 1e-5,
+        {
+            "DP7": (7, SPLIT),
+            "interleaved, DP3": (6, [*INTERLEAVED, "--micro-batch-size", "3"]),
+            "SP, PP2, DP2": (8, [*SP, *PP2, *SPLIT]),
+        },
+    ),
+}  # fmt: skip
+
+
+def check(flags, tolerance, layouts, folder) -> str:
+    """Run `flags` in one process and in each layout, and compare every one with the first. Returns what they printed."""
+    jobs = [Job(folder / "one", flags)]
+    for name, (processes, more) in layouts.items():
+        jobs.append(Job(folder / name, [*flags, *more], processes))
+    printed = runs.in_turn(jobs, folder).stdout
+    for name, (_, more) in layouts.items():
+        runs.assert_same_curve(folder / name, folder / "one", tolerance)
+        if not ALL_ROWS.intersection(more):
+            assert runs.metrics(folder / name)[-1]["flops"] == runs.metrics(folder / "one")[-1]["flops"], name
+        assert_same_validation(folder / name, folder / "one", tolerance)
+    return printed
+
+
+def assert_same_validation(run_folder, reference, tolerance) -> None:
+    """Each objective's last loss, also by position and corpus, and accuracy."""
+    rows = runs.validations(run_folder)
+    expected_rows = runs.validations(reference)
+    assert [row["held_out"] for row in rows] == [row["held_out"] for row in expected_rows]
+    scores = rows[-1]["objectives"]
+    expected_scores = expected_rows[-1]["objectives"]
+    assert scores.keys() == expected_scores.keys()
+    for objective, expected in expected_scores.items():
+        actual = scores[objective]
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=tolerance), objective
+        assert actual["accuracy"] == expected["accuracy"], objective
+        for groups in ("by_position", "by_corpus"):
+            assert actual.get(groups, {}) == pytest.approx(expected.get(groups, {}), rel=tolerance), objective
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run(name, small_corpus, tmp_path):
+    flags, tolerance, layouts = RUNS[name]
+    check([*small_corpus.flags, *flags], tolerance, layouts, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_a_run_in_more_layouts(name, small_corpus, tmp_path):
+    flags, tolerance, layouts = SLOW[name]
+    printed = check([*small_corpus.flags, *flags], tolerance, layouts, tmp_path)
+    assert "PP 3 (layers 1 | 2 | 1)" in printed or name != "stages"
+
+
+def test_every_objective_is_among_them():
+    assert {text.partition("(")[0] for text in ALONE} - {"sum"} == set(known()) - {"word_order"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ALONE)
+def test_twenty_steps_of_an_objective(objective, small_corpus, teacher, tmp_path):
+    """Without switches of objectives the rounding stays ten times below this tolerance."""
+    schedule = objective.format(teacher=teacher)
+    flags = [*runs.SHORT_RUN, "--no-bf16", "--objective-schedule", schedule, "--lr", "5e-4", "--eval-interval", "20"]
+    check([*small_corpus.flags, *flags], 1e-6, {"TP2 PP2": (4, [*TP2, *PP2])}, tmp_path)
+    rows = runs.metrics(tmp_path / "one")
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "complaint"),
+    [
+        (2, [*PP2, "--num-layers-per-virtual-pipeline-stage", "3"], "4 layers on 2 stages are not two or more chunks of 3"),
+        (1, ["--num-layers-per-virtual-pipeline-stage", "0"], "--num-layers-per-virtual-pipeline-stage: found 0"),
+        (2, [*PP2, *RECOMPUTED, "--recompute-num-layers", "2", "--pipeline-model-parallel-layout", "Ettt|tL"],
+         "found 2, expected a divisor of the 3 layers of a stage"),
+        (1, ["--overlap-grad-reduce"], "--overlap-grad-reduce: needs an accelerator, and this machine has none"),
+        (1, ["--overlap-param-gather"], "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_laid_out_is_refused(processes, flags, complaint, small_corpus, monkeypatch, refusal):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert complaint in refusal(main, [*small_corpus.flags, *FOUR_LAYERS, *flags])
+
+
+@pytest.mark.parametrize("sets", ["held out", "named"])
+def test_phases(sets, three_phases, small_corpus, second_corpus, tmp_path):
+    """Lengths, micro-batches, blends and held-out text change."""
+    flags = [*three_phases, "--exit-interval", "6"]
+    if sets == "named":
+        flags += ["--valid-data-path", f"own={small_corpus.prefix}", f"other={second_corpus}"]
+    check(flags, 1e-5, {"PP2": (2, PP2), "DP2": (2, [])}, tmp_path)
+
+
+def test_a_teacher(distilled, tmp_path):
+    check(distilled, 1e-5, {"TP2": (2, TP2), "PP2": (2, PP2), "other rows": (1, ["--micro-batch-size", "8"])}, tmp_path)
+
+
+def test_random_lengths_of_a_blend_with_a_corpus_in_blocks(small_corpus, tmp_path):
+    """One of so many documents, of one to five tokens, that they are shuffled in blocks; losses by position and corpus too."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 6, MOST_SHUFFLED + 1)
+    tokens = rng.integers(8, 400, lengths.sum()).astype(np.uint16)
+    tokens[lengths.cumsum() - 1] = 0
+    writer = IndexedWriter(tmp_path / "large.bin", tmp_path / "large.idx", "uint16")
+    writer.add_documents(tokens, lengths, np.ones(len(lengths), int))
+    writer.finish()
+    data = ["--data-path", "0.6", str(small_corpus.prefix), "0.4", str(tmp_path / "large")]
+    flags = [*small_corpus.flags, *RUN, *data, "--packing", "random-length", "--seq-length", "192", *PSEUDO]
+    check(flags, 1e-5, {"SP": (2, SP), "PP2": (2, PP2), "DP2": (2, [])}, tmp_path)
+    scores = runs.validations(tmp_path / "one")[-1]["objectives"]["pseudo_perplexity(passes=2)"]
+    assert len(scores["by_position"]) == len(scores["by_corpus"]) == 2
