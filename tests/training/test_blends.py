@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+from training_helpers import plan_of
 from workers.bad_packs import spoil
 
 from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
-from megaenc.training.config import parse_config
-from megaenc.training.planning import build_plan
+from megaenc.training.trainer import Validator
 
 SIZES = {"deu": 80, "ell": 40, "isl": 10}
 TEMPERED = ["--blend-temperature", "0.5"]
@@ -30,88 +30,57 @@ def group(small_corpus, tmp_path_factory) -> list[str]:
         tokenizer = ["--tokenizer", str(small_corpus.tokenizer), "--append-eod"]
         preprocess.main(["--input", str(text), "--output-prefix", str(folder / name), *tokenizer])
     data_path = ["--data-path", "0.6", str(folder / "*_text_document"), "0.4", str(small_corpus.prefix)]
-    return [*data_path, "--tokenizer", str(small_corpus.tokenizer), "--split", "90,10,0"]
+    sizes = ["--seq-length", "64", "--global-batch-size", "16"]
+    return [*data_path, "--tokenizer", str(small_corpus.tokenizer), "--split", "90,10,0", *sizes]
 
 
-def plan_of(*flags):
-    return build_plan(parse_config([*map(str, flags)], "test"))
+def group_shares(data, exponent):
+    """By tokens of each corpus of the group, to the power of `exponent`."""
+    tokens = np.array([part.tokens_per_epoch for part in data.train_datasets[:3]], dtype=float) ** exponent
+    return tokens / tokens.sum()
 
 
-def packs_by_name(plan):
-    """Packs that the run reads from each corpus, by the first part of its name."""
-    return {row.prefix.split("/")[-1].split("_")[0]: row.packs for row in plan.corpus_usage}
+@pytest.mark.parametrize(("flags", "exponent"), [([], 1), (TEMPERED, 0.5), (["--blend-temperature", "0"], 0)])
+def test_a_temperature_divides_the_weight_of_a_group(flags, exponent, group):
+    plan = plan_of(*group, *flags, "--train-iters", "100")
+    packs = {Path(row.prefix).name.split("_")[0]: row.packs for row in plan.corpus_usage}
+    assert packs.pop("small") == pytest.approx(640, abs=2)
+    assert list(packs) == list(SIZES)
+    assert list(packs.values()) == pytest.approx(list(960 * group_shares(plan.data, exponent)), abs=2)
 
 
-def test_a_temperature_divides_the_weight_of_a_group(group):
-    sizes = ["--seq-length", "64", "--train-iters", "100", "--global-batch-size", "16"]
-    for flags, exponent in (([], 1), (TEMPERED, 0.5), (["--blend-temperature", "0"], 0)):
-        plan = plan_of(*group, *sizes, *flags)
-        tokens = np.array([part.tokens_per_epoch for part in plan.data.train_datasets[:3]], dtype=float)
-        expected = 960 * tokens**exponent / (tokens**exponent).sum()
-        packs = packs_by_name(plan)
-        assert abs(packs.pop("small") - 640) <= 2
-        assert list(packs) == list(SIZES) and np.abs(np.array(list(packs.values())) - expected).max() <= 2
-
-
-@pytest.mark.parametrize("flags", [TEMPERED, LIMITED, [*TEMPERED, *LIMITED]], ids=["tempered", "limited", "both"])
-def test_order_knows_nothing_of_the_length(flags, group):
-    common = [*group, *flags, "--seq-length", "32", "--seed", "3"]
-    short = plan_of(*common, "--train-iters", "10", "--global-batch-size", "8")
-    long = plan_of(*common, "--train-iters", "100", "--global-batch-size", "12", "--objective-schedule", "mlm")
-    for sample in range(0, 1200, 7):
-        pack, other_pack = short.packs[sample], long.packs[sample]
-        assert np.array_equal(pack.tokens, other_pack.tokens) and np.array_equal(pack.edges, other_pack.edges)
-
-
-def test_a_run_resumes_and_branches_on_the_same_packs(group, tmp_path, refusal):
-    """Bitwise; with another temperature or limit it is another run, without an effect the same."""
-    flags = [*group, *TEMPERED, *LIMITED, *runs.SHORT_RUN, "--no-bf16", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "2"]
-    main([*flags, "--train-iters", "8", "--save", str(tmp_path / "whole")])
-    main([*flags, "--train-iters", "8", "--save", str(tmp_path / "run"), "--exit-interval", "4"])
-    for other in (["--blend-temperature", "0.4"], ["--blend-max-epochs", "3"], ["--blend-temperature", "1"]):
-        message = refusal(main, [*flags, "--train-iters", "8", "--save", tmp_path / "run", *other])
+def test_a_run_resumes_on_the_same_packs(group, tmp_path, refusal):
+    """Bitwise; with another temperature or limit it is another run."""
+    flags = [*group, *TEMPERED, *LIMITED, *runs.SHORT_RUN, "--no-bf16", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
+    flags += ["--train-iters", "4"]
+    save = ["--save", str(tmp_path / "run")]
+    main([*flags, "--save", str(tmp_path / "whole")])
+    main([*flags, *save, "--exit-interval", "2"])
+    for other in (["--blend-temperature", "0.4"], ["--blend-max-epochs", "3"]):
+        message = refusal(main, [*flags, *save, *other])
         assert re.search("holds a different run: data is [0-9a-f]{24} of 4 corpora of at most 2 epochs there", message)
-    main([*flags, "--train-iters", "8", "--save", str(tmp_path / "run")])
+    main([*flags, *save])
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
     assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "whole")
-    branch = [*flags, "--train-iters", "20", "--branch-from", tmp_path / "run", "--branch-at", 4]
-    parent, longer = plan_of(*flags, "--train-iters", "8", "--save", tmp_path / "run"), plan_of(*branch)
-    for sample in range(64):
-        assert np.array_equal(parent.packs[sample].tokens, longer.packs[sample].tokens)
-    assert "data is" in refusal(main, [*branch, "--blend-temperature", "0.4"])
-    identity = json.loads((tmp_path / "run" / "run.json").read_text())["identity"]
-    assert not [name for name in identity if name.startswith("blend")]
+    branch = ["--train-iters", "20", "--branch-from", str(tmp_path / "run"), "--branch-at", "2"]
+    assert "data is" in refusal(main, [*flags, *branch, "--blend-temperature", "0.4"])
 
 
 def test_flags_without_effect_on_the_order_leave_the_identity(small_corpus):
-    plain, limited = (
-        plan_of(*small_corpus.flags, "--train-iters", "4"),
-        plan_of(*small_corpus.flags, "--train-iters", "4", *LIMITED),
-    )
-    assert plain.identity == limited.identity
+    plain = plan_of(*small_corpus.flags, "--train-iters", "4")
+    assert plain.identity == plan_of(*small_corpus.flags, "--train-iters", "4", *LIMITED).identity
 
 
-def test_skipped_packs_move_the_others_up(group):
-    flags = [*group, *TEMPERED, *LIMITED, "--seq-length", "64", "--global-batch-size", "8", "--train-iters", "9"]
-    plain, skipping = plan_of(*flags), plan_of(*flags, "--skip-packs", "10-19")
-    read = [skipping.sample_at(position) for position in range(72)]
-    assert read == [*range(10), *range(20, 82)]
-    assert all(np.array_equal(skipping.packs[sample].tokens, plain.packs[sample].tokens) for sample in read)
-    assert sum(packs_by_name(skipping).values()) == 72
-
-
-def test_a_run_ends_before_all_corpora_do(group, small_corpus, refusal):
+def test_a_run_ends_before_all_corpora_do(group, refusal):
     """The step is that of --global-batch-size; packs that are skipped count as read."""
-    flags = [*group, *LIMITED, "--seq-length", "64", "--global-batch-size", "8"]
-    samples = plan_of(*flags, "--train-iters", "8").data.train.samples
+    flags = [*group, *LIMITED, "--global-batch-size", "8", "--dry-run", "--train-iters"]
+    samples = plan_of(*flags, "8").data.train.samples
     last = samples // 8
-    assert plan_of(*flags, "--train-iters", last).corpus_usage
-    message = refusal(main, [*flags, "--train-iters", last + 5, "--dry-run"])
+    assert plan_of(*flags, last).corpus_usage
+    message = refusal(main, [*flags, last + 5])
     expected = f"--blend-max-epochs 2: all corpora end after {samples:,} packs, in step {last + 1:,} of {last + 5:,}"
     assert expected in message and f"expected a run or phase that ends with step {last:,}" in message
-    assert "in step" in refusal(main, [*flags, "--train-iters", last, "--skip-packs", "3-12", "--dry-run"])
-    alone = [*small_corpus.flags, *LIMITED, "--train-iters", "100000", "--dry-run"]
-    assert "all corpora end after" in refusal(main, alone)
+    assert "in step" in refusal(main, [*flags, last, "--skip-packs", "3-12"])
 
 
 def test_a_run_without_packs_to_spare_does_not_rewind(group, tmp_path, monkeypatch, capsys):
@@ -135,17 +104,13 @@ def test_phases_have_temperatures_and_limits_of_their_own(group):
         {"objective": "mlm", "train_iters": 10, "blend_temperature": 0.3},
         {"objective": "mlm", "train_iters": 10, "blend_temperature": 0.3, "blend_max_epochs": 1},
     ]
-    common = [*group, "--seq-length", "64", "--global-batch-size", "16", "--phases", *map(json.dumps, phases)]
-    plan = plan_of(*common)
-    parts = [plan.data_at(step) for step in (1, 11, 21)]
-    for data, exponent in zip(parts, (0.7, 0.3, 0.3), strict=True):
-        tokens = np.array([part.tokens_per_epoch for part in data.train_datasets[:3]], dtype=float) ** exponent
-        assert np.allclose(list(map(float, data.shares[:3])), 0.6 * tokens / tokens.sum())
+    plan = plan_of(*group, "--phases", *map(json.dumps, phases))
+    first, second, third = (plan.data_at(step) for step in (1, 11, 21))
+    for data, exponent in ((first, 0.7), (second, 0.3), (third, 0.3)):
+        assert list(map(float, data.shares[:3])) == pytest.approx(list(0.6 * group_shares(data, exponent)))
     # The smallest corpus has been read more than once before the last phase, which leaves it out.
-    smallest = parts[1].train_datasets[2]
-    assert smallest.epochs_after(parts[1].train.next_packs(320)[2]) > 1
-    assert parts[2].train.next_packs(320)[2] == parts[2].train.next_packs(480)[2]
-    assert [row["data"] for row in plan.identity["phases"]] == [data.fingerprint for data in parts]
+    assert second.train_datasets[2].epochs_after(second.train.next_packs(320)[2]) > 1
+    assert third.train.next_packs(320)[2] == third.train.next_packs(480)[2]
 
 
 def test_a_corpus_that_phases_reach_by_other_paths_is_one(small_corpus, tmp_path):
@@ -165,33 +130,29 @@ def test_thousands_of_corpora_are_not_all_printed(group, capsys, monkeypatch):
     monkeypatch.setattr("megaenc.training.dry_run._HEADER_CORPORA", 2)
     monkeypatch.chdir(Path(group[2]).parent)  # short names fit the table
     relative = ["--data-path", "0.6", "*_text_document", "0.4", os.path.relpath(group[4]), *group[5:]]
-    flags = [*relative, *TEMPERED, *runs.SHORT_RUN, "--train-iters", "2", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
+    flags = [*relative, *TEMPERED, *runs.SHORT_RUN, "--exit-interval", "1", "--eval-interval", "0"]
     main([*flags, "--dry-run"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    first = lines.index(["corpus", "share", "tokens", "packs", "epochs", "left", "out"])
-    assert [line[0].split("/")[-1] for line in lines[first + 2 : first + 4]] == ["small_text_document", "deu_text_document"]
-    assert lines[first + 2][1:3] == ["40.00", "%"]
-    rest = " ".join(lines[first + 4])
-    assert rest.startswith("... 2 smaller corpora, 0 without a pack ") and "%" in rest
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    first = lines.index("corpus share tokens packs epochs left out") + 2
+    largest, second, rest = lines[first : first + 3]
+    assert "small_text_document 40.00 %" in largest and second.startswith("deu_text_document")
+    assert rest.startswith("... 2 smaller corpora, 0 without a pack ")
     main(flags)
     assert "; 2 smaller corpora" in capsys.readouterr().out
 
 
-def test_held_out_text_of_a_group_is_read_once(group):
+@pytest.mark.parametrize("batch", [8, 2000])
+def test_held_out_text_of_a_group_is_read_once(batch, group):
     """Also if it is less than a batch."""
-    from megaenc.training.trainer import Validator
-
-    options = ["--blend-temperature", "0", "--seq-length", "64", "--train-iters", "4", "--eval-iters", "1000"]
-    for batch in (8, 2000):
-        [part] = Validator(plan_of(*group, *options, "--global-batch-size", batch)).parts
-        assert part.packs.samples - batch < part.samples <= part.packs.samples
-        assert part.packs[part.samples - 1].epoch == 0
+    options = ["--blend-temperature", "0", "--train-iters", "4", "--eval-iters", "1000"]
+    [part] = Validator(plan_of(*group, *options, "--global-batch-size", batch)).parts
+    assert part.packs.samples - batch < part.samples <= part.packs.samples
+    assert part.packs[part.samples - 1].epoch == 0
 
 
 def test_losses_of_a_group_are_those_of_one_corpus(group, one_process):
     from megaenc.training.engine import Engine
-    from megaenc.training.trainer import Validator
 
     plan = plan_of(*group, *TEMPERED, *runs.SHORT_RUN)
-    result = Validator(plan)(Engine(plan, one_process))["objectives"]
-    assert all(list(scores["by_corpus"]) == [group[2], group[4]] for scores in result.values())
+    for scores in Validator(plan)(Engine(plan, one_process))["objectives"].values():
+        assert list(scores["by_corpus"]) == [group[2], group[4]]
