@@ -124,18 +124,6 @@ def test_so_many_tokens_with_growing_batches(small_corpus):
     assert (config.total_iters, config.tokens_after(8)) == (8, 1408)
 
 
-@pytest.mark.parametrize(
-    ("values", "complaint"),
-    [
-        (["2", "2"], "--rampup-batch-size 2 2: expected three numbers of 1 or more"),
-        (["2", "4", "30"], "steps of 4 do not lead from 2 to --global-batch-size 8"),
-        (["8", "2", "30"], "steps of 2 do not lead from 8 to --global-batch-size 8"),
-    ],
-)
-def test_what_cannot_grow_is_refused(values, complaint, small_corpus, refusal):
-    assert complaint in refusal(main, [*small_corpus.flags, *GROWING, "--rampup-batch-size", *values])
-
-
 @pytest.mark.multiprocess
 def test_ranks_agree_on_the_smallest_and_train_as_with_the_number(short_run, tmp_path):
     """9 packs fit on the first rank and 5 on the second; a share of 8 is then two rows of 4. A resumed run measures again."""

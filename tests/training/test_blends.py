@@ -62,8 +62,6 @@ def test_a_run_resumes_on_the_same_packs(group, tmp_path, refusal):
     main([*flags, *save])
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
     assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "whole")
-    branch = ["--train-iters", "20", "--branch-from", str(tmp_path / "run"), "--branch-at", "2"]
-    assert "data is" in refusal(main, [*flags, *branch, "--blend-temperature", "0.4"])
 
 
 def test_flags_without_effect_on_the_order_leave_the_identity(small_corpus):

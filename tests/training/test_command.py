@@ -54,24 +54,6 @@ def test_run_folder_holds_what_it_promises(short_run, tmp_path):
     assert "is complete: step 4 of 4" in again.stdout
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--objective-schedule", "mlm:0.8,clm:0.3"], "character 13 of 'mlm:0.8,clm:0.3': shares add up to 1.1, expected 1"),
-        (["--global-batch-size", "0"], "--global-batch-size: found 0, expected 1 or more"),
-        (["--num-attention-heads", "5"], "--hidden-size: found 64, expected a multiple of --num-attention-heads 5"),
-        (["--num-layer", "2"], "did you mean --num-layers"),
-        (["--lr", "0"], "--lr: found 0.0, expected a number above 0"),
-        (["--adam-beta1", "1.5"], "--adam-beta1: found 1.5, expected 0 or more and below 1"),
-        (["--tensor-model-parallel-size", "2"], "1 processes cannot be laid out as tensor parallel 2"),
-        (["--data-path", "nowhere"], "nowhere.idx: no such file"),
-        (["--tokenizer", "./nowhere"], "./nowhere: no such folder"),
-    ],
-)
-def test_wrong_flag_is_one_line(flags, complaint, short_run, refusal):
-    assert complaint in refusal(main, [*short_run, *flags])
-
-
 def test_tokenizer_without_a_mask_is_refused_for_mlm_alone(small_corpus, tmp_path, refusal):
     for extension in (".bin", ".idx"):
         shutil.copy(f"{small_corpus.prefix}{extension}", tmp_path / f"copy{extension}")

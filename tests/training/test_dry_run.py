@@ -115,7 +115,6 @@ def test_a_billion_steps_are_not_counted_one_by_one(printed):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--train-tokens", "1" + 30 * "0"], f"--train-tokens: found 1{30 * '0'}, expected at most 1,000,000,000 steps"),
         (
             ["--train-iters", "1" + 9 * "0", "--global-batch-size", "1" + 7 * "0", "--seq-length", "8192"],
             "tokens (--global-batch-size x --seq-length a step); expected at most 4,611,686,018,427,387,904",

@@ -34,9 +34,8 @@ def test_rows_name_what_each_step_trained(small_corpus, tmp_path, capsys):
     assert ", ... (13 phases); 8 packs" in capsys.readouterr().out, "not all of a long list"
     rows = runs.metrics(tmp_path / "run")
     assert [row["objective"] for row in rows] == names
-    assert [row["phase"] for row in rows[:8]] == [0, 1, 2, 2, 2, 2, 3, 4]
     assert set(runs.validations(tmp_path / "run")[-1]["objectives"]) == {
-        "clm", "mlm", FIXED, "mlm(mask=0.15,span=4.0)", "mlm(mask=0.4)", "mntp", "prefix_lm", "diffusion(low=0.1)",
+        "clm", "mlm", FIXED, "mlm(mask=0.15,span=4.0)", "mntp", "prefix_lm", "diffusion(low=0.1)",
         "gpt_bert(mask=0.3,causal=0.4)", "span_corruption", "mlm(mask=0.3)",
     }  # fmt: skip
 
@@ -74,15 +73,15 @@ def test_a_run_goes_on_with_the_same_teacher_alone_and_is_exported_without_it(di
     shutil.rmtree(own)
     convert(["to-hf", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
     assert "distill(teacher=" in (tmp_path / "hf/README.md").read_text()
-    assert "no such folder" in refusal(main, [*flags, "--save", str(tmp_path / "new")])
+    line = runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "new")], expect=2).stderr
+    assert "no such folder" in line
     assert not (tmp_path / "new").exists()
 
 
 def test_a_sum_with_weights_of_many_digits_trains_as_their_ratio(short_run, tmp_path):
     """A micro-batch of 512 tokens with these weights has a divisor above 2**31."""
     flags = [
-        *short_run, "--train-iters", "2", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "0",
-        "--micro-batch-size", "8", "--eval-interval", "0", "--no-bf16",
+        *short_run, "--exit-interval", "2", "--micro-batch-size", "8", "--eval-interval", "0",
     ]  # fmt: skip
     for name, schedule in (("digits", "sum(clm:0.8388607,mlm:1.6777215)"), ("ratio", "sum(clm:1,mlm:2)")):
         main([*flags, "--objective-schedule", schedule, "--save", str(tmp_path / name)])

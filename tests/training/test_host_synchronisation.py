@@ -83,7 +83,7 @@ def _by_truth(indices):
 
 @pytest.mark.parametrize(
     "wait",
-    [lambda x: float(x[0]), lambda x: x.tolist(), lambda x: x[x > 0], lambda x: torch.tensor([1.0, 2.0]), lambda x: x[[0, 2]]],
+    [lambda x: float(x[0]), lambda x: x.tolist(), lambda x: x[x > 0], lambda x: torch.tensor([1.0])],
 )
 def test_what_would_wait_is_seen(wait):
     with Waits() as waits:
@@ -91,19 +91,12 @@ def test_what_would_wait_is_seen(wait):
     assert waits.found
 
 
-@contextlib.contextmanager
-def engine_of(flags):
-    """The engine of a run in this process."""
-    from megaenc import backend
-
-    plan = plan_of(*flags)
-    device = backend.init_distributed(plan.settings.layout, plan.settings.seed)
+@pytest.fixture
+def engine_of(one_process):
+    """A function that returns the engine of a run in this process."""
     from megaenc.training.engine import Engine
 
-    try:
-        yield Engine(plan, device)
-    finally:
-        backend.destroy_distributed()
+    return lambda *flags: Engine(plan_of(*flags), one_process)
 
 
 def forward_and_backward(engine, objective, watched):
@@ -138,25 +131,25 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_micro_batch_asks_for_nothing_that_would_wait(way, short_run, monkeypatch):
+def test_a_micro_batch_asks_for_nothing_that_would_wait(way, short_run, engine_of, monkeypatch):
     """By the kernel that accelerators take, a stand-in for it; and by the other, which has the same gradient."""
-    with engine_of([*short_run, *WAYS[way]]) as engine:
-        from megaenc.model.attention import backends
-        from megaenc.model.layer import PackedAttention
+    engine = engine_of(*short_run, *WAYS[way])
+    from megaenc.model.attention import backends
+    from megaenc.model.layer import PackedAttention
 
-        monkeypatch.setattr(backends, "varlen_attn", in_documents)
-        monkeypatch.setattr("megaenc.model.linear_cross_entropy._is_on_host", lambda x: False)
-        for objective in OBJECTIVES:
-            norms = []
-            for backend in ("varlen", "sdpa"):
-                for module in engine.chunks[0].modules():
-                    if isinstance(module, PackedAttention):
-                        module.backend = backend
-                waits = Waits()
-                norms.append(forward_and_backward(engine, objective, waits))
-                assert waits.found == [], f"{objective} by {backend}"
-            assert norms[0] == pytest.approx(norms[1], rel=0.05 if way != "float32" else 1e-4)
-            assert norms[0] > 0
+    monkeypatch.setattr(backends, "varlen_attn", in_documents)
+    monkeypatch.setattr("megaenc.model.linear_cross_entropy._is_on_host", lambda x: False)
+    for objective in OBJECTIVES:
+        norms = []
+        for backend in ("varlen", "sdpa"):
+            for module in engine.chunks[0].modules():
+                if isinstance(module, PackedAttention):
+                    module.backend = backend
+            waits = Waits()
+            norms.append(forward_and_backward(engine, objective, waits))
+            assert waits.found == [], f"{objective} by {backend}"
+        assert norms[0] == pytest.approx(norms[1], rel=0.05 if way != "float32" else 1e-4)
+        assert norms[0] > 0
 
 
 class Copies(TorchDispatchMode):
@@ -197,7 +190,7 @@ def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, s
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, short_run):
+def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, short_run, engine_of):
     """torch raises where it would wait."""
 
     @contextlib.contextmanager
@@ -208,6 +201,6 @@ def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, short_
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    with engine_of([*short_run, "--bf16"]) as engine:
-        forward_and_backward(engine, objective, contextlib.nullcontext())  # kernels are chosen and compiled once
-        assert forward_and_backward(engine, objective, waiting_is_an_error()) > 0
+    engine = engine_of(*short_run, "--bf16")
+    forward_and_backward(engine, objective, contextlib.nullcontext())  # kernels are chosen and compiled once
+    assert forward_and_backward(engine, objective, waiting_is_an_error()) > 0

@@ -87,7 +87,7 @@ def test_what_was_the_newest_at_first_stays_so(continued, tmp_path):
     assert plan_of(*continued, "--save", tmp_path).identity == first.identity
 
 
-def test_skip_samples_is_where_the_data_begins(continued, parent, tmp_path):
+def test_skip_samples_is_where_the_data_begins(continued):
     """The parent reads 6 steps of 8 samples, so one that goes on after it in steps of 4 begins with sample 48."""
     skipping = plan_of(*continued, "--skip-samples", 40)
     assert [skipping.first_sample(step) for step in (1, 2)] == [40, 44]
@@ -95,14 +95,6 @@ def test_skip_samples_is_where_the_data_begins(continued, parent, tmp_path):
     after = plan_of(*continued, "--skip-samples", "parent")
     assert (after.first_sample(1), after.identity["skip_samples"], after.settings.start.skip_samples) == (48, 48, 48)
     assert plan_of(*continued, "--init-at", 4, "--skip-samples", "parent").first_sample(1) == 32
-
-    main([*continued, "--skip-samples", "parent", "--save", str(tmp_path / "run")])
-    third = plan_of(*continued, "--init-from", tmp_path / "run", "--skip-samples", "parent")
-    assert third.first_sample(1) == 48 + 4 * 4
-    assert [(stage.run, stage.step, stage.tokens) for stage in third.start.before] == [
-        (str(parent), 6, 6 * 8 * 64),
-        (str(tmp_path / "run"), 4, 4 * 4 * 64),
-    ]
 
 
 def test_rows_beyond_the_tokenizer_make_another_run(small_corpus):
@@ -120,12 +112,7 @@ def test_resumed_without_the_parent_it_is_bitwise_the_same(continued, parent, tm
     save = ["--save", str(tmp_path / "run")]
     main([*flags, "--save", str(tmp_path / "whole")])
     main([*flags, *save, "--exit-interval", "2"])
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert (config["init_from"], config["init_at"], config["skip_samples"]) == (str(away), 6, 48)
     assert "skip_samples is 48 there, 47 here" in refusal(main, [*flags, *save, "--skip-samples", "47"])
-    line = refusal(main, [*flags, *save, "--init-at", "4", "--skip-samples", "48"])
-    assert "start is weights of step 6 of run" in line
-
     shutil.rmtree(away)
     main([*flags, *save])  # as it was begun, `parent` and the newest checkpoint included
     assert "resuming after step 2" in capfd.readouterr().out
@@ -141,9 +128,11 @@ def test_a_run_that_began_with_weights_can_be_branched(continued, parent, tmp_pa
     start = ["--branch-from", str(tmp_path / "run"), "--branch-at", "2", "--save", str(tmp_path / "branch")]
     main(["--config", str(tmp_path / "run" / "config.yaml"), *start])
     assert runs.curve(tmp_path / "branch") == runs.curve(tmp_path / "run", after=2)
-    facts = facts_of(tmp_path / "branch")
-    assert facts["identity"]["skip_samples"] == 48
-    assert [stage["run"] for stage in facts["start"]["before"]] == [str(parent)]
+    third = plan_of(*continued, "--init-from", tmp_path / "branch", "--skip-samples", "parent")
+    assert third.first_sample(1) == 48 + 4 * 4
+    stages = [(stage.run, stage.step, stage.tokens) for stage in third.start.before]
+    assert stages[0] == (str(parent), 6, 6 * 8 * 64)
+    assert stages[-1] == (str(tmp_path / "branch"), 4, 4 * 4 * 64)
 
 
 def test_weights_of_the_other_precision_will_do(continued, tmp_path):
@@ -172,7 +161,6 @@ def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--init-at", "5"], "--init-at 5: "),
         (["--skip-samples", "parent", "--seed", "2"], "seed is 1 there, 2 here; its samples are numbered differently"),
         (["--skip-samples", "parent", "--seq-length", "32"], "seq_length is 64 there, 32 here"),
     ],

@@ -75,19 +75,6 @@ def test_identity_holds_the_schedule(style):
         WSDSchedule.from_identity({"lr": 2e-3, "train_iters": "100", **rate.identity})
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ({"lr_decay_style": "linear", "lr_wsd_decay_style": "cosine"}, "--lr-wsd-decay-style: found cosine with --lr-decay-sty"),
-        ({"lr_decay_style": "constant", "min_lr": 1e-4}, "--min-lr: found 0.0001 with --lr-decay-style constant, expected ano"),
-        ({"min_lr": 1.0}, "--min-lr: found 1, expected at most --lr 0.002"),
-    ],
-)
-def test_flags_without_effect_are_refused(flags, complaint):
-    with pytest.raises(InputError, match=complaint):
-        schedule(100, **flags)
-
-
 def test_another_style_on_the_command_line_overrides_the_files_decay(tmp_path):
     (tmp_path / "run.yaml").write_text("lr_wsd_decay_iters: 7\nlr_wsd_decay_style: cosine\n")
     config = ["--config", str(tmp_path / "run.yaml")]

@@ -66,9 +66,7 @@ def test_fewer_activations_are_kept(way, one_process):
     [
         (["--recompute-method", "block"], "--recompute-method: needs --recompute-granularity full, found none"),
         (["--recompute-num-layers", "0"], "--recompute-num-layers: found 0, expected 1 or more"),
-        ([*FULL, "--recompute-modules", "mlp"], "--recompute-modules: needs --recompute-granularity selective, found full"),
         ([*FULL, "--recompute-method", "block", "--recompute-num-layers", "5"], "found 5, expected at most the 4 layers"),
-        ([*WAYS["activation"], "--fp8-format", "hybrid"], "--recompute-modules activation: has no effect with --fp8-format"),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused(flags, complaint, small_corpus, refusal):

@@ -9,8 +9,8 @@ from megaenc.convert.to_hf import to_hf
 from megaenc.errors import InputError
 from megaenc.training.command import main
 
-RUN = [*runs.SHORT_RUN, "--num-layers", "4", "--no-bf16", "--eval-interval", "0", "--exit-interval", "1"]
-TIED = [*RUN, "--no-untie-embeddings-and-output-weights"]
+TIED = [*runs.SHORT_RUN, "--num-layers", "4", "--no-bf16", "--eval-interval", "0", "--exit-interval", "1"]
+TIED += ["--no-untie-embeddings-and-output-weights"]
 MODERNBERT = [
     "--normalization", "LayerNorm", "--norm-bias", "--activation", "gelu", "--embedding-norm", "--prediction-head",
     "--output-layer-bias", "--num-query-groups", "4",
@@ -54,8 +54,3 @@ def test_a_new_modernbert_goes_out_as_one(small_corpus, tied, tmp_path):
         to_hf(tmp_path / "run", tmp_path / "no", architecture="eurobert")
     with pytest.raises(InputError, match="--as modernbert: has no RMSNorm; expected --as eurobert"):
         to_hf(tied, tmp_path / "no", architecture="modernbert")
-
-
-def test_first_loss_is_not_that_of_two_matrices(small_corpus, tied, tmp_path):
-    main([*small_corpus.flags, *RUN, "--save", str(tmp_path / "run")])
-    assert runs.largest_difference("loss", tmp_path / "run", tied) > 1e-5
