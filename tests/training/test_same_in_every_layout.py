@@ -53,7 +53,7 @@ RUNS = {
     "usual": (FOUR_LAYERS, {"TP2 PP2": (4, [*TP2, *PP2]), "DP2": (2, SPLIT), "uneven chunks": (2, UNEVEN)}),
     "dropout": (
         DROPOUT,
-        {"SP": (2, SP), "PP2": (2, PP2), "DP2, other rows": (2, ["--micro-batch-size", "3"]), "recomputed": (1, RECOMPUTED)},
+        {"SP": (2, SP), "PP2": (2, PP2), "DP2, other rows": (2, ["--micro-batch-size", "4"]), "recomputed": (1, RECOMPUTED)},
     ),
     "tied": (TIED, {"SP": (2, SP), "interleaved": (2, INTERLEAVED)}),
     # Of the four ranks several share a weight; padded, two of them have parts of the embedding alone, and none of the norms.
