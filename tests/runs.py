@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -95,6 +96,48 @@ def checked(ended: subprocess.CompletedProcess, expect: int | None) -> subproces
         said = f"{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}"
         raise AssertionError(f"{ended.args} ended with {ended.returncode}, expected {expect}\n{said}")
     return ended
+
+
+class Running:
+    """A run in the background that saves to `folder`; in the block, `step` has been logged. All of it is killed at the end.
+
+    `command`: script and flags, or the interpreter's options before them.
+    """
+
+    def __init__(self, command: list[object], folder: Path, step: int = 3):
+        self.folder = folder
+        self.step = step
+        self.process = start([*command, "--save", folder])
+
+    def __enter__(self) -> "Running":
+        deadline = time.monotonic() + 120
+        while not self.has_logged():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, "the steps were not made"
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # workers of torchrun die with it
+        self.process.communicate()
+
+    def has_logged(self) -> bool:
+        log = self.folder / "metrics.jsonl"
+        lines = log.read_text().split("\n")[:-1] if log.exists() else []
+        return bool(lines) and json.loads(lines[-1])["step"] >= self.step
+
+    def end(self, timeout: float = 60) -> tuple[int, str, str]:
+        """Exit code, standard output and error."""
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+
+def start(words: list[object]) -> subprocess.Popen:
+    """Start Python with these `words`, in a session of its own."""
+    command = [sys.executable, *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, env=surroundings(), start_new_session=True)
 
 
 @functools.cache

@@ -24,12 +24,14 @@ def forge(file: Path, content: bytes) -> None:
     change_state(file.parent, lambda state: state["files"].update({file.name: entry}))
 
 
-def change_state(folder: Path, change: Callable[[dict], None]) -> None:
-    """Let `change` change the fields of a checkpoint's state.json, which gets the digest to match."""
+def change_state(folder: Path, change: Callable[[dict], object], has_digest: bool = True) -> None:
+    """Let `change` change the fields of a checkpoint's state.json, which gets the digest to match, or none."""
     state = json.loads((folder / "state.json").read_text())
     state.pop("sha256", None)
     change(state)
-    (folder / "state.json").write_text(json.dumps(state | {"sha256": json_digest(state)}))
+    if has_digest:
+        state["sha256"] = json_digest(state)
+    (folder / "state.json").write_text(json.dumps(state))
 
 
 def whole_checkpoint(folder: Path, step: int) -> None:

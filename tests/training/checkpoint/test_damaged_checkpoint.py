@@ -1,6 +1,6 @@
 """A damaged newest checkpoint is named, the one before it is used; without another the run ends with one line."""
 
-import json
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -10,8 +10,11 @@ import runs
 from checkpoint_helpers import change_state, flip_a_bit
 
 from megaenc.convert.command import main as convert
-from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, json_digest
+from megaenc.training.checkpoint.loader import CheckpointLoader
+from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError
 from megaenc.training.command import main
+
+TRACKER = "checkpoints/latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture
@@ -24,28 +27,87 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"iter_{step:07d}"
 
 
-def shard(run: Path, step: int) -> Path:
-    return sorted(checkpoint(run, step).glob("*.distcp"))[0]
-
-
 def flags(corpus, folder: Path) -> list[str]:
     return [*corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder)]
 
 
-def test_state_lists_every_file_with_its_checksum(saved_run):
-    folder = checkpoint(saved_run, 12)
-    state = json.loads((folder / "state.json").read_text())
-    assert sorted(state["files"]) == sorted(set(os.listdir(folder)) - {"state.json"})
-    assert all(entry["bytes"] == (folder / name).stat().st_size for name, entry in state["files"].items())
+def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
+    """The checksum of every file."""
+    files = [path for path in folder.rglob(pattern) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.slow
-def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
-    """Alone in its folder: of the other files only the sizes are looked at."""
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+DAMAGES = {
+    "state lost": lambda folder: (folder / "state.json").unlink(),
+    "state of another step": lambda folder: (folder / "state.json").write_text('{"step": 7}'),
+    "shard lost": lambda folder: (folder / "__0_0.distcp").unlink(),
+    "shard cut": lambda folder: cut_short(folder / "__0_0.distcp"),
+    "bit of a shard": lambda folder: flip_a_bit(folder / "__0_0.distcp"),
+    "bit of the index of torch": lambda folder: flip_a_bit(folder / ".metadata"),
+    "all lost": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_export_names_the_damage_and_the_others(name, copy, tmp_path, refusal):
+    DAMAGES[name](checkpoint(copy, 12))
+    line = refusal(convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])
+    assert str(checkpoint(copy, 12)) in line
+    assert "choose one of steps 4, 8 (--ckpt-step)" in line
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut_short])
+def test_the_steps_after_the_one_before_are_made_again(damage, small_corpus, saved_run, copy, capfd):
+    shard = checkpoint(copy, 12) / "__0_0.distcp"
+    damage(shard)
+    main([*flags(small_corpus, copy), "--exit-interval", "12"])
+    output = capfd.readouterr()
+    [line] = [line for line in output.out.splitlines() if str(shard) in line]
+    assert line.endswith("trying the checkpoint of step 8")
+    assert output.err == ""
+    for step in (4, 8):
+        assert digests(checkpoint(copy, step)) == digests(checkpoint(saved_run, step))
+    assert digests(checkpoint(copy, 12), "*.distcp") == digests(checkpoint(saved_run, 12), "*.distcp")
+    runs.assert_same_curve(copy, saved_run)
+
+
+@pytest.mark.multiprocess
+def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_path):
+    """A shard of the last rank is changed, and in another checkpoint what the run has come to."""
+    folder = tmp_path / "run"
+    command = [*flags(small_corpus, folder), "--use-distributed-optimizer", "--save-interval", "4", "--exit-interval", "12"]
+    runs.script(runs.PRETRAIN, command, processes=2)
+    curve = runs.curve(folder)
+    validations = runs.validations(folder)
+    saved = digests(checkpoint(folder, 12), "*.distcp")
+    assert sorted(saved) == ["__0_0.distcp", "__1_0.distcp"]
+    shard = checkpoint(folder, 12) / "__1_0.distcp"
+    flip_a_bit(shard)
+    state = checkpoint(folder, 8) / "state.json"
+    content = state.read_bytes()
+    assert b'"tokens": 4096' in content
+    state.write_bytes(content.replace(b'"tokens": 4096', b'"tokens": 4097'))
+    output = runs.script(runs.PRETRAIN, command, processes=2).stdout
+    assert f"{shard}: its content changed" in output
+    assert f"{state}: its content changed; the checkpoint is damaged: trying the checkpoint of step 4" in output
+    assert "resuming after step 4" in output
+    assert runs.curve(folder) == curve
+    assert runs.validations(folder) == validations
+    assert digests(checkpoint(folder, 12), "*.distcp") == saved
+
+
+def test_a_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
+    """Any that is looked at; of the other files only the sizes are."""
     checkpoints = CheckpointDir(shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints"))
-    file, expected = checkpoints.path(12) / "state.json", checkpoints.read_state(12)
-    content, changed = file.read_bytes(), []
-    for bit in range(8 * len(content)):
+    file = checkpoints.path(12) / "state.json"
+    expected = checkpoints.read_state(12)
+    content = file.read_bytes()
+    changed = []
+    for bit in range(0, 8 * len(content), 11):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
@@ -57,89 +119,31 @@ def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tm
     assert changed == []
 
 
+@pytest.mark.parametrize("wrong", [{"identity": None}, {"files": {}}, {"files": {"common.pt": {"bytes": 1}}}, {"tokens": "1"}])
+def test_a_state_with_fields_of_another_kind_is_damage(wrong, copy):
+    change_state(checkpoint(copy, 12), lambda state: state.update(wrong))
+    with pytest.raises(DamagedCheckpointError, match="not written by a save"):
+        CheckpointDir(copy / "checkpoints").read_state(12)
+
+
 @pytest.mark.parametrize("has_digest", [True, False])
 def test_a_checkpoint_of_an_earlier_version_is_one_line(has_digest, small_corpus, copy, tmp_path, refusal):
     """Which says what reads it; nothing is removed, and nothing begins anew."""
     for step in (4, 8, 12):
         (checkpoint(copy, step) / "index.json").unlink()
-        change_state(checkpoint(copy, step), lambda state: state["files"].pop("index.json"))
-        if not has_digest:
-            file = checkpoint(copy, step) / "state.json"
-            state = json.loads(file.read_text())
-            del state["sha256"]
-            file.write_text(json.dumps(state))
+        change_state(checkpoint(copy, step), lambda state: state["files"].pop("index.json"), has_digest)
     before = sorted(copy.rglob("*"))
     for command, more in ((main, flags(small_corpus, copy)), (convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])):
         line = refusal(command, more)
-        assert f"{checkpoint(copy, 12)}: has the format of before 2026-11-26" in line and "1effa6e8 reads it" in line
+        assert f"{checkpoint(copy, 12)}: has the format of before 2026-11-26" in line
+        assert "1effa6e8 reads it" in line
     assert sorted(copy.rglob("*")) == before
 
 
-@pytest.mark.parametrize("wrong", [{"identity": None}, {"files": {}}, {"files": {"common.pt": {"bytes": 1}}}, {"tokens": "1"}])
-def test_a_state_with_fields_of_another_kind_is_damage(saved_run, tmp_path, wrong):
-    shutil.copytree(checkpoint(saved_run, 12), tmp_path / "iter_0000012")
-    file = tmp_path / "iter_0000012" / "state.json"
-    state = json.loads(file.read_text()) | wrong
-    del state["sha256"]
-    file.write_text(json.dumps(state | {"sha256": json_digest(state)}))
-    with pytest.raises(DamagedCheckpointError, match="not written by a save"):
-        CheckpointDir(tmp_path).read_state(12)
-
-
-@pytest.mark.multiprocess
-def test_training_goes_on_from_the_one_before_and_ends_the_same(small_corpus, saved_run, copy):
-    """A flipped bit in one, a file cut short in another: found by two ranks, and the third goes on to the same end."""
-    damaged, cut = shard(copy, 12), checkpoint(copy, 8) / "common.pt"
-    flip_a_bit(damaged)
-    cut.write_bytes(cut.read_bytes()[:100])
-    more = ["--tensor-model-parallel-size", "2", "--exit-interval", "12"]
-    output = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), *more], processes=2).stdout.splitlines()
-    assert [
-        line
-        for line in output
-        if str(damaged) in line and "its content changed" in line and "trying the checkpoint of step 8" in line
-    ]
-    assert [line for line in output if f"{cut}: found 100 bytes" in line and "trying the checkpoint of step 4" in line]
-    assert "resuming after step 4" in "\n".join(output)
-    assert [row["step"] for row in runs.metrics(copy)] == list(range(1, 13))
-    assert [row["step"] for row in runs.validations(copy)] == [0, 10]
-    runs.assert_same_curve(copy, saved_run)
-    shutil.rmtree(checkpoint(copy, 8))  # the new one of step 12 has taken the damaged one's place, and is whole
-    assert "resuming after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
-
-
-@pytest.mark.parametrize("field", [b'"seed": 1', b'"tokens": 6144'])
-def test_a_flipped_bit_in_what_the_run_has_come_to_is_damage(field, small_corpus, saved_run, copy):
-    file = checkpoint(copy, 12) / "state.json"
-    content = file.read_bytes()
-    assert field in content
-    file.write_bytes(content.replace(field, field[:-1] + bytes([field[-1] ^ 1])))
-    output = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), "--exit-interval", "12"]).stdout
-    assert f"{file}: its content changed; the checkpoint is damaged: trying" in output
-    assert "resuming after step 8" in output
-    runs.assert_same_curve(copy, saved_run)
-
-
-def no_state(run, step):
-    (checkpoint(run, step) / "state.json").unlink()
-
-
-def no_shard(run, step):
-    shard(run, step).unlink()
-
-
-def odd_state(run, step):
-    (checkpoint(run, step) / "state.json").write_text('{"step": 7}')
-
-
-def no_folder(run, step):
-    shutil.rmtree(checkpoint(run, step))
-
-
 def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, capfd):
-    flip_a_bit(checkpoint(copy, 12) / ".metadata")
-    no_state(copy, 8)
-    no_folder(copy, 4)
+    DAMAGES["bit of the index of torch"](checkpoint(copy, 12))
+    DAMAGES["state lost"](checkpoint(copy, 8))
+    DAMAGES["all lost"](checkpoint(copy, 4))
     with pytest.raises(SystemExit) as stop:
         main(flags(small_corpus, copy))
     output = capfd.readouterr()
@@ -151,63 +155,51 @@ def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, 
     )
 
 
-@pytest.mark.parametrize("damage", [no_state, odd_state, no_shard, no_folder])
-def test_export_names_the_damage_and_the_others(damage, copy, tmp_path, refusal):
-    damage(copy, 12)
-    line = refusal(convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])
-    assert str(checkpoint(copy, 12)) in line
-    assert "choose one of steps 4, 8 (--ckpt-step)" in line
-
-
-def test_checkpoint_of_another_run_is_refused(small_corpus, copy, refusal):
+def test_the_checkpoint_of_another_run_is_refused_and_all_stay_as_they_are(small_corpus, copy, refusal):
     """Even where the one before it would do: it is no damage but a mistake."""
     change_state(checkpoint(copy, 12), lambda state: state["identity"].update(hidden_size=32))
+    before = digests(copy / "checkpoints")
     line = refusal(main, flags(small_corpus, copy))
-    assert f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, 64 here" in line
+    assert f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, 64 here; remove it" in line
+    assert digests(copy / "checkpoints") == before
 
 
 def test_a_tracker_that_is_no_number_is_refused(small_corpus, copy, refusal):
-    tracker = copy / "checkpoints" / "latest_checkpointed_iteration.txt"
-    tracker.write_text("twelve")
-    assert f"{tracker}: found 'twelve', expected the number of a step" in refusal(main, flags(small_corpus, copy))
+    (copy / TRACKER).write_text("twelve")
+    assert f"{copy / TRACKER}: found 'twelve', expected the number of a step" in refusal(main, flags(small_corpus, copy))
 
 
-def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy):
-    tracker = copy / "checkpoints" / "latest_checkpointed_iteration.txt"
-    assert tracker.read_text() == "12\n"
-    tracker.unlink()
+def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy, capfd):
+    (copy / TRACKER).unlink()
     leftover = copy / "checkpoints" / ".iter_0000016.0123456789abcdef"
     leftover.mkdir()
-    assert "resuming after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
+    main([*flags(small_corpus, copy), "--exit-interval", "13"])
+    assert "resuming after step 12" in capfd.readouterr().out
     assert not leftover.exists()
-    assert tracker.read_text() == "20\n"
+    assert (copy / TRACKER).read_text() == "13\n"
 
 
-def test_a_node_that_does_not_see_the_shards_says_so(copy, small_corpus, monkeypatch, refusal):
-    """Others have verified them."""
-    from megaenc.training.checkpoint.loader import CheckpointLoader
-
-    missing, verify = shard(copy, 12), CheckpointLoader.verify
-
-    def verify_elsewhere(self, *arguments):
-        state = verify(self, *arguments)
-        missing.unlink(missing_ok=True)
-        return state
-
-    monkeypatch.setattr(CheckpointLoader, "verify", verify_elsewhere)
-    message = refusal(main, flags(small_corpus, copy))
-    assert f"{missing}: not found on " in message and "expected a directory that all nodes share" in message
-
-
-def test_a_shard_that_is_cut_after_its_checksum_is_one_line(copy, small_corpus, monkeypatch, refusal):
-    from megaenc.training.checkpoint.loader import CheckpointLoader
-
-    cut, verify = shard(copy, 12), CheckpointLoader.verify
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (os.unlink, ("not found on ", "expected a directory that all nodes share")),
+        (lambda shard: os.truncate(shard, 1000), ("ends early",)),
+    ],
+    ids=["a node does not see it", "it is cut"],
+)
+def test_a_shard_that_changes_after_its_checksum_is_one_line(change, words, copy, small_corpus, monkeypatch, refusal):
+    shard = checkpoint(copy, 12) / "__0_0.distcp"
+    verify = CheckpointLoader.verify
+    changed = []
 
     def verify_before(self, *arguments):
         state = verify(self, *arguments)
-        os.truncate(cut, 1000)
+        if not changed:
+            changed.append(shard)
+            change(shard)
         return state
 
     monkeypatch.setattr(CheckpointLoader, "verify", verify_before)
-    assert f"{cut}: ends early" in refusal(main, flags(small_corpus, copy))
+    line = refusal(main, flags(small_corpus, copy))
+    for word in (f"{shard}: ", *words):
+        assert word in line

@@ -8,28 +8,26 @@ import pytest
 import runs
 from checkpoint_helpers import whole_checkpoint
 
+from megaenc.training.checkpoint import manager
 from megaenc.training.checkpoint.manager import CheckpointManager, checkpoints_to_delete
+from megaenc.training.command import main
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_every", "gone"),
+    ("rules", "gone"),
     [
-        (None, None, []),
-        (1, None, [10, 20, 30, 40]),
-        (2, None, [10, 20, 30]),
-        (9, None, []),
-        (None, 20, [10, 30]),
-        (2, 20, [10, 30]),
-        (3, 20, [10]),
+        ((None, None), []),
+        ((1, None), [10, 20, 30, 40]),
+        ((2, None), [10, 20, 30]),
+        ((9, None), []),
+        ((None, 20), [10, 30]),
+        ((3, 20), [10]),
+        ((1, None, (20, 35)), [10, 30, 40]),  # named steps stay and are not counted among the last
+        ((None, None, (20,)), []),
     ],
 )
-def test_rules_beside_a_checkpoint_of_step_50(keep_last, keep_every, gone):
-    assert checkpoints_to_delete([30, 10, 20, 40], keep_last, keep_every) == gone
-
-
-def test_named_steps_stay_and_are_not_counted_among_the_last():
-    assert checkpoints_to_delete([30, 10, 20, 40], 1, None, (20, 35)) == [10, 30, 40]
-    assert checkpoints_to_delete([30, 10, 20, 40], None, None, (20,)) == []
+def test_rules_beside_a_checkpoint_of_step_50(rules, gone):
+    assert checkpoints_to_delete([30, 10, 20, 40], *rules) == gone
 
 
 @pytest.fixture
@@ -39,32 +37,30 @@ def folder(tmp_path):
     return tmp_path
 
 
+def left_after(folder, newest=50, plan=None, **rules) -> list[int]:
+    checkpoints = CheckpointManager(folder, **rules)
+    checkpoints.delete_old(newest, plan)
+    return checkpoints.steps()
+
+
 def test_a_damaged_one_is_not_counted(folder):
-    checkpoints = CheckpointManager(folder, keep_last=2)
-    (checkpoints.path(40) / "__0_0.distcp").write_bytes(b"cut")
-    checkpoints.delete_old(50)
-    assert checkpoints.steps() == [30, 50]
+    (folder / "iter_0000040" / "__0_0.distcp").write_bytes(b"cut")
+    assert left_after(folder, keep_last=2) == [30, 50]
 
 
 def test_nothing_goes_beside_a_newest_that_is_damaged(folder):
-    checkpoints = CheckpointManager(folder, keep_last=1)
-    (checkpoints.path(50) / "state.json").unlink()
-    checkpoints.delete_old(50)
-    assert checkpoints.steps() == [10, 20, 30, 40, 50]
+    (folder / "iter_0000050" / "state.json").unlink()
+    assert left_after(folder, keep_last=1) == [10, 20, 30, 40, 50]
 
 
 def test_steps_that_a_run_has_gone_back_from_stay(folder):
-    checkpoints = CheckpointManager(folder, keep_last=1)
-    checkpoints.delete_old(30)
-    assert checkpoints.steps() == [30, 40, 50]
+    assert left_after(folder, newest=30, keep_last=1) == [30, 40, 50]
 
 
 def test_what_has_read_packs_that_the_run_leaves_out_is_not_counted(folder, monkeypatch):
     """As after a rewind from step 40 to 30 whose next save is at step 50: the one to fall back to is 30."""
-    monkeypatch.setattr("megaenc.training.checkpoint.manager.saw_same_data", lambda plan, state: state["step"] != 40)
-    checkpoints = CheckpointManager(folder, keep_last=2)
-    checkpoints.delete_old(50, plan=object())
-    assert checkpoints.steps() == [30, 50]
+    monkeypatch.setattr(manager, "saw_same_data", lambda plan, state: state["step"] != 40)
+    assert left_after(folder, plan=object(), keep_last=2) == [30, 50]
 
 
 def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
@@ -76,25 +72,19 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
         return read_text(path, *how, **more)
 
     monkeypatch.setattr(Path, "read_text", stale)
-    checkpoints = CheckpointManager(folder, keep_every=20)
-    checkpoints.delete_old(50)
-    assert checkpoints.steps() == [20, 40, 50]
+    assert left_after(folder, keep_every=20) == [20, 40, 50]
 
 
 def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypatch):
-    checkpoints = CheckpointManager(folder, keep_last=4)
-    monkeypatch.setattr(
-        "megaenc.training.checkpoint.manager.shutil.rmtree", lambda *how, **more: None
-    )  # as a kill there would have it
-    checkpoints.delete_old(50)
-    assert checkpoints.steps() == [20, 30, 40, 50]
+    monkeypatch.setattr(manager.shutil, "rmtree", lambda *how, **more: None)  # as a kill there would have it
+    assert left_after(folder, keep_last=4) == [20, 30, 40, 50]
     monkeypatch.undo()
-    assert [path.name[:14] for path in checkpoints.folder.glob(".*")] == [".iter_0000010."]
-    checkpoints.remove_leftovers()
-    assert list(checkpoints.folder.glob(".*")) == []
+    assert [path.name[:14] for path in folder.glob(".*")] == [".iter_0000010."]
+    CheckpointManager(folder).remove_leftovers()
+    assert list(folder.glob(".*")) == []
 
 
 def test_a_run_keeps_what_its_flags_say(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--save-interval", "2"]
-    runs.script(runs.PRETRAIN, [*flags, "--keep-last", "2", "--keep-every", "8"])
+    main([*flags, "--keep-last", "2", "--keep-every", "8"])
     assert CheckpointManager(tmp_path / "run" / "checkpoints").steps() == [8, 16, 18, 20]
