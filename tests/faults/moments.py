@@ -3,40 +3,30 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from faults.processes import marked
 
-# How often each is drawn. Saves are short: chance alone would seldom find them.
-KINDS = {"start": 4, "launch": 1, "step": 4, "save": 7, "publish": 4}
+# How often each is drawn, and the longest delay in seconds. Saves are short: chance alone would seldom find them.
+KINDS = {"start": (4, 10.0), "launch": (1, 0.3), "step": (4, 0.2), "save": (7, 0.05), "publish": (4, 0.0)}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How long things take here, in seconds: from the command to the first step, a step, and a save."""
-
-    start: float
-    step: float
-    save: float
-
-
-@dataclass(frozen=True)
 class Moment:
-    """`kind`; which of the steps to come (`ahead`) and how far into the moment (`into`, both 0 to 1); what is killed.
+    """`kind`; which of the steps to come (`ahead`, 0 to 1); seconds after it (`delay`); what is killed.
 
-    start: between the command and its first step. launch: when a launcher's workers begin. step: after a step was logged. save:
-    while a save is under way. publish: when a checkpoint has its name, and the tracker does not name it yet.
+    start: from the command on. launch: when a launcher's workers begin. step: after a step was logged. save: while a save is
+    under way. publish: when a checkpoint has its name, and the tracker does not name it yet.
 
     `launcher`: it is killed, if there is one, else a worker: `which` (0 to 1) of them.
     """
 
     kind: str
     ahead: float = 0.5
-    into: float = 0.5
+    delay: float = 0.0
     launcher: bool = False
     which: float = 0.0
 
@@ -44,16 +34,18 @@ class Moment:
     def draw(cls, random: Random, has_launcher: bool) -> "Moment":
         """Any, in the shares of KINDS."""
         kinds = [kind for kind in KINDS if has_launcher or kind != "launch"]
-        kind = random.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+        kind = random.choices(kinds, [KINDS[kind][0] for kind in kinds])[0]
+        _, longest = KINDS[kind]
         launcher = kind == "launch" or random.random() < 0.35
-        return cls(kind, random.random(), random.random(), launcher, random.random())
+        return cls(kind, random.random(), longest * random.random(), launcher, random.random())
 
 
 class FaultRun:
     """What a run folder shows, also while it is written to and after a kill."""
 
     def __init__(self, folder: Path):
-        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
 
     def tracked(self) -> int:
         """The step that the tracker names; 0 without one."""
@@ -72,9 +64,8 @@ class FaultRun:
 
     def leftovers(self) -> list[str]:
         """All that a kill has left half-written."""
-        return sorted(
-            str(path.relative_to(self.folder)) for path in self.folder.rglob(".*") if path.name not in (".lock", ".metadata")
-        )
+        hidden = [path for path in self.folder.rglob(".*") if path.name not in (".lock", ".metadata")]
+        return sorted(str(path.relative_to(self.folder)) for path in hidden)
 
     def rows(self) -> tuple[int, int]:
         """Which file holds the metrics now (each start puts a new one in its place) and how many rows; zeros without one."""
@@ -86,49 +77,35 @@ class FaultRun:
 
 
 class Watch:
-    """Looks at a command that is about to start and saves to `run`: construct it before."""
+    """Looks at a command that is about to start and makes `total` steps in `run`: construct it before."""
 
     def __init__(self, run: FaultRun, total: int):
-        self.run, self.total = run, total
-        self.old_attempts, (self.old_rows, _) = run.attempts(), run.rows()
+        self.run = run
+        self.old_attempts = run.attempts()
+        self.old_file, _ = run.rows()
+        self.first = max([run.tracked(), *run.steps()]) + 1
+        self.total = total
 
-    def wait(self, moment: Moment, process: subprocess.Popen, mark: str, pace: Pace) -> bool:
+    def wait(self, moment: Moment, process: subprocess.Popen, mark: str) -> bool:
         """Wait for `moment` of the `process` that has just been started; False where it ended before."""
-        self.process, began = process, time.monotonic()
-        if moment.kind == "start":
-            return self._until(lambda: time.monotonic() - began >= moment.into * pace.start or self._has_logged(1), every=0.01)
-        if moment.kind == "launch":  # mostly before the workers have seen to it that they die with their launcher
-            born = self._until(lambda: any(one.rank is not None for one in marked(mark)), every=0.002)
-            return born and self._sleep(0.3 * moment.into**2)
-        first = max([self.run.tracked(), *self.run.steps()]) + 1
         # In the first half of what is to come, so that there is something left for the next kill.
-        step = first + int(moment.ahead * max(1, (self.total - first + 1) // 2))
-        if moment.kind == "step":
-            return self._until(lambda: self._has_logged(step), every=0.001) and self._sleep(moment.into * pace.step)
-        if not self._until(lambda: self._fresh_attempt(step), every=0.001):
-            return False
-        attempt = self._fresh_attempt(step)
-        if moment.kind == "save":
-            return self._sleep(moment.into * pace.save)
-        target = attempt.with_name(attempt.name[1:].partition(".")[0]) if attempt else None
-        return bool(target) and self._until(lambda: target.exists() and not attempt.exists(), every=0)
-
-    def _has_logged(self, step: int) -> bool:
-        file, rows = self.run.rows()
-        return file != self.old_rows and rows >= step
-
-    def _fresh_attempt(self, step: int) -> Path | None:
-        """That of a save of `step` or a later one."""
-        return next((path for path in self.run.attempts() - self.old_attempts if int(path.name[6:13]) >= step), None)
-
-    def _until(self, come: Callable[[], object], every: float) -> bool:
-        while not come():
-            if self.process.poll() is not None:
+        step = self.first + int(moment.ahead * max(1, (self.total - self.first + 1) // 2))
+        while not self._has_come(moment.kind, step, mark):
+            if process.poll() is not None:
                 return False
-            if every:
-                time.sleep(every)
-        return True
+            time.sleep(0.001)
+        time.sleep(moment.delay)
+        return process.poll() is None
 
-    def _sleep(self, seconds: float) -> bool:
-        time.sleep(seconds)
-        return self.process.poll() is None
+    def _has_come(self, kind: str, step: int, mark: str) -> bool:
+        if kind == "launch":  # mostly before the workers have seen to it that they die with their launcher
+            return any(one.rank is not None for one in marked(mark))
+        if kind == "step":
+            file, rows = self.run.rows()
+            return file != self.old_file and rows >= step
+        if kind == "save":
+            return any(int(path.name[6:13]) >= step for path in self.run.attempts() - self.old_attempts)
+        if kind == "publish":
+            tracked = self.run.tracked()
+            return any(other > tracked for other in self.run.steps() if other >= step)
+        return True

@@ -1,25 +1,27 @@
 """Under torchrun a run goes on by itself when a worker or a node is lost, and is not begun again when it was to stop."""
 
-import contextlib
-import json
+import fcntl
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
-import psutil
 import pytest
 import runs
+from faults.ends import differences
+from faults.moments import FaultRun
+from faults.processes import start, wait_until_gone
 
 from megaenc.errors import InputError
 from megaenc.training.run_lock import RunLock
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
 FAULTY = str(runs.WORKERS / "fault_at_step.py")
 ENDLESS = ["--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0"]
+LONGER = ["--train-iters", "40", "--lr", "1e-3", "--log-interval", "1", "--eval-interval", "20", "--save-interval", "10"]
 
 
 def flags(small_corpus, folder, *more):
@@ -32,83 +34,46 @@ def undisturbed(small_corpus, tmp_path_factory):
     """The run of two processes that nothing happens to."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     runs.script(runs.PRETRAIN, flags(small_corpus, folder), processes=2)
-    return folder
-
-
-def assert_as_if_nothing_had_happened(folder, undisturbed):
-    """Every step once with the same numbers, the same weights and optimizer bit by bit, and nobody left."""
-    names = ("step", "loss", "accuracy", "grad_norm", "learning_rate", "tokens", "predicted_tokens", "flops")
-    actual, expected = ([[row[name] for name in names] for row in runs.metrics(run)] for run in (folder, undisturbed))
-    assert actual == expected
-    assert runs.validations(folder) == runs.validations(undisturbed)
-    actual, expected = (tensors(run, 20) for run in (folder, undisturbed))
-    assert len(actual) == 2
-    assert actual == expected
-    assert not [path for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")]
-    assert_nobody_works_in(folder)
-
-
-def tensors(folder, step):
-    """The checksums of the files of a checkpoint that hold its tensors."""
-    files = json.loads((folder / "checkpoints" / f"iter_{step:07d}" / "state.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
-
-
-def assert_nobody_works_in(folder):
-    deadline = time.monotonic() + 10  # what dies with its launcher may be on its way
-    while running := [line for line in map(command_line, psutil.process_iter()) if str(folder) in line]:
-        assert time.monotonic() < deadline, running
-        time.sleep(0.1)
-
-
-def command_line(process):
-    """Empty for a process that has gone."""
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
+    return FaultRun(folder)
 
 
 @pytest.mark.multiprocess
 def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, undisturbed, tmp_path):
     folder = tmp_path / "run"
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", FAULTY]
-    result = runs.run([*command, f"die:1:12:{tmp_path / 'struck'}", *flags(small_corpus, folder)])
+    result = runs.run([*STANDALONE, FAULTY, f"die:1:12:{tmp_path / 'struck'}", *flags(small_corpus, folder)])
     assert (tmp_path / "struck").exists()
     assert "from new weights" in result.stdout
     assert "resuming after step 10" in result.stdout
-    assert_as_if_nothing_had_happened(folder, undisturbed)
+    assert differences(FaultRun(folder), undisturbed, 20) == []
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus, tmp_path):
     folder = tmp_path / "run"
-    run_flags = flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01")
-    command = [*TORCHRUN, "--standalone", "--max-restarts", "2", "--nproc-per-node"]
-    result = runs.run([*command, "2", str(runs.PRETRAIN), *run_flags], expect=1)
+    command = [*STANDALONE, str(runs.PRETRAIN), *flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01")]
+    result = runs.run(command, expect=1)
     assert result.stdout.count("stopped by --exit-duration-in-mins") == 1
     assert "going on after" not in result.stdout
     assert result.stderr.count("failed (exitcode: 75)") == 3  # the run, and two that leave at once
     step = runs.metrics(folder)[-1]["step"]
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, step + 1))
 
-    another = runs.run([*command, "1", str(runs.PRETRAIN), *run_flags], expect=1)
+    another = runs.run(command, expect=1)
     assert f"resuming after step {step}" in another.stdout
     assert runs.metrics(folder)[-1]["step"] > step
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_wrong_input_is_said_once_and_not_tried_again(small_corpus, tmp_path):
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", str(runs.PRETRAIN)]
-    result = runs.run([*command, *flags(small_corpus, tmp_path / "run", "--lr", "-1")], expect=1)
+    result = runs.run([*STANDALONE, str(runs.PRETRAIN), *flags(small_corpus, tmp_path / "run", "--lr", "-1")], expect=1)
     assert [line for line in result.stderr.splitlines() if line.startswith("error:")] == [
         "error: --lr: found -1.0, expected a number above 0"
     ]
 
 
 def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
-    import fcntl
-
     held = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(InputError, match="another process is training in this directory"):
@@ -118,52 +83,44 @@ def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
 
 
 class Nodes:
-    """Agents of torchrun that make up one run on two nodes; killed at the end, whatever happens.
+    """Agents of torchrun, each with one rank, that make up one run on `count` nodes; killed at the end, whatever happens.
 
-    `count` and `processes`: for --nnodes and --nproc-per-node. `store_outside`: a process of its own holds the rendezvous,
-    instead of the first agent.
+    `store_outside`: a process of its own holds the rendezvous, instead of the first agent.
     """
 
-    def __init__(self, folder, run_flags, count="2", processes=1, store_outside=False):
-        self.folder, self.given, self.count, self.processes = folder, run_flags, count, processes
-        self.agents, self.store_outside = {}, store_outside
+    def __init__(self, folder, run_flags, count="2", store_outside=False):
+        self.folder = folder
+        self.flags = run_flags
+        self.agents = {}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        if store_outside:
-            self._open("store", [sys.executable, str(runs.ROOT / "examples" / "rendezvous_store.py"), str(self.port)])
-            self.wait_for(self._listens, "the store does not listen")
-
-    def _open(self, name, command):
-        """Start a process; what it says goes to a file of its name."""
-        environment = runs.surroundings() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/faults.md
-        with open(self.folder.with_name(name), "w") as out:
-            self.agents[name] = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-
-    def start(self, name, fault=""):
-        """Start an agent."""
+            port = str(free.getsockname()[1])
         # Seconds; a node is lost after 8, and others are waited for as long.
         conf = "join_timeout=240,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=8"
-        conf += ",is_host=0" if self.store_outside else ""
-        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", "127.0.0.1"]
-        size = ["--nnodes", self.count, "--nproc-per-node", str(self.processes), "--max-restarts", "2"]
+        if store_outside:
+            self._start("store", [sys.executable, str(runs.ROOT / "examples" / "rendezvous_store.py"), port])
+            conf += ",is_host=0"
+        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+        self.launcher = [*TORCHRUN, "--nnodes", count, "--max-restarts", "2", *where, "--rdzv-conf", conf]
+
+    def _start(self, name, command):
+        """What it says goes to a file of its name."""
+        command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *command]  # see docs/faults.md
+        self.agents[name] = start(command, str(self.folder), self.folder.with_name(name))
+
+    def start(self, name, fault=""):
         script = [FAULTY, f"{fault}:{self.folder.with_name('struck')}"] if fault else [str(runs.PRETRAIN)]
-        self._open(name, [*TORCHRUN, *size, *where, "--rdzv-conf", conf, *script, *self.given])
-        self.wait_for(self._listens, "the first agent holds no rendezvous")
+        self._start(name, [*self.launcher, *script, *self.flags])
 
-    def _listens(self):
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def wait_for(self, condition, otherwise="in vain", seconds=240):
+    def wait_for(self, condition, seconds=240):
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"{otherwise}\n{self.said()}"
+            assert time.monotonic() < deadline, self.said()
             time.sleep(0.1)
 
     def end(self, name):
         """The exit code of an agent."""
-        self.wait_for(lambda: self.agents[name].poll() is not None, f"{name} does not end")
+        self.wait_for(lambda: self.agents[name].poll() is not None)
         return self.agents[name].returncode
 
     def said(self):
@@ -182,76 +139,57 @@ class Nodes:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_node_that_is_lost_and_comes_back_is_joined_by_the_other(small_corpus, undisturbed, tmp_path):
+@pytest.mark.parametrize("lost", ["second", "first, which holds the rendezvous"])
+def test_a_node_that_is_lost_is_started_again(lost, small_corpus, undisturbed, tmp_path):
+    """The other waits for it; but without a rendezvous it ends, and is started again too."""
     folder = tmp_path / "run"
+    fault = "lose_launcher:any:12"
     with Nodes(folder, flags(small_corpus, folder)) as nodes:
-        nodes.start("first")
-        nodes.start("second", fault="lose_launcher:any:12")
-        assert nodes.end("second") == -signal.SIGKILL
+        nodes.start("first", "" if lost == "second" else fault)
+        nodes.start("second", fault if lost == "second" else "")
+        if lost == "second":
+            assert nodes.end("second") == -signal.SIGKILL
+            again = ["first", "second again"]
+        else:
+            assert nodes.end("first") == -signal.SIGKILL
+            assert nodes.end("second") == 1
+            assert not wait_until_gone(str(folder), 10)
+            nodes.start("first again")
+            again = ["first again", "second again"]
         nodes.start("second again")
-        assert [nodes.end("first"), nodes.end("second again")] == [0, 0], nodes.said()
+        assert [nodes.end(name) for name in again] == [0, 0], nodes.said()
         assert "resuming after step 10" in nodes.said()
-    assert_as_if_nothing_had_happened(folder, undisturbed)
+    assert differences(FaultRun(folder), undisturbed, 20) == []
+    assert not wait_until_gone(str(folder), 10)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_the_node_that_holds_the_rendezvous_is_lost_and_both_are_started_again(small_corpus, undisturbed, tmp_path):
+def test_a_run_goes_on_without_a_lost_node_and_lets_it_join(small_corpus, tmp_path):
+    """Also the first one, where the rendezvous is elsewhere."""
     folder = tmp_path / "run"
-    with Nodes(folder, flags(small_corpus, folder)) as nodes:
-        nodes.start("first", fault="lose_launcher:any:12")
-        nodes.start("second")
+    reference = tmp_path / "undisturbed"
+    runs.script(runs.PRETRAIN, flags(small_corpus, reference, *LONGER), processes=2)
+    with Nodes(folder, flags(small_corpus, folder, *LONGER), "1:2", store_outside=True) as nodes:
+        nodes.start("first", "lose_launcher:any:12")
+        nodes.start("second", "dawdle:any:12")
         assert nodes.end("first") == -signal.SIGKILL
-        assert nodes.end("second") == 1
-        assert_nobody_works_in(folder)
-        nodes.start("first again")
-        nodes.start("second again")
-        assert [nodes.end("first again"), nodes.end("second again")] == [0, 0], nodes.said()
-        assert "resuming after step 10" in nodes.said()
-    assert_as_if_nothing_had_happened(folder, undisturbed)
-
-
-LONGER = ["--train-iters", "40", "--lr", "1e-3", "--log-interval", "1", "--eval-interval", "20", "--save-interval", "10"]
-
-
-@pytest.fixture(scope="module")
-def of_four(small_corpus, tmp_path_factory):
-    """The undisturbed run of four processes."""
-    folder = tmp_path_factory.mktemp("of_four") / "run"
-    runs.script(runs.PRETRAIN, flags(small_corpus, folder, *LONGER), processes=4)
-    return folder
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize(("lost", "store_outside"), [("second", False), ("first", True)])
-def test_a_run_goes_on_without_a_lost_node_and_lets_it_join(lost, store_outside, small_corpus, of_four, tmp_path):
-    folder = tmp_path / "run"
-    [stays] = {"first", "second"} - {lost}
-    with Nodes(folder, flags(small_corpus, folder, *LONGER), "1:2", 2, store_outside) as nodes:
-        for name in ("first", "second"):
-            nodes.start(name, fault="lose_launcher:any:12" if name == lost else "dawdle:any:12")
-        assert nodes.end(lost) == -signal.SIGKILL
         nodes.wait_for(lambda: "resuming after step 10" in nodes.said())
         nodes.start("again")
-        assert [nodes.end(stays), nodes.end("again")] == [0, 0], nodes.said()
+        assert [nodes.end("second"), nodes.end("again")] == [0, 0], nodes.said()
         assert "stopped by SIGTERM" in nodes.said()
-    for name in ("loss", "grad_norm"):
-        assert [row[name] for row in runs.metrics(folder)] == pytest.approx(
-            [row[name] for row in runs.metrics(of_four)], rel=1e-6
-        )
+    runs.assert_same_curve(folder, reference, tolerance=1e-6)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("told", ["first", "second"])
-def test_a_stop_of_one_node_is_no_join(told, small_corpus, tmp_path):
+def test_a_stop_of_one_node_is_no_join(small_corpus, tmp_path):
     folder = tmp_path / "run"
-    with Nodes(folder, flags(small_corpus, folder, *ENDLESS), "1:2", 2) as nodes:
+    with Nodes(folder, flags(small_corpus, folder, *ENDLESS), "1:2") as nodes:
         nodes.start("first")
         nodes.start("second")
         nodes.wait_for(lambda: (folder / "metrics.jsonl").exists() and len(runs.metrics(folder)) > 3)
-        nodes.agents[told].terminate()
+        nodes.agents["second"].terminate()
         assert 0 not in [nodes.end("first"), nodes.end("second")]
         said = nodes.said()
     assert said.count("stopped by SIGTERM") == 1

@@ -3,8 +3,7 @@
 torch's fake process group stands in for the others, who answer as this rank would; a rank other than 0 receives what rank 0
 broadcast in an earlier call with the same FOLDER and NAME. On rank 0 all ranks' chunks are written, zeros in the place of others'
 state: the ranges are those that the optimizer would give each. FOLDER/NAME_R.json has, by phase (`start`, `load`, `step 1`,
-`save 3`, ...), collectives, groups, accesses to the store and to files of the run, bytes of files written, and seconds of
-processor time.
+`save 3`, ...), collectives, groups, accesses to the store and to files of the run, and bytes of files written.
 """
 
 import collections
@@ -17,91 +16,58 @@ import pickle
 import shutil
 import sys
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from collectives import Recorder
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  registers the backend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaenc.backend import prepare_megatron
 from megaenc.console import silence_libraries
 from megaenc.dist_env import get_rank, get_world_size
 
-# Of torch's operations: the argument with the tensors that a rank holds afterwards, and how the messages of a rank grow.
-LOG, LINEAR = "log", "linear"
-KINDS = {
-    "allreduce_": ("all-reduce", 0, LOG),
-    "allreduce_coalesced_": ("all-reduce", 0, LOG),
-    "barrier": ("barrier", None, LOG),
-    "broadcast_": ("broadcast", 0, LOG),
-    "_allgather_base_": ("all-gather", 0, LINEAR),
-    "allgather_into_tensor_coalesced_": ("all-gather", 0, LINEAR),
-    "allgather_": ("all-gather", 0, LINEAR),
-    "gather_": ("gather", 0, LINEAR),
-    "scatter_": ("scatter", 1, LINEAR),
-    "_reduce_scatter_base_": ("reduce-scatter", 1, LINEAR),
-    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1, LINEAR),
-}
 FILE_EVENTS = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink"}
 
 
-class Ledger(TorchDispatchMode):
-    """What this rank does in each phase."""
+class Ledger:
+    """What this rank does in each phase with files in `shared` and otherwise."""
 
     def __init__(self, shared: Path):
-        super().__init__()
-        self.phase, self.shared, self.own = "start", str(shared.resolve()), threading.get_ident()
+        self.shared = str(shared.resolve())
+        self.phase = "start"
         self.counts = collections.defaultdict(collections.Counter)
-        self.seconds, self.begin = collections.Counter(), time.process_time()
-
-    def enter(self, phase: str) -> None:
-        now = time.process_time()
-        self.seconds[self.phase] += now - self.begin
-        self.phase, self.begin = phase, now
+        self.own_thread = threading.get_ident()
 
     def add(self, name: str, number: int = 1) -> None:
-        if threading.get_ident() == self.own:
+        """Count what this thread does."""
+        if threading.get_ident() == self.own_thread:
             self.counts[self.phase][name] += number
 
-    @contextlib.contextmanager
-    def pause(self):
-        """Count nothing in the block, and no time."""
-        phase = self.phase
-        self.enter("others")
-        yield
-        self.enter(phase)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.record(func._schema.name.removeprefix("c10d::"), args)
-        return func(*args, **(kwargs or {}))
-
-    def record(self, name: str, args) -> None:
-        kind, number, growth = KINDS[name]
-        [group] = [
-            dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
-        ]
-        tensors = [] if number is None else torch.utils._pytree.tree_leaves(args[number])
-        size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
+    def record(self, kind: str, group: dist.ProcessGroup, size: int) -> None:
         ranks = group.size()
         if ranks > 1:
             self.add(f"{kind} calls")
             self.add(f"{kind} bytes", size)
-            self.add(f"{growth} messages", math.ceil(math.log2(ranks)) if growth == LOG else ranks - 1)
+            if kind in ("all-reduce", "broadcast", "barrier"):
+                self.add("log messages", math.ceil(math.log2(ranks)))
 
     def audit(self, event: str, args) -> None:
-        if event in FILE_EVENTS and isinstance(args[0], (str, Path)) and str(args[0]).startswith(self.shared):
+        if event in FILE_EVENTS and self.is_shared(args[0]):
             self.counts[self.phase][f"file {event.removeprefix('os.')}"] += 1  # in any thread
 
-    def write(self, file: Path) -> None:
-        self.enter("end")
-        self.counts.pop("others", None)
-        phases = {name: dict(sorted(counts.items())) | {"seconds": self.seconds[name]} for name, counts in self.counts.items()}
-        file.write_text(json.dumps(phases, indent=1))
+    def is_shared(self, path) -> bool:
+        return isinstance(path, (str, Path)) and str(path).startswith(self.shared)
+
+    @contextlib.contextmanager
+    def pause(self):
+        """Count nothing in the block."""
+        phase = self.phase
+        self.phase = "others"
+        yield
+        self.phase = phase
 
 
 class LedgerStore(dist.Store):
@@ -109,7 +75,8 @@ class LedgerStore(dist.Store):
 
     def __init__(self, ledger: Ledger):
         super().__init__()
-        self.ledger, self.values = ledger, {}
+        self.ledger = ledger
+        self.values = {}
 
     def clone(self):
         return self
@@ -151,14 +118,17 @@ def chunks_of(engine, rank: int) -> list:
                     ranges |= {id(weight): places["param"] for weight, places in bucket["param_map"].items()}
             buffer.data_parallel_group = group
     weights = [weight for chunk in engine.chunks for weight in chunk.parameters()]
-    prefixes = {tensor.prefix: tensor.values.dtype for tensor in list_engine_state(engine)}
+    tensors = list_engine_state(engine)
+    dtypes = {tensor.prefix: tensor.values.dtype for tensor in tensors}
     found = []
-    for tensor in (tensor for tensor in list_engine_state(engine) if not tensor.prefix):
-        if at := ranges.get(id(weights[tensor.number])):
-            own = range(at.start, at.end)
-            for prefix, dtype in prefixes.items():
-                part = {"prefix": prefix, "values": torch.zeros(len(own), dtype=dtype), "start": at.start, "own": own}
-                found += dataclasses.replace(tensor, **part).chunks()
+    for tensor in tensors:
+        at = ranges.get(id(weights[tensor.number]))
+        if tensor.prefix or not at:
+            continue
+        own = range(at.start, at.end)
+        for prefix, dtype in dtypes.items():
+            zeros = torch.zeros(len(own), dtype=dtype)
+            found += dataclasses.replace(tensor, prefix=prefix, values=zeros, start=at.start, own=own).chunks()
     return found
 
 
@@ -166,7 +136,9 @@ def pretend_to_save(ledger: Ledger) -> None:
     """Let rank 0 write the chunks of all ranks, and others theirs into a folder that rank 0 has published already."""
     from megaenc.training.checkpoint import manager
 
-    write, publish, list_state = manager.write_chunks, manager.publish_chunks, manager.list_engine_state
+    write = manager.write_chunks
+    publish = manager.publish_chunks
+    list_state = manager.list_engine_state
     engines = []
 
     def remember(engine):
@@ -176,35 +148,33 @@ def pretend_to_save(ledger: Ledger) -> None:
     def write_and_count(folder, rank, chunks):
         folder.mkdir(exist_ok=True)
         write(folder, rank, chunks)
-        written = [file.stat().st_size for file in folder.glob(f"__{rank}_0.*")]
-        ledger.counts[ledger.phase]["chunk files"] += len(written)
-        ledger.counts[ledger.phase]["chunk bytes"] += sum(written)
+        ledger.counts[ledger.phase]["chunk bytes"] += sum(file.stat().st_size for file in folder.glob(f"__{rank}_0.*"))
         if get_rank():
             shutil.rmtree(folder)
 
     def publish_all(folder, ranks, updates):
+        fsync = os.fsync
+        os.fsync = lambda file: None
         with ledger.pause():
-            fsync, os.fsync = os.fsync, lambda file: None
             for rank in range(1, ranks):
                 write(folder, rank, chunks_of(engines[0], rank))
-            os.fsync = fsync
-        before, begin = set(folder.iterdir()), time.perf_counter()
+        os.fsync = fsync
         digests = publish(folder, ranks, updates)
+        index = folder / "index.json"
         counts = ledger.counts[ledger.phase]
-        counts["publishing seconds"] = time.perf_counter() - begin
-        counts["index bytes"] = sum(file.stat().st_size for file in {*folder.iterdir()} - before)
-        counts["chunks"] = len(json.loads((folder / "index.json").read_text())["chunks"])
+        counts["index bytes"] = index.stat().st_size
+        counts["chunks"] = len(json.loads(index.read_text())["chunks"])
         return digests
 
-    manager.write_chunks, manager.publish_chunks, manager.list_engine_state = write_and_count, publish_all, remember
+    manager.write_chunks = write_and_count
+    manager.publish_chunks = publish_all
+    manager.list_engine_state = remember
 
 
-def pretend(ledger: Ledger, sent: Path) -> None:
-    """Replace process groups and store by fakes, and let `ledger` follow the phases by the watchdog."""
-    prepare_megatron()
+def pretend_to_have_groups(ledger: Ledger, sent: Path) -> None:
+    """Replace process groups and store by fakes; broadcast objects go to files in `sent`."""
     from megaenc.backend import initialize
     from megaenc.training.distributed import collectives, watchdog
-    from megaenc.training.engine import Engine
 
     store = LedgerStore(ledger)
 
@@ -217,7 +187,6 @@ def pretend(ledger: Ledger, sent: Path) -> None:
 
     def new_fake_group(ranks=None, backend=None, **options):
         is_member = ranks is None or get_rank() in ranks
-        ledger.add("groups called")
         ledger.add("groups joined", is_member)
         if backend == "gloo" and is_member:  # which connects each pair of ranks when it is made
             ledger.add("gloo connections", len(ranks) - 1)
@@ -225,15 +194,10 @@ def pretend(ledger: Ledger, sent: Path) -> None:
 
     dist.new_group = new_fake_group
     broadcast = dist.broadcast_object_list
-    sent.mkdir(parents=True, exist_ok=True)
-    numbers = collections.Counter()
-
-    def next_file(kind):
-        numbers[kind] += 1
-        return sent / f"{kind}_{numbers[kind]}"
+    files = (sent / str(number) for number in range(10_000))
 
     def broadcast_as_rank_0(object_list, src=None, group=None, device=None, **options):
-        file = next_file("broadcast")
+        file = next(files)
         if group is not None and group.size() == 1:
             return
         if get_rank() == 0:
@@ -243,36 +207,49 @@ def pretend(ledger: Ledger, sent: Path) -> None:
         broadcast(list(object_list), src=get_rank(), group=group)  # counts; a fake one changes nothing
 
     dist.broadcast_object_list = broadcast_as_rank_0
-    pretend_to_save(ledger)
-    build, beat, stat = Engine.__init__, watchdog.Watchdog.beat, os.stat
+
+
+def follow(ledger: Ledger) -> None:
+    """Let `ledger` follow the phases by the watchdog, and count looks at files."""
+    from megaenc.training.distributed import watchdog
+    from megaenc.training.engine import Engine
+
+    build = Engine.__init__
+    beat = watchdog.Watchdog.beat
+    stat = os.stat
 
     def build_with_weights(self, plan, backend, init_weights):  # no other rank sends any
         build(self, plan, backend)
 
-    Engine.__init__ = build_with_weights
-
     def beat_and_mark(self, kind, step):
         if kind != "start":
-            ledger.enter(f"{kind} {step}" if kind in ("step", "save") else kind)
+            ledger.phase = f"{kind} {step}" if kind in ("step", "save") else kind
         return beat(self, kind, step)
 
     def counted_stat(path, *args, **options):
-        if isinstance(path, (str, Path)) and str(path).startswith(ledger.shared):
+        if ledger.is_shared(path):
             ledger.add("file stat")
         return stat(path, *args, **options)
 
-    watchdog.Watchdog.beat, os.stat = beat_and_mark, counted_stat
+    Engine.__init__ = build_with_weights
+    watchdog.Watchdog.beat = beat_and_mark
+    os.stat = counted_stat
 
 
 def main(folder: Path, name: str, flags: list[str]) -> None:
     ledger = Ledger(folder / "run")
-    pretend(ledger, folder / name)
+    prepare_megatron()
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    pretend_to_have_groups(ledger, folder / name)
+    pretend_to_save(ledger)
+    follow(ledger)
     from megaenc.training import command
 
     sys.addaudithook(ledger.audit)
-    with ledger, contextlib.suppress(SystemExit):
+    with Recorder(ledger.record), contextlib.suppress(SystemExit):
         command.main([*flags, "--save", str(folder / "run")], prog="many_ranks.py")
-    ledger.write(folder / f"{name}_{get_rank()}.json")
+    ledger.counts.pop("others", None)
+    (folder / f"{name}_{get_rank()}.json").write_text(json.dumps(ledger.counts))
 
 
 if __name__ == "__main__":
