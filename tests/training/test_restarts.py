@@ -94,7 +94,8 @@ class Nodes:
         self.agents = {}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+            self.address = free.getsockname()
+        port = str(self.address[1])
         # Seconds; a node is lost after 8, and others are waited for as long.
         conf = "join_timeout=240,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=8"
         if store_outside:
@@ -107,6 +108,11 @@ class Nodes:
         """What it says goes to a file of its name."""
         command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *command]  # see docs/faults.md
         self.agents[name] = start(command, str(self.folder), self.folder.with_name(name))
+        self.wait_for(self._listens)  # the first to come holds the rendezvous
+
+    def _listens(self):
+        with socket.socket() as probe:
+            return probe.connect_ex(self.address) == 0
 
     def start(self, name, fault=""):
         script = [FAULTY, f"{fault}:{self.folder.with_name('struck')}"] if fault else [str(runs.PRETRAIN)]
