@@ -1,4 +1,4 @@
-"""Up to which step two schedules train the same, and what a run's start makes of its identity."""
+"""Up to which step two schedules train the same."""
 
 import pytest
 from counting import counted
@@ -6,7 +6,6 @@ from counting import counted
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
 from megaenc.training.parent_run import first_differing_step
-from megaenc.training.run_init import Ancestor, RunInit
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
@@ -45,11 +44,3 @@ def test_a_comparison_at_the_length_of_the_study_does_not_look_at_each_step_anew
     step, calls = counted(difference, ("2100x(clm:10,mlm:10)", 42_000), ("1000x(clm:10,mlm:10),mlm:2000", 22_000), 20_000)
     assert step is None
     assert calls < 20 * 20_000
-
-
-def test_a_start_is_read_back_and_says_nothing_where_there_is_nothing():
-    start = RunInit("branch", "a", 15, "0123", 96, 10, 9, 8.0, 1, 2, ("7",), (Ancestor("b", 3, "clm", 5),))
-    assert RunInit.from_run_metadata({"start": {**vars(start), "before": [vars(stage) for stage in start.before]}}) == start
-    assert start.identity == {"start": "branch at step 15 of run 0123", "skip_samples": 96} and start.step == 15
-    assert RunInit.from_run_metadata({}) == RunInit()
-    assert RunInit().identity == {}

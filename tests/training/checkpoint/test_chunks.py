@@ -1,7 +1,6 @@
 """Chunks of tensors: how ranges are cut, what the files hold, and who can read them."""
 
 import json
-import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,56 +13,27 @@ from torch.distributed import checkpoint as torch_checkpoint
 from megaenc.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_process")
-SHAPES = {"matrix": (7, 5), "vector": (33,), "one column": (9, 1), "one row": (1, 12)}
+SHAPES = [((7, 5), torch.float32), ((7, 5), torch.bfloat16), ((33,), torch.float32), ((9, 1), torch.float32)]
 
 
-def place(shape, whole=None, offset=None, layers=0, **more):
-    """The place of a matrix in a whole one, or in that of layer 1 of so many."""
+def place(shape, whole=None, offset=None, **more):
+    """The place of a matrix in a whole one."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    lead = (layers,) if layers else ()
-    whole = (*lead, *(whole or shape))
-    offset = (*[1 for _ in lead], *(offset or (0,) * len(shape)))
-    return ShardedTensor("w", None, torch.float32, shape, whole, offset, None, prepend_axis_num=len(lead), **more)
+    return ShardedTensor("w", None, torch.float32, shape, whole or shape, offset or (0,) * len(shape), None, **more)
 
 
-@pytest.mark.parametrize("limit", [32 << 20, 12])
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_range_is_cut_into_rectangles_that_hold_it(name, limit, monkeypatch):
-    """Every range, against the flat elements of the matrix; at most three but for those that are too large."""
-    from megaenc.training.checkpoint import state_tensors
-
-    monkeypatch.setattr(state_tensors, "MAX_CHUNK_BYTES", limit)
-    shape = SHAPES[name]
-    most = 0
-    elements = torch.arange(math.prod(shape), dtype=torch.float32)
-    for start in range(elements.numel()):
-        for stop in range(start + 1, elements.numel() + 1):
-            whole = torch.full((2, *shape), -1.0)
-            chunks = list(state_tensors.cut_range(place(shape, layers=2), elements[start:stop], start))
-            for chunk in chunks:
-                layer, *rows = chunk.global_slice()
-                assert (whole[layer][tuple(rows)] == -1).all(), "twice"
-                whole[layer][tuple(rows)] = chunk.data
-                assert chunk.data.nbytes <= limit
-            inside = (elements >= start) & (elements < stop)
-            assert torch.equal(whole[1].flatten(), torch.where(inside, elements, -1.0))
-            assert (whole[0] == -1).all()
-            most = max(most, len(chunks))
-    assert most <= 3 or limit == 12
-    assert most >= 3 or name != "matrix"
-
-
-def write(folder, generator, shape, parts, dtype=torch.float32):
-    """Write random elements, as one of a few ranks after the other with ranges of the flat ones; returns them."""
+def write(folder, whole, bounds):
+    """Write a matrix as one of a few ranks after the other with ranges of its flat elements, which end at `bounds`."""
     from megaenc.training.checkpoint.chunk_files import publish_chunks, write_chunks
-    from megaenc.training.checkpoint.state_tensors import cut_range
+    from megaenc.training.checkpoint.state_tensors import MAX_CHUNK_BYTES, cut_range
 
-    values = torch.randn(shape).to(dtype)
-    bounds = sorted(generator.randint(0, values.numel()) for _ in range(parts - 1))
-    for rank, (start, stop) in enumerate(zip([0, *bounds], [*bounds, values.numel()], strict=True)):
-        write_chunks(folder, rank, list(cut_range(place(shape), values.flatten()[start:stop], start)))
-    return values, publish_chunks(folder, parts, 3)
+    for rank, (start, stop) in enumerate(zip([0, *bounds], [*bounds, whole.numel()], strict=True)):
+        chunks = list(cut_range(place(tuple(whole.shape)), whole.flatten()[start:stop], start))
+        assert len(chunks) <= 3 or MAX_CHUNK_BYTES < 64
+        assert all(chunk.data.nbytes <= MAX_CHUNK_BYTES for chunk in chunks)
+        write_chunks(folder, rank, chunks)
+    return publish_chunks(folder, len(bounds) + 1, 3)
 
 
 def open_reader(folder, digests):
@@ -73,24 +43,30 @@ def open_reader(folder, digests):
     return ChunkReader(folder, chunks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SHAPES)
-def test_any_rectangle_is_read_from_any_chunks(name, dtype, tmp_path):
-    generator = random.Random(name)
-    shape = SHAPES[name]
-    values, digests = write(tmp_path, generator, shape, 4, dtype)
-    reader = open_reader(tmp_path, digests)
-    for _ in range(60):
-        offset = [generator.randrange(size) for size in shape]
-        size = [generator.randint(1, end - start) for start, end in zip(offset, shape, strict=True)]
-        part = replace(place(tuple(size), shape, tuple(offset)), data=torch.full(size, 9.0))
-        reader.read([part])
-        assert torch.equal(part.data, values[part.global_slice()].float())
+@pytest.mark.parametrize("limit", [32 << 20, 12])
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
+def test_any_rectangle_is_read_from_any_ranges(shape, dtype, limit, tmp_path, monkeypatch):
+    from megaenc.training.checkpoint import state_tensors
+
+    monkeypatch.setattr(state_tensors, "MAX_CHUNK_BYTES", limit)
+    generator = random.Random(limit)
+    for turn in range(6):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        values = torch.randn(shape).to(dtype)
+        bounds = sorted(generator.randint(0, values.numel()) for _ in range(turn))
+        reader = open_reader(folder, write(folder, values, bounds))
+        for _ in range(20):
+            offset = [generator.randrange(size) for size in shape]
+            size = [generator.randint(1, end - start) for start, end in zip(offset, shape, strict=True)]
+            part = replace(place(tuple(size), shape, tuple(offset)), data=torch.full(size, 9.0))
+            reader.read([part])
+            assert torch.equal(part.data, values[part.global_slice()].float())
 
 
 def test_rows_that_pad_the_vocabulary_are_zero_or_left_out(tmp_path):
-    values, digests = write(tmp_path, random.Random(1), (8, 6), 3)
-    reader = open_reader(tmp_path, digests)
+    values = torch.randn(8, 6)
+    reader = open_reader(tmp_path, write(tmp_path, values, [5, 20]))
     for rows in (5, 8, 12):
         part = replace(place((rows, 6), allow_shape_mismatch=True), data=torch.full((rows, 6), 9.0))
         reader.read([part])
@@ -107,29 +83,26 @@ def test_rows_that_pad_the_vocabulary_are_zero_or_left_out(tmp_path):
         reader.shape("v")
 
 
-def test_torch_and_megatron_read_the_same(tmp_path):
+def test_torch_and_megatron_read_the_same(saved_run):
+    """All that a run saves, layers one above the other in one tensor."""
     from megatron.core import dist_checkpointing
 
-    values, digests = write(tmp_path, random.Random(2), (40, 60), 2)
-    assert sum(entry["bytes"] for entry in digests.values()) < 2 * values.nbytes, "each chunk without the elements of others"
-    state = {"w": torch.zeros(40, 60)}
-    torch_checkpoint.load(state, checkpoint_id=str(tmp_path), no_dist=True)
-    assert torch.equal(state["w"], values)
-    assert torch.equal(dist_checkpointing.load_plain_tensors(str(tmp_path))["w"], values)
-    assert dist_checkpointing.load_common_state_dict(str(tmp_path)) == {"optimizer": {"param_groups": [{"step": 3}]}}
-
-
-def test_what_a_run_saves_is_read_by_torch(saved_run):
     folder = saved_run / "checkpoints" / "iter_0000012"
     reader = open_reader(folder, json.loads((folder / "state.json").read_text())["files"])
     metadata = torch_checkpoint.FileSystemReader(str(folder)).read_metadata()
     tensors = {key: torch.zeros(entry.size, dtype=entry.properties.dtype) for key, entry in metadata.state_dict_metadata.items()}
     torch_checkpoint.load(tensors, checkpoint_id=str(folder), no_dist=True)
     assert any(key.startswith("optimizer.state.exp_avg_sq.model.decoder") for key in tensors)
+    size = sum(values.nbytes for values in tensors.values())
+    assert (folder / "__0_0.distcp").stat().st_size < 1.2 * size, "each chunk without the elements of others"
+    others = dist_checkpointing.load_plain_tensors(str(folder))
     for key, values in tensors.items():
         part = replace(place(tuple(values.shape)), key=key, data=torch.full_like(values, 9.0), dtype=values.dtype)
         reader.read([part])
         assert torch.equal(part.data, values), key
+        assert torch.equal(others[key], values), key
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    assert common == {"optimizer": {"param_groups": [{"step": 12}]}}
 
 
 def entries(*boxes, shape):
@@ -179,8 +152,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_machine(tmp_path):
     """The error of an open file names no file; the checkpoint is not called damaged."""
     from megaenc.training.checkpoint_dir import CheckpointReadError, file_digest, name_machine
 
-    _, digests = write(tmp_path, random.Random(3), (8, 6), 1)
-    reader = open_reader(tmp_path, digests)
+    reader = open_reader(tmp_path, write(tmp_path, torch.randn(8, 6), []))
     shard = tmp_path / "__0_0.distcp"
     shard.unlink()
     shard.symlink_to("/proc/self/mem")  # opens, and fails to read

@@ -60,21 +60,6 @@ def test_export_names_the_damage_and_the_others(name, copy, tmp_path, refusal):
     assert "choose one of steps 4, 8 (--ckpt-step)" in line
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, cut_short])
-def test_the_steps_after_the_one_before_are_made_again(damage, small_corpus, saved_run, copy, capfd):
-    shard = checkpoint(copy, 12) / "__0_0.distcp"
-    damage(shard)
-    main([*flags(small_corpus, copy), "--exit-interval", "12"])
-    output = capfd.readouterr()
-    [line] = [line for line in output.out.splitlines() if str(shard) in line]
-    assert line.endswith("trying the checkpoint of step 8")
-    assert output.err == ""
-    for step in (4, 8):
-        assert digests(checkpoint(copy, step)) == digests(checkpoint(saved_run, step))
-    assert digests(checkpoint(copy, 12), "*.distcp") == digests(checkpoint(saved_run, 12), "*.distcp")
-    runs.assert_same_curve(copy, saved_run)
-
-
 @pytest.mark.multiprocess
 def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_path):
     """A shard of the last rank is changed, and in another checkpoint what the run has come to."""

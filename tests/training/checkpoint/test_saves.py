@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +13,6 @@ from checkpoint_helpers import assert_only_step_4, errors
 
 from megaenc.errors import LocalInputError
 from megaenc.training.checkpoint.manager import CheckpointManager
-from megaenc.training.distributed.signals import EXIT_STOPPED
 
 SLOW = runs.WORKERS / "slow_disk.py"
 TWO_UPDATES_LATER = ["2", "1"]  # or after a second
@@ -62,23 +60,6 @@ def test_a_kill_in_the_middle_leaves_the_one_before(small_corpus, tmp_path):
     runs.script(runs.PRETRAIN, [*flags, "--save", str(folder)])
     assert not attempt.exists()
     assert_same_runs(folder, tmp_path / "waiting")
-
-
-@pytest.mark.slow
-def test_a_signal_waits_for_the_save_that_is_under_way(small_corpus, tmp_path):
-    folder = tmp_path / "run"
-    flags = [*small_corpus.flags, *EVERY, "--no-bf16", "--async-save", "--train-iters", "100000", "--log-interval", "1"]
-    flags += ["--eval-interval", "0", "--save-interval", "30"]
-    checkpoints = CheckpointManager(folder / "checkpoints")
-    with runs.Running([SLOW, "100000", "3", *flags], folder, step=32) as running:
-        assert checkpoints.steps() == []
-        running.process.send_signal(signal.SIGTERM)
-        code, out, _ = running.end()
-    assert code == EXIT_STOPPED
-    assert "stopped by SIGTERM" in out
-    stopped = runs.metrics(folder)[-1]["step"]
-    assert checkpoints.steps() == [30, stopped]
-    assert checkpoints.tracked_step() == stopped
 
 
 @pytest.mark.slow

@@ -31,17 +31,6 @@ def test_the_slow_rank_is_named_in_its_place(small_corpus, tmp_path):
     assert ", mostly in " in line
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_slow_computation_is_named_among_ranks_that_wait_for_each_other(small_corpus, tmp_path):
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--eval-interval", "0"]
-    flags += ["--log-straggler", "--straggler-interval", "4", "--tensor-model-parallel-size", "2"]
-    # Far above what two ranks on two busy cores differ by.
-    result = runs.script(runs.WORKERS / "slow_rank.py", ["1:compute:0.08", *flags], processes=2)
-    assert mode(report["ranks"][0]["slow_in"] for report in reports(tmp_path / "run")) == "compute"
-    assert "straggler: rank 1 on " in result.stdout
-
-
 def test_reports_beyond_the_checkpoint_are_cut(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run")]
     flags += ["--log-straggler", "--straggler-interval", "2"]
