@@ -59,28 +59,25 @@ def surroundings(packages: Path | None = None) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(
+def start(
     command: list[str],
     *,
-    expect: int | None = 0,
-    timeout: float = 240,
     cwd: Path | None = None,
     packages: Path | None = None,
     environment: dict[str, str] | None = None,
-) -> subprocess.CompletedProcess:
-    """Run `command` with one thread a process; kill everything that it started when time is up. Checks the exit code.
+) -> subprocess.Popen:
+    """Start `command` with one thread a process, in a session of its own.
 
     `packages`: a folder of installed packages to import from besides; `environment`: variables to set besides.
     """
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=surroundings(packages) | (environment or {}),
-        cwd=cwd,
-        start_new_session=True,
-    )
+    variables = surroundings(packages) | (environment or {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes, env=variables, cwd=cwd, start_new_session=True)
+
+
+def run(command: list[str], *, expect: int | None = 0, timeout: float = 240, **how) -> subprocess.CompletedProcess:
+    """Run `command` as `start` does; kill everything that it started when time is up. Checks the exit code."""
+    process = start(command, **how)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -107,11 +104,12 @@ class Running:
     def __init__(self, command: list[object], folder: Path, step: int = 3):
         self.folder = folder
         self.step = step
-        self.process = start([*command, "--save", folder])
+        self.process = start([sys.executable, *map(str, command), "--save", str(folder)])
 
     def __enter__(self) -> "Running":
+        log = self.folder / "metrics.jsonl"
         deadline = time.monotonic() + 120
-        while not self.has_logged():
+        while not (log.exists() and f'"step": {self.step},' in log.read_text()):
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline, "the steps were not made"
             time.sleep(0.05)
@@ -122,22 +120,10 @@ class Running:
             os.killpg(self.process.pid, signal.SIGKILL)  # workers of torchrun die with it
         self.process.communicate()
 
-    def has_logged(self) -> bool:
-        log = self.folder / "metrics.jsonl"
-        lines = log.read_text().split("\n")[:-1] if log.exists() else []
-        return bool(lines) and json.loads(lines[-1])["step"] >= self.step
-
     def end(self, timeout: float = 60) -> tuple[int, str, str]:
         """Exit code, standard output and error."""
         out, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, err
-
-
-def start(words: list[object]) -> subprocess.Popen:
-    """Start Python with these `words`, in a session of its own."""
-    command = [sys.executable, *map(str, words)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, **pipes, text=True, env=surroundings(), start_new_session=True)
 
 
 @functools.cache

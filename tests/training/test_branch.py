@@ -1,7 +1,6 @@
 """A branch off a kept checkpoint is the run that would have been made from the beginning."""
 
 import json
-import math
 import shutil
 
 import pytest
@@ -13,7 +12,7 @@ from megaenc.training.command import main
 # 40 steps of CLM: warm-up to 4, constant, decay from 31 on. Checkpoints at 5, 10, ..., 40.
 PARENT = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "40", "--objective-schedule", "clm", "--lr-wsd-decay-iters", "10"]
 TWO_STAGES = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "20", "--objective-schedule", "clm:15,mlm:5"]
-DECAY_ALONE = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "20", "--objective-schedule", "clm"]
+TWO_STAGES += ["--lr-wsd-decay-style", "minus_sqrt", "--min-lr", "1e-3"]  # other than the parent's
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +48,6 @@ def test_a_branch_is_bitwise_the_run_from_the_beginning(small_corpus, parent, tw
     assert last == runs.validations(two_stages)[-1]
     counted = ("tokens", "predicted_tokens", "flops")
     assert [first[name] for name in counted] == [runs.metrics(parent)[14][name] for name in counted]
-
-
-def test_the_decay_alone_in_a_style_of_its_own_makes_a_shorter_run(small_corpus, parent, tmp_path):
-    flags = [*DECAY_ALONE, "--lr-wsd-decay-style", "minus_sqrt", "--min-lr", "1e-3"]
-    main([*small_corpus.flags, *flags, "--save", str(tmp_path / "whole")])
-    main(branch_flags(small_corpus, parent, flags, tmp_path / "run"))
-    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole", after=15)
-    runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 20)
-    rates = [row["learning_rate"] for row in runs.metrics(tmp_path / "run")]
-    assert rates == pytest.approx([1e-3 + 2e-3 * (1 - math.sqrt(elapsed / 5)) for elapsed in range(5)])
 
 
 def test_a_branch_goes_on_without_its_parent_and_can_be_branched(small_corpus, parent, two_stages, tmp_path, capfd, refusal):

@@ -9,6 +9,8 @@ import runs
 from megaenc.model import encoder
 from megaenc.training.command import main
 
+STRAGGLERS = ["--log-straggler", "--straggler-interval", "2"]
+
 
 def run_flags(small_corpus, folder, *more):
     return [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), *more]
@@ -26,7 +28,7 @@ def whole_run(small_corpus, tmp_path_factory):
 def stopped_run(small_corpus, tmp_path_factory):
     """The same run at TP2, stopped after step 7."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    flags = run_flags(small_corpus, folder, "--exit-interval", "7", "--tensor-model-parallel-size", "2")
+    flags = run_flags(small_corpus, folder, "--exit-interval", "7", "--tensor-model-parallel-size", "2", *STRAGGLERS)
     runs.script(runs.PRETRAIN, flags, processes=2)
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 8))
     return folder
@@ -65,12 +67,15 @@ def test_what_a_kill_leaves_beyond_the_checkpoint_is_cut(small_corpus, stopped_r
         file.write(json.dumps({"step": 8, "loss": 1.0}) + '\n{"step": 9, "lo')
     with open(folder / "validation.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "objectives": {}}) + "\n")
+    with open(folder / "stragglers.jsonl", "a") as file:
+        file.write(json.dumps({"step": 8, "ranks": []}) + "\n")
     (folder / ".run.json.4711-0123abcd.tmp").write_text("{")
     (folder / ".tokenizer.4711-0123abcd.tmp").mkdir()
-    main(run_flags(small_corpus, folder, "--exit-interval", "4"))
+    main(run_flags(small_corpus, folder, "--exit-interval", "4", *STRAGGLERS))
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 9))
     assert "grad_norm" in runs.metrics(folder)[7]
     assert [row["step"] for row in runs.validations(folder)] == [0]
+    assert '"step": 8' not in (folder / "stragglers.jsonl").read_text()
     assert list(folder.glob("*.tmp")) == list(folder.glob(".*.tmp")) == []
 
 

@@ -1,12 +1,11 @@
 """What one rank sends in a step of the pretraining command: `communication.py STEP FOLDER FLAGS...`.
 
 Every collective and message from the beginning of STEP to that of the next one is written to FOLDER/rank_N.json, with its kind,
-its group, its bytes and the line that called it.
+its group and its bytes, unless the rank is alone in the group.
 """
 
 import json
 import sys
-import traceback
 from pathlib import Path
 
 import torch.distributed as dist
@@ -51,15 +50,8 @@ def main(step: int, folder: Path, flags: list[str]) -> None:
     calls = []
 
     def record(kind, group, size):
-        frames = [frame for frame in traceback.extract_stack()[:-3] if "/torch/" not in frame.filename]
-        called = frames[-1]
-        calls.append({
-            "kind": kind,
-            "group": "pipeline" if kind == "send" else name_of(group),
-            "ranks": group.size(),
-            "bytes": size,
-            "caller": f"{Path(called.filename).name}: {called.name}",
-        })  # fmt: skip
+        if group.size() > 1:
+            calls.append((kind, "pipeline" if kind == "send" else name_of(group), size))
 
     recorder = Recorder(record)
 

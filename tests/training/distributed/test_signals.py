@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import time
 
 import psutil
 import pytest
@@ -31,19 +30,6 @@ def test_a_signal_saves_and_ends_with_75(small_corpus, tmp_path):
     assert code == EXIT_STOPPED == 75
     assert out.splitlines()[-1].startswith(f"step {step} of 100000: ")
     assert out.splitlines()[-1].endswith("; stopped by SIGINT, the same command resumes it")
-
-
-def test_signals_that_follow_change_nothing(small_corpus, tmp_path):
-    """However many come until the process has ended."""
-    with runs.Running([runs.PRETRAIN, *small_corpus.flags, *runs.SHORT_RUN, *LONG], tmp_path / "run") as running:
-        running.process.terminate()
-        while running.process.poll() is None:
-            time.sleep(0.002)
-            running.process.send_signal(signal.SIGTERM)
-            running.process.send_signal(signal.SIGUSR1)
-        code, _, _ = running.end()
-    assert_saved_where_it_stopped(tmp_path / "run")
-    assert code == EXIT_STOPPED
 
 
 @pytest.mark.multiprocess
@@ -90,6 +76,8 @@ def repeat():
         os.kill(os.getpid(), name)
 with SignalHandler(None):
     os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
 repeat()
 atexit.register(repeat)
 class AtTheVeryEnd:

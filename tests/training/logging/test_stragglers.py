@@ -31,17 +31,6 @@ def test_the_slow_rank_is_named_in_its_place(small_corpus, tmp_path):
     assert ", mostly in " in line
 
 
-def test_reports_beyond_the_checkpoint_are_cut(small_corpus, tmp_path):
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run")]
-    flags += ["--log-straggler", "--straggler-interval", "2"]
-    runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "8"])
-    with open(tmp_path / "run" / "stragglers.jsonl", "a") as file:
-        file.write('{"step": 10, "ranks": []}\n')
-    result = runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "12"])
-    assert [report["step"] for report in reports(tmp_path / "run")] == [2, 4, 6, 8, 10, 12]
-    assert "straggler:" not in result.stdout, "one rank has nobody to be slower than"
-
-
 MEASURES = ("data_seconds", "compute_seconds", "probe_seconds")
 
 
