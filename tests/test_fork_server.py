@@ -63,15 +63,6 @@ def test_a_script_finds_what_it_finds_under_the_real_thing(script):
     assert os.environ.get("ONE_MORE") is None
 
 
-@pytest.mark.parametrize(
-    ("end", "code"), [("raise SystemExit(3)", 3), ("raise ValueError()", 1), ("os.kill(os.getpid(), 9)", -9)]
-)
-def test_its_end_is_that_of_the_process(end, code, script):
-    ended = runs.script(script(f"import os\nprint('said', flush=True)\n{end}\n"), [], expect=code)
-    assert ended.stdout == "said\n"
-    assert ("ValueError" in ended.stderr) == ("ValueError" in end)
-
-
 WAIT = """
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])

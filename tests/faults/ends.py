@@ -14,17 +14,12 @@ def differences(run: FaultRun, reference: FaultRun, step: int) -> list[str]:
     found = [f"half-written and left: {path}" for path in run.leftovers()]
     if run.tracked() != step or step not in run.steps():
         return [*found, f"the newest checkpoint is of step {run.tracked()}, there are {run.steps()}; expected {step}"]
-    here, there = (_checkpoint(one, step) for one in (run, reference))
-    found += [
-        f"checkpoint of step {step}: {name} differs" for name in here.keys() | there.keys() if here.get(name) != there.get(name)
-    ]
+    here = _state(run, step)
+    there = _state(reference, step)
+    found += [f"checkpoint of step {step}: {name} differs" for name in there if here.get(name) != there[name]]
     for file in ("metrics.jsonl", "validation.jsonl"):
-        rows, expected = (_rows(one.folder / file) for one in (run, reference))
-        if rows != expected:
-            at = next(
-                (number for number, pair in enumerate(zip(rows, expected, strict=False), 1) if pair[0] != pair[1]), "the end"
-            )
-            found.append(f"{file}: {len(rows)} rows, expected {len(expected)}; they differ from {at} on")
+        if _rows(run.folder / file) != _rows(reference.folder / file):
+            found.append(f"{file} differs")
     return found
 
 
@@ -33,7 +28,7 @@ def damaged_checkpoints(run: FaultRun) -> list[str]:
     found = []
     for step in run.steps():
         folder = run.checkpoints / f"iter_{step:07d}"
-        files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["files"]
+        files = _state(run, step)["files"]
         if damage := find_size_damage(folder, files) or find_content_damage(folder, files):
             found.append(damage)
     if run.tracked() and run.tracked() not in run.steps():
@@ -41,10 +36,9 @@ def damaged_checkpoints(run: FaultRun) -> list[str]:
     return found
 
 
-def _checkpoint(run: FaultRun, step: int) -> dict[str, object]:
-    """What is in it, by name: fields of state.json, and the checksum of every file."""
-    state = json.loads((run.checkpoints / f"iter_{step:07d}" / "state.json").read_text(encoding="utf-8"))
-    return state | state.pop("files")
+def _state(run: FaultRun, step: int) -> dict[str, object]:
+    """What is in a checkpoint, with the checksum of every file."""
+    return json.loads((run.checkpoints / f"iter_{step:07d}" / "state.json").read_text(encoding="utf-8"))
 
 
 def _rows(file: Path) -> list[dict]:

@@ -1,10 +1,12 @@
 """The processes of a command, found wherever they went: each carries a mark in its environment that its children inherit."""
 
+import contextlib
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import runs
 
 MARK = "MEGAENC_TEST_MARK"
@@ -30,20 +32,13 @@ def start(command: list[str], mark: str, log: Path) -> subprocess.Popen:
 
 def marked(mark: str) -> list[Found]:
     """All processes with this mark, zombies left out: they only wait to be asked for their exit code."""
-    found, wanted = [], f"{MARK}={mark}".encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            if wanted not in variables:
-                continue
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it has ended meanwhile, or is somebody else's
-            continue
-        ranks = [int(variable[5:]) for variable in variables if variable.startswith(b"RANK=")]
-        if state != "Z":
-            found.append(Found(int(folder.name), int(parent), ranks[0] if ranks else None))
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile, or is somebody else's
+            variables = process.environ()
+            if variables.get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                rank = int(variables["RANK"]) if "RANK" in variables else None
+                found.append(Found(process.pid, process.ppid(), rank))
     return found
 
 

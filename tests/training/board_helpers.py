@@ -54,10 +54,9 @@ def wandb_records(folder):
 
 def wandb_shows(rows):
     """The numbers of `rows` by name and step; of a step that stands there twice, those of the later row."""
-    last = {(row["step"], group): row for row in rows for group in {name.split("/")[0] for name in row} - {"step"}}
     logged: dict[str, dict[int, float]] = {}
-    for (step, _), row in last.items():
+    for row in rows:
         for name, value in row.items():
             if name != "step" and not isinstance(value, str):
-                logged.setdefault(name, {})[step] = value
+                logged.setdefault(name, {})[row["step"]] = value
     return logged

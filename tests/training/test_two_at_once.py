@@ -1,28 +1,41 @@
 """Two runs that are started on one folder at the same time: one has it, the other ends with one line and changes nothing."""
 
 import fcntl
-import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import runs
 
 from megaenc import backend
+from megaenc.errors import InputError
 from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.command import main
+from megaenc.training.config import parse_config
 from megaenc.training.engine import Engine
+from megaenc.training.planning import build_plan
+from megaenc.training.run_dir import RunDir
 
-PROCESSES, RACES = 4, 20
 IN_USE = "another process is training in this directory; wait for it or choose another"
 
 
 def test_one_of_those_that_come_at_once_has_the_folder(small_corpus, tmp_path):
-    """Twenty races of four processes: into new folders and into those of a run."""
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run")]
-    output = runs.script(runs.WORKERS / "race_for_folder.py", [str(PROCESSES), str(RACES), *flags]).stdout
-    races = [json.loads(line) for line in output.splitlines()]
-    assert len(races) == RACES
-    for answers in races:
-        assert answers.count(None) == 1, answers
-        assert sum(bool(answer) and IN_USE in answer for answer in answers) == PROCESSES - 1, answers
+    """Twenty races of four: into new folders and into those of a run. One that gets it keeps it until all have tried."""
+    plan = build_plan(parse_config([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path)], "test"))
+    together = threading.Barrier(4)
+
+    def enter(folder):
+        together.wait()
+        try:
+            return RunDir(folder, plan)
+        except InputError as error:
+            return str(error)
+
+    for race in range(20):
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(enter, [tmp_path / str(race // 2)] * 4))
+        [winner] = [answer for answer in answers if isinstance(answer, RunDir)]
+        assert sum(IN_USE in answer for answer in answers if answer is not winner) == 3, answers
+        winner.lock.release()
 
 
 def test_a_command_on_a_folder_in_use_is_one_line(small_corpus, tmp_path, refusal):

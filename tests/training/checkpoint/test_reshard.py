@@ -1,6 +1,6 @@
 """Saved in one layout, loaded in any other and continued in another, with the optimizer's state.
 
-What each rank holds after a load is compared with the files, bit by bit, also under the other optimizers.
+What each rank holds after a load is compared with the files, bit by bit, under optimizers of other states than AdamW's.
 """
 
 import json
@@ -81,13 +81,6 @@ def assert_held(flags, processes, folders, step, twice=False):
         assert 0.95 * sum(sizes.values()) <= read <= sum(sizes.values()) + twice * padding, folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_rank_holds_what_was_saved(layout, folders, small_corpus):
-    """In float32 by AdamW, from all five layouts."""
-    processes, flags = LAYOUTS[layout]
-    assert_held([*small_corpus.flags, *RUN, "--no-bf16", *flags], processes, [folders[saved] for saved in LAYOUTS], STOP)
-
-
 REPLICAS = {
     "one": (1, []),
     "data": (2, []),
@@ -104,7 +97,7 @@ ODD = ["--global-batch-size", "12", "--micro-batch-size", "1", "--make-vocab-siz
 @pytest.mark.parametrize(
     ("optimizer", "tied"), [("stable_adamw", []), ("muon", ["--no-untie-embeddings-and-output-weights"])], ids=["untied", "tied"]
 )
-def test_each_rank_holds_what_was_saved_by_other_optimizers(optimizer, tied, small_corpus, tmp_path):
+def test_each_rank_holds_what_was_saved(optimizer, tied, small_corpus, tmp_path):
     """In bf16, with float32 master weights."""
     flags = [*small_corpus.flags, *RUN, *ODD, "--bf16", "--optimizer", optimizer, *tied]
     saved = save_in_all(REPLICAS, flags, 2, tmp_path, [])

@@ -9,6 +9,7 @@ import runs
 from megaenc.training.command import main
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(small_corpus, tmp_path):
     """Steps 3 to 6: the run ends after step 4, on rank 0, and goes on with two ranks, of which the last is profiled."""
