@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -59,25 +58,28 @@ def surroundings(packages: Path | None = None) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def start(
+def run(
     command: list[str],
     *,
+    expect: int | None = 0,
+    timeout: float = 240,
     cwd: Path | None = None,
     packages: Path | None = None,
     environment: dict[str, str] | None = None,
-) -> subprocess.Popen:
-    """Start `command` with one thread a process, in a session of its own.
+) -> subprocess.CompletedProcess:
+    """Run `command` with one thread a process; kill everything that it started when time is up. Checks the exit code.
 
     `packages`: a folder of installed packages to import from besides; `environment`: variables to set besides.
     """
-    variables = surroundings(packages) | (environment or {})
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes, env=variables, cwd=cwd, start_new_session=True)
-
-
-def run(command: list[str], *, expect: int | None = 0, timeout: float = 240, **how) -> subprocess.CompletedProcess:
-    """Run `command` as `start` does; kill everything that it started when time is up. Checks the exit code."""
-    process = start(command, **how)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=surroundings(packages) | (environment or {}),
+        cwd=cwd,
+        start_new_session=True,
+    )
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -93,37 +95,6 @@ def checked(ended: subprocess.CompletedProcess, expect: int | None) -> subproces
         said = f"{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}"
         raise AssertionError(f"{ended.args} ended with {ended.returncode}, expected {expect}\n{said}")
     return ended
-
-
-class Running:
-    """A run in the background that saves to `folder`; in the block, `step` has been logged. All of it is killed at the end.
-
-    `command`: script and flags, or the interpreter's options before them.
-    """
-
-    def __init__(self, command: list[object], folder: Path, step: int = 3):
-        self.folder = folder
-        self.step = step
-        self.process = start([sys.executable, *map(str, command), "--save", str(folder)])
-
-    def __enter__(self) -> "Running":
-        log = self.folder / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (log.exists() and f'"step": {self.step},' in log.read_text()):
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline, "the steps were not made"
-            time.sleep(0.05)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # workers of torchrun die with it
-        self.process.communicate()
-
-    def end(self, timeout: float = 60) -> tuple[int, str, str]:
-        """Exit code, standard output and error."""
-        out, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, out, err
 
 
 @functools.cache

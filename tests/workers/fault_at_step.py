@@ -31,6 +31,16 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def interrupt() -> None:
+    """As Ctrl-C does."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminate() -> None:
+    """As a scheduler or a launcher does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def lose_launcher() -> None:
     """As a node goes away: torchrun, and with it this process."""
     os.kill(os.getppid(), signal.SIGKILL)

@@ -1,8 +1,11 @@
 """Pretraining on a disk that takes its time: `slow_disk.py UPDATES SECONDS FLAGS...`.
 
 The writing of a rank's chunks begins when UPDATES more updates have been made, or after SECONDS; rank 0 says which had been.
+With KILLED in the environment, the process is killed where it would begin to write the chunks of that step.
 """
 
+import os
+import signal
 import sys
 import time
 
@@ -35,6 +38,8 @@ def slow_down(updates: int, seconds: float) -> None:
         step, deadline = int(folder.name.split("_")[1].split(".")[0]), time.monotonic() + seconds
         while made < step + updates and time.monotonic() < deadline:
             time.sleep(0.01)
+        if os.environ.get("KILLED") == str(step):
+            os.kill(os.getpid(), signal.SIGKILL)
         if get_rank() == 0:
             print(f"shards of step {step} are written after update {made}", flush=True)
         write(folder, rank, chunks)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -44,20 +45,16 @@ def test_each_checkpoint_is_that_of_its_step(small_corpus, tmp_path):
 
 
 def test_a_kill_in_the_middle_leaves_the_one_before(small_corpus, tmp_path):
-    flags = [*small_corpus.flags, *EVERY, "--no-bf16"]
-    runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "waiting")])
-    flags.append("--async-save")
+    flags = [*small_corpus.flags, *EVERY, "--no-bf16", "--save"]
     folder = tmp_path / "run"
-    runs.script(runs.PRETRAIN, [*flags, "--save", str(folder), "--exit-interval", "4"])
-    with runs.Running([SLOW, "100000", "120", *flags], folder, step=8) as running:
-        while not (attempts := list(folder.glob("checkpoints/.iter_0000008.*"))):
-            time.sleep(0.01)
-        running.process.kill()
+    runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "waiting")])
+    command = [*TWO_UPDATES_LATER, *flags, str(folder), "--async-save"]
+    runs.script(SLOW, command, environment={"KILLED": "8"}, expect=-signal.SIGKILL)
     checkpoints = CheckpointManager(folder / "checkpoints")
     assert checkpoints.steps() == [checkpoints.tracked_step()] == [4]
-    [attempt] = attempts
-    assert attempt.is_dir()
-    runs.script(runs.PRETRAIN, [*flags, "--save", str(folder)])
+    assert runs.metrics(folder)[-1]["step"] >= 9
+    [attempt] = folder.glob("checkpoints/.iter_0000008.*")
+    runs.script(SLOW, command)
     assert not attempt.exists()
     assert_same_runs(folder, tmp_path / "waiting")
 

@@ -3,7 +3,6 @@
 import signal
 import sys
 
-import psutil
 import pytest
 import runs
 
@@ -11,7 +10,7 @@ from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.distributed.signals import EXIT_STOPPED
 
 LONG = ["--no-bf16", "--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0"]  # ends only when it is told to
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FAULT = runs.WORKERS / "fault_at_step.py"
 
 
 def assert_saved_where_it_stopped(folder) -> int:
@@ -23,33 +22,23 @@ def assert_saved_where_it_stopped(folder) -> int:
 
 
 def test_a_signal_saves_and_ends_with_75(small_corpus, tmp_path):
-    with runs.Running([runs.PRETRAIN, *small_corpus.flags, *runs.SHORT_RUN, *LONG], tmp_path / "run") as running:
-        running.process.send_signal(signal.SIGINT)
-        code, out, _ = running.end()
-    step = assert_saved_where_it_stopped(tmp_path / "run")
-    assert code == EXIT_STOPPED == 75
-    assert out.splitlines()[-1].startswith(f"step {step} of 100000: ")
-    assert out.splitlines()[-1].endswith("; stopped by SIGINT, the same command resumes it")
+    flags = [f"interrupt:0:5:{tmp_path / 'told'}", *small_corpus.flags, *runs.SHORT_RUN, *LONG, "--save", str(tmp_path / "run")]
+    output = runs.script(FAULT, flags, expect=EXIT_STOPPED).stdout
+    assert assert_saved_where_it_stopped(tmp_path / "run") == 5
+    assert EXIT_STOPPED == 75
+    assert output.splitlines()[-1].startswith("step 5 of 100000: ")
+    assert output.splitlines()[-1].endswith("; stopped by SIGINT, the same command resumes it")
 
 
 @pytest.mark.multiprocess
-def test_under_torchrun_a_signal_to_one_rank_or_all_saves_once_and_the_same_command_goes_on(small_corpus, tmp_path):
-    folder = tmp_path / "run"
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, *LONG]
-    with runs.Running([*TORCHRUN, runs.PRETRAIN, *flags], folder) as running:
-        running.process.terminate()
-        code, out, _ = running.end()
-    step = assert_saved_where_it_stopped(folder)
-    assert code != 0
-    assert "stopped by SIGTERM" in out
-    with runs.Running([*TORCHRUN, runs.PRETRAIN, *flags], folder, step + 1) as running:
-        workers = psutil.Process(running.process.pid).children()
-        [last] = [worker for worker in workers if worker.environ()["RANK"] == "1"]
-        last.send_signal(signal.SIGUSR1)
-        _, out, _ = running.end()
-    assert f"resuming after step {step}" in out
-    assert "stopped by SIGUSR1" in out
-    assert CheckpointLoader(folder / "checkpoints").steps() == [step, runs.metrics(folder)[-1]["step"]]
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on(small_corpus, tmp_path):
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, *LONG, "--save", str(tmp_path / "run")]
+    ended = runs.script(FAULT, [f"terminate:1:5:{tmp_path / 'told'}", *flags], processes=2, expect=1)
+    assert assert_saved_where_it_stopped(tmp_path / "run") == 5
+    assert ended.stdout.count("stopped by SIGTERM") == 1
+    assert "failed (exitcode: 75)" in ended.stderr
+    again = runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "7"])
+    assert "resuming after step 5" in again.stdout
 
 
 def test_a_time_ends_a_run_as_a_signal_does(small_corpus, tmp_path):
