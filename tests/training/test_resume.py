@@ -96,13 +96,6 @@ def test_another_run_is_refused_by_field(change, named, small_corpus, stopped_ru
     assert named in line
 
 
-def test_folder_of_something_else_is_refused_and_left_alone(small_corpus, tmp_path, refusal):
-    (tmp_path / "config.yaml").write_text("mine: 1\n")
-    line = refusal(main, run_flags(small_corpus, tmp_path))
-    assert "not a run directory: holds config.yaml but no run.json" in line
-    assert (tmp_path / "config.yaml").read_text() == "mine: 1\n"
-
-
 def test_no_weights_are_drawn_that_are_loaded(small_corpus, tmp_path, monkeypatch):
     draw = encoder.init_weights
     drawn = []

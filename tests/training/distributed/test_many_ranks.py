@@ -1,4 +1,4 @@
-"""What a rank does at the start, in a step, at a save and at a load is as much among 1,024 ranks as among 32.
+"""What a rank does at the start, in a step, at a save and at a load is as much among 256 ranks as among 16.
 
 But rank 0 reads the index of each rank's chunks to publish a checkpoint, and sends that of all when it is loaded.
 """
@@ -8,15 +8,15 @@ import json
 import pytest
 import runs
 
-FEW, MANY = 32, 1024
+FEW, MANY = 16, 256
 NODE = 8
 STEPS = {"first": 3, "resumed": 4}
 # Of the model, whatever the number of ranks: gradients, and weights.
 RINGS = {"step": {"all-gather calls": 1, "reduce-scatter calls": 1}}
 LOADED = RINGS | {"load": {"all-gather calls": 1}}
 GATHERS = ("all-gather calls", "gather calls", "scatter calls", "reduce-scatter calls")
-# What the first rank may do for each rank.
-LINEAR = {"file open": 2, "file stat": 2, "file remove": 1, "chunks": 9, "index bytes": 9000}
+# What the first rank does for each rank: it publishes the chunks of all, sends their places and looks at all files.
+LINEAR = ("file open", "file stat", "file remove", "chunks", "index bytes")
 
 
 def run_rank(rank, ranks, name, small_corpus, folder):
@@ -58,11 +58,9 @@ def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(name, at
         for key, now in counts.items():
             before = few[phase].get(key, 0)
             if key == "log messages":
-                assert now == 2 * before, phase  # 10 instead of 5 a collective
-            elif (name, phase, key) == ("resumed", "start", "broadcast bytes"):
-                assert now <= 2000 * MANY, "the places of all chunks"
-            elif at == 0 and key in LINEAR:  # rank 0 publishes the chunks of all, and looks at all files
-                assert now <= LINEAR[key] * MANY + 100, (phase, key)
+                assert now == 2 * before, phase  # 8 instead of 4 a collective
+            elif (at == 0 and key in LINEAR) or (name, phase, key) == ("resumed", "start", "broadcast bytes"):
+                assert now / MANY <= before / FEW, (phase, key)
             elif key.endswith("bytes"):  # parts of buffers are padded, and numbers have more digits
                 assert now <= 1.05 * before + 50, (phase, key)
             else:
