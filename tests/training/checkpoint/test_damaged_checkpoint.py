@@ -62,7 +62,7 @@ def test_export_names_the_damage_and_the_others(name, copy, tmp_path, refusal):
 
 @pytest.mark.multiprocess
 def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_path):
-    """A shard of the last rank is changed, and in another checkpoint what the run has come to."""
+    """A shard that the last rank verifies is changed, and in another checkpoint what the run has come to."""
     folder = tmp_path / "run"
     command = [*flags(small_corpus, folder), "--use-distributed-optimizer", "--save-interval", "4", "--exit-interval", "12"]
     runs.script(runs.PRETRAIN, command, processes=2)
@@ -70,7 +70,7 @@ def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_pat
     validations = runs.validations(folder)
     saved = digests(checkpoint(folder, 12), "*.distcp")
     assert sorted(saved) == ["__0_0.distcp", "__1_0.distcp"]
-    shard = checkpoint(folder, 12) / "__1_0.distcp"
+    shard = checkpoint(folder, 12) / "__0_0.distcp"
     flip_a_bit(shard)
     state = checkpoint(folder, 8) / "state.json"
     content = state.read_bytes()
