@@ -90,7 +90,6 @@ def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, 
         (["--lr-wsd-decay-iters", "7"], "the learning rate of step 15 is 0.003 in"),
         (["--global-batch-size", "16"], "global_batch_size is 8 there, 16 here"),
         (["--skip-samples", "8"], "began at sample 0, expected the same for a branch"),
-        (["--branch-at", "35", "--train-iters", "60", "--objective-schedule", "clm"], "has decayed there (its rate falls after"),
     ],
 )
 def test_what_does_not_agree_is_named_in_one_line(change, words, small_corpus, parent, tmp_path, refusal):

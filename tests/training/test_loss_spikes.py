@@ -44,17 +44,9 @@ def test_each_objective_has_its_own_losses_and_comes_back_anew():
     assert losses.add(43, "clm", None) is None
     assert losses.add(42 + MIN_RECENT_LOSSES, "clm", 3.0) is not None
     assert losses.add(43 + 2 * MIN_RECENT_LOSSES, "clm", 9.0) is None
-
-
-def test_what_is_saved_is_all_there_is_and_stays_small():
-    whole = RecentLosses()
-    for step, value in enumerate(noise(400), start=1):
-        if step == 301:
-            state = json.loads(json.dumps(whole.state))
-            assert len(state["clm"]["losses"]) == MAX_RECENT_LOSSES
-            resumed = RecentLosses(state)
-        deviations = whole.add(step, "clm", value)
-        assert step <= 300 or resumed.add(step, "clm", value) == deviations
+    for step in range(200, 400):
+        losses.add(step, "clm", 3.0)
+    assert len(losses.state["clm"]["losses"]) == MAX_RECENT_LOSSES
 
 
 def assert_same_run(run, reference):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shutil
 
 import pytest
 import runs
@@ -96,15 +95,6 @@ def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, w
     assert runs.curve(folder) == runs.curve(without)
     runs.assert_same_weights(folder, without, 12)
     assert json.loads((folder / "run.json").read_text())["skip_packs"] == ["37", "80-83"]
-
-
-def test_what_has_not_been_read_can_be_put_back(small_corpus, without, tmp_path):
-    """The run of before at its step 3, which has read none of it yet; a list that is `none` is another than no flag."""
-    folder = shutil.copytree(without, tmp_path / "run")
-    flags = [*small_corpus.flags, *RUN, "--save", str(folder)]
-    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
-    assert plan_of(*flags).skipped.texts == ("37", "80-83")
-    assert plan_of(*flags, "--skip-packs", "none").skipped.texts == ()
 
 
 def test_a_branch_leaves_out_what_its_parent_does(small_corpus, without, tmp_path, refusal):

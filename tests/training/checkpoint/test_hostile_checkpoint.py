@@ -108,15 +108,3 @@ def test_what_is_no_index_is_refused(folder):
     for content in (b"", b"[]", b"[" * 100_000, b"\xff", b'{"optimizer_step": 12, "chunks": null}'):
         assert_index_is_refused(folder, content, "not written by a save")
     assert_index_is_refused(folder, b'{"optimizer_step": null, "chunks": []}', "optimizer_step: found None")
-
-
-def test_a_tensor_that_is_missing_is_refused_by_the_command(small_corpus, folder, refusal):
-    index = json.loads((folder / "index.json").read_text())
-    key = index["chunks"][0]["key"]
-    index["chunks"][0]["key"] += "_other"
-    forge(folder / "index.json", json.dumps(index).encode())
-    before = sorted(folder.parent.rglob("*"))
-    line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder.parents[1]])
-    assert f"{folder / 'index.json'}: " in line
-    assert key in line
-    assert sorted(folder.parent.rglob("*")) == before
