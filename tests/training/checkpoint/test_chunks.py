@@ -132,6 +132,14 @@ def test_chunks_must_hold_each_element_once(boxes, shape):
                 check_coverage(entries(*wrong, shape=shape))
 
 
+def test_an_overlap_is_found_where_as_much_is_missing():
+    from megaenc.training.checkpoint.chunk_files import check_coverage
+
+    chunks = entries(((0, 0), (1, 3)), ((0, 2), (1, 2)), ((1, 0), (1, 3)), shape=(2, 4))
+    with pytest.raises(RuntimeError, match="overlaps"):
+        check_coverage(chunks)
+
+
 def test_shares_without_the_distributed_optimizer_are_equal(monkeypatch):
     from megaenc.training.checkpoint import state_tensors
 
