@@ -6,8 +6,10 @@ RESULTS gets a line of JSON for each command: its exit code, or null if it took 
 seconds that it took.
 """
 
+import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -40,11 +42,14 @@ ALSO = (
 )
 
 
-def import_all() -> None:
-    """Import once what every fork would import."""
+def prepare() -> None:
+    """Do once what every fork would do: import all, and build the parsers, which keep what they find out about the flags."""
     prepare_megatron()
     for name in (*ALSO, *(place.partition(":")[0] for place, _ in cli.COMMANDS.values())):
         importlib.import_module(name)
+    for name in cli.COMMANDS:
+        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+            cli.main([*name.split(), "--no-such-flag"])
     gc.freeze()
 
 
@@ -130,7 +135,7 @@ def main() -> None:
     """Run all of JOBS."""
     jobs, results = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[2]
     folder = Path(jobs["folder"])
-    import_all()
+    prepare()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: it would be missing in a fork"
     with open(results, "w", encoding="utf-8") as stream, tempfile.TemporaryDirectory() as spare:
         pristine, before = Path(spare) / "pristine", {}
