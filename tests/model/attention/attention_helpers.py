@@ -14,7 +14,7 @@ def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, win
     assert q.size(-1) % 8 == 0, "kernels want heads in a multiple of 8"
     for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
         rows, columns = q1 - q0, k1 - k0
-        assert 0 < rows <= longest_q and 0 < columns <= longest_k, "no segment is empty or longer than was said"
+        assert rows <= longest_q and 0 < columns <= longest_k, "no segment lacks keys or is longer than was said"
         distance = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
         before, after = (columns if side < 0 else side for side in window)
         hidden = (distance < -before) | (distance > (0 if causal else after))
@@ -24,12 +24,8 @@ def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, win
     return torch.cat(parts)
 
 
-def varlen_2_11(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), seqused_k=None
-):
+def varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
     """torch 2.11's, which finds out about grouped heads by itself."""
-    assert return_aux is None and seqused_k is None
-    scale = query.size(-1) ** -0.5 if scale is None else scale
     return slow_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, causal=False, window=window_size)
 
 
@@ -41,43 +37,24 @@ def varlen_2_13(query, key, *others, enable_gqa=False, **named):
 
 
 def flash_attn_2(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-):  # fmt: skip
-    """flash_attn.flash_attn_varlen_func."""
-    assert dropout_p == 0.0
-    scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
-    mask = dict(causal=causal, window=window_size)
-    return slow_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale, **mask)
+    *, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal=False, window_size=(-1, -1)
+):
+    """flash_attn.flash_attn_varlen_func, of whose arguments no others are needed; their order differs between versions."""
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return slow_kernel(q, k, v, *lengths, scale=softmax_scale, causal=causal, window=window_size)
 
 
-def flash_attn_3(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
-    causal=False, qv=None, window_size=(-1, -1),
-):  # fmt: skip
+def flash_attn_3(**named):
     """flash_attn_interface.flash_attn_varlen_func of an early version, which gives the sums of the scores as well."""
-    assert seqused_q is None and seqused_k is None
-    out = flash_attn_2(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size)
-    return out, torch.zeros(q.size(1), q.size(0))
+    return flash_attn_2(**named), torch.zeros(1)
 
 
-def flash_attn_4(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
-    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
-    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None,
-    score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False,
-    scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
-    gather_bwd_token_chunk=None,
-):  # fmt: skip
+def flash_attn_4(*, cu_seqlens_q, cu_seqlens_k, window_size=(None, None), **named):
     """flash_attn.cute.flash_attn_varlen_func of flash-attn-4 4.0.0b36, which gives the sums of the scores as well."""
-    others = (qv, min_seqlen_k, seqused_q, seqused_k, gather_kv_indices, page_table, learnable_sink, score_mod, mask_mod)
-    assert all(other is None for other in others)
     assert all(edges.dtype == torch.int32 and edges.is_contiguous() for edges in (cu_seqlens_q, cu_seqlens_k))
     assert all(side is None or side >= 0 for side in window_size), "a side of which all is seen is None"
-    mask = dict(causal=causal, window=[-1 if side is None else side for side in window_size])
-    scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
-    out = slow_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale, **mask)
-    return out, torch.zeros(q.size(1), q.size(0))
+    window = [-1 if side is None else side for side in window_size]
+    return flash_attn_3(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, window_size=window, **named)
 
 
 def install_4(monkeypatch, function):

@@ -27,7 +27,7 @@ def check(name="sdpa", masks=tuple(Attention), **other):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(4, 4, 64), (6, 2, 96), (4, 1, 80), (2, 2, 8)])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 96), (4, 1, 80), (2, 2, 8)])
 def test_the_dot_product_of_torch_is_right(heads, groups, head_dim, dtype):
     """With room between what is found and what is allowed, and more than there would be if nothing were computed."""
     verdict = check(heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
@@ -48,39 +48,29 @@ def test_the_reference_is_the_formula_a_position_at_a_time(window):
             seen = range(start, max(at + 1, prefix if at < prefix else 0))
             seen = [other for other in seen if window is None or abs(other - at) <= window]
             for head in range(4):
-                scores = torch.stack([q[at, head] @ k[other, head // 2] for other in seen]) / math.sqrt(6)
-                rows.append(scores.softmax(0) @ torch.stack([v[other, head // 2] for other in seen]))
+                scores = k[seen, head // 2] @ q[at, head] / math.sqrt(6)
+                rows.append(scores.softmax(0) @ v[seen, head // 2])
     out = torch.stack(rows).view(13, 4, 6)
     expected = (out, *torch.autograd.grad((out * upstream).sum(), (q, k, v)))
     for here, there in zip(reference_attention(*(x.detach() for x in (q, k, v, upstream)), spans, window), expected, strict=True):
         torch.testing.assert_close(here, there.detach())
 
 
-def test_what_is_allowed():
-    """16 roundings of the numbers, and float32 sums of as many terms."""
-    from megaenc.model.attention.selftest import error_tolerance
-
-    sums = 4 * 355 * 2.0**-24
-    assert error_tolerance(torch.bfloat16, 355, HOST) == pytest.approx(16 / 256 + sums)
-    assert error_tolerance(torch.float16, 355, HOST) == pytest.approx(16 / 2048 + sums)
-    assert error_tolerance(torch.float32, 355, HOST) == pytest.approx(16 * 2.0**-24 + sums)
-
-
 def test_products_in_tensorfloat_are_allowed_to_whom_has_asked_for_them(monkeypatch):
     from megaenc.model.attention.selftest import error_tolerance
 
-    accelerator = torch.device("cuda", 0)
-    assert error_tolerance(torch.float32, 355, accelerator) == error_tolerance(torch.float32, 355, HOST) < 1e-4
-    for ask in (
-        lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "high"),
-        lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "1"),
-    ):
-        with monkeypatch.context() as patch:
-            ask(patch)
-            assert error_tolerance(torch.float32, 355, accelerator) == pytest.approx(16 / 2048, rel=0.02)
-            assert error_tolerance(torch.float32, 355, HOST) < 1e-4
+    def allowed(device="cuda"):
+        return error_tolerance(torch.float32, 355, torch.device(device))
+
+    assert allowed() < 1e-4
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        assert allowed() == pytest.approx(16 / 2048, rel=0.02)
+        assert allowed("cpu") < 1e-4
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert allowed() == pytest.approx(16 / 2048, rel=0.02)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert error_tolerance(torch.float32, 355, accelerator) < 1e-4
+    assert allowed() < 1e-4
 
 
 # Ways to be wrong. Each is called as backends.compute_attention is, which does the rest as it should be done.
@@ -98,10 +88,6 @@ def window_is_ignored(q, k, v, packing, window=None):
 
 def window_without_its_farthest_tokens(q, k, v, packing, window=None):
     return right(q, k, v, packing, window and window - 1)
-
-
-def window_of_one_more_token(q, k, v, packing, window=None):
-    return right(q, k, v, packing, window and window + 1)
 
 
 def as_if(attention, packing):
@@ -125,12 +111,6 @@ def scale_of_wider_heads(q, k, v, packing):
     return right(q * (96 / 128) ** 0.5, k, v, packing)
 
 
-def one_document(q, k, v, packing):
-    from megaenc.model.packed_sequences import PackedSequences
-
-    return right(q, k, v, PackedSequences.from_edges([0, q.size(0)], Attention.BIDIRECTIONAL, HOST))
-
-
 def last_key_of_the_document_before(q, k, v, packing):
     """Seen by the first token of each document, a little."""
     out, first = right(q, k, v, packing), packing.cu_seqlens_q[1:-1].long()
@@ -139,10 +119,6 @@ def last_key_of_the_document_before(q, k, v, packing):
 
 def groups_the_other_way_round(q, k, v, packing):
     return right(q, k.flip(1), v.flip(1), packing)
-
-
-def last_row_is_left_out(q, k, v, packing):
-    return right(q, k, v, packing) * (torch.arange(q.size(0)) < q.size(0) - 1)[:, None, None]
 
 
 def no_number(q, k, v, packing):
@@ -170,12 +146,6 @@ def gradient_of_values_alone(q, k, v, packing):
     return right(q, k, _Steeper.apply(v), packing)
 
 
-def gradient_of_one_group(q, k, v, packing):
-    """As where the query heads of a group are not added up."""
-    detached = torch.cat([k[:, :1], k[:, 1:].detach()], dim=1)
-    return right(q, detached, v, packing)
-
-
 def raising(q, k, v, packing):
     raise RuntimeError("no kernel image is available\nfor execution on the device")
 
@@ -199,7 +169,7 @@ def planted(monkeypatch):
     return verdict
 
 
-@pytest.mark.parametrize("wrong", [window_is_ignored, window_without_its_farthest_tokens, window_of_one_more_token])
+@pytest.mark.parametrize("wrong", [window_is_ignored, window_without_its_farthest_tokens])
 @pytest.mark.parametrize("mask", Attention)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_window_is_found(wrong, mask, dtype, planted):
@@ -219,14 +189,11 @@ def test_a_wrong_window_is_found(wrong, mask, dtype, planted):
         (mask_is_ignored, "values off by", "causal"),
         (everything_is_causal, "values off by", "bidirectional"),
         (scale_of_wider_heads, "values off by", "causal"),
-        (one_document, "values off by", "causal"),
         (last_key_of_the_document_before, "values off by", "causal"),
         (groups_the_other_way_round, "values off by", "causal"),
-        (last_row_is_left_out, "values off by", "causal"),
         (no_number, "values NaN", "causal"),
         (gradient_of_keys_alone, "gradients of keys off by", "causal"),
         (gradient_of_values_alone, "gradients of values off by", "causal"),
-        (gradient_of_one_group, "gradients of keys off by", "causal"),
         (raising, "RuntimeError", "causal"),
         (half_of_the_rows, "RuntimeError", "causal"),
     ],
@@ -260,26 +227,10 @@ def test_only_the_masks_of_the_run_count(planted):
     assert not planted(everything_is_causal, masks=BOTH).passed
 
 
-def test_what_cannot_be_tried_is_not_computed(planted, monkeypatch):
-    from megaenc.model.attention import selftest
-
-    monkeypatch.setattr(selftest, "compute_attention", None)
+def test_what_cannot_be_tried_is_not_computed():
     verdict = check("flash")
     assert (verdict.available, verdict.passed, verdict.error) == (False, False, None)
     assert verdict.reason == "needs an accelerator"
-
-
-@pytest.mark.parametrize("row", ["_CPU_PACK", "_ACCELERATOR_PACK"])
-def test_the_row_has_what_kernels_stumble_over(row):
-    from megaenc.model.attention import selftest
-
-    row = getattr(selftest, row)
-    lengths, prefixes = row.lengths, row.prefixes
-    assert 1 in lengths and any(length % 8 for length in lengths) and max(lengths) > (256 if row.lengths[1] > 100 else 32)
-    inside = [prefix / length for prefix, length in zip(prefixes, lengths, strict=True)]
-    assert 0 in inside and any(0 < share < 1 for share in inside)
-    assert any(length - prefix == 1 < length for prefix, length in zip(prefixes, lengths, strict=True))
-    assert 0 < row.loud.sum() < row.edges[-1] == sum(lengths)
 
 
 @pytest.fixture
@@ -291,12 +242,6 @@ def as_on_an_accelerator(monkeypatch):
     monkeypatch.setattr(selftest, "_trial_packs", lambda _, *others: rows(torch.device("cuda"), *others))
 
 
-@pytest.mark.parametrize(("dtype", "seq_length"), [(torch.float32, 4096), (torch.bfloat16, 700)])
-def test_a_long_document_is_right_too(dtype, seq_length, as_on_an_accelerator):
-    verdict = check(dtype=dtype, seq_length=seq_length, masks=BOTH)
-    assert verdict.passed and 0 < verdict.error < verdict.tolerance * 0.7
-
-
 @pytest.mark.parametrize("seq_length", [0, 600, 4096])
 def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_them(seq_length, planted, as_on_an_accelerator):
     """As where a kernel leaves out keys beyond the 500th."""
@@ -305,31 +250,30 @@ def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_the
         at = torch.cat([torch.arange(stop - start) for start, stop in packing.documents])
         return right(q, k, torch.where((at > 500)[:, None, None], 0.0, v), packing)
 
-    verdict = planted(wrong, seq_length=seq_length, masks=[Attention.CAUSAL])
+    how = dict(seq_length=seq_length, masks=[Attention.CAUSAL])
+    assert planted(right, **how).passed
+    verdict = planted(wrong, **how)
     assert verdict.passed == (seq_length == 0)
     assert verdict.passed or verdict.reason.startswith("values off by")
 
 
 @pytest.mark.parametrize(
-    ("packs", "seq_length", "masks", "needed"),
+    ("packs", "seq_length", "masks", "windows", "needed"),
     [
-        (1, 33_000, BOTH, "8 GiB if documents fill 1 packs of 33,000 tokens"),
-        (600, 2048, [Attention.PREFIX], "8 GiB if documents fill 600 packs of 2,048 tokens"),
-        (512, 2048, BOTH, ""),
-        (1, 33_000, [Attention.CAUSAL], ""),
+        (1, 33_000, BOTH, (None,), "take 8 GiB if documents fill 1 packs of 33,000 tokens"),
+        (600, 2048, [Attention.PREFIX], (None,), "8 GiB if documents fill 600 packs of 2,048 tokens"),
+        (1, 33_000, [Attention.CAUSAL], (None, 64), "take 8 GiB"),
+        (1, 33_000, [Attention.BIDIRECTIONAL], (None, 64), "take 16 GiB"),
+        (512, 2048, BOTH, (None,), ""),
+        (1, 33_000, [Attention.CAUSAL], (None,), ""),
     ],
 )
-def test_masks_that_would_fill_the_memory_are_refused(packs, seq_length, masks, needed, planted):
+def test_masks_that_would_fill_the_memory_are_refused(packs, seq_length, masks, windows, needed, planted):
+    """A causal document needs none; a window has one of its own."""
     planted(right)
-    verdict = check("cudnn", packs=packs, seq_length=seq_length, masks=masks, dtype=torch.bfloat16)
+    how = dict(packs=packs, seq_length=seq_length, masks=masks, windows=windows, dtype=torch.bfloat16)
+    verdict = check("cudnn", **how)
     assert verdict.passed == (not needed) and needed in verdict.reason
-
-
-@pytest.mark.parametrize(("masks", "needed"), [([Attention.CAUSAL], 8), ([Attention.BIDIRECTIONAL], 16)])
-def test_a_window_has_a_mask_of_its_own(masks, needed, planted):
-    planted(right)
-    how = dict(packs=1, seq_length=33_000, masks=masks, dtype=torch.bfloat16)
-    assert f"take {needed} GiB" in check("cudnn", windows=(None, 64), **how).reason
 
 
 def test_what_masks_take_is_what_is_said():
