@@ -36,7 +36,7 @@ def scaled(x, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("largest", [3e-6, 1.0, 448.0, 448.0001, 57344.0, 7e30])
+@pytest.mark.parametrize("largest", [3e-6, 448.0, 448.0001, 7e30])
 def test_the_scale_is_the_largest_power_of_two_that_keeps_the_largest_number_in_range(largest, dtype):
     x = torch.rand(7, 16) * largest
     x[3, 4] = -largest
@@ -54,13 +54,6 @@ def test_each_number_is_the_nearest_one(dtype):
     numbers, inverse = scaled(x, dtype)
     half = LAST_PLACE[dtype] / 2
     assert ((numbers * inverse - x).abs() <= half * x.abs().clamp(min=torch.finfo(dtype).smallest_normal * inverse)).all()
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_the_tolerance_follows_from_the_last_place(dtype):
-    from megaenc.model.fp8.tensor import rounding_error
-
-    assert rounding_error(dtype) == pytest.approx(LAST_PLACE[dtype] / 2 / math.sqrt(3))
 
 
 def test_parts_of_a_matrix_are_rounded_as_the_whole_is():
@@ -91,7 +84,7 @@ def test_what_is_no_finite_number_makes_every_product_one(wrong):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("rows", [16, 17, 31])
+@pytest.mark.parametrize("rows", [16, 17])
 def test_a_turned_matrix_ends_in_zeros(rows, dtype):
     x = torch.randn(rows, 48).to(dtype)
     turned = kind().transpose(x)
@@ -101,8 +94,8 @@ def test_a_turned_matrix_ends_in_zeros(rows, dtype):
     assert not turned.float()[:, rows:].any()
 
 
-def layers(fp8_format, bias=True):
-    """One of each class in float8 beside one of megatron-core's own, with the same weights."""
+def layers(fp8_format, dtype):
+    """One of each class, as megatron-core's own but for its products."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megaenc.backend import ParallelConfig, detect_backend
@@ -111,72 +104,40 @@ def layers(fp8_format, bias=True):
     from megaenc.model.fp8.tensor import select_float8_recipe
     from megaenc.model.layer_spec import build_transformer_config
 
-    config = build_transformer_config(ModelConfig(), ParallelConfig(), torch.float32)
-    options = {"config": config, "init_method": torch.nn.init.normal_, "bias": bias, "skip_bias_add": False}
-    row = options | {"input_is_parallel": True}
-    chosen = {"float8": select_float8_recipe(fp8_format, detect_backend())}
-    for own, theirs, how in (
-        (Float8ColumnParallelLinear, ColumnParallelLinear, options),
-        (Float8RowParallelLinear, RowParallelLinear, row),
+    config = build_transformer_config(ModelConfig(), ParallelConfig(), dtype)
+    options = {"config": config, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False}
+    recipe = select_float8_recipe(fp8_format, detect_backend())
+    for own, theirs, more in (
+        (Float8ColumnParallelLinear, ColumnParallelLinear, {}),
+        (Float8RowParallelLinear, RowParallelLinear, {"input_is_parallel": True}),
     ):
-        mine, reference = own(WIDTH, OUT, **how, **chosen), theirs(WIDTH, OUT, **how)
-        with torch.no_grad():
-            for each in (mine, reference):
-                each.weight.normal_(generator=torch.Generator().manual_seed(1))
-                if bias:
-                    each.bias.normal_(generator=torch.Generator().manual_seed(2))
-        assert mine.state_dict().keys() == reference.state_dict().keys()
-        yield mine, reference
+        layer = own(WIDTH, OUT, **options, **more, float8=recipe)
+        assert layer.state_dict().keys() == theirs(WIDTH, OUT, **options, **more).state_dict().keys()
+        yield layer
 
 
-def relative(found, expected):
-    return float((found.detach().float() - expected.detach()).norm() / expected.detach().norm())
-
-
-@pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
-def test_layers_are_as_far_from_float32_as_rounding_makes_them(fp8_format):
-    """Root mean squares of the rounding errors, which are not zero either: something was in float8."""
-    from megaenc.model.fp8.tensor import rounding_error
-
-    u4, u5 = rounding_error(OPEN[0]), rounding_error(OPEN[1] if fp8_format == "hybrid" else OPEN[0])
-    for mine, reference in layers(fp8_format):
-        x, gradient = torch.randn(TOKENS, 1, WIDTH), torch.randn(TOKENS, 1, OUT)
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
-        (found, _), (expected, _) = mine(inputs[0]), reference(inputs[1])
-        assert found.shape == expected.shape
-        found.backward(gradient)
-        expected.backward(gradient)
-        assert 0.01 < relative(found, expected) <= math.hypot(u4, u4)
-        assert 0.01 < relative(inputs[0].grad, inputs[1].grad) <= math.hypot(u4, u5)
-        assert 0.01 < relative(mine.weight.grad, reference.weight.grad) <= math.hypot(u4, u5)
-        assert torch.allclose(mine.bias.grad, reference.bias.grad, rtol=1e-5)
-
-
-def test_layers_are_exactly_what_their_rounded_matrices_give():
-    """The three products against float32 products of the very numbers that float8 holds."""
-    f8 = kind()
-    for mine, _ in layers("hybrid", bias=False):
-        x, gradient = torch.randn(TOKENS, 1, WIDTH, requires_grad=True), torch.randn(TOKENS, 1, OUT)
-        found, _ = mine(x)
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str)
+@pytest.mark.parametrize(("fp8_format", "of_gradient"), [("hybrid", OPEN[1]), ("e4m3", OPEN[0])])
+def test_layers_are_exactly_what_their_rounded_matrices_give(fp8_format, of_gradient, dtype, rounding):
+    """The three products against float32 products of the very numbers that float8 holds, in the numbers that came."""
+    for layer in layers(fp8_format, dtype):
+        torch.nn.init.normal_(layer.bias)
+        x, gradient = torch.randn(TOKENS, 1, WIDTH).to(dtype).requires_grad_(), torch.randn(TOKENS, 1, OUT).to(dtype)
+        found, _ = layer(x)
         found.backward(gradient)
         (x8, i), (w8, j), (g8, k) = (
-            scaled(m.detach().squeeze(1), dtype)
-            for m, dtype in ((x, f8.forward), (mine.weight, f8.forward), (gradient, f8.gradient))
+            scaled(m.detach().flatten(0, -2), kind)
+            for m, kind in ((x, OPEN[0]), (layer.weight, OPEN[0]), (gradient, of_gradient))
         )
         x_TK, w_NK, g_TN = x8 * i, w8 * j, g8 * k
-        for mine_is, it_is in ((found, x_TK @ w_NK.t()), (x.grad, g_TN @ w_NK), (mine.weight.grad, g_TN.t() @ x_TK)):
-            torch.testing.assert_close(mine_is.detach().view_as(it_is), it_is, rtol=1e-5, atol=1e-4)
-
-
-def test_an_input_of_bfloat16_has_results_of_bfloat16():
-    from megaenc.model.fp8.linear import _run_float8_linear as products
-
-    x, weight, gradient = (torch.randn(*shape).bfloat16() for shape in ((TOKENS, WIDTH), (OUT, WIDTH), (TOKENS, OUT)))
-    assert [(each.dtype, tuple(each.shape)) for each in products(kind(), x, weight, gradient)] == [
-        (torch.bfloat16, (TOKENS, OUT)),
-        (torch.bfloat16, (TOKENS, WIDTH)),
-        (torch.bfloat16, (OUT, WIDTH)),
-    ]
+        for actual, expected in (
+            (found, x_TK @ w_NK.t() + layer.bias.float()),
+            (x.grad, g_TN @ w_NK),
+            (layer.weight.grad, g_TN.t() @ x_TK),
+            (layer.bias.grad, gradient.sum((0, 1)).float()),
+        ):
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual.detach().float().view_as(expected), expected, rtol=rounding, atol=10 * rounding)
 
 
 def test_the_start_finds_what_computes_something_else(monkeypatch):
@@ -256,20 +217,6 @@ def test_each_machine_has_its_types_or_one_line_says_that_it_has_none(name, has,
     else:
         with pytest.raises(InputError, match=rf"--fp8-format e4m3: {has['called']} has no float8 matrix products"):
             _select_types("e4m3", backend)
-
-
-def test_gradients_have_the_wide_type_in_the_hybrid_format_alone():
-    from megaenc.backend import detect_backend
-    from megaenc.model.fp8.tensor import select_float8_recipe
-
-    assert (
-        select_float8_recipe("hybrid", detect_backend()).forward,
-        select_float8_recipe("hybrid", detect_backend()).gradient,
-    ) == OPEN
-    assert (select_float8_recipe("e4m3", detect_backend()).forward, select_float8_recipe("e4m3", detect_backend()).gradient) == (
-        OPEN[0],
-        OPEN[0],
-    )
 
 
 def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatch, capsys):

@@ -94,12 +94,3 @@ def test_logits_are_read_many_at_a_time_whatever_the_size_of_the_vocabulary(kern
     known = ASTSource(kernel, whole.signature, constants, round_ones)
     assert "ld.global.v4" in triton.compile(known, target=TARGETS[1], options=options).asm["ptx"]
     assert "ld.global.v4" not in triton.compile(whole, target=TARGETS[1], options=options).asm["ptx"]
-
-
-def test_tiles_are_what_the_kernels_want():
-    assert launch.row_tile_constants(1728) == {"ROWS": 1, "COLUMNS": 2048, "num_warps": 8}
-    assert launch.row_tile_constants(96) == {"ROWS": 16, "COLUMNS": 128, "num_warps": 8}
-    assert launch.row_tile_constants(1) == {"ROWS": 2048, "COLUMNS": 1, "num_warps": 8}
-    assert launch.row_tile_constants(40_000)["num_warps"] == 16  # 1,024 threads, which is what a program of AMD's can have
-    assert launch.column_block_constants(3) == {"COLUMNS": 4, "num_warps": 1}
-    assert launch.flatten_rows(torch.empty(5, 1, 3, 8).transpose(0, 2)).shape == (15, 8)

@@ -13,12 +13,13 @@ from megaenc.model.kernels.selftest import CHECKS, TOLERANCE, LayerWidths, check
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 HOST, WIDTHS = torch.device("cpu"), LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
+ODD_WIDTHS = LayerWidths(hidden=171, head=10, ffn=33, vocabulary=2500)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("dtype", "widths"), [(torch.bfloat16, WIDTHS), (torch.float32, ODD_WIDTHS)], ids=str)
 @pytest.mark.parametrize("name", [name for name in CHECKS if name != "sum"])
-def test_what_is_right_passes(name, dtype):
-    verdict = check_kernel(name, HOST, dtype, WIDTHS)
+def test_what_is_right_passes(name, dtype, widths):
+    verdict = check_kernel(name, HOST, dtype, widths)
     assert (verdict.name, verdict.available, verdict.reason, verdict.passed) == (name, True, "", True)
     assert 0 < verdict.error < verdict.tolerance in TOLERANCE.values()
 
