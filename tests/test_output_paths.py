@@ -3,29 +3,26 @@
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from megaenc.atomic_io import atomic_dir, atomic_write
 from megaenc.embed.command import eval_main
 from megaenc.embed.hard_negatives import mine_main
 from megaenc.embed.text_pairs import pairs_main
-from megaenc.embed.train_command import train_main
 from megaenc.errors import InputError
 from megaenc.estimate.command import main as estimate_main
 from megaenc.finetune.predict import predict_main
 from megaenc.finetune.results.summary import summary_main
-from megaenc.objectives.units.collocations import main as collocations_main
-from megaenc.output_paths import check_output_file
+from megaenc.output_paths import check_output_file, create_parent_dir, create_parent_with_rollback, refuse_existing
 
 PREDICT = (predict_main, "--model kept --input in.jsonl")
 MINE = (mine_main, "--model kept --data in.jsonl --corpus beir")
 PAIRS = (pairs_main, "--input in.jsonl --method adjacent --min-words 1 --max-words 4")
 EVAL = (eval_main, "--data x=beir --no-bm25 --model y=kept")
 ESTIMATE = (estimate_main, "--gpu h100 --config run.json --data-path corpus")
-
-
-LONG = "x" * 300
 
 
 @pytest.fixture
@@ -57,10 +54,8 @@ def read_all(folder):
     [
         (PREDICT, "in.jsonl", "is the input in.jsonl"),
         (PREDICT, "hard.jsonl", "is the input in.jsonl"),
-        (PREDICT, "soft.jsonl", "is the input in.jsonl"),
         (PREDICT, "kept/scores.json", "is a file of the input kept"),
         (MINE, "kept/../in.jsonl", "is the input in.jsonl"),
-        (MINE, "hard.jsonl", "is the input in.jsonl"),
         (MINE, "linked/corpus.jsonl", "is a file of the input beir"),
         (PAIRS, "hard.jsonl", "is the input in.jsonl"),
         (EVAL, "kept/scores.json", "is a file of the input kept"),
@@ -116,26 +111,75 @@ def test_new_files_in_an_input_folder_are_allowed(folder):
         check_output_file(Path("beir/more.json"), "--output", inputs=["beir"])
 
 
-@pytest.mark.parametrize(
-    ("main", "flags", "found"),
-    [
-        (predict_main, f"--model {LONG} --input in.jsonl", f"--model {LONG}: no finetuning.json"),
-        (predict_main, f"--model kept --input {LONG}", f"--input {LONG}: no such file"),
-        (predict_main, f"--model kept --input in.jsonl --output {LONG}", f"--output {LONG}: cannot be accessed: File name too"),
-        (
-            predict_main,
-            f"--model kept --input in.jsonl --output {LONG[:250]}",
-            "cannot write to the folder .: File name too long",
-        ),
-        (train_main, f"--model kept --data in.jsonl --output {LONG}", f"--output {LONG}: cannot be accessed: File name too long"),
-        (train_main, f"--model kept --data in.jsonl --output {LONG}/a", f"--output {LONG}/a: cannot be accessed: File name too"),
-        (collocations_main, f"--tokenizer kept --output new --data-path {LONG}", f"{LONG}.idx: no such file"),
-        (collocations_main, f"--tokenizer kept --output new --data-path {LONG}.bin", f"{LONG}.bin.idx: no such file"),
-        (collocations_main, f"--tokenizer kept --output new --data-path {LONG}/a", f"{LONG}/a.idx: no such file"),
-    ],
-)
-def test_names_that_are_too_long_are_one_line(folder, refusal, main, flags, found):
-    Path("kept/finetuning.json").write_text('{"family": "SC", "protocol": {}}')
-    before = read_all(folder)
-    assert found in refusal(main, flags.split())
-    assert read_all(folder) == before
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
+    (tmp_path / "file").write_text("old")
+    os.mkfifo(tmp_path / "fifo")
+    for path in ("new", "file", "a/b/new", "none/../new"):
+        check_output_file(tmp_path / path, "--output")
+    for path, message in (
+        (".", "found a folder, expected the name of a file"),
+        ("fifo", "found no regular file, expected the name of a file"),
+        ("file/new", "cannot write to the folder .*: Not a directory"),
+        ("a/file" * 2000, "cannot be accessed: File name too long"),
+        ("n" * 240, "cannot write to the folder .*: File name too long"),
+        ("/proc/none/new", "cannot write to the folder"),
+    ):
+        with pytest.raises(InputError, match=rf"--output \S+: {message}"):
+            check_output_file(tmp_path / path, "--output")
+    assert names(tmp_path) == ["fifo", "file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_what_stands_in_the_place_of_an_output_folder(tmp_path, monkeypatch):
+    """An empty folder may, also behind a link; a name that goes up is that of the folder that it leads to."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    for path in ("empty", "link", "new", "empty/new/.."):
+        refuse_existing(tmp_path / path, "--output")
+    (tmp_path / "file").touch()
+    for path in ("file", ".", "none/.."):
+        with pytest.raises(InputError, match=r"--output .*: exists already"):
+            refuse_existing(tmp_path / path, "--output")
+    for name in ("a\0b", "\udcff"):
+        with pytest.raises(InputError, match=r"--output '.*': not UTF-8, or holds a null character"):
+            refuse_existing(Path(name), "--output")
+    monkeypatch.chdir(tmp_path / "empty")
+    for path in (Path(), tmp_path / "link", Path("none/..")):
+        with pytest.raises(InputError, match=r"--output .*: the folder that this command runs in, expected another name"):
+            refuse_existing(path, "--output")
+
+
+def test_a_folder_is_made_for_a_name_that_goes_up(tmp_path):
+    path = tmp_path / "new" / "folder" / ".."
+    create_parent_dir(path, "--output")
+    with atomic_dir(path) as folder:
+        (folder / "a").touch()
+    assert names(tmp_path) == ["new"] and names(tmp_path / "new") == ["a"]
+
+
+def test_commands_that_write_into_one_new_folder_do_not_disturb_each_other(tmp_path):
+    def write(folder: Path, number: int) -> None:
+        path = folder / "deep" / f"file{number}"
+        check_output_file(path, "--output")
+        with create_parent_with_rollback(path, "--output"):
+            atomic_write(path, "text")
+
+    with ThreadPoolExecutor(8) as pool:
+        for turn in range(30):
+            list(pool.map(write, 8 * [tmp_path / f"new{turn}"], range(8)))
+            assert len(names(tmp_path / f"new{turn}" / "deep")) == 8
+
+
+def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_in_them(tmp_path):
+    (tmp_path / "old").mkdir()
+    for path in (tmp_path / "a" / "b" / "file", tmp_path / "old" / "c" / "file"):
+        with pytest.raises(KeyError), create_parent_with_rollback(path, "--output"):
+            raise KeyError
+    assert names(tmp_path) == ["old"] and not names(tmp_path / "old")
+    with pytest.raises(KeyError), create_parent_with_rollback(tmp_path / "a" / "b" / "file", "--output"):
+        (tmp_path / "a" / "kept").touch()
+        raise KeyError
+    assert names(tmp_path / "a") == ["kept"]

@@ -29,12 +29,6 @@ def rotation(angles):
     return Rotation.from_angles(angles)
 
 
-def swiglu(x):
-    from megaenc.model.functional import SwiGLU
-
-    return SwiGLU(None)(x)
-
-
 def test_a_rotation_turns_points_of_the_plane(angles):
     x = slice_of_more(TOKENS, 1, HEADS, DIM)
     half = angles[..., : DIM // 2]
@@ -63,72 +57,63 @@ def in_parts(request, monkeypatch):
     monkeypatch.setattr(functional, "_CACHE_ELEMENTS", request.param)
 
 
-def normed(rms_norm, x, weight, upstream):
-    """What comes out, and the gradients of both."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
-    out = rms_norm(*leaves, 1e-5)
+def normed(x, weight, residual=None):
+    from megaenc.model.functional import rms_norm
+
+    return rms_norm(x, weight, 1e-5, residual)
+
+
+def outcome(function, inputs, upstream):
+    """What comes out, and the gradients of all inputs."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
+def of_sum(x, weight, residual):
+    return torch.stack(normed(x, weight, residual))
+
+
+def formula(x, weight, residual=None):
+    if residual is None:
+        return F.rms_norm(x, (DIM,), weight, 1e-5)
+    return torch.stack([x + residual, F.rms_norm(x + residual, (DIM,), weight, 1e-5)])
+
+
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_norm_is_that_of_torch_with_its_gradients(dtype):
-    from megaenc.model.functional import rms_norm
-
-    x = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype)
-    weight, upstream = torch.randn(DIM, dtype=dtype), torch.randn_like(x)
-    expected = normed(lambda x, weight, epsilon: F.rms_norm(x, (DIM,), weight, epsilon), x, weight, upstream)
-    torch.testing.assert_close(normed(rms_norm, x, weight, upstream), expected)
-
-
-@pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_sum_and_its_norm_are_those_of_torch_with_their_gradients(dtype):
-    """The sum is passed on, so that gradients reach it both directly and through the norm."""
-    from megaenc.model.functional import rms_norm
-
-    x, residual = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype), torch.randn(TOKENS, 1, HEADS, DIM, dtype=dtype)
-    weight, upstream = torch.randn(DIM, dtype=dtype), torch.randn(2, TOKENS, 1, HEADS, DIM, dtype=dtype)
-
-    def outcome(function):
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, residual, weight)]
-        out = torch.stack(function(*leaves))
-        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
-
-    def formula(x, residual, weight):
-        return x + residual, F.rms_norm(x + residual, (DIM,), weight, 1e-5)
-
-    found = outcome(lambda x, residual, weight: rms_norm(x, weight, 1e-5, residual))
-    torch.testing.assert_close(found, outcome(formula))
-    assert torch.equal(found[1], found[2])
+def test_the_norm_of_numbers_and_of_sums_is_that_of_torch_with_its_gradients(dtype):
+    """A sum is passed on, so that gradients reach it both directly and through the norm."""
+    x, weight = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype), torch.randn(DIM, dtype=dtype)
+    residual, upstream = torch.randn_like(x), torch.randn(2, *x.shape, dtype=dtype)
+    torch.testing.assert_close(outcome(normed, (x, weight), upstream[0]), outcome(formula, (x, weight), upstream[0]))
+    inputs = (x, weight, residual)
+    torch.testing.assert_close(outcome(of_sum, inputs, upstream), outcome(formula, inputs, upstream))
 
 
 @pytest.mark.usefixtures("in_parts")
 def test_a_norm_of_bfloat16_is_rounded_once():
-    from megaenc.model.functional import rms_norm
-
     x, weight, upstream = (torch.randn(*shape).bfloat16() for shape in ((500, 1, 64), (64,), (500, 1, 64)))
-    found = normed(rms_norm, x, weight, upstream)
-    exact = normed(rms_norm, *(tensor.double() for tensor in (x, weight, upstream)))
+    found = outcome(normed, (x, weight), upstream)
+    exact = outcome(normed, (x.double(), weight.double()), upstream.double())
     for here, there in zip(found, exact, strict=True):
         assert here.dtype == torch.bfloat16
         torch.testing.assert_close(here.double(), there, rtol=2**-8, atol=1e-5)
 
 
-def test_a_norm_keeps_its_input_and_a_number_a_row():
-    from megaenc.model.functional import rms_norm
+def test_a_norm_keeps_its_input_and_a_number_a_row_and_swiglu_its_input():
+    from megaenc.model.functional import SwiGLU
 
     kept = []
     x, weight = torch.randn(5, 1, DIM).bfloat16().requires_grad_(), torch.ones(DIM).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        rms_norm(x, weight, 1e-5)
-    assert sorted(tensor.numel() for tensor in kept) == [5, DIM, 5 * DIM]
+        normed(x, weight)
+        SwiGLU(None)(x)
+    assert sorted(tensor.numel() for tensor in kept) == [5, DIM, 5 * DIM, 5 * DIM]
 
 
 def test_nothing_has_no_norm():
-    from megaenc.model.functional import rms_norm
-
-    assert rms_norm(torch.empty(0, 1, DIM), torch.ones(DIM), 1e-5).shape == (0, 1, DIM)
+    assert normed(torch.empty(0, 1, DIM), torch.ones(DIM)).shape == (0, 1, DIM)
 
 
 @pytest.mark.parametrize("per_group", [1, 3])
@@ -148,53 +133,42 @@ def test_the_joint_projection_is_split_and_rotated_with_one_gradient(per_group):
     assert all(part.is_contiguous() for part in found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("activation", [F.silu, F.gelu])
-def test_gated_activations_are_their_formulas_with_their_gradients(dtype, activation):
-    from megaenc.model.functional import GeGLU
+@pytest.mark.parametrize(("name", "activation"), [("SwiGLU", F.silu), ("GeGLU", F.gelu)])
+def test_gated_activations_are_their_formulas_with_their_gradients(name, activation):
+    from megaenc.model import functional
 
-    gated = swiglu if activation is F.silu else GeGLU(None)
-    here = torch.randn(5, 2, 6, dtype=dtype, requires_grad=True)
-    there = here.detach().clone().requires_grad_()
-    gate, up = there.chunk(2, -1)
-    found, expected = gated(here), activation(gate) * up
-    weights = torch.randn_like(expected)
-    found.backward(weights)
-    expected.backward(weights)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(here.grad, there.grad)
+    def gated(x):
+        gate, up = x.chunk(2, -1)
+        return activation(gate) * up
+
+    x, upstream = torch.randn(5, 2, 6), torch.randn(5, 2, 3)
+    found = outcome(getattr(functional, name)(None), [x], upstream)
+    torch.testing.assert_close(found, outcome(gated, [x], upstream))
 
 
-def test_swiglu_keeps_what_it_was_given_and_nothing_else():
-    kept = []
-    x = torch.randn(5, 6, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        swiglu(x)
-    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]
-
-
-def test_dropout_drops_its_share_by_key_layer_and_channel():
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_dropout_drops_its_share_by_key_layer_and_channel(probability):
     from megaenc.model import functional
 
     keys = torch.randint(-(2**63), 2**63 - 1, (2048,), generator=torch.Generator().manual_seed(0))
     x = torch.randn(2048, 1, 768, requires_grad=True)
-    for probability in (0.1, 0.5):
-        out = functional.dropout(x, keys, 3, probability)
-        share = (out == 0).double()
-        assert share.mean() == pytest.approx(probability, abs=4 * (probability / x.numel()) ** 0.5)
-        torch.testing.assert_close(out, torch.where(out == 0, 0.0, x / (1 - probability)))
-        gradient = torch.randn_like(x)
-        (actual,) = torch.autograd.grad(out, x, gradient)
-        torch.testing.assert_close(actual, torch.where(out == 0, 0.0, gradient / (1 - probability)))
-        for other in (
-            functional.dropout(x, keys, 4, probability),
-            functional.dropout(x, keys.roll(1), 3, probability),
-            out.roll(1, 2),
-        ):
-            both = ((other == 0).double() - probability) * (share - probability)
-            assert abs(both.mean()) < 5 * probability / x.numel() ** 0.5
+    out = functional.dropout(x, keys, 3, probability)
+    dropped = out == 0
+    share = dropped.double()
+    assert share.mean() == pytest.approx(probability, abs=4 * (probability / x.numel()) ** 0.5)
+    torch.testing.assert_close(out, x.masked_fill(dropped, 0) / (1 - probability))
+    gradient = torch.randn_like(x)
+    (found,) = torch.autograd.grad(out, x, gradient)
+    torch.testing.assert_close(found, gradient.masked_fill(dropped, 0) / (1 - probability))
+    for other in (
+        functional.dropout(x, keys, 4, probability),
+        functional.dropout(x, keys.roll(1), 3, probability),
+        out.roll(1, 2),
+    ):
+        both = ((other == 0).double() - probability) * (share - probability)
+        assert abs(both.mean()) < 5 * probability / x.numel() ** 0.5
     rows = torch.tensor([5, 1999, 7])
-    assert torch.equal(functional.dropout(x[rows], keys[rows], 3, 0.5), out[rows])
+    assert torch.equal(functional.dropout(x[rows], keys[rows], 3, probability), out[rows])
 
 
 def test_dropout_is_decided_by_this_hash():

@@ -73,10 +73,11 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
     """The launches of a micro-batch of a model with `layers` layers, which uses the kernels `fused` and those of all models."""
     from megaenc.backend import main_grad
     from megaenc.model import layer, linear_cross_entropy
-    from megaenc.model.kernels import glu, norm, rotary
+    from megaenc.model.kernels import glu, norm, rotary, selftest
     from megaenc.training.config import parse_config
     from megaenc.training.planning import build_plan
 
+    monkeypatch.setattr(selftest, "check_kernel", lambda name, *_: selftest.SelfTestResult(name, True, 0.0, 1.0, ""))
     launches = Launches()
 
     def accumulate(total, a, b, *, in_float32):
