@@ -1,14 +1,9 @@
-import importlib.util
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megaenc import __version__, cli
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_help_names_every_command(capsys):
@@ -21,9 +16,9 @@ def test_help_names_every_command(capsys):
     assert capsys.readouterr().out == f"megaenc {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["data"], ["data", "--help"], ["data", "-h"]])
+@pytest.mark.parametrize("arguments", ["data", "data --help"])
 def test_the_first_of_two_words_lists_its_commands(capsys, arguments):
-    cli.main(arguments)
+    cli.main(arguments.split())
     shown = capsys.readouterr().out
     assert shown.startswith("usage: megaenc data COMMAND")
     assert [name for name in cli.COMMANDS if f"  {name} " in shown] == ["data inspect", "data verify"]
@@ -37,28 +32,22 @@ def test_a_command_of_two_words_gets_what_follows_them(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "named", "hint"),
+    ("given", "hint"),
     [
-        (["preproces"], "preproces", "did you mean `megaenc preprocess`?"),
-        (["preproces", "--input", "a"], "preproces", "did you mean `megaenc preprocess`?"),
-        (["xyz"], "xyz", "expected one of demo,"),
-        (["dta"], "dta", "did you mean `megaenc data`?"),
-        (["data", "verfy", "a"], "data verfy", "did you mean `megaenc data verify`?"),
-        (["data", "xyz"], "data xyz", "expected one of data inspect, data verify"),
-        (["dat", "verify"], "dat verify", "did you mean `megaenc data verify`?"),
-        (["inspect", "a"], "inspect", "did you mean `megaenc data inspect`?"),
+        ("preproces --input a", "preproces: no such command; did you mean `megaenc preprocess`?"),
+        ("xyz", "xyz: no such command; expected one of demo,"),
+        ("dta", "dta: no such command; did you mean `megaenc data`?"),
+        ("data verfy a", "data verfy: no such command; did you mean `megaenc data verify`?"),
+        ("data xyz", "data xyz: no such command; expected one of data inspect, data verify"),
+        ("dat verify", "dat verify: no such command; did you mean `megaenc data verify`?"),
+        ("inspect a", "inspect: no such command; did you mean `megaenc data inspect`?"),
     ],
 )
-def test_an_unknown_command_is_one_line(capsys, given, named, hint):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(given)
-    assert stop.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: megaenc {named}: no such command; {hint}")
-    assert captured.err.count("\n") == 1 and captured.out == ""
+def test_an_unknown_command_is_one_line(refusal, given, hint):
+    assert refusal(cli.main, given.split()).startswith(f"error: megaenc {hint}")
 
 
-@pytest.mark.parametrize("name", ["demo", "tokenizer", "preprocess", "data inspect", "data verify"])
+@pytest.mark.parametrize("name", ["tokenizer", "data inspect"])
 def test_each_command_explains_itself(capsys, name):
     with pytest.raises(SystemExit) as stop:
         cli.main([*name.split(), "--help"])
@@ -69,17 +58,6 @@ def test_each_command_explains_itself(capsys, name):
 def test_the_command_line_imports_nothing_heavy():
     code = "import sys; from megaenc.cli import main; main([]); assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_the_tool_is_the_command(tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", "none.jsonl"]
-    command += ["--output-prefix", "out", "--tokenizer", "none"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: none.jsonl: no such file or folder; expected JSONL, CSV, TSV, Parquet or text")
-    assert ended.stderr.count("\n") == 1
-    assert importlib.util.find_spec("megaenc.data.preprocess.command") is not None
 
 
 @pytest.mark.parametrize(
