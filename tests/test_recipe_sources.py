@@ -76,87 +76,6 @@ def rampup(settings: PretrainConfig, place: int) -> int:
     return (settings.rampup_batch_size or (0, 0, 0))[place]
 
 
-# By family of recipes: the field of the phase's settings that has the value of a key as it is.
-FLEX_BERT_FIELDS = {
-    "max_seq_len": "data.seq_length",
-    "tokenizer_name": "data.tokenizer",
-    "model.tokenizer_name": "data.tokenizer",
-    "model.model_config.vocab_size": "shape.vocab_size",
-    "model.model_config.init_method": "shape.init_method",
-    "model.model_config.num_hidden_layers": "shape.num_layers",
-    "model.model_config.hidden_size": "shape.hidden_size",
-    "model.model_config.intermediate_size": "shape.ffn_hidden_size",
-    "model.model_config.num_attention_heads": "shape.num_attention_heads",
-    "model.model_config.attn_out_dropout_prob": "shape.attention_output_dropout",
-    "model.model_config.attn_qkv_bias": "shape.add_qkv_bias",
-    "model.model_config.embed_norm": "shape.embedding_norm",
-    "model.model_config.skip_first_prenorm": "shape.embedding_norm",
-    "model.model_config.norm_kwargs.eps": "shape.norm_epsilon",
-    "model.model_config.norm_kwargs.bias": "shape.norm_bias",
-    "model.model_config.hidden_act": "shape.activation",
-    "model.model_config.rotary_emb_base": "shape.rotary_base",
-    "model.model_config.global_attn_every_n_layers": "shape.global_attn_every_n_layers",
-    "train_loader.dataset.tokenizer_name": "data.tokenizer",
-    "train_loader.dataset.max_seq_len": "data.seq_length",
-    "eval_loader.dataset.tokenizer_name": "data.tokenizer",
-    "eval_loader.dataset.max_seq_len": "data.seq_length",
-    "optimizer.lr": "optimizer.lr",
-    "optimizer.eps": "optimizer.adam_eps",
-    "optimizer.filter_bias_norm_wd": "optimizer.no_weight_decay_norm_bias",
-    "global_train_batch_size": "global_batch_size",
-    "seed": "seed",
-    "device_train_microbatch_size": "micro_batch_size",
-    "code.model_config.init_std": "shape.init_method_std",
-    "code.model_config.init_cutoff_factor": "shape.init_cutoff",
-}
-OPTIMUS_FIELDS = {
-    "train.lr": "optimizer.lr",
-    "train.clip_grad_norm": "optimizer.clip_grad",
-    "train.beta1": "optimizer.adam_beta1",
-    "train.beta2": "optimizer.adam_beta2",
-    "train.eps": "optimizer.adam_eps",
-    "train.seed": "seed",
-    "model.tokenizer_path_or_name": "data.tokenizer",
-    "model.vocab_size": "shape.vocab_size",
-    "dataset.batch_size": "micro_batch_size",
-    "dataset.length": "data.seq_length",
-}
-NEOBERT_FIELDS = {
-    "model.hidden_size": "shape.hidden_size",
-    "model.num_hidden_layers": "shape.num_layers",
-    "model.num_attention_heads": "shape.num_attention_heads",
-    "model.dropout_prob": "shape.attention_output_dropout",
-    "model.norm_eps": "shape.norm_epsilon",
-    "optimizer.hparams.lr": "optimizer.lr",
-    "optimizer.hparams.eps": "optimizer.adam_eps",
-    "optimizer.hparams.weight_decay": "optimizer.weight_decay",
-    "trainer.gradient_clipping": "optimizer.clip_grad",
-    "tokenizer.pretrained_model_name_or_path": "data.tokenizer",
-    "tokenizer.max_length": "data.seq_length",
-    "dataloader.train.batch_size": "micro_batch_size",
-}
-# What every model, pack or mask here is.
-CONSTANTS = {
-    "model.model_config.attention_layer": "rope",
-    "model.model_config.attention_probs_dropout_prob": 0,
-    "model.model_config.attn_out_bias": False,
-    "model.model_config.embed_dropout_prob": 0,
-    "model.model_config.final_norm": True,
-    "model.model_config.embedding_layer": "sans_pos",
-    "model.model_config.mlp_dropout_prob": 0,
-    "model.model_config.mlp_in_bias": False,
-    "model.model_config.mlp_layer": "glu",
-    "model.model_config.mlp_out_bias": False,
-    "model.model_config.rotary_emb_interleaved": False,
-    "train_loader.sequence_packing": True,
-    "code.packing": "documents end to end, the last one cut",
-    "code.hides_special_tokens": False,
-    "code.random_token": "any of the vocabulary",
-    "model.rope": True,
-    "dataloader.train.pack_sequences": True,
-    "dataset.min_length": None,
-    "code.weights": "normal",
-}
 # Of the code of ModernBERT, which Ettin and mmBERT are trained by too.
 FLEX_BERT: dict[str, Rule] = {
     "mlm_probability": lambda s, *_: option(s, "mask"),
@@ -217,9 +136,8 @@ NEOBERT: dict[str, Rule] = {
     "trainer.model.save_steps": lambda s, r, _: r.output.save_interval,
     "tokenizer.vocab_size": lambda s, *_: s.shape.vocab_size or 30522,
 }
-RULES = dict.fromkeys(("modernbert", "ettin", "mmbert"), FLEX_BERT) | {"eurobert": OPTIMUS, "neobert": NEOBERT}
-FIELDS = dict.fromkeys(("modernbert", "ettin", "mmbert"), FLEX_BERT_FIELDS)
-FIELDS |= {"eurobert": OPTIMUS_FIELDS, "neobert": NEOBERT_FIELDS}
+RULES = {"flex_bert": FLEX_BERT, "optimus": OPTIMUS, "neobert": NEOBERT}
+KINDS = dict.fromkeys(("modernbert", "ettin", "mmbert"), "flex_bert") | {"eurobert": "optimus", "neobert": "neobert"}
 
 
 def evaluated_mask(settings: PretrainConfig, recipe: PretrainConfig) -> float:
@@ -230,12 +148,12 @@ def evaluated_mask(settings: PretrainConfig, recipe: PretrainConfig) -> float:
 
 def find_rule(name: str, key: str) -> Rule | None:
     """The rule for a key; None if it has no effect. KeyError if it is not known."""
-    if rule := RULES[name].get(key):
+    if rule := RULES[KINDS[name]].get(key):
         return rule
-    if field := FIELDS[name].get(key):
+    if field := READING["fields"][KINDS[name]].get(key):
         return lambda settings, *_: attrgetter(field)(settings)
-    if key in CONSTANTS:
-        return lambda *_: CONSTANTS[key]
+    if key in READING["constants"]:
+        return lambda *_: READING["constants"][key]
     last = key.rpartition(".")[2]
     if key.startswith("callbacks.") or {key, last, f"{name}.{key}"} & READING["no_effect"].keys():
         return None

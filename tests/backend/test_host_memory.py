@@ -12,7 +12,7 @@ def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 kept, before, written = retain_freed_memory(), pages(), 0
-for turn in range(100):
+for turn in range(40):
     made = [torch.ones(2**20 * size) for size in (3, 4, 8, 16)[: 1 + turn % 4]]
     written += sum(tensor.nbytes for tensor in made) / 4096
     del made
@@ -34,14 +34,3 @@ def test_freed_memory_is_taken_again(tmp_path):
 def test_a_malloc_with_settings_of_its_own_is_left_alone(tmp_path):
     kept, pages = looked(tmp_path, MALLOC_ARENA_MAX="2")
     assert not kept and pages > 0.5
-
-
-def test_a_run_is_made_so(one_process, monkeypatch):
-    from megaenc import backend
-    from megaenc.backend import initialize
-
-    told = []
-    monkeypatch.setattr(initialize, "retain_freed_memory", lambda: told.append(True))
-    backend.destroy_distributed()
-    backend.init_distributed(backend.ParallelConfig(), seed=0)
-    assert told == [True]

@@ -97,7 +97,7 @@ def test_logits_and_gradients_are_those_of_transformers(pair, attention):
 
 @pytest.mark.parametrize(
     ("head_dim", "base", "factor", "context"),
-    [(128, 1e6, 4.0, 32768), (64, 5e5, 40.0, 4096), (16, 1e4, 2.0, 64), (32, 1e4, 1.0, 128), (32, 1e4, 8.5, 3)],
+    [(128, 1e6, 4.0, 32768), (16, 1e4, 2.0, 64), (32, 1e4, 1.0, 128), (32, 1e4, 8.5, 3)],
 )
 def test_angles_of_yarn_are_those_of_transformers(head_dim, base, factor, context, one_process):
     from megaenc.model.encoder import build_encoder
