@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -60,15 +59,6 @@ def test_chances_are_uniforms_below_a_probability(probability):
         assert (counter_rng.bernoulli(3, "mask", 100_000, least, counters=(2, 0)) == (drawn < least)).all()
 
 
-def test_threads_draw_at_once_what_one_draws():
-    def draw(number):
-        return counter_rng.random_words(1, "mask", 500 + number, counters=(number,))
-
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(draw, range(200)))
-    assert all((found == draw(number)).all() for number, found in enumerate(together))
-
-
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_permutation_holds_every_number_once(count):
     order = counter_rng.permutation(3, "order", count, counters=(0,))
@@ -105,18 +95,13 @@ def test_normals_are_normal():
     assert abs(np.corrcoef(rows[:, 0], rows[:, 1])[0, 1]) < 0.15  # the two of one Box-Muller pair
 
 
-def test_rows_with_a_step_are_refused():
-    with pytest.raises(ValueError, match="contiguous"):
-        counter_rng.normal_rows(1, "x", range(0, 10, 2), 4)
-
-
 def test_a_sample_has_numbers_of_its_own():
     one = counter_rng.SampleRandomness(seed=1, sample=5, epoch=0)
     assert (one.uniforms("mask", 4) == counter_rng.uniforms(1, "mask", 4, counters=(5, 0))).all()
     assert (one.uniforms("mask", 4) != counter_rng.SampleRandomness(seed=1, sample=5, epoch=1).uniforms("mask", 4)).all()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 1000, 70_000])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 70_000])
 @pytest.mark.parametrize("kinds", [None, 1, 2, 300])
 def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kinds):
     """As written at first, `np.argsort(words, kind="stable")`; also where words are alike, in their high bits or in all."""
@@ -138,7 +123,7 @@ def test_a_permutation_of_more_than_is_looked_at_together(monkeypatch, count):
     assert np.array_equal(counter_rng.permutation(1, "order", count), np.argsort(words, kind="stable"))
 
 
-@pytest.mark.parametrize("count", [*range(1, 40), 1023, 1024, 1025, 4097, 100_000])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 31, 1023, 1024, 1025, 100_000])
 def test_a_keyed_permutation_holds_every_number_once(count):
     permutation = counter_rng.KeyedPermutation(7, "packs", count, counters=(2,))
     numbers = permutation.apply(np.arange(count))

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 
 import runs
 
@@ -10,56 +11,49 @@ OPENINGS = re.compile(r"(What|Whether|Which|Who|Whose|Whatever|That|Those|Of|Whe
 IDENTIFIERS = {"found", "asked", "made", "there", "wanted", "said", "here", "told", "seen", "shown", "beside", "begun", "looked"}
 
 
-def docstrings(tree: ast.AST) -> list[tuple[int, str]]:
-    """(line, text) of the docstrings of modules, classes, functions, fields and constants."""
-    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
-    return [(string.lineno, string.value) for string in strings if isinstance(string.value, str)]
+def walk() -> list[tuple[str, ast.AST]]:
+    """(file, node) of everything in the package."""
+    return [(f"{path.relative_to(runs.ROOT)}", node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
 
 
-def identifiers(tree: ast.AST) -> list[tuple[int, str]]:
-    """(line, name) of variables, parameters, functions, classes and fields where they are defined."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.append((node.lineno, node.id))
-        elif isinstance(node, ast.arg):
-            names.append((node.lineno, node.arg))
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append((node.lineno, node.name))
-    return names
+NODES = walk()
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
-    wrong = [
-        f"{path.relative_to(runs.ROOT)}:{line}: {text.strip().splitlines()[0][:80]}"
-        for path in FILES
-        for line, text in docstrings(ast.parse(path.read_text()))
-        if OPENINGS.match(text.strip())
-    ]
+    """Of modules, classes, functions, fields and constants."""
+    wrong = []
+    for file, node in NODES:
+        text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+        if isinstance(text, str) and OPENINGS.match(text.strip()):
+            wrong.append(f"{file}:{node.lineno}: {text[:80]}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_names_are_no_participles_or_pronouns():
-    wrong = [
-        f"{path.relative_to(runs.ROOT)}:{line}: {name}"
-        for path in FILES
-        for line, name in identifiers(ast.parse(path.read_text()))
-        if name.strip("_") in IDENTIFIERS
-    ]
+    """Of variables, parameters, functions, classes and fields where they are defined."""
+    wrong = []
+    for file, node in NODES:
+        name = getattr(node, "arg", None) or getattr(node, "name", None)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        if isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef) and name and name.strip("_") in IDENTIFIERS:
+            wrong.append(f"{file}:{node.lineno}: {name}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_class_name_exists_once():
-    places: dict[str, list[str]] = {}
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{path.relative_to(runs.ROOT)}")
-    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+    classes = [node.name for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert sorted(classes) == sorted(set(classes))
 
 
 def test_folders_of_the_package_have_few_files():
-    folders = [path for path in (runs.ROOT / "megaenc").rglob("*") if path.is_dir() and path.name != "__pycache__"]
+    counts = Counter(path.parent for path in FILES if path.name != "__init__.py")
     most = {runs.ROOT / "megaenc/training": 22}
-    counts = {folder: sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders}
     assert {folder: count for folder, count in counts.items() if count > most.get(folder, 15)} == {}
+
+
+def test_no_two_files_of_tests_are_one_module():
+    """pytest runs the first of them and refuses the others, which running a folder alone does not show."""
+    files = (runs.ROOT / "tests").rglob("test_*.py")
+    names = Counter(file.name for file in files if not (file.parent / "__init__.py").exists())
+    assert [name for name, count in names.items() if count > 1] == []

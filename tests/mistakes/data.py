@@ -62,7 +62,6 @@ ROWS = {
     "megaenc objective check json:JSONDecoder": "json:JSONDecoder: is no subclass of megaenc.objectives.Objective",
     "megaenc objective check megaenc.objectives:MaskedDiffusion --options depth=3": "option `depth`: unknown",
     "megaenc objective check megaenc.objectives:MaskedDiffusion --options low=x": "option `low`: found `x`, expected a number",
-    "megaenc objective check 'mlm(keep=1)' --train": "leaks: 100.0 % of",
     "megaenc objective check 'mlm(unit=wrd)'": "option `unit`: found wrd, expected token, word or a file; did you mean `word`?",
     "megaenc objective check 'mlm(unit=word,span=3)'": "option `unit`: found word with span=3, expected token, or no span",
     "megaenc objective check 'mlm(unit=text.jsonl)'": "text.jsonl: no collocations, or damaged",

@@ -53,17 +53,15 @@ WORDS = {
 }
 
 
-# Fields of Gemma 3's config.json that are refused before weights are read: those of the folders are another model's.
-_GEMMA3 = {
-    "softcap": {"final_logit_softcapping": 30.0},
-    "attncap": {"attn_logit_softcapping": 50.0},
-    "bias": {"attention_bias": True},
-    "causal": {"is_causal": False},
-    "window": {"sliding_window": 1},
-    "relu": {"hidden_activation": "relu"},
-    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-    "layers": {"layer_types": ["full_attention", "chunked_attention"]},
-    "scalar": {"query_pre_attn_scalar": -1},
+# Fields of config.json that are refused before weights are read: those of the folders are another model's.
+_NEOBERT = {"model_type": "neobert", "hidden_act": "swiglu"}
+_GEMMA3 = {"model_type": "gemma3_text", "is_causal": None, "rope_parameters": None, "layer_types": None}
+_FIELDS = {
+    "family": {"model_type": "t5"},
+    "neobert-head": _NEOBERT | {"dim_head": 7},
+    "gemma3-attncap": _GEMMA3 | {"sliding_window": 8, "attn_logit_softcapping": 50.0},
+    "gemma3-window": _GEMMA3 | {"sliding_window": 1},
+    "gemma3-relu": _GEMMA3 | {"sliding_window": 8, "hidden_activation": "relu"},
 }
 
 
@@ -97,26 +95,17 @@ def damage(folder: Path) -> None:
     (folder / "sidecar_text_document.json").write_text("{")
     with open(folder / "changed_text_document.bin", "r+b") as stream:
         stream.write(b"\1\0\2\0")
-    for name in ("noweights", "badconfig", "pickled", "nomask", "cut", "family"):
+    for name in ("noweights", "badconfig", "pickled", "nomask", "cut"):
         shutil.copytree(folder / "hf", folder / f"hf-{name}")
     (folder / "hf-noweights/model.safetensors").unlink()
     (folder / "hf-badconfig/config.json").write_text("{")
     (folder / "hf-pickled/model.safetensors").rename(folder / "hf-pickled/pytorch_model.bin")
     os.truncate(folder / "hf-cut/model.safetensors", 1001)
     config = json.loads((folder / "hf/config.json").read_text())
-    (folder / "hf-family/config.json").write_text(json.dumps(config | {"model_type": "t5"}))
-    ettin = {"model_type": "modernbert-decoder", "rope_parameters": None, "bos_token_id": 0}
-    own = {"ettin": ettin | {"is_causal": False}, "ettin-window": ettin | {"sliding_window": 1}}
-    neobert = {"model_type": "neobert", "hidden_act": "swiglu"}
-    own |= {"neobert": neobert | {"rope": False}, "neobert-head": neobert | {"dim_head": 7}}
-    for name, values in own.items():
+    for name, changes in _FIELDS.items():
         shutil.copytree(folder / "hf", folder / f"hf-{name}")
-        (folder / f"hf-{name}/config.json").write_text(json.dumps(config | values))
-    gemma3 = {name: value for name, value in config.items() if name not in ("is_causal", "rope_parameters", "layer_types")}
-    gemma3 |= {"model_type": "gemma3_text", "sliding_window": 8}
-    for name, change in _GEMMA3.items():
-        shutil.copytree(folder / "hf", folder / f"hf-gemma3-{name}")
-        (folder / f"hf-gemma3-{name}/config.json").write_text(json.dumps(gemma3 | change))
+        fields = {key: value for key, value in (config | changes).items() if value is not None}
+        (folder / f"hf-{name}/config.json").write_text(json.dumps(fields))
     (folder / "hf-nomask/tokenizer.json").write_text("{")
     for name in ("norun", "badrun", "nocheckpoint", "cut", "base"):
         shutil.copytree(folder / "run", folder / f"run-{name}")

@@ -149,7 +149,6 @@ ROWS = {
     "megaenc bench data --output new.json --input nowhere.jsonl": "nowhere.jsonl",
     "megaenc bench data --output new.json --input empty.jsonl": "empty.jsonl",
     "megaenc bench data --output new.json --input text.jsonl --json-key body": "body",
-    "megaenc bench data --output new.json --input text.jsonl --megabytes 1 --tokenizer nowhere": "nowhere",
     "megaenc bench loader --output new.json --documents 0": "--documents",
     "megaenc bench loader --output new.json --mean-length 0": "--mean-length",
     "megaenc bench loader --output new.json --seconds -1": "--seconds",
