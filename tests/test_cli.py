@@ -61,29 +61,6 @@ def test_the_command_line_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    ("command", "flag", "name"),
-    [
-        ("bench data", "--output", "folder"),
-        ("bench loader", "--output", "folder"),
-        ("bench pretrain", "--output", "folder"),
-        ("doctor", "--json", "folder"),
-        ("estimate --gpu h100", "--output", "folder"),
-        ("finetune summary results", "--output", "folder.md"),
-        ("plot run", "--output", "folder.png"),
-        ("study plan manifest.yaml", "--picture", "folder.png"),
-    ],
-)
-def test_a_folder_in_the_place_of_an_output_file_is_refused_before_any_work(tmp_path, refusal, command, flag, name):
-    folder = tmp_path / name
-    folder.mkdir()
-    assert (
-        refusal(cli.main, [*command.split(), flag, folder])
-        == f"error: {flag} {folder}: found a folder, expected the name of a file"
-    )
-    assert not list(folder.iterdir())
-
-
-@pytest.mark.parametrize(
     "words",
     [
         "doctor --only nothing --json",

@@ -1,7 +1,7 @@
-"""Kernel launches of one layer, forward and backward, as an accelerator with the fused kernels has them.
+"""Kernel launches and bytes of one layer, forward and backward, as an accelerator with the fused kernels has them.
 
-One layer's are the difference between models of three and of two layers. Each operation that is no view is a launch; attention,
-the same in all versions, is left out.
+One layer's are the difference between models of three and of two layers. Each operation that is no view is a launch; kernels and
+products read their inputs and write their outputs once. Attention, the same in all versions, is left out.
 """
 
 import os
@@ -17,15 +17,22 @@ from megaenc import backend
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 SHAPE = "--hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 4 --num-query-groups 2 --seq-length 64"
 SHAPE += " --micro-batch-size 1 --global-batch-size 1 --train-iters 4 --bf16"
+TOKENS, HIDDEN, FFN, DIM, QUERIES, KEYS = 64, 48, 80, 12, 48, 24  # the last two: widths
+PARAMETERS = HIDDEN * (2 * QUERIES + 2 * KEYS + 3 * FFN)
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_assert_async")
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches by the operation's name."""
+    """Counts launches by the operation's name, and bytes of kernels and products."""
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
+        self.counts, self.bytes = Counter(), Counter()
+
+    def add(self, name: str, *tensors: Tensor) -> None:
+        """Count a launch that reads or writes each of `tensors` once."""
+        self.counts[name] += 1
+        self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -34,20 +41,21 @@ class Launches(TorchDispatchMode):
         is_view = not function._schema.is_mutable and any(out.untyped_storage().data_ptr() in storages for out in outputs)
         name = function.overloadpacket.__name__
         if outputs and not is_view and name not in NO_LAUNCH:
-            self.counts[name] += 1
+            self.add(name)
         return result
 
 
 class CountedKernel:
-    """A Triton kernel whose launches are counted."""
+    """A Triton kernel whose launches are counted; a tensor that is passed twice is read once."""
 
-    def __init__(self, kernel, counts: Counter):
+    def __init__(self, kernel, launches: Launches):
         self.kernel = kernel
-        self.counts = counts
+        self.launches = launches
 
     def __getitem__(self, grid):
         def launch(*arguments, **constants):
-            self.counts[self.kernel.fn.__name__] += 1
+            tensors = {value.data_ptr(): value for value in arguments if isinstance(value, Tensor)}
+            self.launches.add(self.kernel.fn.__name__, *tensors.values())
             with _disable_current_modes():
                 self.kernel[grid](*arguments, **constants)
 
@@ -69,7 +77,7 @@ class _Attention(torch.autograd.Function):
             return tuple(torch.ones_like(x) for x in ctx.likes)
 
 
-def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, monkeypatch) -> Counter:
+def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, monkeypatch) -> Launches:
     """The launches of a micro-batch of a model with `layers` layers, which uses the kernels `fused` and those of all models."""
     from megaenc.backend import main_grad
     from megaenc.model import layer, linear_cross_entropy
@@ -82,7 +90,7 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
 
     def accumulate(total, a, b, *, in_float32):
         """As on an accelerator: one product that reads and writes the sum."""
-        launches.counts["addmm"] += 1
+        launches.add("addmm", a, b, *([] if total is None else [total, total]))
         with _disable_current_modes():
             product = a.float() @ b.float()
             return product if total is None else total.add_(product)
@@ -102,12 +110,12 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
             specs = engine._micro_batch_specs(1)
             for module in (norm, rotary, glu):
                 for name in [name for name in vars(module) if name.endswith("_kernel")]:
-                    patch.setattr(module, name, CountedKernel(getattr(module, name), launches.counts))
+                    patch.setattr(module, name, CountedKernel(getattr(module, name), launches))
             with launches:
                 engine._run_micro_batches(specs, (), train=True)
     finally:
         backend.destroy_distributed()
-    return launches.counts
+    return launches
 
 
 @pytest.mark.parametrize(
@@ -120,8 +128,8 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
 )
 def test_a_layer_launches_what_it_needs(flags, fused, small_corpus, monkeypatch):
     two, three = (count_micro_batch(layers, flags, fused, small_corpus, monkeypatch) for layers in (2, 3))
-    assert not two - three
-    assert three - two == {
+    assert not two.counts - three.counts
+    assert three.counts - two.counts == {
         "mm": 8,  # outputs and gradients of inputs
         "addmm": 4,  # gradients of weights, added to their buffers
         "norm_forward_kernel": 2,
@@ -134,3 +142,9 @@ def test_a_layer_launches_what_it_needs(flags, fused, small_corpus, monkeypatch)
         "_to_copy": 2,
         "add_": 2,
     }
+    moved = {name: three.bytes[name] - two.bytes[name] for name in three.bytes}
+    token = 2 * TOKENS  # bytes of a number for each token
+    assert moved["norm_forward_kernel"] == 8 * token * HIDDEN + 2 * HIDDEN * 2
+    assert moved["qkv_rotary_kernel"] == 4 * token * (QUERIES + 2 * KEYS) + 2 * TOKENS * DIM * 4
+    assert moved["glu_forward_kernel"] + moved["glu_backward_kernel"] == 8 * token * FFN
+    assert moved["addmm"] == token * (4 * HIDDEN + 2 * QUERIES + 2 * KEYS + 3 * FFN) + 8 * PARAMETERS
