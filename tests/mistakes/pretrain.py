@@ -123,7 +123,6 @@ ROWS = {
     "{train} --config nowhere.yaml": "--config nowhere.yaml",
     "{train} --config unknown.yaml": "unknown.yaml: unknown field `sequence_length`; did you mean `seq_length`?",
     "{train} --config typed.yaml": "typed.yaml: field `seq_length`: found 'many'",
-    "{train} --config gone.yaml": "nowhere.yaml",
     "{train} --config python.yaml": "python.yaml",
     "megaenc pretrain --data-path c_text_document": "--tokenizer",
     "megaenc pretrain --data-path text.jsonl": "run `megaenc preprocess` first",

@@ -13,16 +13,12 @@ WIDTHS = LayerWidths(hidden=48, head=12, ffn=80, vocabulary=128)
 NAMES = tuple(CHECKS)
 
 
-def test_the_host_computes_by_torchs_own_operations(monkeypatch):
+def test_the_host_and_who_wants_none_compute_by_torchs_own_operations(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(selftest, "check_kernel", None)  # nor is anything tried
-    assert selftest.select_fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS, NAMES) == selftest.NO_FUSED_KERNELS
-
-
-def test_who_wants_none_has_none(monkeypatch):
-    monkeypatch.setattr(selftest, "check_kernel", None)
-    device = torch.device("cuda", 0)
-    assert selftest.select_fused_kernels(False, device, torch.bfloat16, WIDTHS, NAMES) == selftest.NO_FUSED_KERNELS
+    for is_wanted, device in ((True, torch.device("cpu")), (False, torch.device("cuda", 0))):
+        found = selftest.select_fused_kernels(is_wanted, device, torch.float32, WIDTHS, NAMES)
+        assert found == selftest.NO_FUSED_KERNELS
 
 
 def test_each_check_is_a_choice():

@@ -102,7 +102,7 @@ def count_micro_batch(layers: int, flags: list[str], fused: set[str], corpus, mo
     try:
         engine = Engine(plan, device)
         used = {name for name, is_used in engine.fused_kernels.items() if is_used}
-        assert used == {"rotary", "loss", *fused}
+        assert used == {"rotary", "loss", "sum", *fused}
         with monkeypatch.context() as patch:
             patch.setattr(layer, "compute_attention", lambda name, q, k, v, *_, **__: _Attention.apply(q, k, v))
             for module in (main_grad, linear_cross_entropy):
