@@ -49,6 +49,7 @@ def test_interleaved_parts_are_dealt_out_in_turns():
         (2, 3, {}, "--pipeline-model-parallel-size: found 3, expected at most the 2 layers"),
         (4, 1, dict(num_layers_per_virtual_pipeline_stage=1), "found --pipeline-model-parallel-size 1, expected 2 or more"),
         (26, 4, dict(num_layers_per_virtual_pipeline_stage=3), "26 layers on 4 stages are not two or more chunks of 3 on each"),
+        (8, 4, dict(num_layers_per_virtual_pipeline_stage=2), "not two or more chunks of 2"),
         (4, 2, dict(pipeline_model_parallel_layout="Ett|tL"), "expected E, t for each of the 4 layers, then L"),
         (4, 2, dict(pipeline_model_parallel_layout="Et|t|ttL"), "found 3 parts, expected 2 or a multiple of it, none of them"),
         (4, 2, dict(pipeline_model_parallel_layout="Ett,ttL,x"), "expected E, t for each of the 4 layers, then L"),
