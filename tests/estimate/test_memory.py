@@ -9,23 +9,21 @@ from cases import SHAPE, WORK, case, rates
 from megaenc.backend import KernelConfig, ParallelConfig
 from megaenc.estimate.layout_case import ObjectiveWork
 from megaenc.estimate.memory import (
-    ALIGNMENT,
     CHUNK_BYTES,
-    KEPT_KEYS,
     LOGIT_BYTES_AT_ONCE,
     LOGITS_AT_ONCE,
-    QUERY_BLOCK,
     compute_max_memory,
     compute_save_cost,
     compute_stage_memory,
     layer_activation_bytes,
     micro_batches_in_flight,
-    saved_keys_per_token,
     stage_activation_bytes,
 )
 from megaenc.model.config import ModelConfig
 
 SMALL = ModelConfig(2, 64, 160, 8, 4)
+FOUR_LAYERS = ModelConfig(4, 64, 160, 8, 4)
+TINY_PARAMETERS = 2 * 10_816 + 32 + 2 * 32_768
 
 
 def terms(memory):
@@ -34,7 +32,7 @@ def terms(memory):
 
 def test_a_tiny_model_by_hand():
     """Parameters: 2 x (10,752 + 64) of layers, 32 of the last norm, 2 x 1,024 x 32 of the two vocabulary matrices."""
-    parameters = 2 * 10_816 + 32 + 2 * 32_768
+    parameters = TINY_PARAMETERS
     assert SHAPE.parameter_count(1024) == parameters
     results = terms(compute_stage_memory(case(), WORK, case().build_stage(0), rates()))
     assert results["weights"] == 2 * parameters
@@ -58,31 +56,29 @@ def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
 
 def test_a_save_by_hand():
     """Of 14 bytes a parameter in bf16, 12 in float32, shared by data-parallel ranks with or without the distributed optimizer."""
-    parameters = 2 * 10_816 + 32 + 2 * 32_768
     from megaenc.training.checkpoint.state_tensors import MAX_CHUNK_BYTES
 
     assert CHUNK_BYTES == MAX_CHUNK_BYTES
-    one, many = compute_save_cost(case(), rates()), compute_save_cost(case(gpus=16), rates())
-    assert one.total == many.total == 14 * parameters
-    assert (one.ranks_per_node, one.synchronous, one.asynchronous) == (1, CHUNK_BYTES, 14 * parameters)
-    assert (many.ranks_per_node, many.synchronous, many.asynchronous) == (8, 8 * CHUNK_BYTES, 8 * 14 * parameters / 16)
+    complete = 14 * TINY_PARAMETERS
+    many = compute_save_cost(case(gpus=16), rates())
+    assert (many.total, many.synchronous, many.asynchronous) == (complete, 8 * CHUNK_BYTES, 8 * complete / 16)
     host = compute_save_cost(case(gpus=2, bf16=False), rates(host=True))
-    assert (host.total, host.synchronous, host.asynchronous) == (12 * parameters, 0, 12 * parameters)
+    assert (host.total, host.synchronous, host.asynchronous) == (12 * TINY_PARAMETERS, 0, 12 * TINY_PARAMETERS)
     stages = compute_save_cost(case(gpus=2, pipeline_model_parallel_size=2), rates())
-    assert stages.total == one.total and stages.asynchronous == 2 * 14 * (10_816 + 32 + 32_768)
+    assert (stages.total, stages.asynchronous) == (complete, 2 * 14 * (10_816 + 32 + 32_768))
 
 
-def test_stages_hold_what_the_pipeline_has_in_flight():
-    four = case(ModelConfig(8, 32, 80, 4, 2), gpus=4, batch=16, pipeline_model_parallel_size=4)
-    assert [micro_batches_in_flight(four, stage) for stage in four.build_stages()] == [4, 3, 2, 1]
-    assert [micro_batches_in_flight(dataclasses.replace(four, global_batch_size=2), stage) for stage in four.build_stages()] == [
-        2,
-        2,
-        2,
-        1,
-    ]
-    turns = case(ModelConfig(8, 32, 80, 4, 2), gpus=2, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
-    assert [micro_batches_in_flight(turns, stage) for stage in turns.build_stages()] == [5 / 2, 3 / 2]  # of parts, two to a stage
+@pytest.mark.parametrize(
+    ("stages", "batch", "layout", "in_flight"),
+    [
+        (4, 16, {}, [4, 3, 2, 1]),
+        (4, 2, {}, [2, 2, 2, 1]),
+        (2, 16, {"num_layers_per_virtual_pipeline_stage": 2}, [5 / 2, 3 / 2]),  # of parts, two to a stage
+    ],
+)
+def test_stages_hold_what_the_pipeline_has_in_flight(stages, batch, layout, in_flight):
+    laid = case(ModelConfig(8, 32, 80, 4, 2), gpus=stages, batch=batch, pipeline_model_parallel_size=stages, **layout)
+    assert [micro_batches_in_flight(laid, stage) for stage in laid.build_stages()] == in_flight
 
 
 def test_the_chunked_loss_is_the_models_own():
@@ -95,20 +91,20 @@ def test_the_chunked_loss_is_the_models_own():
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("layout", [{}, {"num_layers": 3}])
-def test_parameters_are_those_of_the_model(layout):
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_model(tied):
+    """With everything that a shape may have besides where the vocabulary matrices are tied."""
     from megaenc.model.encoder import build_encoder
 
     others = dict(normalization="LayerNorm", norm_bias=True, embedding_norm=True, prediction_head=True, output_layer_bias=True)
-    for tied in (False, True):
-        shape = ModelConfig(3, 64, 160, 8, 4, add_qkv_bias=tied, qk_layernorm=tied, untie_embeddings_and_output_weights=not tied)
-        shape = dataclasses.replace(shape, **others) if tied else shape
-        encoder = build_encoder(shape, 1000, 64, ParallelConfig(), torch.float32, seed=None)
-        mine = case(shape, vocab_size=1000).build_stage(0).parameters
-        assert mine == sum(parameter.numel() for parameter in encoder.parameters())
-        stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).build_stages()
-        assert sum(stage.parameters for stage in stages) - mine == tied * 1024 * 64  # tied, the last stage has a copy
-        assert case(shape, vocab_size=1024).build_stage(0).parameters == shape.parameter_count(1024)
+    others |= dict(add_qkv_bias=True, qk_layernorm=True, untie_embeddings_and_output_weights=False)
+    shape = ModelConfig(3, 64, 160, 8, 4, **(others if tied else {}))
+    encoder = build_encoder(shape, 1000, 64, ParallelConfig(), torch.float32, seed=None)
+    mine = case(shape, vocab_size=1000).build_stage(0).parameters
+    assert mine == sum(parameter.numel() for parameter in encoder.parameters())
+    stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).build_stages()
+    assert sum(stage.parameters for stage in stages) - mine == tied * 1024 * 64  # tied, the last stage has a copy
+    assert case(shape, vocab_size=1024).build_stage(0).parameters == shape.parameter_count(1024)
 
 
 GEMMA3 = dataclasses.replace(
@@ -121,19 +117,23 @@ GEMMA3 = dataclasses.replace(
     scale_embedding=True,
     untie_embeddings_and_output_weights=False,
 )
-HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernorm=True) for heads in (2, 4)]
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", [SMALL, *HEADS_NORMALISED, dataclasses.replace(SMALL, normalization="LayerNorm", activation="gelu"), GEMMA3]
+    ("shape", "dtype", "modules"),
+    [
+        (SMALL, torch.float32, ()),
+        (SMALL, torch.bfloat16, ("core_attn",)),
+        (SMALL, torch.bfloat16, ("mlp",)),
+        (SMALL, torch.float32, ("activation",)),
+        (dataclasses.replace(SMALL, normalization="LayerNorm", activation="gelu"), torch.bfloat16, ()),
+        (ModelConfig(2, 96, 96, 4, 2, kv_channels=32, qk_layernorm=True), torch.float32, ("core_attn",)),
+        (GEMMA3, torch.bfloat16, ()),
+        (GEMMA3, torch.float32, ("mlp",)),
+    ],
 )
-@pytest.mark.parametrize(
-    "modules", [(), ("core_attn",), ("mlp",), ("activation",)], ids=lambda modules: " ".join(modules) or "all"
-)
-@pytest.mark.parametrize("attention", ["sdpa", "onednn"])
-def test_layers_keep_what_autograd_saves_of_them(attention, dtype, shape, modules):
+def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
     """The second layer's own storages, on the host, and those of the third, the last, which computes 9 positions.
 
     What they share with others or with the weights is not counted.
@@ -142,11 +142,13 @@ def test_layers_keep_what_autograd_saves_of_them(attention, dtype, shape, module
     from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
 
-    rows, shape = 256, dataclasses.replace(shape, num_layers=3)
+    rows = 256
+    shape = dataclasses.replace(shape, num_layers=3)
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
-    kernels = KernelConfig(attention_backend=attention)
+    kernels = KernelConfig(attention_backend="sdpa")
     encoder = build_encoder(shape, 512, rows, ParallelConfig(**recompute), dtype, seed=3, kernels=kernels)
-    saved, keeping = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}, []
+    saved = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}
+    keeping = []
 
     def pack(tensor):
         keeping.append(tensor)  # or its address would be given out again
@@ -161,51 +163,26 @@ def test_layers_keep_what_autograd_saves_of_them(attention, dtype, shape, module
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
-    squares, stage = 100**2 + 156**2, one.build_stage(0)
-    work = ObjectiveWork("mlm", 256, 9, squares, squares)
-    keys = saved_keys_per_token(one, work) if attention == "onednn" else None
-    a_layer = stage_activation_bytes(one, stage, host=True, saved_keys=keys)[0] / 3
+    stage = one.build_stage(0)
+    a_layer = stage_activation_bytes(one, stage, host=True)[0] / 3
     assert results[1] - results[0] == pytest.approx(a_layer, rel=0.03)
-    a_pack = dataclasses.replace(work, tokens=64, predicted=9 / 4)
-    last = stage_activation_bytes(one, stage, host=True, work=a_pack, saved_keys=keys)[0] - 2 * a_layer
+    squares = (100**2 + 156**2) / 4
+    a_pack = ObjectiveWork("mlm", 64, 9 / 4, squares, squares)
+    last = stage_activation_bytes(one, stage, host=True, work=a_pack)[0] - 2 * a_layer
     assert results[2] - results[1] == pytest.approx(last, rel=0.05)
 
 
-def test_saved_probabilities_by_hand():
-    """Documents of 480 tokens, padded to 512, bidirectional and causal; long ones; layers with a window."""
-    local = dataclasses.replace(SMALL, window_size=8, global_attn_every_n_layers=2)
-    for shape, visible, length, expected in (
-        (SMALL, 1, 480, 512),
-        (SMALL, 0, 480, (512 + 256) / 2),
-        (SMALL, 1, 2016, 512),
-        (SMALL, 1, 8160, 128),
-        (local, 1, 480, (512 + 256 + 16) / 2),
-    ):
-        squares = float(length * 4800)
-        assert saved_keys_per_token(case(shape), ObjectiveWork("mlm", 4800, 1.0, squares, visible * squares)) == expected
-    from megaenc.model.attention import onednn
-
-    assert (onednn.KEPT_KEYS, onednn._QUERY_BLOCK, onednn._ALIGNMENT) == (KEPT_KEYS, QUERY_BLOCK, ALIGNMENT)
-    kept, others = (
-        terms(compute_stage_memory(case(), WORK, case().build_stage(0), rates(host=True, saves_probabilities=on)))["activations"]
-        for on in (True, False)
-    )
-    assert kept - others == 2 * 64 * (2 * 4 * 96 - 2 * 32 - 4 * 4)  # two layers; documents of 64 tokens
-
-
 def test_recomputation_keeps_less():
-    shape = ModelConfig(4, 64, 160, 8, 4)
-    plain, core, mlp, full, block = (
+    """Of all layers, what enters each of 4, 64 tokens of 2 x 64 bytes; or of one alone."""
+    plain, full, block = (
         stage_activation_bytes(one, one.build_stage(0), host=True)[0]
         for one in (
-            case(shape),
-            case(shape, recompute_granularity="selective"),
-            case(shape, recompute_granularity="selective", recompute_modules=("mlp",)),
-            case(shape, recompute_granularity="full"),
-            case(shape, recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+            case(FOUR_LAYERS),
+            case(FOUR_LAYERS, recompute_granularity="full"),
+            case(FOUR_LAYERS, recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
         )
     )
-    assert plain > core > mlp > full == 4 * 64 * 2 * 64  # what enters each of 4 layers, 64 tokens of 2 x 64 bytes
+    assert full == 4 * 64 * 2 * 64
     assert block == pytest.approx(plain * 3 / 4 + full / 4)
 
 
